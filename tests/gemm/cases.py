@@ -229,4 +229,8 @@ def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:
     gate, up = y.chunk(2, dim=-1)
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-    return gate / (1 + torch.exp(-gating.alpha * gate)) * (up + gating.offset)
+    swish = 1 / (1 + torch.exp(-gating.alpha * gate))
+    if gating.beta is not None and gating.linear_beta is not None:
+        gate = gating.beta * torch.tanh(gate / gating.beta)
+        up = gating.linear_beta * torch.tanh(up / gating.linear_beta)
+    return gate * swish * (up + gating.offset)

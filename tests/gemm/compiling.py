@@ -59,8 +59,9 @@ def described(
 
     rows, scaled = experts * 128, dtype == FP8
     made: dict[str, Epilogue] = {"store": STORE, "gated": Gated(), "quant": GatedQuant()}
+    made["situ"] = Gated(beta=4.0, linear_beta=25.0)
     made["push"] = Push(empty(rows, of=torch.int64))
-    gated, quant = epilogue in ("gated", "quant"), epilogue == "quant"
+    gated, quant = isinstance(made[epilogue], Gated), epilogue == "quant"
     width = n // 2 if gated else n
     out_dtype = FP8 if quant else torch.bfloat16 if scaled else dtype
     a_scale = empty(k // 128, rows).T if k_major else empty(rows, k // 128)

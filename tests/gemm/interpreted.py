@@ -154,7 +154,7 @@ def main() -> None:
             for plan in plans(dtype, gating=False):
                 agreed(replace(case, dtype=dtype), STORE, plan)
             print(f"agreed: {name}, {dtype}", flush=True)
-        for gating in (Gated(), Gated(1.702, 1.0, 0.7)):
+        for gating in (Gated(), Gated(1.702, 1.0, 0.7), Gated(beta=0.5, linear_beta=3.0)):
             for plan in plans(dtype, gating=True):
                 agreed(Case(dtype=dtype, n=512, bias=True), gating, plan)
         print(f"agreed: gated, {dtype}", flush=True)

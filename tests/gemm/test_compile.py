@@ -42,11 +42,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def chosen(rows: int, dtype: torch.dtype, epilogue: str, k: int = 7168) -> GemmPlan:
     """The default plan."""
-    return plan(32, rows, 4096, k, dtype, gated=epilogue in ("gated", "quant"))
+    return plan(32, rows, 4096, k, dtype, gated=epilogue in ("gated", "situ", "quant"))
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("epilogue", ["store", "gated", "quant", "push"])
+@pytest.mark.parametrize("epilogue", ["store", "gated", "situ", "quant", "push"])
 @pytest.mark.parametrize("dtype", [FP8, BF16])
 def test_default_plans_fit_the_sm_and_store_16_bytes(
     dtype: torch.dtype, epilogue: str, rows: int, tmp_path: Path

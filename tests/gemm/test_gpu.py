@@ -54,7 +54,9 @@ def agreed(
 
 
 @pytest.mark.parametrize("dtype", [FP8, BF16])
-@pytest.mark.parametrize("epilogue", [STORE, Gated(1.702, 1.0, 0.7), GatedQuant()])
+@pytest.mark.parametrize(
+    "epilogue", [STORE, Gated(1.702, 1.0, 0.7), GatedQuant(), Gated(beta=0.5, linear_beta=3.0)]
+)
 def test_every_tile_makes_the_same_bits(epilogue: Epilogue, dtype: torch.dtype):
     made = replace(CASES["contiguous"], dtype=dtype).make("cuda")
     wanted = made.oracle()

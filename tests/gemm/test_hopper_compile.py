@@ -19,10 +19,13 @@ from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 pytestmark = reads(tools=(NVRTC,))
 
 EPILOGUES = ("store", "push", "gated_fp8")
+GATED_BY_SITU = (*EPILOGUES, "situ")
 FLAG_IN_DATA = (64, 128, 256)  # block_m whose pushed rows have flag-in-data here
 
 
 def fp8_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
+    if epilogue == "situ":
+        return replace(fp8_shape("gated_fp8", block_m, experts), situ=True)
     n, k = (4096, 7168) if epilogue == "gated_fp8" else (7168, 2048)
     flag_in_data = epilogue == "push" and block_m in FLAG_IN_DATA
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, flag_in_data=flag_in_data)
@@ -33,6 +36,8 @@ def mxfp4_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
 
 
 def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) -> GemmShape:
+    if epilogue == "situ":
+        return replace(shape_16bit("gated", block_m, operand, experts), situ=True)
     n, k = (5760, 2880) if epilogue == "gated" else (2880, 2880)
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, operand, operand, operand)
 
@@ -51,7 +56,7 @@ def compiled(shape: GemmShape, folder: Path) -> tuple[bytes, str]:
 
 
 @pytest.mark.parametrize("block_m", FP8_BLOCK_MS)
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("epilogue", GATED_BY_SITU)
 def test_every_shape_compiles_into_registers_and_shared_memory(
     epilogue: str, block_m: int, tmp_path: Path
 ):
@@ -82,7 +87,7 @@ def test_columns_in_chunks_spill_no_more(shape: GemmShape, tmp_path: Path):
 
 
 @pytest.mark.parametrize("block_m", MXFP4_BLOCK_MS)
-@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("epilogue", GATED_BY_SITU)
 def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tmp_path: Path):
     """They go from shared memory to wgmma's registers, and one copy brings each unit."""
     cubin, log = compiled(mxfp4_shape(epilogue, block_m), tmp_path)
@@ -104,7 +109,7 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
 
 
 @pytest.mark.parametrize("block_m", [32, 160, 256])
-@pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
+@pytest.mark.parametrize("epilogue", ["store", "push", "gated", "situ"])
 def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
     epilogue: str, block_m: int, tmp_path: Path
 ):
@@ -121,7 +126,7 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
     found = re.findall(r"\bHGMMA\.64x(\d+)x16\.F32\.?(BF16|)\b", code)
     assert {(int(n), kind) for n, kind in found} == {(n, type_) for n in wgmma_ns(block_m)}
     assert "UTMALDG.2D.MULTICAST" in code
-    assert ("UTMALDG.5D" in code) == (epilogue == "gated")
+    assert ("UTMALDG.5D" in code) == (epilogue in ("gated", "situ"))
     assert re.search(r"STG?\.E\.\S*128", code) or re.search(r"ST\.E\.128", code)
     assert len(re.findall(r"MEMBAR\.\S*GPU", code)) <= 1
 
@@ -130,8 +135,9 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
     "shape",
     [
         fp8_shape("gated_fp8", 128, 512),
-        mxfp4_shape("gated_fp8", 32, 512),
-        mxfp4_shape("gated_fp8", 160, 512),
+        fp8_shape("gated_fp8", 256, 1024),
+        mxfp4_shape("gated_fp8", 32, 1024),
+        mxfp4_shape("gated_fp8", 160, 1024),
         shape_16bit("push", 192, "bf16", 256),
     ],
     ids=lambda shape: f"{shape.operand}, {shape.experts} experts, {shape.plan.block_m}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -68,6 +68,7 @@ EPILOGUES: dict[str, Epilogue] = {
     "store": STORE,
     "gated": GatedQuant(),
     "limited": GatedQuant(1.702, 1.0, 0.7),
+    "situ": GatedQuant(beta=0.5, linear_beta=3.0),
 }
 NAMES_16BIT = {BF16: "bf16", torch.float16: "fp16"}
 PREFETCHED = ("no rows", "normal", "bf16", "k-major", "mxfp4")
@@ -94,7 +95,10 @@ def shapes_of(name: str) -> Iterator[GemmShape]:
         sizes = (len(case.counts), case.n, case.k, WgmmaPlan(rows))
         if word := NAMES_16BIT.get(case.dtype):
             for epilogue in ("store", "gated", "push"):
-                yield GemmShape(*sizes, epilogue, word, word, "bf16" if case.bias else "none")
+                shape = GemmShape(*sizes, epilogue, word, word, "bf16" if case.bias else "none")
+                yield shape
+                if epilogue == "gated":
+                    yield replace(shape, situ=True)
             continue
         more: dict[str, Any] = {
             "operand": kernels.OPERANDS[case.dtype],
@@ -102,6 +106,7 @@ def shapes_of(name: str) -> Iterator[GemmShape]:
         }
         yield GemmShape(*sizes, "store", **more)
         yield GemmShape(*sizes, "gated_fp8", **more)
+        yield GemmShape(*sizes, "gated_fp8", situ=True, **more)
         if name in ("contiguous", "mxfp4"):
             yield GemmShape(*sizes, "push", "bf16", **more)
             yield GemmShape(*sizes, "push", "fp16", **more)
@@ -115,7 +120,7 @@ def of(case: Case, name: str) -> tuple[Epilogue, float]:
         return how, 2.0**-7
     if case.fp8_rows:
         return how, 0.08
-    return Gated(how.alpha, how.offset, how.limit), 2.0**-6
+    return Gated(**asdict(how)), 2.0**-6
 
 
 @pytest.fixture(scope="module")

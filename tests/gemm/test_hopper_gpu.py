@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ EVERY_TILE = (
     "bf16, high",
 )  # the others: swapped tiles alone, and both
 NAMES_16BIT = {BF16: "bf16", torch.float16: "fp16"}
-GATINGS = ((1.0, 0.0, None), (1.702, 1.0, 0.7))
+GATINGS = (Gated(), Gated(1.702, 1.0, 0.7), Gated(beta=4.0, linear_beta=25.0))
 
 
 def block_ms(name: str) -> tuple[int, ...]:
@@ -83,15 +83,13 @@ def same_bits(ours: Output, theirs: Output) -> bool:
 
 @pytest.mark.parametrize("gating", [None, *GATINGS])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_the_other_kernel(
-    name: str, gating: tuple[float, float, float | None] | None
-):
+def test_bits_are_those_of_the_other_kernel(name: str, gating: Gated | None):
     case = CASES[name]
     made = case.make("cuda")
     wanted, tolerance = made.oracle(), 2.0**-7
     epilogue: Epilogue = STORE
     if gating is not None:
-        epilogue = how = (GatedQuant if case.dtype == FP8 else Gated)(*gating)
+        epilogue = how = GatedQuant(**asdict(gating)) if case.dtype == FP8 else gating
         wanted, tolerance = gated(how, wanted), 0.08 if case.dtype == FP8 else 2.0**-6
     theirs = made.call(epilogue, plan(4, 32, case.n, case.k, case.dtype, gated=gating is not None))
     for rows in block_ms(name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from tests.gemm.cases import UNTOUCHED, Case, gated
 from weft.gemm import Gated, GatedQuant, Push, grouped_gemm
 from weft.gemm.config import FP8
-from weft.moe.models import CLAMPED_SWIGLU, SWIGLU
+from weft.moe.models import CLAMPED_SWIGLU, SWIGLU, Gating
 from weft.reference import quantize
 
 DTYPES = [FP8, torch.bfloat16, torch.float16]
@@ -33,7 +33,9 @@ def test_every_row_meets_its_experts_weights(name: str, dtype: torch.dtype) -> N
     made.call().agrees(made.oracle())
 
 
-@pytest.mark.parametrize("gating", [Gated(), Gated(1.702, 1.0, 7.0), Gated(limit=0.5)])
+@pytest.mark.parametrize(
+    "gating", [Gated(), Gated(1.702, 1.0, 7.0), Gated(limit=0.5), Gated(beta=0.5, linear_beta=3.0)]
+)
 def test_gating_is_the_layers(gating: Gated) -> None:
     made = Case(dtype=torch.bfloat16, bias=True).make()
     got = made.call(gating)
@@ -44,8 +46,8 @@ def test_the_numbers_of_gating_are_those_of_the_layer() -> None:
     from weft.gemm.reference import gate
 
     y = torch.randn(7, 64) * 5
-    for theirs in (SWIGLU, CLAMPED_SWIGLU):
-        ours = gate(Gated(theirs.alpha, theirs.offset, theirs.limit), y)
+    for theirs in (SWIGLU, CLAMPED_SWIGLU, Gating(beta=0.5, linear_beta=3.0)):
+        ours = gate(Gated(**asdict(theirs)), y)
         torch.testing.assert_close(ours, theirs.apply(y.clone()), rtol=1e-6, atol=1e-6)
 
 

@@ -186,6 +186,10 @@ def test_gating_with_numbers_that_spoil_rows(kind: type[Gated], numbers: dict[st
         kind(**numbers)
     with pytest.raises(InvalidArgument, match="limit is 0"):
         kind(limit=0.0)
+    with pytest.raises(InvalidArgument, match="beta is 4.0, linear_beta None: SiTU has both"):
+        kind(beta=4.0)
+    with pytest.raises(InvalidArgument, match="linear_beta is 0"):
+        kind(beta=4.0, linear_beta=0.0)
 
 
 def test_tiles_that_hopper_has_not():

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import weft
-from weft.gemm import unpack_mxfp4
+from tests.gemm.cases import gated
+from weft.gemm import Gated, unpack_mxfp4
 from weft.gemm.config import MXFP4
-from weft.moe import CLAMPED_SWIGLU, Expert, ExpertWeights, MoEConfig, Routing, route
+from weft.moe import (
+    CLAMPED_SWIGLU,
+    SWIGLU,
+    Expert,
+    ExpertWeights,
+    Gating,
+    MoEConfig,
+    Routing,
+    route,
+)
 
 HIDDEN, EXPERTS = 128, 8
 WIDER = 384  # three blocks of columns to send
@@ -36,6 +47,15 @@ CONFIGS = {
         shared=32,
     ),
 }
+
+
+GATINGS = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
+
+
+def formula(gating: Gating) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Gating with any numbers."""
+    numbers = Gated(**asdict(gating))
+    return lambda gate, up: gated(numbers, torch.cat((gate, up), dim=-1))
 
 
 @dataclass(frozen=True)
@@ -109,15 +129,14 @@ class Case:
         device, config = x.device, self.config
         ids, weights = route(config.routing, logits, correction=self.correction(device))
         every = ExpertWeights.stack(config, [self.expert(e) for e in range(EXPERTS)], device)
-        clamped = config.gating is CLAMPED_SWIGLU
-        gating = weft.reference.clamped_swiglu if clamped else weft.reference.swiglu
+        plain = GATINGS.get(config.gating) or formula(config.gating)
+        gating = plain
         gate_up, down = every.gate_up, every.down
         if fp8:
             quantize = "fp8"
             packed = self.packed(every)
             gate_up = widened(packed.gate_up, packed.gate_up_scale)
             down = widened(packed.down, packed.down_scale)
-            plain = gating
 
             def gating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
                 return weft.reference.dequantize(*weft.reference.quantize(plain(gate, up), "fp8"))

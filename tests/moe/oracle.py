@@ -38,6 +38,8 @@ def weigh(routing: Routing, logits: list[float], chosen: list[int]) -> list[floa
     """One token's weights in double precision; logits are finite."""
     if routing.score == "sigmoid":
         raw = [1 / (1 + math.exp(-logits[e])) for e in chosen]
+    elif routing.score == "sqrtsoftplus":
+        raw = [math.sqrt(math.log1p(math.exp(logits[e]))) for e in chosen]
     else:
         among = chosen if routing.score == "softmax-chosen" else range(len(logits))
         top = max(logits[e] for e in among)

@@ -15,7 +15,7 @@ RULES = {name: config.routing for name, config in MODELS.items()} | {
     "odd sizes": Routing(61, 9, renormalise=False, scale=2.5),
     "everyone": Routing(5, 5, score="softmax-chosen", scale=0.5),
     "one expert": Routing(1, 1),
-    "the most": Routing(512, 32, score="softmax", groups=64, top_groups=8),
+    "the most": Routing(1024, 32, score="softmax", groups=64, top_groups=8),
     "softmax, corrected": Routing(96, 6, correction=True, groups=6, top_groups=3, scale=1.5),
     "best of a group": Routing(40, 4, score="sigmoid", groups=5, top_groups=2, group_best=1),
     "many groups": Routing(120, 7, score="sigmoid", correction=True, groups=40, top_groups=9),
@@ -27,7 +27,7 @@ RULES = {name: config.routing for name, config in MODELS.items()} | {
 # sigmoid(-x) would hang on a last bit.
 NUMBERS = [-3.0, -1.5, -0.0, 0.0, 0.25, 0.5, 1.0, 4.0]
 ODD = [*NUMBERS, math.nan, -math.nan, -math.inf, math.inf, 100.0, -200.0]
-ULPS = 16  # weights: two exponentials of a last bit each, and the order of a sum of up to 512
+ULPS = 16  # weights: two exponentials of a last bit each, and the order of a sum of up to 1024
 
 Run = Callable[
     [Routing, torch.Tensor, torch.Tensor | None, torch.Tensor | None],

@@ -40,6 +40,7 @@ from weft.moe import (
     Expert,
     ExpertWeights,
     FP8Expert,
+    GatedExpert,
     Gating,
     Replicas,
     Routing,
@@ -47,6 +48,7 @@ from weft.moe import (
     normalize_topk,
     route,
     router_logits,
+    weigh,
 )
 
 __all__ = ["pytestmark"]
@@ -80,11 +82,13 @@ def rules() -> list[Row]:
         **{"shared": listed(*WHOLE, -1), "biased": FLAG, "dtype": ANY_DTYPE},
     }
     gating = {"alpha": REAL, "offset": REAL, "limit": POSITIVE.optional()}
+    gating |= {"beta": POSITIVE, "linear_beta": POSITIVE}
+    both = {"beta": 4.0, "linear_beta": 25.0}
     rows = [
         Row(Routing, {"num_experts": 4, "top_k": 2, "groups": 2}, routing),
         Row(MoEConfig, {"hidden": 128, "intermediate": 64, "routing": RULE}, config),
     ]
-    return [*rows, *(Row(kind, {}, gating) for kind in (Gating, Gated, GatedQuant))]
+    return [*rows, *(Row(kind, both, gating) for kind in (Gating, Gated, GatedQuant))]
 
 
 def sizes() -> list[Row]:
@@ -184,6 +188,11 @@ def routers() -> list[Row]:
     return [
         Row(route, given, routed),
         Row(
+            weigh,
+            {"routing": RULE, "logits": logits, "topk_ids": torch.zeros((TOKENS, 2)).int()},
+            {"routing": THING, "logits": ROUTED, "topk_ids": TENSOR},
+        ),
+        Row(
             router_logits,
             linear,
             {"x": PLAIN, "gate": PLAIN, "bias": PLAIN.optional()},
@@ -276,6 +285,11 @@ def experts() -> list[Row]:
                 **{"gate_up": numbers, "down": numbers, "gating": THING, "dtype": DTYPE},
                 **{"gate_up_scale": KEPT, "down_scale": KEPT},
             },
+        ),
+        Row(
+            GatedExpert,
+            {"expert": whole, "gate": torch.zeros(1, HIDDEN)},
+            {"expert": THING, "gate": PLAIN},
         ),
         Row(FP8Expert.of, {"expert": Expert.seeded(eight, 1)}, {"expert": THING}),
         Row(fp8.forward, {"x": torch.randn((TOKENS, 128)).to(BF16)}, {"x": TENSOR}),

@@ -11,7 +11,16 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS
 from weft.errors import InvalidArgument
-from weft.moe import CLAMPED_SWIGLU, MODELS, SWIGLU, Expert, ExpertWeights, Gating, MoEConfig
+from weft.moe import (
+    CLAMPED_SWIGLU,
+    MODELS,
+    SWIGLU,
+    Expert,
+    ExpertWeights,
+    GatedExpert,
+    Gating,
+    MoEConfig,
+)
 
 REFERENCES = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
 
@@ -78,6 +87,18 @@ def test_shared_experts_have_their_own_size_and_no_bias():
     assert shared.gating is SWIGLU
 
 
+def test_a_shared_expert_behind_a_gate():
+    config = replace(CONFIGS["softmax"], shared=24, dtype=torch.float32)
+    shared = Expert.seeded(config, 1, shared=True)
+    x, gate = torch.randn(3, config.hidden), torch.randn(1, config.hidden)
+    wanted = torch.sigmoid((x * gate).sum(dim=1, keepdim=True)) * shared(x)
+    torch.testing.assert_close(GatedExpert(shared, gate)(x), wanted)
+    with pytest.raises(InvalidArgument, match=r"gate is \[2, 4\] torch.int64; it must be \[1, hid"):
+        GatedExpert(shared, torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(InvalidArgument, match="gate is a NoneType; it must be a torch.Tensor"):
+        GatedExpert(shared, None)  # type: ignore[arg-type]
+
+
 def test_stacking():
     config = CONFIGS["gpt-oss"]
     experts = [Expert.seeded(config, seed) for seed in range(3)]
@@ -104,7 +125,7 @@ def test_stacking():
 
 
 def test_a_model_that_is_not_known_is_refused_with_the_nearest_one():
-    for name, near in (("GLM", "glm-4.5-air"), ("deepseek-v4", "deepseek-v3")):
+    for name, near in (("GLM", "glm-4.5-air"), ("deepseek-v2", "deepseek-v3")):
         with pytest.raises(InvalidArgument, match=f"did you mean '{near}'"):
             MODELS[name]
     assert "GLM" not in MODELS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.errors import InvalidArgument
-from weft.moe import MODELS, MoEConfig
+from weft.moe import MODELS, SWIGLU, MoEConfig
 
 # What the config.json of each model says, attention and vocabulary left out.
 DEEPSEEK: dict[str, Any] = {
@@ -46,6 +46,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.827,
         "topk_group": 1,
     },
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4",
+        "expert_dtype": "fp4",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 6,
+        "num_hash_layers": 3,
+        "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sqrtsoftplus",
+        "swiglu_limit": 10.0,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+    },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "first_k_dense_replace": 1,
@@ -62,6 +80,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "torch_dtype": "bfloat16",
     },
+    "glm-5.3-flash": {
+        "model_type": "glm5_next",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "glm5_next_text",
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 288,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "swiglu_limit": 10.0,
+            "topk_group": 1,
+        },
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "decoder_sparse_step": 1,
@@ -75,6 +113,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 512,
+        "torch_dtype": "bfloat16",
+    },
     "gpt-oss-120b": {
         "model_type": "gpt_oss",
         "experts_per_token": 4,
@@ -85,6 +137,63 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_local_experts": 128,
         "quantization_config": {"quant_method": "mxfp4"},
         "swiglu_limit": 7.0,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 256,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "torch_dtype": "bfloat16",
+        "use_routing_bias": True,
+    },
+    "minimax-m3": {
+        "model_type": "minimax_m3_vl",
+        "quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "dense_intermediate_size": 12288,
+            "hidden_act": "swigluoai",
+            "hidden_size": 6144,
+            "intermediate_size": 3072,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "routed_scaling_factor": 2.0,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 3072,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "use_routing_bias": True,
+        },
+    },
+    "kimi-k3": {
+        "model_type": "kimi_k3",
+        "torch_dtype": "bfloat16",
+        "text_config": {
+            "model_type": "kimi_linear",
+            "activation_situ_beta": 4.0,
+            "activation_situ_linear_beta": 25.0,
+            "first_k_dense_replace": 1,
+            "hidden_act": "situ",
+            "hidden_size": 7168,
+            "intermediate_size": 33792,
+            "latent_moe_use_norm": True,
+            "moe_intermediate_size": 3072,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_expert_group": 1,
+            "num_experts": 896,
+            "num_experts_per_token": 16,
+            "num_shared_experts": 2,
+            "routed_expert_hidden_size": 3584,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+        },
     },
     "llama-4-scout": {
         "model_type": "llama4",
@@ -134,17 +243,66 @@ def test_objects_and_dtypes():
     coder = {**PUBLISHED["qwen3-30b-a3b"], "shared_expert_intermediate_size": 0}
     assert MoEConfig.from_hf(coder) == MODELS["qwen3-30b-a3b"]
     assert MoEConfig.from_hf({**PUBLISHED["gpt-oss-120b"], "swiglu_limit": 5}).gating.limit == 5.0
+    unbiased = {**PUBLISHED["minimax-m2"], "use_routing_bias": False}
+    assert not MoEConfig.from_hf(unbiased).routing.correction
+    linear = {**PUBLISHED["kimi-k3"]["text_config"], "hidden_act": "silu"}
+    del linear["routed_expert_hidden_size"]
+    found = MoEConfig.from_hf(linear)
+    assert (found.hidden, found.shared, found.gating) == (7168, 2 * 3072, SWIGLU)
+    outer = {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2"]}
+    assert MoEConfig.from_hf(outer) == MODELS["kimi-k2"]
+    for family in ("deepseek_v32", "glm_moe_dsa"):
+        assert MoEConfig.from_hf({**DEEPSEEK, "model_type": family}) == MODELS["deepseek-v3"]
+    text = {**PUBLISHED["qwen3-next-80b-a3b"], "model_type": "qwen3_5_moe_text"}
+    del text["norm_topk_prob"]  # always so
+    outer = {"model_type": "qwen3_5_moe", "text_config": text}
+    assert MoEConfig.from_hf(outer) == MODELS["qwen3-next-80b-a3b"]
+
+
+WITHOUT_DENSE = (
+    "gpt-oss-120b",
+    "llama-4-scout",
+    "minimax-m2",
+    "minimax-m3",
+)  # intermediate_size is of the experts
+
+
+# What from_hf does without: it says nothing of a MoE layer's arithmetic, or has one value only.
+FREE = [
+    "architectures",
+    "decoder_sparse_step",
+    "dense_intermediate_size",
+    "expert_dtype",
+    "experts_per_token",
+    "first_k_dense_replace",
+    "hidden_act",
+    "interleave_moe_layer_step",
+    "intermediate_size_mlp",
+    "mlp_only_layers",
+    "moe_layer_freq",
+    "num_hash_layers",
+    "num_hidden_layers",
+    "quantization_config",
+    "router_jitter_noise",
+    "scoring_func",
+    "text_config",
+    "topk_method",
+    "torch_dtype",
+    "use_routing_bias",
+]
+LATENT = {"latent_moe_use_norm", "num_shared_experts", "routed_expert_hidden_size"}
+NOT_NEEDED = {
+    "kimi-k3": LATENT | {"moe_router_activation_func"},
+    "minimax-m2": {"shared_intermediate_size"},
+    "minimax-m3": {"n_shared_experts"},
+}
 
 
 def needed(name: str) -> list[str]:
     """The fields that a family cannot do without."""
-    free = {"hidden_act", "topk_method", "scoring_func", "torch_dtype", "intermediate_size_mlp"}
-    free |= {"moe_layer_freq", "experts_per_token", "decoder_sparse_step", "num_hidden_layers"}
-    free |= {"router_jitter_noise", "interleave_moe_layer_step", "first_k_dense_replace"}
-    free |= {"quantization_config", "mlp_only_layers", "architectures", "text_config"}
-    dense = () if name in ("gpt-oss-120b", "llama-4-scout") else ("intermediate_size",)
+    dense = () if name in WITHOUT_DENSE else ("intermediate_size",)
     published = PUBLISHED[name].get("text_config", PUBLISHED[name])
-    return sorted(set(published).difference(free, dense))
+    return sorted(set(published).difference(FREE, dense, NOT_NEEDED.get(name, ())))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,6 +321,7 @@ def test_each_field_is_needed(name):
     [
         ("deepseek-v3", {"hidden_act": "gelu"}, "hidden_act in config is 'gelu'; .* with 'silu'"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func in config is 'softmax'"),
+        ("deepseek-v4-flash", {"scoring_func": "sigmoid"}, "scoring_func in config is 'sigmoid'"),
         ("kimi-k2", {"topk_method": "greedy"}, "topk_method in config is 'greedy'"),
         ("glm-4.5-air", {"swiglu_limit": 7.0}, "swiglu_limit in config is 7.0; .* without it only"),
         (
@@ -173,7 +332,7 @@ def test_each_field_is_needed(name):
         (
             "deepseek-v3",
             {"model_type": "deepseek_v2"},
-            "'deepseek_v2'; .*'deepseek_v3', 'glm",
+            "'deepseek_v2'; .*'deepseek_v3', 'deepseek_v32',",
         ),
         (
             "deepseek-v3",
@@ -185,7 +344,8 @@ def test_each_field_is_needed(name):
         ("deepseek-v3", {"n_routed_experts": 0}, "n_routed_experts in config is 0"),
         ("deepseek-v3", {"norm_topk_prob": 1}, "norm_topk_prob in config is 1"),
         ("deepseek-v3", {"routed_scaling_factor": "2"}, "routed_scaling_factor in config is '2'"),
-        ("llama-4-scout", {"text_config": {}}, "model_type in text_config of config is None"),
+        ("llama-4-scout", {"text_config": {}}, "model_type in text_config of config is 'llama4'"),
+        ("minimax-m2", {"shared_intermediate_size": 512}, "shared_intermediate_size in config is"),
     ],
 )
 def test_configs_that_are_not_served(name, changes, words):
@@ -197,6 +357,13 @@ def test_two_experts_a_token_whose_inputs_are_weighed_are_refused():
     text = {**PUBLISHED["llama-4-scout"]["text_config"], "num_experts_per_tok": 2}
     with pytest.raises(InvalidArgument, match="weigh 'input' with top_k 2"):
         MoEConfig.from_hf({**PUBLISHED["llama-4-scout"], "text_config": text})
+
+
+def test_other_activations_are_refused():
+    text = {**PUBLISHED["minimax-m3"]["text_config"], "hidden_act": "gelu"}
+    words = "hidden_act in text_config of config is 'gelu'; .* with 'swigluoai', 'silu' only"
+    with pytest.raises(InvalidArgument, match=words):
+        MoEConfig.from_hf({"model_type": "minimax_m3_vl", "text_config": text})
 
 
 def test_files_that_are_no_config(tmp_path):

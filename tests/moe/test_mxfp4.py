@@ -13,15 +13,33 @@ from tests.groups import settle
 from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, widened
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
-from weft.moe import ExpertWeights, balance
+from weft.moe import ExpertWeights, Gating, MoEConfig, Routing, balance
 from weft.moe.choice import MODES
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOADS, OTHER = [9.0, 1, 1, 7, 1, 1, 2, 3], [1.0, 1, 8, 1, 1, 6, 1, 9]
 
 
+SMALL = {name: replace(c, hidden=256, intermediate=128) for name, c in CONFIGS.items()}
+ALL = SMALL | {
+    "deepseek-v4.1": MoEConfig(
+        256,
+        2304,  # 18 blocks
+        Routing(EXPERTS, 3, score="sqrtsoftplus", correction=True, scale=1.5),
+        gating=Gating(limit=1.0),
+        shared=48,
+    ),
+    "kimi-k3": MoEConfig(
+        256,
+        128,
+        Routing(EXPERTS, 6, score="sigmoid", correction=True),
+        gating=Gating(beta=0.5, linear_beta=1.5),
+    ),
+}
+
+
 def case_of(name: str, *tokens: int) -> Case:
-    return Case(replace(CONFIGS[name], hidden=256, intermediate=128), tokens, mxfp4=True)
+    return Case(ALL[name], tokens, mxfp4=True)
 
 
 def results(group: weft.Group, name: str, mode: str) -> bool:
@@ -48,7 +66,7 @@ def results(group: weft.Group, name: str, mode: str) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["deepseek", "gpt-oss"])
+@pytest.mark.parametrize("name", ["deepseek", "gpt-oss", "deepseek-v4.1", "kimi-k3"])
 def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):
     assert ranks(2, kind)(results, name, mode) == [True] * 2
 

@@ -18,7 +18,7 @@ from weft.gemm.kernels import GemmShape
 from weft.gemm.mxfp4 import UNIT_BYTES
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
 
-BIASED, PLAIN = MODELS["gpt-oss-120b"], MODELS["qwen3-30b-a3b"]
+BIASED, PLAIN, SITU = (MODELS[name] for name in ("gpt-oss-120b", "qwen3-30b-a3b", "kimi-k3"))
 HALVES = (torch.bfloat16, torch.float16)
 # Of the layer and of its weights, if they have scales: tiled products take no other float32.
 DTYPES = [(dtype, stored) for dtype in HALVES for stored in (None, FP8, MXFP4)]
@@ -103,7 +103,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
 @pytest.mark.parametrize(("masked", "pushes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("experts", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "stored"), DTYPES)
-@pytest.mark.parametrize("model", [BIASED, PLAIN], ids=["biased", "plain"])
+@pytest.mark.parametrize("model", [BIASED, PLAIN, SITU], ids=["biased", "plain", "situ"])
 def test_no_call_needs_a_kernel_that_was_not_loaded(
     loaded: set[GemmShape],
     used: set[GemmShape],

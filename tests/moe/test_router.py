@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from tests.moe.oracle import choose, weigh
 from weft.errors import InvalidArgument
 from weft.moe import MODELS, Routing, route, router_logits
+from weft.moe import weigh as weigh_given
 from weft.moe.router import Score
+
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "softmax-chosen": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
+}
 
 
 @st.composite
@@ -62,7 +71,7 @@ def test_any_rule_chooses_as_plain_loops_do(case):
     ids, weights = run(routing, logits, bias)
     assert ids.dtype == torch.int32
     assert weights.dtype == torch.float32
-    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    scores = SCORES[routing.score](logits)
     choice = scores if routing.correction or routing.groups > 1 else logits
     choice = choice + bias if routing.correction else choice
     for row in range(len(logits)):
@@ -127,6 +136,47 @@ def test_sigmoid_with_correction(name):
     torch.testing.assert_close(weights, w / w.sum(1, keepdim=True) * scale)
     if groups > 1:
         assert not torch.equal(ids.long(), (p + bias).topk(8).indices), "groups must matter here"
+
+
+def test_sqrtsoftplus_with_correction():
+    routing = MODELS["deepseek-v4-flash"].routing
+    logits = random_logits(routing.num_experts)
+    bias = torch.randn(routing.num_experts, generator=torch.Generator().manual_seed(1)) * 0.1
+    ids, weights = route(routing, logits, correction=bias)
+    p = (1 + logits.double().exp()).log().sqrt()
+    wanted = (p + bias).topk(6).indices
+    assert torch.equal(ids.long(), wanted)
+    w = p.gather(1, wanted)
+    torch.testing.assert_close(weights, (w / w.sum(1, keepdim=True) * 1.5).float())
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-120b", "qwen3-30b-a3b"])
+def test_given_experts_weigh_what_route_gives_them(name):
+    routing = MODELS[name].routing
+    logits = random_logits(routing.num_experts)
+    bias = torch.zeros(routing.num_experts) if routing.correction else None
+    ids, weights = route(routing, logits, correction=bias)
+    for chosen in (ids, ids.long()):
+        found = weigh_given(routing, logits, chosen)
+        assert torch.equal(found.ids, ids)
+        assert found.ids.dtype == torch.int32
+        assert torch.equal(found.weights, weights)
+    some = ids.long()
+    some[0], some[1, 0], some[2, 0], some[3, 0] = -1, routing.num_experts, 1 << 32, -7
+    found = weigh_given(routing, logits, some)
+    assert found.ids[0].tolist() == [-1] * routing.top_k
+    assert found.ids[1:4, 0].tolist() == [2**31 - 1] * 3
+    assert bool((found.weights[0] == 0).all())
+    assert bool((found.weights[1:4, 0] == 0).all())
+    if routing.renormalise:  # the others share what it would have weighed
+        torch.testing.assert_close(found.weights[1:4].sum(1), torch.full((3,), routing.scale))
+    assert torch.equal(found.weights[4:], weights[4:])
+    with pytest.raises(InvalidArgument, match=r"topk_ids has shape \[33, 1\]"):
+        weigh_given(routing, logits, ids[:, :1].contiguous())
+    with pytest.raises(InvalidArgument, match="topk_ids has dtype torch.float32"):
+        weigh_given(routing, logits, weights)
+    with pytest.raises(InvalidArgument, match=r"they must be \[tokens, "):
+        weigh_given(routing, logits[:, 1:], ids)
 
 
 def test_saturated_sigmoids_do_not_tie_without_a_correction():

@@ -34,7 +34,7 @@ def any_rule(choice: random.Random) -> Routing:
     score: Score = choice.choice(get_args(Score))
     whole = score == "softmax-chosen"
     groups = 1 if whole else choice.choice([1, 1, 2, 3, 4, 8, 16, 33])
-    size = choice.randint(2, 512 // groups)
+    size = choice.randint(2, 1024 // groups)
     top_groups = choice.randint(1, groups)
     return Routing(
         num_experts=groups * size,
@@ -61,10 +61,10 @@ def test_no_tokens():
 
 
 def test_more_experts_than_a_warp_holds():
-    logits = torch.randn(40, 600, generator=torch.Generator().manual_seed(1)).cuda()
-    routing = Routing(600, 3)
+    logits = torch.randn(40, 1100, generator=torch.Generator().manual_seed(1)).cuda()
+    routing = Routing(1100, 3)
     wanted = route_in_torch(routing, logits)
-    compare(route(routing, logits), wanted, exact=True, what="600 experts")
+    compare(route(routing, logits), wanted, exact=True, what="1100 experts")
 
 
 def test_a_replay_routes_new_logits():

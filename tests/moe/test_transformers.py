@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.moe import Expert, ExpertWeights, MoEConfig, route, router_logits
+from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits, weigh
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -32,6 +32,13 @@ LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 DEEPSEEK = {**LATENT, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
@@ -52,6 +59,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4Moe",
         {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3},
     ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**DEEPSEEK, **INDEXER, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "glm5_next_text": (
+        "Glm5NextText",
+        {**DEEPSEEK, **INDEXER, "num_experts_per_tok": 3, "swiglu_limit": 0.75,
+         "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8, "linear_num_heads": 2,
+         "index_kpool": 4, "qk_rope_head_dim": 0, "pad_token_id": None},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
@@ -62,11 +83,42 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
          "norm_topk_prob": False},
     ),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3,
+         "swiglu_limit": 0.75, "mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1,
+         "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, **INDEXER},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
+         "shared_expert_intermediate_size": 40, **LINEAR},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
+         "shared_expert_intermediate_size": 40, **LINEAR},
+    ),
     "gpt_oss": (
         "GptOss",
         {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
          "swiglu_limit": 1.5, "swiglu_alpha": 1.25, "rope_parameters": {"rope_type": "default",
          "rope_theta": 10000.0}},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3},
+    ),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLText",
+        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
+         "shared_intermediate_size": 40, "swiglu_limit": 0.75, "swiglu_alpha": 1.25},
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {**LATENT, "moe_intermediate_size": 24, "num_local_experts": EXPERTS, "n_group": 2,
+         "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2, "q_lora_rank": None,
+         "pad_token_id": None, "linear_head_dim": 8, "linear_num_heads": 2},
     ),
     "llama4_text": (
         "Llama4Text",
@@ -78,19 +130,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def model(name: str) -> torch.nn.Module:
     """A model of transformers whose every number counts: biases and corrections too."""
     family, sizes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SIZES, **sizes)
-    made = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
+    named = f"{family.removesuffix('Text')}ForCausalLM"
+    if not hasattr(transformers, named):
+        named = f"{family}Model"
+    made = getattr(transformers, named)(config).eval()
     assert isinstance(made, torch.nn.Module)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for key, tensor in [*made.named_parameters(), *made.named_buffers()]:
-            if ".experts." in key or "shared_expert" in key or "router" in key or ".gate." in key:
+            if (
+                ".experts." in key
+                or "shared_expert" in key
+                or "router" in key
+                or ".gate." in key
+                or "correction" in key
+            ):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
     return made
 
 
-def block_of(made: torch.nn.Module) -> torch.nn.Module:
-    layer = made.get_submodule(f"model.layers.{LAYER}")
+def block_of(made: torch.nn.Module, number: int = LAYER) -> torch.nn.Module:
+    layer = getattr(made, "model", made).get_submodule(f"layers.{number}")
     block = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
     assert isinstance(block, torch.nn.Module)
     return block
@@ -100,9 +161,40 @@ def gate_of(block: torch.nn.Module) -> Any:
     return getattr(block, "gate", None) or getattr(block, "router", None)
 
 
+def correction_of(block: torch.nn.Module) -> torch.Tensor | None:
+    for holder in (gate_of(block), block):  # MiniMax-M2's is the block's
+        found = getattr(holder, "e_score_correction_bias", None)
+        if found is not None:
+            assert isinstance(found, torch.Tensor)
+            return found
+    return None
+
+
+def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | None:
+    """The block's shared expert in weft's modules, with its weights."""
+    tensors = block.state_dict()
+    names = [name for name in tensors if name.startswith("shared_expert")]
+    assert bool(names) == bool(config.shared)
+    if not names:
+        return None
+    parts = {name.split(".")[-2]: tensors[name] for name in names}
+    gate_up = parts.get("gate_up_proj")  # MiniMax-M3
+    if gate_up is None:
+        gate_up = torch.cat((parts["gate_proj"], parts["up_proj"]))
+    assert gate_up.shape == (2 * config.shared, config.hidden)
+    expert = Expert(gate_up, parts["down_proj"], gating=config.gating)
+    own = tensors.get("shared_expert_gate.weight")
+    return expert if own is None else GatedExpert(expert, own)
+
+
 @pytest.mark.parametrize(
     ("name", "original"),
-    [*((name, True) for name in MODELS), ("deepseek_v3", False), ("qwen3_moe", False)],
+    [
+        *((name, True) for name in MODELS),
+        ("deepseek_v3", False),
+        ("qwen3_moe", False),
+        ("deepseek_v4", False),
+    ],
 )
 @torch.no_grad()
 def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
@@ -120,15 +212,12 @@ def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
     x = torch.randn(TOKENS, config.hidden, generator=torch.Generator().manual_seed(4))
     wanted = block(x[None])
     wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).reshape(x.shape)
-    shared = [each for key, each in block.named_children() if key.startswith("shared_expert")]
-    assert bool(shared) == bool(config.shared)
-    added = shared[0](x) if shared else None
-    if shared:
-        assert shared[0].get_parameter("gate_proj.weight").shape == (config.shared, config.hidden)
+    shared = shared_of(block, config)
+    added = None if shared is None else shared(x)
     ids, weights = route(
         config.routing,
         router_logits(x, gate.weight.data, getattr(gate, "bias", None)),
-        correction=getattr(gate, "e_score_correction_bias", None),
+        correction=correction_of(block),
     )
     whole = ExpertWeights.from_safetensors(tmp_path, LAYER, range(EXPERTS), config=config)
     whole.check(config, EXPERTS, torch.device("cpu"))
@@ -159,39 +248,89 @@ def _layer(
     group: weft.Group,
     folder: str,
     x: torch.Tensor,
-    gate: torch.Tensor,
-    correction: torch.Tensor,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    router: tuple[torch.Tensor, torch.Tensor | None],
+    correction: torch.Tensor | None,
+    shared: torch.nn.Module | None,
 ) -> torch.Tensor:
     config = MoEConfig.from_hf(folder)
-    shared = Expert(torch.cat(parts[:2]), parts[2])
 
     def mine(local: tuple[int, ...]) -> ExpertWeights:
         return ExpertWeights.from_safetensors(folder, LAYER, local, config=config)
 
-    with weft.MoE(
-        group, config, mine, max_tokens=TOKENS, shared=shared, correction=correction
-    ) as layer:
-        out = layer(x, router_logits(x, gate))
+    given: dict[str, Any] = {"max_tokens": TOKENS, "shared": shared, "correction": correction}
+    with weft.MoE(group, config, mine, **given) as layer:
+        out = layer(x, router_logits(x, *router))
         layer.check()
         return out
 
 
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "qwen3_next", "glm5_next_text", "minimax_m3_vl_text", "gpt_oss"]
+)
 @torch.no_grad()
-def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
-    made = model("deepseek_v3")
+def test_a_layer_over_ranks_is_the_block(ranks, name, tmp_path):
+    made = model(name)
     made.save_pretrained(tmp_path)  # type: ignore[operator]
     block = block_of(made)
+    config = MoEConfig.from_hf(tmp_path)
     x = torch.randn(TOKENS, SIZES["hidden_size"], generator=torch.Generator().manual_seed(5))
-    wanted = block(x[None])[0]
-    names = [f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
-    parts = tuple(block.get_parameter(name).data for name in names)
+    wanted = block(x[None])
+    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).view(x.shape)
     gate = gate_of(block)
-    found = ranks(2, "cpu")(
-        _layer, str(tmp_path), x, gate.weight.data, gate.e_score_correction_bias, parts
-    )
-    for out in found:
+    bias = getattr(gate, "bias", None)
+    router = gate.weight.data, None if bias is None else bias.data
+    given = (str(tmp_path), x, router, correction_of(block), shared_of(block, config))
+    for out in ranks(4, "cpu")(_layer, *given):
         assert float((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def _hash_layer(
+    group: weft.Group,
+    folder: str,
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    parts: dict[int, tuple[torch.Tensor, torch.Tensor, torch.nn.Module]],
+) -> list[torch.Tensor]:
+    """Layer 1 chooses by its logits and a correction, its sibling layer 0 by a table of tokens."""
+    config = MoEConfig.from_hf(folder)
+
+    def mine(layer: int) -> Any:
+        return lambda local: ExpertWeights.from_safetensors(folder, layer, local, config=config)
+
+    (gate, correction, shared), (first_gate, table, first_shared) = parts[1], parts[0]
+    none = torch.zeros(EXPERTS)
+    with (
+        weft.MoE(
+            group, config, mine(1), max_tokens=TOKENS, shared=shared, correction=correction
+        ) as layer,
+        layer.sibling(mine(0), shared=first_shared, correction=none) as first,
+    ):
+        ids, weights = weigh(config.routing, router_logits(x, first_gate), table[tokens])
+        found = [first(x, topk_ids=ids, topk_weights=weights), layer(x, router_logits(x, gate))]
+        first.check()
+        return found
+
+
+@torch.no_grad()
+def test_layers_whose_experts_follow_from_the_token(ranks, tmp_path):
+    made = model("deepseek_v4")
+    generator = torch.Generator().manual_seed(6)
+    first = block_of(made, 0)
+    table = first.get_buffer("gate.tid2eid")
+    table.copy_(torch.rand(len(table), EXPERTS, generator=generator).topk(table.shape[1]).indices)
+    made.save_pretrained(tmp_path)  # type: ignore[operator]
+    config = MoEConfig.from_hf(tmp_path)
+    x = torch.randn(TOKENS, SIZES["hidden_size"], generator=generator)
+    tokens = torch.randint(SIZES["vocab_size"], (TOKENS,), generator=generator)
+    parts = {}
+    for number, name in ((0, "tid2eid"), (1, "e_score_correction_bias")):
+        block = block_of(made, number)
+        gate = gate_of(block)
+        parts[number] = gate.weight.data, getattr(gate, name), shared_of(block, config)
+    wanted = [first(x[None], input_ids=tokens), block_of(made)(x[None])]
+    for found in ranks(4, "cpu")(_hash_layer, str(tmp_path), x, tokens, parts):
+        for got, want in zip(found, wanted, strict=True):
+            assert float((got - want[0]).abs().max() / want.abs().max()) < 1e-5
 
 
 def test_other_rules_give_other_outputs():

@@ -26,7 +26,7 @@ FP8_BLOCK_MS = (32, 64, 96, 128, 160, 256)
 MXFP4_BLOCK_MS = (32, 64, 96, 128, 160)
 NORMAL_M = 128
 CLUSTER_N = 2 * BLOCK_N
-MAX_EXPERTS = 512
+MAX_EXPERTS = 1024
 MAX_STAGES = 10
 MXFP4_MAX_STAGES = 16  # its stages are smaller
 UNIT_PAIR_BYTES = 9 * 1024
@@ -66,20 +66,39 @@ class StoreColumns(Store):
 
 @dataclass(frozen=True, slots=True)
 class GateNumbers:
-    """The numbers of `gate * sigmoid(alpha * gate) * (up + offset)`; limit of gate and up, or None.
+    """The numbers of `g * sigmoid(alpha * gate) * (u + offset)`; limit of gate and up, or None.
 
-    Raises InvalidArgument for a number that is not finite or a limit that is not positive.
+    beta, linear_beta: SiTU: g is `beta * tanh(gate / beta)`, u `linear_beta * tanh(up /
+        linear_beta)`. None, both of them: g is gate, and u is up.
+
+    Raises InvalidArgument for a number that is not finite, a limit or a beta that is not positive,
+    and one beta without the other.
     """
 
     alpha: float = 1.0
     offset: float = 0.0
     limit: float | None = None
+    beta: float | None = None
+    linear_beta: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that would spoil every row."""
         limit = None if self.limit is None else real("limit", self.limit, above=0.0)
         alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
         adopt(self, alpha=alpha, offset=offset, limit=limit)
+        if (self.beta is None) != (self.linear_beta is None):
+            raise InvalidArgument(
+                f"beta is {self.beta}, linear_beta {self.linear_beta}: SiTU has both; pass both or "
+                "neither"
+            )
+        if self.beta is not None:
+            adopt(self, beta=real("beta", self.beta, above=0.0))
+            adopt(self, linear_beta=real("linear_beta", self.linear_beta, above=0.0))
+
+    @property
+    def situ(self) -> bool:
+        """Whether there are betas."""
+        return self.beta is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +109,10 @@ class Gated(GateNumbers):
         -limit..limit.
     limit: above 0, or None for no limit.
 
-    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS. Everything is fp32 until
-    the result. Raises InvalidArgument for a number that is not finite or a limit that is not
-    positive.
+    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS; beta 4 and linear_beta
+    25 SiTU of Kimi-K3, which squashes gate and up by tanh (`GateNumbers`). Everything is fp32 until
+    the result. Raises InvalidArgument for a number that is not finite, a limit or a beta that is
+    not positive, and one beta without the other.
     """
 
 

@@ -15,11 +15,26 @@ static_assert(gated_staging_rows * gated_staging_pitch <= staging_buffer_bytes);
 
 constexpr float log2_e = 1.44269504f;
 
-// `gate * sigmoid(alpha * gate) * (up + offset)`, clamped to the limit before; NaN stays NaN.
-WEFT_FN float gate_of(const GemmArgs& a, float gate, float up) {
+// tanh within 2^-20 of itself: (1 - t) / (1 + t) with t = exp(-2 |x|), and near 0, where 1 - t has
+// few bits left, the series.
+WEFT_FN float tanh_fast(float x) {
+    const float square = x * x, t = exp2_fast(fabsf(x) * (-2.0f * log2_e));
+    float series = __fmaf_rn(square, -17.0f / 315.0f, 2.0f / 15.0f);
+    series = __fmaf_rn(square, __fmaf_rn(square, series, -1.0f / 3.0f), 1.0f) * x;
+    return fabsf(x) < 0.25f ? series : copysignf((1.0f - t) * reciprocal(1.0f + t), x);
+}
+
+// `g * sigmoid(alpha * gate) * (u + offset)`, clamped to the limit before; NaN stays NaN. g and u
+// are gate and up, with SiTU `beta * tanh(gate / beta)` and `linear_beta * tanh(up / linear_beta)`.
+template <GemmShape S> WEFT_FN float gate_of(const GemmArgs& a, float gate, float up) {
     gate = min_nan(gate, a.limit);
     up = max_nan(min_nan(up, a.limit), -a.limit);
     const float sigmoid = reciprocal(1.0f + exp2_fast(-(a.alpha * gate) * log2_e));
+    if constexpr (S.situ) {
+        gate = a.beta * tanh_fast(gate * (1.0f / a.beta));
+        const float squashed = tanh_fast(up * (1.0f / a.linear_beta));
+        return gate * sigmoid * __fmaf_rn(a.linear_beta, squashed, a.offset);
+    }
     return gate * sigmoid * (up + a.offset);
 }
 
@@ -39,7 +54,8 @@ WEFT_FN void store_gated_16bit(const GemmArgs& a, GemmShared<S>& smem, const Til
 #pragma unroll
         for (u32 i = 0; i < 4 && 4 * c + i < N / 8; ++i) {
             const float* const x = &sum[4 * (4 * c + i)];
-            pair[i] = pack_halves(S.out_dtype, gate_of(a, x[0], x[2]), gate_of(a, x[1], x[3]));
+            pair[i] =
+                pack_halves(S.out_dtype, gate_of<S>(a, x[0], x[2]), gate_of<S>(a, x[1], x[3]));
         }
         stmatrix_x4_trans(staging + lane * gated_staging_pitch + warp * 16, pair[0], pair[1],
                           pair[2], pair[3]);

@@ -85,7 +85,7 @@ WEFT_FN void gate_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const float (&
         const float other[4] = {got.x, got.y, got.z, got.w};
 #pragma unroll
         for (u32 c = 0; c < 4; ++c)
-            gated[4 * i + c] = gate_of(a, up ? other[c] : upper[c], up ? lower[c] : other[c]);
+            gated[4 * i + c] = gate_of<S>(a, up ? other[c] : upper[c], up ? lower[c] : other[c]);
     }
 }
 
@@ -172,11 +172,12 @@ WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, con
 
 // Normal: gates this thread's two rows of 64 columns, and finds the largest |x| of each with what
 // `amax` has. A pair of sums is of row 0, the next of row 1, and so on.
+template <GemmShape S>
 WEFT_FN void gate_normal(const GemmArgs& a, const float* gates, const float* ups,
                          float (&gated)[normal_sums / 2], float (&amax)[2]) {
 #pragma unroll
     for (u32 i = 0; i < normal_sums / 2; ++i) {
-        gated[i] = gate_of(a, gates[i], ups[i]);
+        gated[i] = gate_of<S>(a, gates[i], ups[i]);
         amax[i / 2 % 2] = max_nan(amax[i / 2 % 2], fabsf(gated[i]));
     }
 }
@@ -224,7 +225,7 @@ WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, cons
     u32 bits[2];
     sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
     exchange.expect(normal_m);
-    gate_normal(a, sum, sum + normal_sums / 2, gated, amax);
+    gate_normal<S>(a, sum, sum + normal_sums / 2, gated, amax);
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         bits[i] = row_amax_normal(amax[i]);
@@ -248,7 +249,7 @@ WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         constexpr u32 columns = normal_sums / 2;
-        gate_normal(a, sum[0] + half * columns, sum[1] + half * columns, gated[half], amax);
+        gate_normal<S>(a, sum[0] + half * columns, sum[1] + half * columns, gated[half], amax);
     }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i)

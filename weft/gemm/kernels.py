@@ -121,13 +121,15 @@ class GemmArgs(ctypes.Structure):
         ("weights", c_uint64),
         ("row_scale_stride", c_int64),
         ("k_scale_stride", c_int64),
+        ("progress", c_uint64),
         ("max_rows", c_uint32),
         ("rows", c_uint32),
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("reserved", c_uint32),
-        ("progress", c_uint64),
+        ("beta", c_float),
+        ("linear_beta", c_float),
+        ("reserved", c_uint32 * 15),
     )
 
 
@@ -220,7 +222,7 @@ class GemmShape:
         "fp16".
     operand: dtype of a and b, "fp8", "bf16" or "fp16"; "mxfp4" where a is FP8 and b MXFP4.
     bias: "none", "bf16", "fp16" or "fp32".
-    prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.
+    prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.   situ: gating has betas.
     column_chunks: as in `StoreColumns`.
     """
 
@@ -234,6 +236,7 @@ class GemmShape:
     bias: str = "none"
     prefetch_weights: bool = False
     flag_in_data: bool = False
+    situ: bool = False
     column_chunks: int = 1
 
     @classmethod
@@ -249,6 +252,7 @@ class GemmShape:
             bias="none" if call.bias is None else BIASES[call.bias.dtype],
             prefetch_weights=call.prefetch_weights,
             flag_in_data=push is not None and push.flag_in_data,
+            situ=isinstance(call.epilogue, Gated) and call.epilogue.situ,
             column_chunks=columns.chunks if columns else 1,
         )
 
@@ -259,8 +263,9 @@ class GemmShape:
         sizes = f"{self.experts}, {self.n}, {self.k}, {block_m}, {stages}"
         enums = {"Epilogue": self.epilogue, "DType": self.out_dtype, "Operand": self.operand}
         words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
-        flags = ", ".join(str(flag).lower() for flag in (self.prefetch_weights, self.flag_in_data))
-        return f"{{{sizes}, {', '.join(words)}, {flags}, {self.column_chunks}}}"
+        flags = self.prefetch_weights, self.flag_in_data, self.situ
+        last = ", ".join((*(str(flag).lower() for flag in flags), str(self.column_chunks)))
+        return f"{{{sizes}, {', '.join(words)}, {last}}}"
 
     def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
         """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
@@ -304,6 +309,8 @@ class Arguments:
         if isinstance(call.epilogue, Gated):
             args.alpha, args.offset = call.epilogue.alpha, call.epilogue.offset
             args.limit = math.inf if call.epilogue.limit is None else call.epilogue.limit
+            args.beta = call.epilogue.beta or 0.0
+            args.linear_beta = call.epilogue.linear_beta or 0.0
         if isinstance(call.epilogue, StoreColumns):
             args.progress = call.epilogue.progress
         row_bytes = k * call.a.itemsize

@@ -52,11 +52,15 @@ def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tens
 
 
 def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
-    """`gate * sigmoid(alpha * gate) * (up + offset)` in fp32."""
+    """`g * sigmoid(alpha * gate) * (u + offset)` in fp32; `GateNumbers` says what g and u are."""
     first, up = y.chunk(2, dim=-1)
     if gating.limit is not None:
         first, up = first.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-    return first * torch.sigmoid(gating.alpha * first) * (up + gating.offset)
+    sigmoid = torch.sigmoid(gating.alpha * first)
+    if gating.beta is not None and gating.linear_beta is not None:
+        first = gating.beta * torch.tanh(first / gating.beta)
+        up = gating.linear_beta * torch.tanh(up / gating.linear_beta)
+    return first * sigmoid * (up + gating.offset)
 
 
 def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:

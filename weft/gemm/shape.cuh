@@ -53,6 +53,7 @@ struct GemmShape {
     Bias bias;
     bool prefetch_weights;  // counts and weights were written before the previous kernel started
     bool flag_in_data;      // push: the owner polls the rows themselves
+    bool situ;              // gated: gate and up are squashed by tanh
     u32 column_chunks;      // store: chunks of the columns, one after the other
 
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
@@ -97,10 +98,11 @@ struct GemmArgs {
     const i32 *counts, *starts;
     const u8* weights;  // what weights_map describes; MXFP4: units, without a map
     i64 row_scale_stride, k_scale_stride;
+    u32* progress;  // several chunks: of each but the last, how many CTAs have stored their part
     u32 max_rows, rows;          // of an expert; of all
     float alpha, offset, limit;  // limit: infinite for none
-    u32 reserved;
-    u32* progress;  // several chunks: of each but the last, how many CTAs have stored their part
+    float beta, linear_beta;     // situ
+    u32 reserved[15];            // to a multiple of 64 bytes
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }

@@ -20,7 +20,8 @@ def weft_grouped_gemm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     SCALED: tl.constexpr, DUAL_N: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr,
     EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
-    ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """`out[row] = epilogue(a[row] @ b[expert of row].T)`; operator.py says what each pointer is.
 
@@ -72,7 +73,7 @@ def weft_grouped_gemm(
         epilogue(
             acc, other, expert, column, row, valid, bias, out, out_scale, dst_addr,
             N, WIDTH % STEP != 0, BLOCK_M, BLOCK_N, DUAL_N, SWAP, EPILOGUE, OUT_DTYPE,
-            ALPHA, OFFSET, LIMIT,
+            ALPHA, OFFSET, LIMIT, BETA, LINEAR_BETA,
         )  # fmt: skip
 
 
@@ -137,6 +138,7 @@ def epilogue(
     N: tl.constexpr, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DUAL_N: tl.constexpr, SWAP: tl.constexpr, EPILOGUE: tl.constexpr, OUT_DTYPE: tl.constexpr,
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
     """Store a tile. Rows from `valid` on are padding and are not stored; nor are columns beyond the
     result's, which only the last tile has, and only where RAGGED."""
@@ -148,7 +150,7 @@ def epilogue(
     acc = with_bias(acc, bias, expert * N + column, N - column, BLOCK_N, SWAP)
     if GATED:
         other = with_bias(other, bias, expert * N + WIDTH + column, WIDTH - column, BLOCK_N, SWAP)
-        acc = gate(acc, other, ALPHA, OFFSET, LIMIT)
+        acc = gate(acc, other, ALPHA, OFFSET, LIMIT, BETA, LINEAR_BETA)
     if EPILOGUE == "quant":
         acc, scale = quantize(acc)
         tl.store(out_scale + at * (WIDTH // 128) + column // 128, scale, mask=mask)
@@ -177,12 +179,29 @@ def with_bias(acc, bias, first, left, BLOCK_N: tl.constexpr, SWAP: tl.constexpr)
 
 
 @triton.jit
-def gate(gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
-    """`gate * sigmoid(ALPHA * gate) * (up + OFFSET)`, clamped to LIMIT before; NaN stays NaN."""
+def gate(
+    gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
+):  # fmt: skip
+    """`g * sigmoid(ALPHA * gate) * (u + OFFSET)`, clamped to LIMIT before; NaN stays NaN."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return gate * tl.sigmoid(ALPHA * gate) * (up + OFFSET)
+    sigmoid = tl.sigmoid(ALPHA * gate)
+    if BETA is not None:
+        gate = BETA * tanh(gate * (1.0 / BETA))
+        up = LINEAR_BETA * tanh(up * (1.0 / LINEAR_BETA))
+    return gate * sigmoid * (up + OFFSET)
+
+
+@triton.jit
+def tanh(x):
+    """As tanh_fast of gemm/epilogue_gated.cuh: by exp(-2 |x|), and by the series near 0."""
+    square = x * x
+    t = tl.exp2(tl.abs(x) * -2.88539008)
+    series = (((square * (-17.0 / 315.0) + 2.0 / 15.0) * square - 1.0 / 3.0) * square + 1.0) * x
+    far = (1.0 - t) / (1.0 + t)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -far, far))
 
 
 @triton.jit

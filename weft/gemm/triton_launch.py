@@ -146,6 +146,8 @@ def kernel_constants(call: GemmCall, plan: GemmPlan, programmatic: bool = False)
         "ALPHA": gating.alpha,
         "OFFSET": gating.offset,
         "LIMIT": gating.limit,
+        "BETA": gating.beta,
+        "LINEAR_BETA": gating.linear_beta,
         "PROGRAMMATIC": programmatic,
     }
 

@@ -1,12 +1,12 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
 from weft.moe.choice import MODES, OVERLAPS, LayerChoice
-from weft.moe.experts import Expert, ExpertWeights
+from weft.moe.experts import Expert, ExpertWeights, GatedExpert
 from weft.moe.fp8_expert import FP8Expert
 from weft.moe.layer import MoE
 from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
 from weft.moe.replicas import Replicas, ReplicaTable, balance
-from weft.moe.router import Routed, Routing, normalize_topk, route, router_logits
+from weft.moe.router import Routed, Routing, normalize_topk, route, router_logits, weigh
 
 __all__ = [
     "CLAMPED_SWIGLU",
@@ -17,6 +17,7 @@ __all__ = [
     "Expert",
     "ExpertWeights",
     "FP8Expert",
+    "GatedExpert",
     "Gating",
     "LayerChoice",
     "MoE",
@@ -29,4 +30,5 @@ __all__ = [
     "normalize_topk",
     "route",
     "router_logits",
+    "weigh",
 ]

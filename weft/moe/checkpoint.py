@@ -22,12 +22,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_LAYER = 999_999
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
-SCALES = ("F32", "BF16", "F8_E8M0")
+SCALES = ("F32", "BF16", "F16")
 PACKED = ("U8", "I8")  # MXFP4, two numbers a byte
-POWERS = ("U8", "F8_E8M0")  # its scales
-MXFP4_BLOCK = 32
+INT4 = "I32"  # eight numbers a word
+POWERS = ("U8", "F8_E8M0")  # scales that are powers of two
+MX_BLOCK = 32
 # A tensor of one layer's experts: everything before this layer's, the layer, the block, the rest.
-_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn)\.experts\.(.+)")
+_EXPERTS = re.compile(
+    r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn|block_sparse_moe)\.experts\.(.+)"
+)
 
 # How gate_up_proj holds a layer's experts. separate: not at all, each has matrices of its own;
 # fused: `[experts, rows, columns]`, as transformers does in memory; transposed: `[experts, columns,
@@ -35,7 +38,9 @@ _EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn)\.expe
 Storage = Literal["separate", "fused", "transposed", "interleaved"]
 # Matrices of experts that are separate: the gate's, the up's and the down's.
 MATRICES = ("gate_proj", "up_proj", "down_proj")
-DEEPSEEK_V4 = ("w1", "w3", "w2")
+SHORT_MATRICES = ("w1", "w3", "w2")  # DeepSeek-V4, MiniMax, Kimi-K3
+# What a matrix's scales are called, after its name.
+SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,10 @@ class Part:
     field: the field of ExpertWeights.   rows: which of that tensor's rows.
     name: the tensor, and where it is, for errors.
     values: `[rows, columns]`, or `[rows]` of a bias, as stored, on the CPU and in any strides;
-        MXFP4: uint8 `[rows, columns / 2]`.
-    scale: where values are FP8, float32 `[rows / 128, columns / 128]`, rounded up; MXFP4: uint8
+        MXFP4: uint8 `[rows, columns / 2]`; INT4: int8.
+    scale: where values are FP8 or INT4, float32, one for each block, rounded up; MXFP4: uint8
         `[rows, columns / 32]`; else None.
+    block: rows and columns that share a scale.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Part:
     rows: slice
     values: torch.Tensor
     scale: torch.Tensor | None = None
+    block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
 
 @contextmanager
@@ -90,6 +97,8 @@ class LayerReader:
             self._files = dict.fromkeys(self._handle(self._source).keys(), self._source)
         self._stem, self._names = self._experts_of(layer)
         self._layout = self._layout_of()
+        short = any(".w1." in name for name in self._names)
+        self._matrices = SHORT_MATRICES if short else MATRICES
         self.mxfp4 = self._is_mxfp4()
         self._inner, self._hidden = self._sizes_of()
 
@@ -124,19 +133,15 @@ class LayerReader:
         values: torch.Tensor,
         scale: torch.Tensor | None = None,
         columns: int = 0,
+        block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK),
     ) -> Part:
         """A part of as many rows and columns as the config has; what MXFP4 lacks is zero."""
         if self.mxfp4:
             missing = rows.stop - rows.start - len(values)
             values = _padded(values, missing, columns // 2)
-            scale = None if scale is None else _padded(scale, missing, columns // MXFP4_BLOCK)
+            scale = None if scale is None else _padded(scale, missing, columns // MX_BLOCK)
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
-        return Part(name, field, rows, values, scale)
-
-    @property
-    def _matrices(self) -> tuple[str, str, str]:
-        """What separate matrices are called: the gate's, the up's and the down's."""
-        return DEEPSEEK_V4 if self._stem.endswith(".ffn.experts.") else MATRICES
+        return Part(name, field, rows, values, scale, block)
 
     def _separate(self, expert: int) -> Iterator[Part]:
         inner, hidden = self._config.intermediate, self._config.hidden
@@ -146,28 +151,68 @@ class LayerReader:
             (up, "gate_up", inner, (inner, hidden)),
             (down, "down", 0, (hidden, inner)),
         ):
-            scale, name = None, f"{expert}.{name}.weight"
-            beside = f"{name}_scale_inv"
-            if self._matrices == DEEPSEEK_V4:
-                beside = f"{name.removesuffix('.weight')}.scale"
-            dtype, (rows, columns) = self._dtype_of(name), shape
-            if dtype in PACKED:
-                values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
-                powers = (rows, columns // MXFP4_BLOCK)
-                scale = self._read(beside, powers, dtypes=POWERS).view(torch.uint8)
-            else:
-                values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED))
-                if dtype == FP8:
-                    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-                    scale = self._read(beside, blocks, dtypes=SCALES).float()
-            yield self._part(field, expert, slice(first, first + rows), values, scale, columns)
+            rows = slice(first, first + shape[0])
+            yield self._matrix(expert, name, field, rows, shape)
+
+    def _matrix(
+        self, expert: int, name: str, field: str, place: slice, shape: tuple[int, int]
+    ) -> Part:
+        """One matrix that is stored alone, in any of the formats."""
+        (rows, columns), stem = shape, f"{expert}.{name}"
+        name = f"{stem}.weight"
+        if f"{name}_packed" in self._names:  # compressed-tensors
+            name = f"{name}_packed"
+        beside = next((f"{stem}.{n}" for n in SCALE_NAMES if f"{stem}.{n}" in self._names), "")
+        beside = beside or f"{stem}.{SCALE_NAMES[0]}"
+        dtype, wider = self._dtype_of(name), (rows, -(-columns // FP8_BLOCK))
+        if dtype in PACKED:
+            values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
+            powers = (rows, columns // MX_BLOCK)
+            scale = self._read(beside, powers, dtypes=POWERS).view(torch.uint8)
+            return self._part(field, expert, place, values, scale, columns)
+        if dtype == INT4:
+            for more in ("weight_zero_point", "weight_g_idx"):
+                if f"{stem}.{more}" in self._names:
+                    raise InvalidArgument(
+                        f"{self._source} has {self._stem}{stem}.{more}; weft reads INT4 weights "
+                        "that are symmetric, in groups of neighbouring columns: convert them"
+                    )
+            words = self._read(name, (rows, columns // 8), dtypes=(INT4,))
+            scale, block = self._scales(beside, shape, [(rows, columns // MX_BLOCK), wider])
+            values = _int4(words)
+        else:
+            values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED, INT4))
+            if dtype != FP8:
+                return self._part(field, expert, place, values, None, columns)
+            blocks = [(-(-rows // FP8_BLOCK), wider[1]), (rows, columns // MX_BLOCK), wider]
+            scale, block = self._scales(beside, shape, [*blocks, (rows, 1), (rows,), (1,), ()])
+        return self._part(field, expert, place, values, scale, columns, block)
+
+    def _scales(
+        self, name: str, shape: tuple[int, int], allowed: list[tuple[int, ...]]
+    ) -> tuple[torch.Tensor, tuple[int, int]]:
+        """A matrix's scales in float32, `[rows, columns]` of blocks, and what a block is.
+
+        allowed: shapes that they may have; errors name the first.
+        """
+        have = tuple(self._opened(name)[1].get_shape())
+        found = self._read(name, have if have in allowed else allowed[0], dtypes=SCALES + POWERS)
+        if found.dtype == torch.uint8:
+            found = found.view(torch.float8_e8m0fnu)
+        scale = found.float().reshape(have if len(have) == 2 else (-1, 1))
+        sizes = (
+            next(b for b in (1, MX_BLOCK, FP8_BLOCK, size) if -(-size // b) == count)
+            for size, count in zip(shape, scale.shape, strict=True)
+        )
+        down, across = sizes
+        return scale, (down, across)
 
     def _fused(
         self, name: str, rows: int, columns: int, expert: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.mxfp4:
-            blocks = columns // MXFP4_BLOCK
-            size = (rows, blocks, MXFP4_BLOCK // 2)
+            blocks = columns // MX_BLOCK
+            size = (rows, blocks, MX_BLOCK // 2)
             values = self._read(f"{name}_blocks", size, expert=expert, dtypes=PACKED)
             powers = self._read(f"{name}_scales", (rows, blocks), expert=expert, dtypes=POWERS)
             return values.view(torch.uint8).flatten(1), powers.view(torch.uint8)
@@ -178,7 +223,8 @@ class LayerReader:
     def _is_mxfp4(self) -> bool:
         if self._layout != "separate":
             return "gate_up_proj_blocks" in self._names
-        gates = sorted(n for n in self._names if n.endswith(f".{self._matrices[0]}.weight"))
+        gate = f".{self._matrices[0]}.weight"
+        gates = sorted(n for n in self._names if n.endswith((gate, f"{gate}_packed")))
         return bool(gates) and self._dtype_of(gates[0]) in PACKED
 
     def _sizes_of(self) -> tuple[int, int]:
@@ -191,7 +237,7 @@ class LayerReader:
         shape = self._opened("down_proj_blocks")[1].get_shape()
         if len(shape) != 4:
             return wanted  # which the tensor's shape will be compared with
-        found = int(shape[2]) * MXFP4_BLOCK, int(shape[1])
+        found = int(shape[2]) * MX_BLOCK, int(shape[1])
         if all(
             want in (have, -(-have // FP8_BLOCK) * FP8_BLOCK)
             for have, want in zip(found, wanted, strict=True)
@@ -255,7 +301,7 @@ class LayerReader:
                 f"{path} has {full} as {tensor.get_dtype()}; weft reads it as {', '.join(dtypes)}"
             )
         with torch.device("cpu"):  # safetensors makes tensors on the caller's default device
-            found: torch.Tensor = tensor[:] if expert is None else tensor[expert]
+            found: torch.Tensor = tensor[...] if expert is None else tensor[expert]
         return found
 
     def _opened(self, name: str) -> tuple[Path, Any]:
@@ -277,8 +323,11 @@ class LayerReader:
 
     def _near(self, name: str) -> str:
         """What an error says of a tensor that is not there: which ones are."""
-        if name.endswith(("_scale_inv", ".scale")):
-            return "weights need a scale: FP8 for each 128 x 128, MXFP4 for each 32 of a row"
+        if name.endswith(SCALE_NAMES):
+            return (
+                "weights need scales: FP8 for each 128 x 128, 32 or 128 of a row, row or matrix, "
+                "MXFP4 for each 32 of a row, INT4 for each 32 or 128"
+            )
         if name.endswith("_scales"):
             return "MXFP4 weights need a scale for each 32 of a row"
         first = name.partition(".")[0]
@@ -296,6 +345,12 @@ class LayerReader:
                 raise InvalidArgument(f"cannot read {str(path)!r}: {reason}") from reason
             self._open[path] = handle
         return self._open[path]
+
+
+def _int4(words: torch.Tensor) -> torch.Tensor:
+    """int8 `[rows, columns]` of int32 `[rows, columns / 8]`; the lowest four bits come first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts & 15) - 8).to(torch.int8).flatten(1)
 
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -103,6 +103,32 @@ class Expert(nn.Module):
         return functional.linear(self.gating.apply(h), self.down, self.down_bias)
 
 
+class GatedExpert(nn.Module):
+    """`sigmoid(x @ gate.T) * expert(x)`: a shared expert with a gate of its own (Qwen3-Next).
+
+    expert: `[rows, hidden]` -> `[rows, hidden]`: an `Expert`, an `FP8Expert` or any other module.
+    gate: `[1, hidden]`, of x's dtype: shared_expert_gate.weight of a checkpoint.
+
+    Raises InvalidArgument for another gate.
+    """
+
+    def __init__(self, expert: nn.Module, gate: torch.Tensor) -> None:
+        super().__init__()
+        self.expert = instance("expert", expert, nn.Module)
+        if not isinstance(gate, torch.Tensor):
+            refuse_tensor("gate", gate)
+        if gate.dim() != 2 or len(gate) != 1 or not gate.is_floating_point():
+            raise InvalidArgument(
+                f"gate is {list(gate.shape)} {gate.dtype}; it must be [1, hidden], floating-point"
+            )
+        self.gate = nn.Parameter(gate, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]` -> `[rows, hidden]`."""
+        out: torch.Tensor = self.expert(x)
+        return functional.linear(x, self.gate).sigmoid() * out
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """All experts of a rank, in local order.
@@ -212,14 +238,18 @@ class ExpertWeights:
         layer: its number in the model.   experts: global ids, such as `MoE.local_experts`.
         config: `MoEConfig.from_hf(folder)`, or what else fits.
         fp8: as `MoE(fp8=True)` wants weights: bits of the checkpoint where it has MXFP4 or FP8 with
-            scales for each 128 x 128 (weight_scale_inv), else `to_fp8` of each matrix. Without it,
-            they are multiplied by their scales and rounded to the config's dtype.
+            scales for each 128 x 128. FP8 with powers of two for each 32 or 128 of a row (MXFP8),
+            or with one scale for a matrix, gets the largest scale of each 128 x 128: numbers below
+            2^-6 of it are rounded to multiples of 2^-9 of it, all others are exact. Other FP8, INT4
+            and wider weights are rounded: `to_fp8` of each matrix. Without fp8, weights are
+            multiplied by their scales and rounded to the config's dtype.
 
-        Experts may be separate (DeepSeek-V3 and -V4, Kimi-K2, Qwen3-MoE, GLM-4.5) or fused
-        (GPT-OSS, Llama-4, and what transformers holds in memory). Files are mapped, and only these
-        experts are read; beyond the result, memory holds one matrix at a time. Where fused MXFP4
-        experts have sizes that are no multiples of 128 (GPT-OSS: 2880), fp8 takes a config with the
-        next ones, and rows and columns behind the model's are zero.
+        Experts may be separate (most checkpoints) or fused (GPT-OSS, Llama-4, and what transformers
+        holds in memory). INT4 are those of compressed-tensors, symmetric, with a scale for each 32
+        or 128 of a row. Files are mapped, and only these experts are read; beyond the result,
+        memory holds one matrix at a time. Where fused MXFP4 experts have sizes that are no
+        multiples of 128 (GPT-OSS: 2880), fp8 takes a config with the next ones, and rows and
+        columns behind the model's are zero.
         Needs the package safetensors. Raises InvalidArgument naming file and tensor: one that is
         missing, of another shape, of a dtype that weft does not read, or MXFP4 that
         `weft.gemm.pack_mxfp4` refuses.
@@ -285,19 +315,17 @@ class ExpertWeights:
             values, scale = dequantize_mxfp4(values, scale), None
         target = whole[part.rows]
         if target.dtype == FP8:
-            if scale is None:
-                packed, found = to_blocks(values.contiguous().unsqueeze(0))
-                values, scale = packed[0], found[0]
+            packed, found = _in_blocks(values, scale, part.block)
             blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)
-            getattr(self, f"{part.field}_scale")[place, blocks] = scale
-            target.copy_(values)
+            getattr(self, f"{part.field}_scale")[place, blocks] = found
+            target.copy_(packed)
         elif scale is None:
             target.copy_(values)
         else:
-            for block, factors in enumerate(scale):  # 128 rows at a time: fp32 copies are large
-                rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-                across = factors.repeat_interleave(FP8_BLOCK)[: values.shape[1]]
-                target[rows] = (values[rows].float() * across).to(target.dtype)
+            for start in range(0, len(values), FP8_BLOCK):  # at a time: fp32 copies are large
+                rows = slice(start, min(start + FP8_BLOCK, len(values)))
+                factors = _expanded(scale, part.block, rows, values.shape[1])
+                target[rows] = (values[rows].float() * factors).to(target.dtype)
 
     def check(
         self, config: MoEConfig, local_experts: int, device: torch.device, *, fp8: bool = False
@@ -359,6 +387,41 @@ def _stored_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...
 def _scale_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...]:
     """The scales of such a matrix."""
     return (rows,) if dtype == MXFP4 else (rows // FP8_BLOCK, columns // FP8_BLOCK)
+
+
+def _expanded(
+    scale: torch.Tensor, block: tuple[int, int], rows: slice, columns: int
+) -> torch.Tensor:
+    """Each number's scale, for some rows of a matrix."""
+    row = torch.arange(rows.start, rows.stop, device=scale.device) // block[0]
+    return scale[row][:, torch.arange(columns, device=scale.device) // block[1]]
+
+
+def _in_blocks(
+    values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A stored matrix as FP8 with a scale for each 128 x 128.
+
+    Where the scales in such a block are powers of two of each other (MXFP8, or one for a matrix),
+    the largest becomes its scale and numbers keep their bits, but that those below 2^-6 of it are
+    rounded to multiples of 2^-9 of it. Else all are rounded, as `to_blocks` does.
+    """
+    if values.dtype == FP8 and scale is not None and block == (FP8_BLOCK, FP8_BLOCK):
+        return values, scale
+    rows, columns = values.shape
+    wide = values.float()
+    if scale is not None:
+        factors = _expanded(scale, block, slice(0, rows), columns)
+        if values.dtype == FP8:
+            blocks = factors.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
+            largest = blocks.amax(dim=(1, 3))
+            whole = (FP8_BLOCK, FP8_BLOCK)
+            ratios = factors / _expanded(largest, whole, slice(0, rows), columns)
+            if bool(torch.frexp(ratios).mantissa.eq(0.5).all()):
+                return wide.mul_(ratios).to(FP8), largest
+        wide.mul_(factors)
+    packed, found = to_blocks(wide.unsqueeze(0))
+    return packed[0], found[0]
 
 
 def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch import nn
 
@@ -87,7 +89,7 @@ class FP8Expert(nn.Module):
                 "[2 * intermediate, hidden] and [hidden, intermediate]"
             )
         self.register_buffer("_count", torch.tensor([EVERY], dtype=torch.int32, device=device))
-        self._epilogue = GatedQuant(gating.alpha, gating.offset, gating.limit)
+        self._epilogue = GatedQuant(**asdict(gating))
         self._dtype = dtype
         if is_hopper(device):
             self._preload()
@@ -110,7 +112,7 @@ class FP8Expert(nn.Module):
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
         n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
         plans = [WgmmaPlan(block_m) for block_m in ONE_EXPERT_BLOCK_MS]
-        shapes = [GemmShape(1, n, k, plan, "gated_fp8") for plan in plans]
+        shapes = [GemmShape(1, n, k, plan, "gated_fp8", situ=self._epilogue.situ) for plan in plans]
         if hidden % CLUSTER_N == 0 and self._dtype in DTYPES_16BIT:
             out = DTYPES_16BIT[self._dtype]
             shapes += [GemmShape(1, hidden, n // 2, plan, "store", out) for plan in plans]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,9 +70,8 @@ class GroupedExperts:
         self._config, self._experts, self._fp8 = config, experts, fp8
         self._masked = len(rows) == 2
         self._programmatic = programmatic
-        gating = config.gating
         kind = GatedQuant if fp8 else Gated
-        self._epilogue = kind(alpha=gating.alpha, offset=gating.offset, limit=gating.limit)
+        self._epilogue = kind(**asdict(config.gating))
         self._pushes, self._columns = gemm_push, columns
         self._act, self._scales, self._y = self.make_buffers(
             config, rows, fp8=fp8, gemm_push=gemm_push, device=device
@@ -126,7 +125,8 @@ class GroupedExperts:
         for rows in {*range(min(most, COARSE_ROWS) + 1), *range(0, most + 1, 64), most}:
             plans = self._make_plans(rows, dtype)
             if isinstance(plans.up, WgmmaPlan):
-                shapes.add(GemmShape(experts, 2 * inner, hidden, plans.up, *gated, *operands))
+                up = GemmShape(experts, 2 * inner, hidden, plans.up, *gated, *operands)
+                shapes.add(replace(up, situ=self._config.gating.situ))
             for epilogue, down in (("store", plans.down), ("push", plans.push)):
                 if isinstance(down, WgmmaPlan) and (epilogue == "push" or not self._pushes):
                     shape = GemmShape(experts, hidden, inner, down, epilogue, out, *operands)

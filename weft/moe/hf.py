@@ -24,8 +24,8 @@ Layer = dict[str, Any]
 class Fields:
     """A config's fields by name; `where` is how an error names the config."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values, self._where = values, where
+    def __init__(self, values: Mapping[str, Any], where: str, family: str) -> None:
+        self._values, self._where, self._family = values, where, family
 
     def get(self, *names: str) -> Any:
         """The first of these fields that is there. Raises InvalidArgument where none is."""
@@ -34,7 +34,7 @@ class Fields:
                 return self._values[name]
         raise InvalidArgument(
             f"{self._where} has no field {names[0]!r}, which a layer of model_type "
-            f"{self._values.get('model_type')!r} needs: add it"
+            f"{self._family!r} needs: add it"
         )
 
     def size(self, *names: str, least: int = 1) -> int:
@@ -46,11 +46,25 @@ class Fields:
         missing = default is not None and self._values.get(name) is None
         return real(self._named(name), default if missing else self.get(name))
 
-    def flag(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
+        """Whether the field is there."""
+        return self._values.get(name) is not None
+
+    def flag(self, *names: str) -> bool:
         """A field that is True or False."""
-        value = self.get(name)
-        flags(**{self._named(name): value})
+        value = self.get(*names)
+        flags(**{self._named(names[0]): value})
         return bool(value)
+
+    def choice(self, name: str, *allowed: str) -> str:
+        """A field that is one of these words."""
+        value = self.get(name)
+        if value not in allowed:
+            raise InvalidArgument(
+                f"{self._named(name)} is {shown(value)}; weft serves model_type "
+                f"{self._family!r} with {listed(allowed)} only"
+            )
+        return str(value)
 
     def require(self, **wanted: object) -> None:
         """Refuse other values of fields that change the arithmetic; those left out are as wanted.
@@ -63,7 +77,7 @@ class Fields:
                 serves = "without it" if only is None else f"with {only!r}"
                 raise InvalidArgument(
                     f"{self._named(name)} is {shown(value)}; weft serves model_type "
-                    f"{self._values.get('model_type')!r} {serves} only"
+                    f"{self._family!r} {serves} only"
                 )
 
     def _named(self, name: str) -> str:
@@ -84,20 +98,22 @@ def layer_of(config: object) -> Layer:
     outer = values
     if isinstance(inner := values.get("text_config"), Mapping):
         values, where = inner, f"text_config of {where}"
-    family = values.get("model_type")
+    # MiniMax-M3's text_config has no model_type of its own.
+    family = values.get("model_type", outer.get("model_type"))
     if not isinstance(family, str) or family not in FAMILIES:
         raise InvalidArgument(
             f"model_type in {where} is {shown(family)}; weft knows the MoE layers of "
             f"{listed(FAMILIES)}: write a MoEConfig for others by hand"
         )
-    fields = Fields(values, where)
-    fields.require(hidden_act="silu")
+    fields = Fields(values, where, family)
+    if family not in OWN_ACTIVATION:
+        fields.require(hidden_act="silu")
     found = (each.get(name) for each in (values, outer) for name in ("dtype", "torch_dtype"))
     named = next((name for name in found if name is not None), "bfloat16")
     dtype = DTYPES.get(str(named).removeprefix("torch."))
     if dtype is None:
         raise InvalidArgument(f"dtype in {where} is {shown(named)}; choose one of {listed(DTYPES)}")
-    return {"hidden": fields.size("hidden_size"), "dtype": dtype, **FAMILIES[family](fields)}
+    return {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
 
 
 def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
@@ -119,9 +135,37 @@ def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
     return found, type(config).__name__
 
 
+def _deepseek_v4(fields: Fields) -> Layer:
+    """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
+    fields.require(topk_method="noaux_tc", scoring_func="sqrtsoftplus")
+    intermediate = fields.size("moe_intermediate_size")
+    return {
+        "intermediate": intermediate,
+        "shared": intermediate * fields.size("n_shared_experts", least=0),
+        "gating": {"limit": fields.real("swiglu_limit")},
+        "routing": Routing(
+            num_experts=fields.size("n_routed_experts", "num_local_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="sqrtsoftplus",
+            renormalise=fields.flag("norm_topk_prob"),
+            correction=True,
+            scale=fields.real("routed_scaling_factor"),
+        ),
+    }
+
+
 def _sigmoid_with_correction(fields: Fields) -> Layer:
     """DeepSeek-V3, and what follows it."""
-    fields.require(scoring_func="sigmoid", topk_method="noaux_tc", swiglu_limit=None)
+    fields.require(swiglu_limit=None)
+    return _sigmoid_with_groups(fields)
+
+
+def _glm5_next(fields: Fields) -> Layer:
+    return _sigmoid_with_groups(fields) | {"gating": {"limit": fields.real("swiglu_limit")}}
+
+
+def _sigmoid_with_groups(fields: Fields) -> Layer:
+    fields.require(scoring_func="sigmoid", topk_method="noaux_tc")
     intermediate = fields.size("moe_intermediate_size")
     return {
         "intermediate": intermediate,
@@ -140,13 +184,30 @@ def _sigmoid_with_correction(fields: Fields) -> Layer:
 
 
 def _qwen3_moe(fields: Fields) -> Layer:
-    fields.require(shared_expert_intermediate_size=None, swiglu_limit=None)
+    fields.require(shared_expert_intermediate_size=None)
+    return _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
+
+
+def _qwen3_next(fields: Fields) -> Layer:
+    """The shared expert has a gate of its own: `GatedExpert`."""
+    layer = _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
+    return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
+
+
+def _qwen3_5_moe(fields: Fields) -> Layer:
+    """As Qwen3-Next, but always divided by the sum: the config has no field for it."""
+    layer = _softmax_of_all(fields, renormalise=True)
+    return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
+
+
+def _softmax_of_all(fields: Fields, *, renormalise: bool) -> Layer:
+    fields.require(swiglu_limit=None)
     return {
         "intermediate": fields.size("moe_intermediate_size"),
         "routing": Routing(
             num_experts=fields.size("num_experts", "num_local_experts"),
             top_k=fields.size("num_experts_per_tok"),
-            renormalise=fields.flag("norm_topk_prob"),
+            renormalise=renormalise,
         ),
     }
 
@@ -164,6 +225,68 @@ def _gpt_oss(fields: Fields) -> Layer:
             num_experts=fields.size("num_local_experts", "num_experts"),
             top_k=fields.size("num_experts_per_tok"),
             score="softmax-chosen",
+        ),
+    }
+
+
+def _kimi_linear(fields: Fields) -> Layer:
+    """Kimi-Linear, and Kimi-K3: its experts are as wide as the engine's latent projections make
+    their rows, and its shared experts, which read the tokens themselves, are the engine's.
+    """
+    activation = fields.choice("hidden_act", "silu", "situ")
+    fields.require(moe_router_activation_func="sigmoid", topk_method="noaux_tc")
+    intermediate = fields.size("moe_intermediate_size")
+    layer: Layer = {
+        "intermediate": intermediate,
+        "routing": Routing(
+            num_experts=fields.size("num_experts", "num_local_experts", "n_routed_experts"),
+            top_k=fields.size("num_experts_per_token", "num_experts_per_tok"),
+            score="sigmoid",
+            renormalise=fields.flag("moe_renormalize", "norm_topk_prob"),
+            correction=True,
+            groups=fields.size("num_expert_group", "n_group"),
+            top_groups=fields.size("topk_group"),
+            scale=fields.real("routed_scaling_factor"),
+        ),
+    }
+    if activation == "situ":
+        beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
+        layer["gating"] = {"beta": fields.real(beta), "linear_beta": fields.real(linear_beta)}
+    if fields.has("routed_expert_hidden_size"):
+        return layer | {"hidden": fields.size("routed_expert_hidden_size")}
+    shared = fields.size("num_shared_experts", "n_shared_experts", least=0)
+    return layer | {"shared": intermediate * shared}
+
+
+def _minimax_m2(fields: Fields) -> Layer:
+    fields.require(scoring_func="sigmoid", shared_intermediate_size=None, swiglu_limit=None)
+    return _minimax(fields, scale=1.0)
+
+
+def _minimax_m3(fields: Fields) -> Layer:
+    """The shared expert is gated as the others are."""
+    # transformers writes "silu", and gates by the numbers all the same.
+    fields.choice("hidden_act", "swigluoai", "silu")
+    fields.require(scoring_func="sigmoid", n_shared_experts=1)
+    return _minimax(fields, scale=fields.real("routed_scaling_factor")) | {
+        "shared": fields.size("shared_intermediate_size"),
+        "gating": {
+            "alpha": fields.real("swiglu_alpha"),
+            "offset": 1.0,
+            "limit": fields.real("swiglu_limit"),
+        },
+    }
+
+
+def _minimax(fields: Fields, *, scale: float) -> Layer:
+    return {
+        "intermediate": fields.size("intermediate_size"),
+        "routing": Routing(
+            num_experts=fields.size("num_local_experts", "num_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+            score="sigmoid",
+            correction=not fields.has("use_routing_bias") or fields.flag("use_routing_bias"),
+            scale=scale,
         ),
     }
 
@@ -186,9 +309,24 @@ def _llama4(fields: Fields) -> Layer:
 
 FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "deepseek_v3": _sigmoid_with_correction,
+    "deepseek_v32": _sigmoid_with_correction,
+    "deepseek_v4": _deepseek_v4,
     "glm4_moe": _sigmoid_with_correction,
+    "glm5_next_text": _glm5_next,
+    "glm_moe_dsa": _sigmoid_with_correction,
     "gpt_oss": _gpt_oss,
     "kimi_k2": _sigmoid_with_correction,
+    "kimi_linear": _kimi_linear,
     "llama4_text": _llama4,
+    "minimax_m2": _minimax_m2,
+    "minimax_m3_vl": _minimax_m3,
+    "minimax_m3_vl_text": _minimax_m3,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
 }
+OWN_ACTIVATION = (
+    "kimi_linear",
+    "minimax_m3_vl",
+    "minimax_m3_vl_text",
+)  # where hidden_act is not SiLU

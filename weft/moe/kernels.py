@@ -14,7 +14,7 @@ from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_
 from weft.runtime.layout import assertions
 from weft.runtime.stream import current_stream, loading
 
-MAX_EXPERTS, MAX_TOP_K = 512, 32  # static_assert in moe/route.cuh
+MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/route.cuh
 TOKENS = 4  # of a CTA: route_warps in moe/route.cuh
 ROUTE_THREADS = 32 * TOKENS
 NORMALIZE_THREADS = 128  # normalize_threads in moe/normalize_topk.cuh

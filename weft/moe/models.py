@@ -21,12 +21,15 @@ MAX_COLUMNS = largest(Shape, "hidden")
 
 @dataclass(frozen=True, slots=True)
 class Gating(GateNumbers):
-    """`gate * sigmoid(alpha * gate) * (up + offset)`, with gate and up held to a limit before.
+    """`g * sigmoid(alpha * gate) * (u + offset)`, with gate and up held to a limit before.
 
     alpha, offset: 1 and 0 give SwiGLU.
     limit: None, or gate is at most limit, and up in -limit..limit.
+    beta, linear_beta: None, and g is gate, u is up; or SiTU: g is `beta * tanh(gate / beta)`, and u
+        is `linear_beta * tanh(up / linear_beta)`.
 
-    Raises InvalidArgument for a number that is not finite or a limit that is not positive.
+    Raises InvalidArgument for a number that is not finite, a limit or a beta that is not positive,
+    and one beta without the other.
     """
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +46,11 @@ class Gating(GateNumbers):
         if self.limit is not None:
             gate.clamp_(max=self.limit)
             up.clamp_(-self.limit, self.limit)
-        if self.alpha == 1.0:
+        if self.beta is not None and self.linear_beta is not None:
+            torch.mul(gate, self.alpha, out=out).sigmoid_()
+            gate.div_(self.beta).tanh_().mul_(self.beta).mul_(out)
+            up.div_(self.linear_beta).tanh_().mul_(self.linear_beta)
+        elif self.alpha == 1.0:
             functional.silu(gate, inplace=True)
         else:
             gate.mul_(torch.mul(gate, self.alpha, out=out).sigmoid_())
@@ -53,7 +60,7 @@ class Gating(GateNumbers):
 
 
 SWIGLU = Gating()
-CLAMPED_SWIGLU = Gating(alpha=1.702, offset=1.0, limit=7.0)  # GPT-OSS
+CLAMPED_SWIGLU = Gating(alpha=1.702, offset=1.0, limit=7.0)  # GPT-OSS, MiniMax-M3
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +105,12 @@ class MoEConfig:
         config: what config.json holds as a dict, its path or that of its folder, or a config
             object of transformers. A text_config inside is taken, where there is one.
 
-        Serves model_type deepseek_v3, kimi_k2, glm4_moe, qwen3_moe, gpt_oss and llama4_text. A
-        config without a dtype is bfloat16; `dataclasses.replace(c, dtype=...)` changes it. Which of
-        a model's layers are MoE layers is not told here. Raises InvalidArgument naming a field that
-        is missing, or whose value needs arithmetic that weft lacks, and what cannot be read.
+        Serves the model types of docs/moe.md. A config without a dtype is bfloat16;
+        `dataclasses.replace(c, dtype=...)` changes it. Which of a model's layers are MoE layers is
+        not told here, nor what the engine does around them: Kimi-K3's hidden is that of the rows
+        between its latent projections, without the shared experts. Raises InvalidArgument naming a
+        field that is missing, or whose value needs arithmetic that weft lacks, and what cannot be
+        read.
         """
         found = layer_of(config)
         gating = Gating(**found.pop("gating", {}))
@@ -131,14 +140,33 @@ MODELS: Mapping[str, MoEConfig] = _Models(
                 scale=2.5,
             ),
         ),
+        "deepseek-v4-flash": MoEConfig(
+            hidden=4096,
+            intermediate=2048,
+            shared=2048,
+            gating=Gating(limit=10.0),
+            routing=Routing(
+                num_experts=256, top_k=6, score="sqrtsoftplus", correction=True, scale=1.5
+            ),
+        ),
         "qwen3-30b-a3b": MoEConfig(
             hidden=2048, intermediate=768, routing=Routing(num_experts=128, top_k=8)
+        ),
+        "qwen3-next-80b-a3b": MoEConfig(
+            hidden=2048, intermediate=512, shared=512, routing=Routing(num_experts=512, top_k=10)
         ),
         "glm-4.5-air": MoEConfig(
             hidden=4096,
             intermediate=1408,
             shared=1408,
             routing=Routing(num_experts=128, top_k=8, score="sigmoid", correction=True),
+        ),
+        "glm-5.3-flash": MoEConfig(
+            hidden=4096,
+            intermediate=2048,
+            shared=2048,
+            gating=Gating(limit=10.0),
+            routing=Routing(num_experts=288, top_k=8, score="sigmoid", correction=True, scale=2.5),
         ),
         "gpt-oss-120b": MoEConfig(
             hidden=2880,
@@ -154,6 +182,25 @@ MODELS: Mapping[str, MoEConfig] = _Models(
             routing=Routing(
                 num_experts=384, top_k=8, score="sigmoid", correction=True, scale=2.827
             ),
+        ),
+        "minimax-m2": MoEConfig(
+            hidden=3072,
+            intermediate=1536,
+            routing=Routing(num_experts=256, top_k=8, score="sigmoid", correction=True),
+        ),
+        "minimax-m3": MoEConfig(
+            hidden=6144,
+            intermediate=3072,
+            shared=3072,
+            gating=CLAMPED_SWIGLU,
+            routing=Routing(num_experts=128, top_k=4, score="sigmoid", correction=True, scale=2.0),
+        ),
+        # Between the engine's latent projections; its shared experts read the tokens themselves.
+        "kimi-k3": MoEConfig(
+            hidden=3584,
+            intermediate=3072,
+            gating=Gating(beta=4.0, linear_beta=25.0),
+            routing=Routing(num_experts=896, top_k=16, score="sigmoid", correction=True),
         ),
         "llama-4-scout": MoEConfig(
             hidden=5120,

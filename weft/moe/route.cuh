@@ -10,7 +10,7 @@ constexpr u32 route_warps = 4;          // one token each
 constexpr float smallest_sum = 1e-20f;  // SMALLEST_SUM in moe/router.py
 constexpr u32 no_key = 0;  // below the key of every value: an expert that cannot be chosen
 
-enum class Score : u32 { softmax, sigmoid, softmax_chosen };
+enum class Score : u32 { softmax, sigmoid, softmax_chosen, sqrtsoftplus };
 
 // What specialises the kernel; `weft.moe.Routing` documents the fields.
 struct Routing {
@@ -114,6 +114,10 @@ template <Routing R> WEFT_FN void score_all(float (&x)[R.each()]) {
     if constexpr (R.score == Score::sigmoid) {
 #pragma unroll
         for (u32 i = 0; i < R.each(); ++i) x[i] = 1.0f / (1.0f + expf(-x[i]));
+    } else if constexpr (R.score == Score::sqrtsoftplus) {
+        // As torch's softplus: log(1 + exp(x)) is x from 20 on.
+#pragma unroll
+        for (u32 i = 0; i < R.each(); ++i) x[i] = sqrtf(x[i] > 20.0f ? x[i] : log1pf(expf(x[i])));
     } else if constexpr (R.score == Score::softmax) {
         float top = x[0], sum = 0.0f;
 #pragma unroll
@@ -243,7 +247,8 @@ WEFT_FN float weigh(const RouteArgs& a, const RouteScratch<R>& s, u32 lane, u32 
 }
 
 template <Routing R> WEFT_FN void route(const RouteArgs& a) {
-    static_assert(R.top_k <= warp_lanes && R.each() <= 16, "one lane for each choice, 512 experts");
+    static_assert(R.top_k <= warp_lanes && R.each() <= 32,
+                  "one lane for each choice, 1024 experts");
     __shared__ RouteScratch<R> scratch[route_warps];
     const Block team;
     griddep_wait();

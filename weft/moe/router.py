@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -32,7 +33,7 @@ INTEGERS = (torch.int32, torch.int64)
 NO_SUCH_EXPERT = 2**31 - 1  # for an id that int32 cannot hold; dispatch refuses it
 INT64 = -(1 << 63), (1 << 63) - 1
 
-Score = Literal["softmax", "sigmoid", "softmax-chosen"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax-chosen"]
 Weigh = Literal["output", "input"]
 GROUP_BESTS = (1, 2)
 EXPERTS = largest(Shape, "experts")
@@ -50,7 +51,8 @@ class Routing:
     """How a layer chooses experts, and what each of them weighs.
 
     num_experts, top_k: experts to choose from, and how many each token gets.
-    score: "softmax" or "sigmoid" of all logits; "softmax-chosen": softmax of the chosen ones only.
+    score: "softmax", "sigmoid" or "sqrtsoftplus" of all logits, the last sqrt(log(1 + exp(logit)));
+        "softmax-chosen": softmax of the chosen ones only.
     renormalise: divide the chosen scores by their sum.
     correction: a bias `[num_experts]` is added to the scores for choosing, never for weighing.
     groups, top_groups: experts are in equal contiguous groups; only those in the best groups may
@@ -219,19 +221,37 @@ def route_in_torch(
     if routing.groups > 1:
         choice = _within_groups(routing, choice)
     places = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
-    weights = scores.gather(-1, places)
-    if routing.score == "softmax-chosen":
-        weights = weights.softmax(dim=-1)
-    elif routing.renormalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
-    if routing.scale != 1.0:
-        weights = weights * routing.scale
+    weights = _weights(routing, scores, places)
     ids = places.to(torch.int32, memory_format=torch.contiguous_format)
     if num_tokens is not None:
         rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)
         padding = (rows >= num_tokens)[:, None]
         ids, weights = ids.masked_fill(padding, -1), weights.masked_fill(padding, 0.0)
     return Routed(ids, weights.contiguous())
+
+
+def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
+    """What experts weigh that something else than the logits has chosen, such as the token's id.
+
+    logits: `[tokens, num_experts]`, as for `route`.
+    topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none, which weighs 0. Others outside of
+        0..num_experts - 1 weigh 0, too, and stay outside, for dispatch to refuse and to report.
+
+    DeepSeek-V4's first layers take `topk_ids = tid2eid[input_ids]`. Returns the ids as dispatch
+    takes them, and the weights of `route` for these ids. In torch's operations; waits for no
+    device. Raises InvalidArgument.
+    """
+    check_logits(routing, logits)
+    size, device = (len(logits), routing.top_k), logits.device
+    check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device)
+    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+    ids, experts = topk_ids.long(), routing.num_experts
+    unknown = (ids < 0) | (ids >= experts)
+    nothing = -math.inf if routing.score == "softmax-chosen" else 0.0
+    scores = torch.nn.functional.pad(_scores(routing, logits.float()), (0, 1), value=nothing)
+    weights = _weights(routing, scores, ids.masked_fill(unknown, experts))
+    ids = torch.where(unknown & (ids != -1), NO_SUCH_EXPERT, ids)
+    return Routed(ids.int(), weights.masked_fill(unknown, 0.0))
 
 
 def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
@@ -276,8 +296,19 @@ def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
             return logits.softmax(dim=-1)
         case "sigmoid":
             return logits.sigmoid()
+        case "sqrtsoftplus":
+            return torch.nn.functional.softplus(logits).sqrt()
         case "softmax-chosen":
             return logits
+
+
+def _weights(routing: Routing, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    weights = scores.gather(-1, places)
+    if routing.score == "softmax-chosen":
+        weights = weights.softmax(dim=-1)
+    elif routing.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
+    return weights if routing.scale == 1.0 else weights * routing.scale
 
 
 def _within_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
@@ -291,13 +322,8 @@ def _within_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
     return by_group.masked_fill(lost.unsqueeze(-1), -torch.inf).view(choice.shape)
 
 
-def check_route(
-    routing: Routing,
-    logits: torch.Tensor,
-    correction: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-) -> None:
-    """Raises InvalidArgument naming the tensor, what it is and what it must be."""
+def check_logits(routing: Routing, logits: torch.Tensor) -> None:
+    """Raises InvalidArgument for logits that are not of such a layer."""
     experts = instance("routing", routing, Routing).num_experts
     if not isinstance(logits, torch.Tensor):
         refuse_tensor("logits", logits)
@@ -308,6 +334,17 @@ def check_route(
             f"logits are {list(logits.shape)} {logits.dtype}; they must be [tokens, {experts}] in "
             "float32, bfloat16 or float16"
         )
+
+
+def check_route(
+    routing: Routing,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    num_tokens: torch.Tensor | None,
+) -> None:
+    """Raises InvalidArgument naming the tensor, what it is and what it must be."""
+    check_logits(routing, logits)
+    experts = routing.num_experts
     if correction is not None and not isinstance(correction, torch.Tensor):
         refuse_tensor("correction", correction)
     if (correction is None) == routing.correction:
