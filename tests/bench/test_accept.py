@@ -129,7 +129,7 @@ def test_a_failure_stops_nothing(accept, tmp_path):
     assert out.count("FAILED") == 2, "when it happens and at the end"
     assert f"    | {LAST}" in out
     assert "7 steps ok, 1 not" in out
-    assert len(notes.read_text().splitlines()) == 9
+    assert len(notes.read_text().splitlines()) == 8
 
 
 @pytest.mark.parametrize(
