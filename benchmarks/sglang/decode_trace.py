@@ -101,7 +101,7 @@ def main() -> int:
     job = job_of(
         given,
         *data_parallel(given.gpus),
-        *("--cuda-graph-max-bs", str(given.requests)),
+        *("--cuda-graph-max-bs-decode", str(given.requests)),
         *("--chunked-prefill-size", str(given.chunk * given.gpus)),
         *prefill_graphs(given.chunk, served="deepseek" not in given.model),
     )

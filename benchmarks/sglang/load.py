@@ -214,7 +214,7 @@ def main() -> int:
     parser.add_argument("--loaded", type=float, default=300.0, help="seconds under load")
     parser.add_argument("--clients", type=int, default=64)
     given = parser.parse_args()
-    flags = (*data_parallel(given.gpus), "--cuda-graph-max-bs", "64", "--dtype", "float16")
+    flags = (*data_parallel(given.gpus), "--cuda-graph-max-bs-decode", "64", "--dtype", "float16")
     flags += () if given.cpu else tuple(prefill_graphs(2048, served=True))
     job = job_of(given, *flags, dummy=False, cpu=given.cpu)
     for variant in chosen(given.variants, VARIANTS):

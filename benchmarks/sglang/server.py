@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from variants import Variant
+from variants import MOE, Variant
 
 from weft.bench.machine import describe_machine
 
@@ -280,7 +280,7 @@ def server(
     began = time.monotonic()
     try:
         up = answers(job, process, this.address, seconds)
-        loaded = not variant.weft or said(log, SERVED)
+        loaded = not variant.weft or said(log, SERVED if MOE[1] in variant.flags else variant.says)
         if up and loaded:
             print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
             yield this.address

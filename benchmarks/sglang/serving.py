@@ -84,7 +84,7 @@ def main() -> int:
     job = job_of(
         given,
         *data_parallel(given.gpus),
-        *("--cuda-graph-max-bs", str(max(given.requests))),
+        *("--cuda-graph-max-bs-decode", str(max(given.requests))),
         *("--chunked-prefill-size", str(given.chunk * given.gpus)),
         *prefill_graphs(given.chunk, served=what == "decode"),
     )

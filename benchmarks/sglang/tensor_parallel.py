@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=32)
     given = parser.parse_args()
     most = str(max(given.batches))
-    flags = ("--tp", str(given.gpus), "--cuda-graph-max-bs", most, NO_PREFILL_GRAPHS)
+    flags = ("--tp", str(given.gpus), "--cuda-graph-max-bs-decode", most, NO_PREFILL_GRAPHS)
     job = job_of(given, *flags)
     variants = chosen(given.variants, SUMS)
     commands: dict[str, list[str]] = {}

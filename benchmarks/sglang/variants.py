@@ -11,7 +11,8 @@ MOE = ("--moe-a2a-backend", "weft")
 class Variant:
     """One way of serving. All load the same dummy weights.
 
-    says: what its log must hold: SGLang goes on without an all-reduce that it could not make.
+    says: what its log must hold: SGLang goes on without an all-reduce that it could not make, and
+        balances experts only after so many passes.
     """
 
     name: str
@@ -31,9 +32,19 @@ class Variant:
         return "weft_gate,weft_dummy,weft_layers" + (",weft" if self.weft else "")
 
 
-def _weft(name: str, what: str, **settings: str) -> Variant:
+def _weft(
+    name: str, what: str, *, flags: tuple[str, ...] = (), says: str = "", **settings: str
+) -> Variant:
     environment = {f"WEFT_SGLANG_{key.upper()}": value for key, value in settings.items()}
-    return Variant(name, what, MOE, {"WEFT_SGLANG_FORM": "block", **environment})
+    return Variant(name, what, MOE + flags, {"WEFT_SGLANG_FORM": "block", **environment}, says)
+
+
+# Two replicas, and experts that move every few passes: a rank takes its own replica, or any.
+BALANCED = (
+    *("--enable-eplb", "--ep-num-redundant-experts", "2"),
+    *("--eplb-rebalance-num-iterations", "8", "--ep-dispatch-algorithm"),
+)
+MOVED = "[EPLBManager] rebalance end"
 
 
 # Of SGLang's two all-reduces neither; without the second one it would be enabled by itself.
@@ -46,6 +57,20 @@ VARIANTS = {
         _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
         _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
         _weft("combine-fp8", "whole blocks, results return in FP8", combine_dtype="fp8"),
+        _weft("eplb", "whole blocks, experts that move", flags=(*BALANCED, "static"), says=MOVED),
+        _weft(
+            "eplb-any",
+            "whole blocks, experts that move, any replica",
+            flags=(*BALANCED, "dynamic"),
+            says=MOVED,
+        ),
+        _weft(
+            "eplb-dispatcher",
+            "weft moves tokens, experts move, any replica",
+            form="dispatcher",
+            flags=(*BALANCED, "dynamic"),
+            says=MOVED,
+        ),
     )
 }
 # Of tensor parallelism: who sums.

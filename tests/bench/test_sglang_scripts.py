@@ -210,6 +210,32 @@ def test_right_answers_and_equal_texts_are_counted(measure, script):
     assert "| weft | 2 | 95.0 % | 95.0 % | 20 |" in script("report").report(lines)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("eplb",), "eplb-2: its log does not say '[EPLBManager] rebalance end'"),
+        (("weft", "--sums"), "weft-2: weft's plug-in was not loaded"),
+    ],
+)
+def test_an_answer_in_another_way_fails_the_command(measure, options, text):
+    asked = ("--ranks", "1", "2", "--questions", "20", "--variants", *options)
+    code, said, lines = measure("arithmetic", "--gpus", "2", *asked)
+    assert code == 1
+    assert f"FAILED {text}" in said
+    assert [one["gpus"] for one in lines] == ([2] if "eplb" in options else [])
+
+
+def test_an_adapter_of_attention_is_asked_for(measure, tmp_path):
+    options = ("--ranks", "1", "--questions", "20", "--variants", "stock", "--adapter")
+    code, said, lines = measure("arithmetic", "--gpus", "1", *options)
+    assert code == 0, said
+    flags = " ".join(lines[0]["flags"])
+    assert "--lora-target-modules q_proj v_proj --lora-backend triton" in flags
+    assert lines[0]["result"]["right"] == 0.0  # the stand-in's own answer to an adapter's name
+    with tarfile.open(tmp_path / "out" / "sglang-arithmetic.tar.gz") as archive:
+        assert "./adapter/adapter_model.safetensors" in archive.getnames()
+
+
 def test_a_server_is_loaded_and_then_loses_a_rank(measure):
     sizes = ("--gpus", "2", "--loaded", "2", "--clients", "2")
     code, said, lines = measure("load", *sizes, STAND_IN="ranks")

@@ -28,7 +28,13 @@ FLAGS = (
     *("--load-format", "dummy", "--attention-backend", "triton", "--moe-runner-backend", "triton"),
     *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-radix-cache"),
     *("--fp8-gemm-backend", "triton", "--enforce-disable-flashinfer-allreduce-fusion"),
-    *("--disable-custom-all-reduce", "--cuda-graph-max-bs", "64", "--chunked-prefill-size", "4096"),
+    *(
+        "--disable-custom-all-reduce",
+        "--cuda-graph-max-bs-decode",
+        "64",
+        "--chunked-prefill-size",
+        "4096",
+    ),
     *("--tp", "4", "--dp", "4", "--enable-dp-attention", "--ep-size", "4"),
     *("--json-model-override-args", f'{{"num_hidden_layers":{LAYERS}}}'),
 )

@@ -19,22 +19,35 @@ def register() -> None:
     """Replace what needs a GPU."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    replaced = {
-        "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton": copy_rows,
-        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-        ".get_cuda_graph_seq_len_fill_value": lambda backend: 1,
-    }
-    for target, function in replaced.items():
-        HookRegistry.register(target, function, HookType.REPLACE)
+    rows = "sglang.kernels.ops.memory.memcpy_triton.memcpy_triton"
+    HookRegistry.register(rows, copy_rows, HookType.REPLACE)
+    attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.__init__"
+    HookRegistry.register(attention, padded_length, HookType.AFTER)
     batch = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
     around = {
         "sglang.srt.layers.moe.topk.select_experts": choose,
         "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": weigh,
         f"{batch}.prepare_mlp_sync_batch": unpinned,
+        "sglang.srt.lora.lora_manager.LoRAManager.__init__": unpinned,
+        "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch": unpinned,
     }
     for target, function in around.items():
         HookRegistry.register(target, function, HookType.AROUND)
-    torch.cpu.empty_cache = lambda: None  # which SGLang calls before it moves experts
+    # What SGLang calls when it moves experts; a CUDA build of torch 2.14 says CUDA without a GPU.
+    torch.cpu.empty_cache = lambda: None
+    torch.get_device_module = functools.partial(module_of, torch.get_device_module)
+    torch.Tensor.pin_memory = lambda tensor, *device: tensor
+
+
+def padded_length(result: object, backend: Any, *args: Any) -> None:
+    """After TorchNativeAttnBackend's constructor: it does not say how long a padding row is."""
+    backend.get_cuda_graph_seq_len_fill_value = lambda: 1
+    backend.get_cpu_graph_seq_len_fill_value = lambda: 1  # 0.5.23
+
+
+def module_of(original: Callable[..., Any], device: Any = None) -> Any:
+    """Around torch.get_device_module."""
+    return original("cpu" if device is None else device)
 
 
 def copy_rows(
@@ -58,9 +71,13 @@ def copy_rows(
 def choose(original: Callable[..., Any], *, topk_config: Any, **given: Any) -> Any:
     """Around select_experts: rows that pad a batch have no experts, and experts may have replicas.
 
-    SGLang's choice in plain torch takes no replicas, but those of a function of the model's do.
-    Where an expert lies it looks up on GPUs only.
+    0.5.17's choice in plain torch takes no replicas, but those of a function of the model's do.
+    Where an expert lies it looks up on GPUs only. 0.5.23 does both itself.
     """
+    from sglang.srt.layers.moe.topk import TopK
+
+    if hasattr(TopK, "routing_inputs"):
+        return original(topk_config=topk_config, **given)
     real = given.pop("num_token_non_padded", None)
     places = given.get("expert_location_dispatch_info")
     if places is not None:
@@ -92,15 +109,18 @@ def weigh(original: Callable[..., Any], layer: Any, x: Any, chosen: Any, config:
     return original(layer, x, chosen._replace(topk_ids=ids, topk_weights=weights), config)
 
 
-def unpinned(original: Callable[..., Any], batch: Any, *args: Any, **given: Any) -> Any:
-    """Around prepare_mlp_sync_batch: without a GPU there is no pinned memory."""
-    plain = torch.tensor
+def unpinned(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Around what makes pinned tensors: without a GPU there is no pinned memory."""
 
-    def tensor(*args: Any, pin_memory: bool = False, **given: Any) -> torch.Tensor:
-        return plain(*args, **given)
+    def plain(make: Any, *args: Any, pin_memory: bool = False, **given: Any) -> torch.Tensor:
+        made: torch.Tensor = make(*args, **given)
+        return made
 
-    torch.tensor = tensor
+    kept = {name: getattr(torch, name) for name in ("empty", "tensor", "zeros")}
+    for name, make in kept.items():
+        setattr(torch, name, functools.partial(plain, make))
     try:
-        return original(batch, *args, **given)
+        return original(*args, **given)
     finally:
-        torch.tensor = plain
+        for name, make in kept.items():
+            setattr(torch, name, make)

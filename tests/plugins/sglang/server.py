@@ -18,6 +18,7 @@ BLOCKS = {
     "qwen3": ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
     "glm4": ("glm4_moe", "Glm4MoeSparseMoeBlock"),
     "deepseek": ("deepseek_v2", "DeepseekV2MoE"),
+    "nextn": ("deepseek_v2", "draft_block"),
 }
 
 
@@ -33,7 +34,7 @@ def find(release: str) -> None:
         become()
 
 
-def enter(release: str = SGLANG.served[0]) -> None:
+def enter(release: str = SGLANG.served[-1]) -> None:
     """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
     find(release)
     from sglang.srt.plugins import load_plugins
@@ -66,7 +67,7 @@ class Server:
         layers: int = 2,
         attention_ranks: int = 1,
         redundant: int = 0,
-        release: str = SGLANG.served[0],
+        release: str = SGLANG.served[-1],
         flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
         **more: object,
     ) -> None:

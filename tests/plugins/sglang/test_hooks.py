@@ -145,7 +145,7 @@ def test_another_sglang_is_refused_before_it_is_patched(
         "create_moe_dispatcher takes (moe_runner_config, quant_method), not (moe_runner_config)",
         "there is no sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
-        "Served: 0.5.17, 0.5.23; install one of them",
+        "Served: 0.5.23, 0.5.17; install one of them",
     ):
         assert part in said
     assert "version" not in said

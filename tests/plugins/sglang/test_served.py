@@ -180,13 +180,6 @@ def misuse(group: weft.Group) -> dict[str, str]:
     failing("other tensors", server.step, x, [2, 2])
     experts.dispatcher.all_to_all = None
     leave()
-    for name, more in {
-        "two batches": {"enable_two_batch_overlap": True},
-        "context parallel": {"attn_cp_size": 2},
-        "weights later": {"startup_weight_load_mode": "overlap"},
-    }.items():
-        failing(name, lambda more=more: Server(group, "qwen3", **more))
-        leave()
     from weft.plugins.sglang import engine
 
     failing("too early", engine.serve, None, _early(), x, None)
@@ -210,10 +203,88 @@ def test_misuse_is_told(ranks: Any) -> None:
         assert "rows is 1, but this rank has 2 tokens" in said["more than told"]
         assert "layer 0 were called by themselves" in said["past the block"]
         assert "layer 0 has other weight tensors" in said["other tensors"]
-        assert "--enable-two-batch-overlap: leave that out" in said["two batches"]
-        assert "--attn-cp-size" in said["context parallel"]
-        assert "--startup-weight-load-mode" in said["weights later"]
         assert "layer 3 runs before weft's hook" in said["too early"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "two batches": ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: leave that"),
+    "compiled": ({"enable_torch_compile": True}, "--enable-torch-compile: leave that out"),
+    "two streams": ({"enable_pdmux": True}, "--enable-pdmux: leave that out"),
+    "elastic": ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend: leave that out"),
+    "context parallel": ({"attn_cp_size": 2}, "--attn-cp-size: leave that out"),
+    "weights later": ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: leave"),
+    "adapters of anything": ({"enable_lora": True}, "--lora-target-modules is not given: name"),
+    "adapters of experts": (
+        {"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj"}},
+        "--lora-target-modules is gate_up_proj q_proj: name some of fused_qkv_a_proj_with_mqa",
+    ),
+    "adapters of all": (
+        {"enable_lora": True, "lora_target_modules": {"all"}},
+        "--lora-target-modules is all: name",
+    ),
+}
+
+
+def refused(group: weft.Group, release: str) -> dict[str, str]:
+    said = {}
+    for name, (more, _) in REFUSED.items():
+        with pytest.raises(weft.errors.InvalidArgument) as raised:
+            Server(group, "qwen3", release=release, **more)
+        said[name] = str(raised.value)
+        leave()
+    return said
+
+
+@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
+def test_flags_that_go_around_the_hooks_are_refused(ranks: Any, release: str) -> None:
+    """When the model is loaded, before a port is open."""
+    for said in ranks(2, "cpu")(refused, release):
+        assert {name: text for name, (_, text) in REFUSED.items() if text not in said[name]} == {}
+
+
+def adapted(group: weft.Group, release: str) -> float:
+    more: dict[str, Any] = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
+    server, x = Server(group, "qwen3", release=release, **more), tokens(6, group.rank)
+    found = far(server.step(x, [6, 6]), alone(x, "qwen3"))
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
+def test_adapters_of_attention_are_served(ranks: Any, release: str) -> None:
+    """Blocks do not know of them."""
+    assert max(ranks(2, "cpu")(adapted, release)) < CLOSE
+
+
+def drafting(group: weft.Group, form: str, release: str) -> dict[str, Any]:
+    """A model whose experts have replicas, and its draft layer, whose replicas nobody may use."""
+    os.environ["WEFT_SGLANG_FORM"] = form
+    more: dict[str, Any] = {"redundant": 2, "release": release, "speculative_num_draft_tokens": 3}
+    server = Server(group, "deepseek", **more)
+    draft = Server(group, "nextn", layers=1, **more)
+    experts = draft.runner.model.blocks[0].experts
+    if group.rank == 1:  # it has the physical experts 5 to 9; 8 and 9 are replicas
+        experts.w13_weight.data[3:] = 100.0
+    found = []
+    for seed, counts in enumerate(([4, 12], [12, 0], [1, 40])):
+        x = tokens(counts[group.rank], 10 * seed + group.rank)
+        found.append(far(server.step(x, counts), alone(x, "deepseek")))
+        found.append(far(draft.step(x, counts), alone(x, "deepseek", layers=1)))
+    sizes = [each.max_tokens for each in map(exchange, draft.workspaces)]
+    leave()
+    return {"far": max(found), "sizes": sizes}
+
+
+def exchange(operator: Any) -> Any:
+    return getattr(operator, "exchange", operator)
+
+
+@EITHER
+def test_a_draft_layer_takes_logical_experts(ranks: Any, form: str, release: str) -> None:
+    """`nextn`: SGLang gives its experts no replicas; 3 drafted tokens a request are verified."""
+    for said in ranks(2, "cpu")(drafting, form, release):
+        assert said["far"] < CLOSE
+        assert said["sizes"] == ([12, 32] if form == "block" else [32])
 
 
 def overlapping(group: weft.Group, release: str) -> tuple[float, str]:

@@ -29,6 +29,11 @@ from weft.plugins.sglang.weights import check_experts, layer_of
 NAME = "weft"  # of the backend, after --moe-a2a-backend
 DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
 MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
+# Modules of LoRA that are in no MoE block, as SGLang and PEFT name them.
+ATTENTION = {
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa", "kv_b_proj"),
+}
 
 _log = logging.getLogger(__name__)
 _blocks: Blocks | None = None
@@ -268,11 +273,15 @@ def _layers(model: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_server(server_args: Any) -> None:
-    """Raise InvalidArgument for flags whose features go around the hooks."""
+    """Raise InvalidArgument for flags whose features go around the hooks.
+
+    Two-batch overlap calls a block in parts. --enable-pdmux runs prefill and decode at the same
+    time, and one rank's order of calls may then differ from another's.
+    """
     flags = {
         "enable_two_batch_overlap": "--enable-two-batch-overlap",
         "enable_torch_compile": "--enable-torch-compile",
-        "enable_lora": "--enable-lora",
+        "enable_pdmux": "--enable-pdmux",
         "elastic_ep_backend": "--elastic-ep-backend",
     }
     wrong = [flag for name, flag in flags.items() if getattr(server_args, name)]
@@ -283,6 +292,14 @@ def _check_server(server_args: Any) -> None:
     if wrong:
         raise InvalidArgument(
             f"--moe-a2a-backend weft does not serve {', '.join(wrong)}: leave that out"
+        )
+    # With these named, SGLang refuses an adapter of any other module.
+    adapted = set(server_args.lora_target_modules or ())
+    if server_args.enable_lora and (not adapted or adapted - ATTENTION):
+        have = " ".join(sorted(adapted)) or "not given"
+        raise InvalidArgument(
+            f"--moe-a2a-backend weft serves LoRA on attention alone, and --lora-target-modules is "
+            f"{have}: name some of {' '.join(sorted(ATTENTION))}, or leave --enable-lora out"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from weft.errors import SetupError
 from weft.plugins.names import Engine, Parameters, relied_on
 
-SGLANG = Engine("SGLang", ("sglang",), ("0.5.17", "0.5.23"))
+SGLANG = Engine("SGLang", ("sglang",), ("0.5.23", "0.5.17"))
 Kind = Literal["AROUND", "REPLACE", "AFTER", "BEFORE"]  # names of SGLang's HookType
 
 

@@ -130,7 +130,7 @@ def init_new(cls: Any, layer_id: int, *, is_draft: bool = False) -> Any:
 
 def routing_inputs(self: Any) -> tuple[Any, Any]:
     """Padding and replicas of this forward pass, which the model does not tell."""
-    return STATE.real, older_init_new(0)
+    return STATE.real, None if self.is_draft else older_init_new(0)
 
 
 def forward_cuda(

@@ -54,6 +54,8 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         enable_two_batch_overlap=False,
         enable_torch_compile=False,
         enable_lora=False,
+        lora_target_modules=None,
+        enable_pdmux=False,
         elastic_ep_backend=None,
         speculative_num_draft_tokens=None,
         max_prefill_tokens=64,

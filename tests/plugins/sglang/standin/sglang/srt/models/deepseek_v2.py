@@ -80,3 +80,10 @@ class DeepseekV2MoE(nn.Module):
     ) -> torch.Tensor:
         """SGLang's own way."""
         raise AssertionError("the stock forward ran")
+
+
+def draft_block(layer_id: int, dtype: torch.dtype) -> DeepseekV2MoE:
+    """The block of a draft layer (`nextn`)."""
+    block = DeepseekV2MoE(layer_id, dtype)
+    block.is_nextn = block.topk.is_draft = True
+    return block

@@ -21,7 +21,7 @@ class TopK(nn.Module):
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
-        self.top_k = top_k
+        self.top_k, self.is_draft = top_k, False
 
     def forward(self, *args: Any, **given: Any) -> StandardTopKOutput:
         """As `forward_cuda`."""
