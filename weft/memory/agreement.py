@@ -4,7 +4,7 @@ Each rank has a page of shared memory that it alone writes, and which outlives i
 publishes there the set of ranks that it knows to be gone, and reads what every other rank outside
 that set has published. A rank that ends instead is read once more: after its end its page is final.
 So all survivors read the same values of a round. If all are equal and nobody ended unpublished, the
-set is decided, by every survivor; else the next round begins with the union.
+set is decided, by all who finish the round; else the next round begins with the union.
 
 A rank is gone only when the kernel says that its process has ended: its address space and its
 GPU context are torn down before that, so nothing that it stored can still arrive. A rank that is
