@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from arithmetic import CHECKPOINT
-from server import OUT, Job, arguments, chosen, data_parallel, job_of, prefill_graphs, server
+from job import OUT, Job, chosen
+from server import arguments, data_parallel, job_of, prefill_graphs, server
 from variants import VARIANTS
 
 WARM = 0.25  # of the time: buffers of all sizes have been used by then
