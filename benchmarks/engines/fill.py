@@ -18,7 +18,7 @@ _log = logging.getLogger("weft.bench")
 LIFT = 3.0  # of w2: a gated product of two normal numbers is small
 FP8_STD = 32.0  # of stored FP8 weights: far from 448 and from what FP8 rounds to 0
 BIAS = 0.02
-SCALES = ("_scale_inv", ".k_scale", ".v_scale")
+SCALES = ("_scale_inv", "_scale")
 
 
 def fill(model: Any, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> None:

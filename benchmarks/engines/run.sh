@@ -11,7 +11,7 @@ PACK=${PACK:-$root/.carry/$pack}
 OUT=${OUT:-$root/build/$engine}
 mkdir -p "$OUT"
 results=$(cd "$OUT" && pwd)
-home=${PACK_HOME:-${TMPDIR:-/tmp}/$pack}
+home=${PACK_HOME:-${TMPDIR:-/tmp}/weft-pack-$pack}
 
 # unpack: leaves PACK_SITE.
 unpack() {
@@ -58,7 +58,7 @@ measure() {
     shift 2
     OUT=$(mktemp -d "${TMPDIR:-/tmp}/weft-$engine-$what.XXXXXX")
     export PACK OUT PACK_SITE
-    export PYTHONPATH=$PACK_SITE:$plugins:$here:$shared:$here/plugins:$root${PYTHONPATH:+:$PYTHONPATH}
+    export PYTHONPATH=$root:$PACK_SITE:$plugins:$here:$shared:$here/plugins${PYTHONPATH:+:$PYTHONPATH}
     export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
     export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1
     "$python" "$here/$script" "$what" "$@" 2>&1 | tee "$results/$what.txt" || status=$?

@@ -19,7 +19,7 @@ from variants import VARIANTS
 STEP, DECODE = "execute_context_", "execute_context_0("  # how vLLM's traces mark a pass
 DEFAULTS = {
     "decode": ("qwen3-30b-a3b", ["stock", "block"]),
-    "deepseek": ("deepseek-v3", ["stock", "deep_gemm", "block"]),
+    "deepseek": ("deepseek-v3", ["stock", "block", "deep_gemm"]),
     "profile": ("qwen3-30b-a3b", ["stock", "block"]),
 }
 

@@ -4,6 +4,7 @@
 # steps are skipped; remove WORK to start afresh. The wheels are for Python 3.12 and the GPU machine, which brings PyTorch 2.11
 # for CUDA 13 with Triton 3.6 and the other packages of packages-machine.txt.
 shared=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$shared/../../.." && pwd)
 if [[ -d $out && -n $(ls -A "$out") && ! -f $out/.packed ]]; then
     echo "$name: $out is not empty and was not made by this script" >&2
     exit 2
@@ -124,7 +125,7 @@ machine() {
 inside() {
     local stubs
     stubs=$(sed -n 's/^export ENGINE_STUBS=//p' "$here/../run.sh")
-    env LD_LIBRARY_PATH="$work/stubs" LD_PRELOAD="$work/stubs/libplain.so" PYTHONPATH="$site:$shared" HF_HUB_OFFLINE=1 \
+    env LD_LIBRARY_PATH="$work/stubs" LD_PRELOAD="$work/stubs/libplain.so" PYTHONPATH="$site:$shared:$root" HF_HUB_OFFLINE=1 \
         TRANSFORMERS_OFFLINE=1 ENGINE_STUBS="$stubs" TRITON_CACHE_DIR="$work/triton" "$work/venv/bin/python" -W ignore "$@"
 }
 

@@ -61,18 +61,37 @@ def make(folder: str, **flags: object) -> torch.nn.Module:
     return model
 
 
+def method(model: torch.nn.Module) -> str:
+    """What runs the first layer of experts."""
+    experts = next(each for each in model.modules() if hasattr(each, "w13_weight"))
+    found = experts.quant_method
+    kernels = (getattr(found, key, None) for key in ("fp8_backend", "unquantized_backend"))
+    return f"{type(experts).__name__}, {type(found).__mro__[1].__name__}, {list(kernels)}"
+
+
 def check(folder: str) -> None:
-    """The kernels that vLLM chooses for a model, and its tokenizer."""
+    """The kernels that vLLM chooses for a model."""
+    deep_gemm = ["deep_gemm"] if "deepseek" in folder else []
+    for name in ["auto", "triton", *deep_gemm]:
+        print(f"{folder}, experts {name}: {method(make(folder, moe_backend=name))}")
+
+
+def check_weft(folder: str, form: str) -> None:
+    """That weft's layers stand in for vLLM's."""
+    from weft.plugins.vllm import register
+
+    os.environ["WEFT_VLLM"] = form
+    register()
+    found = method(make(folder, moe_backend="triton"))
+    print(f"{folder}, form {form}: {found}")
+    if "WeftRoutedExperts" not in found:
+        sys.exit("weft's layers do not stand in for vLLM's")
+
+
+def check_tokenizer(folder: str) -> None:
+    """That a text comes back."""
     from transformers import AutoTokenizer
 
-    for name in ("auto", "triton", "deep_gemm"):
-        if name == "deep_gemm" and "deepseek" not in folder:
-            continue
-        model = make(folder, moe_backend=name)
-        found = {type(each).__name__ for each in model.modules()}
-        method = next(m.quant_method for m in model.modules() if hasattr(m, "w13_weight"))
-        chosen = [getattr(method, key, None) for key in ("fp8_backend", "unquantized_backend")]
-        print(f"{folder}, experts {name}: {chosen}, {sorted(found)}")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.decode(tokenizer("12+7=19")["input_ids"]) != "12+7=19":
         sys.exit(f"{folder}: a text does not come back from the tokenizer")
@@ -89,4 +108,8 @@ if __name__ == "__main__":
             sys.exit(f"torch.ops.{library} has no {', '.join(missing)}")
     for each in sys.argv[1:]:
         check(each)
+        check_tokenizer(each)
+    for form in ("block", "exchange"):
+        for each in sys.argv[1:]:
+            check_weft(each, form)
     print("all checks passed")
