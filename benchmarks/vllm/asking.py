@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from job import LONGEST, OUT, Job, begin_command, of_command, run, said, tail
+from job import LONGEST, OUT, Job, begin_command, free_port, of_command, run, said, tail
 from variants import Variant
 
 HERE = Path(__file__).parent
@@ -76,10 +76,31 @@ def begin(job: Job, variant: Variant, what: str, asked: dict[str, Any], name: st
     place = OUT / f"{job.what}-{name}.json"
     place.write_text(json.dumps(asked))
     result_at(job, name).unlink(missing_ok=True)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("WEFT_VLLM")}
     command = [sys.executable, str(HERE / "engine.py"), what, str(place)]
     print(f"== {name}: {asked['engine']} {variant.environment}", flush=True)
-    begin_command(job, name, [*command, str(result_at(job, name))], kept | variant.environment)
+    begin_command(job, name, [*command, str(result_at(job, name))], environment(variant))
+
+
+def begin_server(job: Job, variant: Variant, engine: dict[str, Any]) -> None:
+    """Start a server of OpenAI's requests."""
+    flags = []
+    for name, value in (engine | ({} if job.cpu else variant.engine)).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    print(f"== {variant.name}: {' '.join(command[3:])} {variant.environment}", flush=True)
+    command += ["--port", str(port)]
+    begin_command(job, variant.name, command, environment(variant), port=port)
+
+
+def environment(variant: Variant) -> dict[str, str]:
+    """What a process of this variant sees."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WEFT_VLLM")}
+    return kept | variant.environment
 
 
 def result_at(job: Job, name: str) -> Path:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # One measurement inside vLLM in one command, of less than ten minutes each:
 #
-#     run.sh arithmetic|decode|deepseek|profile [OPTIONS...]     --help lists the options
+#     run.sh arithmetic|decode|deepseek|load|profile [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_vllm.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
-    [arithmetic]=arithmetic.py [decode]=decode.py [deepseek]=decode.py [profile]=decode.py
+    [arithmetic]=arithmetic.py [decode]=decode.py [deepseek]=decode.py [load]=load.py [profile]=decode.py
 )
 what=${1:-}
 if [[ -z ${scripts[$what]:-} ]]; then

@@ -252,7 +252,7 @@ def test_a_server_is_loaded_and_then_loses_a_rank(measure):
 
 
 def test_what_ranks_keep_under_load_is_told(script):
-    grown = script("load").grown
+    grown = script("under_load").grown
     warm = {"a": {"mib": 100.0, "files": 20}, "b": {"mib": 100.0, "files": 20}}
     assert grown(warm, warm) == []
     later = {"a": {"mib": 200.0, "files": 40}}
