@@ -12,18 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from server import (
-    OUT,
-    arguments,
-    begin,
-    chosen,
-    data_parallel,
-    job_of,
-    post,
-    prefill_graphs,
-    said,
-    server,
-)
+from job import OUT, chosen, post, said
+from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
 from variants import SUMS, VARIANTS
 
 from weft.cli.demo import CHECKPOINT, Question, read_questions

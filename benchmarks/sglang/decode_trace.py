@@ -8,51 +8,17 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import gzip
 import json
 import shutil
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server import (
-    OUT,
-    Job,
-    arguments,
-    begin,
-    chosen,
-    data_parallel,
-    job_of,
-    post,
-    prefill_graphs,
-    server,
-)
+from job import OUT, Job, chosen, post
+from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
+from trace_kernels import kernels, summed
 from variants import VARIANTS
-
-MANY = 40  # kernels that are listed one by one; the rest is one number
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One rank's. us: of each kernel.   span: from the first one's start to the last one's end."""
-
-    us: Counter[str]
-    span: float
-
-
-def kernels(trace: Path) -> Trace:
-    """Microseconds of each kernel in a trace."""
-    with gzip.open(trace, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found: Counter[str] = Counter()
-    for event in events:
-        found[event["name"]] += event["dur"]
-    ends = [event["ts"] + event["dur"] for event in events]
-    return Trace(found, max(ends, default=0.0) - min((e["ts"] for e in events), default=0.0))
 
 
 def spread(folder: Path) -> list[Path]:
@@ -120,14 +86,8 @@ def main() -> int:
         if not traces:
             job.fail(f"{variant.name}: no trace in {folder}")
             continue
-        found = kernels(traces[0])
-        top: dict[str, Any] = {
-            name: us / given.steps for name, us in found.us.most_common(MANY) if us > 0
-        }
-        total = sum(found.us.values()) / given.steps
-        (OUT / f"kernels-{variant.name}.json").write_text(json.dumps(top, indent=1))
-        result = {"us": total, "rest": total - sum(top.values()), "kernels": top}
-        result["span"] = found.span / given.steps
+        result = summed(kernels(traces[0]), given.steps)
+        (OUT / f"kernels-{variant.name}.json").write_text(json.dumps(result["kernels"], indent=1))
         sizes = {"requests": given.requests, "steps": given.steps, "phase": given.phase}
         job.record(variant, result, **sizes)
     return job.done()

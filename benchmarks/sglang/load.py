@@ -1,215 +1,34 @@
-"""A server under load with requests that are dropped half way, and then without one of its ranks.
-
-The trained model, whole blocks by weft. Clients ask for random numbers of tokens and close every
-second connection before its answer is complete. Memory, open files and threads of all ranks at the
-end must be what they were after the warm-up. Then one rank is killed while answers are written: its
-name must be in the log, and the server gone, soon.
-"""
+"""The trained model under load, whole blocks by weft; under_load.py says what is looked at."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import random
-import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
-import urllib.request
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import under_load
 from arithmetic import CHECKPOINT
-from server import OUT, Job, arguments, chosen, data_parallel, job_of, prefill_graphs, server
+from job import OUT, chosen
+from server import arguments, data_parallel, job_of, prefill_graphs, server
+from under_load import Clients, load, named, without_a_rank
 from variants import VARIANTS
 
-WARM = 0.25  # of the time: buffers of all sizes have been used by then
-MORE_MEMORY, MORE_FILES = 64, 8  # MiB and descriptors that a rank may have gained since
+
+def about(ids: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+    """A request of SGLang's."""
+    greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return "/generate", {"input_ids": ids, "sampling_params": greedy, "stream": True}
 
 
-@dataclass
-class Clients:
-    """Threads that ask until they are stopped."""
-
-    address: str
-    stopped: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    asked: int = 0
-    dropped: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def run(self, seed: int) -> None:
-        """One client."""
-        draw = random.Random(seed)
-        while not self.stopped.is_set():
-            drop = draw.random() < 0.5
-            try:
-                self.ask(draw, drop)
-            except (OSError, ValueError) as error:
-                if self.stopped.is_set():
-                    return
-                with self.lock:
-                    self.wrong.append(f"{type(error).__name__}: {error}")
-                time.sleep(0.1)
-            with self.lock:
-                self.asked, self.dropped = self.asked + 1, self.dropped + drop
-
-    def ask(self, draw: random.Random, drop: bool) -> None:
-        """A request that is read to its end, or closed after a few of its tokens."""
-        tokens = draw.randrange(8, 257)
-        greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        ids = [draw.randrange(3, 259) for _ in range(draw.randrange(4, 300))]
-        body = {"input_ids": ids, "sampling_params": greedy, "stream": True}
-        request = urllib.request.Request(
-            f"{self.address}/generate",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        last: dict[str, Any] = {}
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            for seen, line in enumerate(answer):
-                if drop and seen > tokens:  # every second line is empty
-                    return
-                text = line.decode().removeprefix("data:").strip()
-                if text and text != "[DONE]":
-                    last = json.loads(text)
-        done = last.get("meta_info", {}).get("completion_tokens")
-        if done != tokens:
-            raise ValueError(f"{tokens} tokens were asked for, and {done} came")
-
-
-def schedulers() -> dict[str, int]:
-    """Name -> process of the ranks of this command's server, which has a session of its own."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            title = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-            leader = os.getsid(int(folder.name))
-            if title.startswith("sglang::scheduler") and parent(leader) == os.getpid():
-                found[title.strip()] = int(folder.name)
-    return found
-
-
-def parent(process: int) -> int:
-    """The process that started another."""
-    text = Path(f"/proc/{process}/stat").read_text()
-    return int(text.rpartition(")")[2].split()[1])
-
-
-def listens(address: str) -> bool:
-    """Does the server still take connections?"""
-    try:
-        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5):
-            return True
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
-
-
-def held(process: int) -> dict[str, float]:
-    """What a process holds: MiB of memory that is its own, open files, threads."""
-    folder = Path(f"/proc/{process}")
-    words = (line.split() for line in (folder / "status").read_text().splitlines())
-    status = {line[0].rstrip(":"): line[1] for line in words if len(line) > 1}
-    return {
-        "mib": (int(status["RssAnon"]) + int(status["RssShmem"])) / 1024,
-        "files": len(os.listdir(folder / "fd")),
-        "threads": int(status["Threads"]),
-    }
-
-
-def gpu_mib() -> list[int]:
-    """Memory in use on each GPU; none without."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [int(line) for line in found.stdout.split()]
-
-
-def look(since: float, clients: Clients) -> dict[str, Any]:
-    """All ranks, now."""
-    ranks = {name: held(process) for name, process in sorted(schedulers().items())}
-    return {
-        "seconds": round(time.monotonic() - since, 1),
-        "asked": clients.asked,
-        "ranks": ranks,
-        "gpu_mib": gpu_mib(),
-    }
-
-
-def load(job: Job, address: str, seconds: float, threads: int) -> dict[str, Any]:
-    """Ask for so long, and compare what the ranks hold with what they held when all was warm."""
-    clients, began = Clients(address), time.monotonic()
-    running = [threading.Thread(target=clients.run, args=(i,), daemon=True) for i in range(threads)]
-    for each in running:
-        each.start()
-    seen = []
-    while time.monotonic() < began + seconds:
-        time.sleep(min(10.0, seconds / 8))
-        seen.append(look(began, clients))
-    clients.stopped.set()
-    for each in running:
-        each.join(150)
-    for text in clients.wrong[:3]:
-        job.fail(f"{len(clients.wrong)} requests went wrong: {text}")
-    warm = next(one for one in seen if one["seconds"] >= WARM * seconds)
-    for text in grown(warm["ranks"], seen[-1]["ranks"]):
-        job.fail(text)
-    return {"asked": clients.asked, "dropped": clients.dropped, "warm": warm, "end": seen[-1]}
-
-
-def grown(warm: dict[str, Any], end: dict[str, Any]) -> list[str]:
-    """What ranks hold at the end that they did not hold when all was warm."""
-    found = []
-    for name, before in warm.items():
-        after = end.get(name)
-        if after is None:
-            found.append(f"{name} is gone")
-            continue
-        if after["mib"] > before["mib"] + MORE_MEMORY:
-            found.append(f"{name}: {before['mib']:.0f} MiB, then {after['mib']:.0f}")
-        if after["files"] > before["files"] + MORE_FILES:
-            found.append(f"{name}: {before['files']} open files, then {after['files']}")
-    return found
-
-
-def without_a_rank(job: Job, address: str, log: Path) -> dict[str, Any]:
-    """Kill the last rank while answers are written."""
-    clients = Clients(address)
-    running = [threading.Thread(target=clients.run, args=(i,), daemon=True) for i in range(16)]
-    for each in running:
-        each.start()
-    time.sleep(5.0)
-    name, process = max(schedulers().items())
-    os.kill(process, signal.SIGKILL)
-    began = time.monotonic()
-    clients.stopped.set()
-    named = gone = None
-    while gone is None and time.monotonic() < began + job.left(60):
-        after = time.monotonic() - began
-        text = log.read_text(errors="replace")
-        if named is None and "PeerDied" in text:
-            named = after
-        if not listens(address):
-            gone = after
-        time.sleep(0.05)
-    if named is None or gone is None:
-        job.fail(f"after {name} was killed: named after {named} s, server gone after {gone} s")
-    text = log.read_text(errors="replace")
-    line = next((line for line in text.splitlines() if "PeerDied" in line), "")
-    return {"killed": name, "named_s": named, "gone_s": gone, "line": line[-300:]}
+def count(lines: list[dict[str, Any]]) -> int:
+    """Tokens of an answer: every line says how many there are by then."""
+    return int(lines[-1]["meta_info"]["completion_tokens"]) if lines else 0
 
 
 def main() -> int:
     """One server."""
-    parser = arguments(str(__doc__), str(CHECKPOINT), ["weft"])
+    parser = arguments(
+        f"{under_load.__doc__}\nThe trained model, whole blocks by weft.", str(CHECKPOINT), ["weft"]
+    )
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
     parser.add_argument("--loaded", type=float, default=300.0, help="seconds under load")
     parser.add_argument("--clients", type=int, default=64)
@@ -224,9 +43,11 @@ def main() -> int:
         with server(job, variant, outlives=False) as address:
             if address is None:
                 continue
-            result = load(job, address, given.loaded, given.clients)
+            clients = Clients(address, about, count, lambda: named("sglang::scheduler"))
+            result = load(job, clients, given.loaded, given.clients)
             job.record(variant, result, clients=given.clients)
-            killed = without_a_rank(job, address, OUT / f"{job.what}-{variant.name}.log")
+            clients = Clients(address, about, count, clients.ranks)
+            killed = without_a_rank(job, clients, OUT / f"{job.what}-{variant.name}.log")
             job.record(variant, killed)
     return job.done()
 

@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from job import OUT, Job, chosen, post
 from layer_outputs import name_of
-from server import (
-    NO_PREFILL_GRAPHS,
-    OUT,
-    Job,
-    arguments,
-    begin,
-    chosen,
-    data_parallel,
-    job_of,
-    post,
-    server,
-)
+from server import NO_PREFILL_GRAPHS, arguments, begin, data_parallel, job_of, server
 from variants import VARIANTS
 
 COUNT, TOKENS = 64, 32

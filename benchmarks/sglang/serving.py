@@ -10,19 +10,8 @@ import argparse
 import sys
 from typing import Any
 
-from server import (
-    OUT,
-    Job,
-    arguments,
-    begin,
-    chosen,
-    data_parallel,
-    job_of,
-    last_line,
-    prefill_graphs,
-    run,
-    server,
-)
+from job import OUT, Job, chosen, last_line, run
+from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
 from variants import VARIANTS, Variant
 
 DEFAULTS = {

@@ -9,18 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from server import (
-    NO_PREFILL_GRAPHS,
-    OUT,
-    arguments,
-    begin_command,
-    chosen,
-    environment,
-    job_of,
-    run,
-    said,
-    tail,
-)
+from job import OUT, begin_command, chosen, run, said, tail
+from server import NO_PREFILL_GRAPHS, arguments, environment, job_of
 from variants import SUMS
 
 HERE = Path(__file__).parent

@@ -123,7 +123,7 @@ def tables() -> Path:
 
     triton_utils = "sglang/srt/layers/moe/moe_runner/triton_utils/configs"
     version = triton.__version__.replace(".", "_")
-    return Path(os.environ["SGL_SITE"]) / triton_utils / f"triton_{version}"
+    return Path(os.environ["PACK_SITE"]) / triton_utils / f"triton_{version}"
 
 
 def file_name(model: str, gpus: int, device: str) -> str:
@@ -135,7 +135,7 @@ def file_name(model: str, gpus: int, device: str) -> str:
 
 def main() -> int:
     """Tune, or take another GPU's table."""
-    from server import gpu_names
+    from job import gpu_names
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what")

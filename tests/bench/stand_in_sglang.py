@@ -1,6 +1,6 @@
 """What the scripts of benchmarks/sglang start, without SGLang: a server, its benchmarks, traces.
 
-`write_tree` makes a folder for SGL_SITE whose modules call the functions below.
+`write_tree` makes a folder for PACK_SITE whose modules call the functions below.
 """
 
 from __future__ import annotations

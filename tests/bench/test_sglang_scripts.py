@@ -25,8 +25,11 @@ from weft.plugins.sglang.settings import read
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
+SHARED = ROOT / "benchmarks" / "engines"
 Ran = tuple[int, str, list[dict[str, Any]]]
 pytestmark = reads(
+    "benchmarks/engines/*.*",
+    "benchmarks/engines/pack/*.*",
     "benchmarks/sglang/*.py",
     "benchmarks/sglang/p*/*.*",
     "benchmarks/sglang/run.sh",
@@ -41,9 +44,9 @@ def measure(tmp_path: Path) -> Callable[..., Ran]:
     write_tree(tmp_path / "sgl")
 
     def run(*arguments: str, **environment: str) -> Ran:
-        places = {"SGL": tmp_path / "sgl", "SGL_SITE": tmp_path / "sgl", "OUT": tmp_path / "out"}
+        places = {"PACK": tmp_path / "sgl", "PACK_SITE": tmp_path / "sgl", "OUT": tmp_path / "out"}
         set_ = {name: str(place) for name, place in places.items()} | {
-            "SGL_HOME": str(tmp_path / "home"),
+            "PACK_HOME": str(tmp_path / "home"),
             "PYTHON": sys.executable,
             **environment,
         }
@@ -69,14 +72,14 @@ def script(
 ) -> Iterator[Callable[[str], types.ModuleType]]:
     """`script("report")` imports a script as its folder's modules import each other."""
     monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setenv("SGL_SITE", str(tmp_path))
-    for place in (FOLDER, FOLDER / "plugins"):
+    monkeypatch.setenv("PACK_SITE", str(tmp_path))
+    for place in (FOLDER, FOLDER / "plugins", SHARED):
         monkeypatch.syspath_prepend(str(place))
     before = set(sys.modules)
 
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(FOLDER), str(SHARED))):
             del sys.modules[name]
 
 
@@ -143,11 +146,11 @@ def test_a_sum_that_was_not_made_fails_the_command(measure, how, variant, text):
 
 
 def test_a_late_command_ends_with_its_ranks(script, monkeypatch, tmp_path):
-    server = script("server")
+    job_module = script("job")
     rank = tmp_path / "rank"
     write_tree(tmp_path / "sgl")
     places = {"PYTHONPATH": f"{tmp_path / 'sgl'}:{ROOT}", "RANK": str(rank), "STAND_IN": "hangs"}
-    job = server.Job("glm", tmp_path, 2, [], end=time.monotonic() + 1e6)
+    job = job_module.Job("glm", tmp_path, 2, [], end=time.monotonic() + 1e6)
     waited = subprocess.Popen.wait
 
     def wait(process: Any, timeout: float | None = None) -> int:
@@ -161,7 +164,7 @@ def test_a_late_command_ends_with_its_ranks(script, monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess.Popen, "wait", wait)
     command = [sys.executable, str(FOLDER / "one_batch.py"), "--batch-size", "1"]
     environment = {**os.environ, "SGLANG_PLUGINS": "none", **places}
-    assert not server.run(
+    assert not job_module.run(
         job, "stock", [*command, "--result-filename", "x"], 600.0, env=environment
     )
     assert job.failed == ["stock: late\n"]
@@ -249,7 +252,7 @@ def test_a_server_is_loaded_and_then_loses_a_rank(measure):
 
 
 def test_what_ranks_keep_under_load_is_told(script):
-    grown = script("load").grown
+    grown = script("under_load").grown
     warm = {"a": {"mib": 100.0, "files": 20}, "b": {"mib": 100.0, "files": 20}}
     assert grown(warm, warm) == []
     later = {"a": {"mib": 200.0, "files": 40}}
@@ -285,7 +288,7 @@ def test_a_wrong_command_is_refused(measure, tmp_path):
     code, said, _ = measure("decode", *TINY, "--variants", "stocks")
     assert code == 1
     assert "no variant stocks" in said
-    code, said, _ = measure("decode", *TINY, SGL_SITE="", SGL=str(tmp_path))
+    code, said, _ = measure("decode", *TINY, PACK_SITE="", PACK=str(tmp_path))
     assert code == 2
     assert "no sgl.tar.xz" in said
 
@@ -314,7 +317,7 @@ class Layer(torch.nn.Module):
 
 
 def test_dummy_weights_show_and_an_expert_is_the_same_on_any_number_of_ranks(script):
-    fill = script("dummy_weights").fill
+    fill = script("fill").fill
     whole, first, second = Layer(1, 0), Layer(2, 0), Layer(2, 1)
     for layer in (whole, first, second):
         fill(layer)

@@ -1,0 +1,268 @@
+"""A measurement inside an engine, within the minutes that a command may take."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from weft.bench.machine import describe_machine
+
+OUT = Path(os.environ["OUT"])
+LONGEST = 560.0  # seconds of a command: less than ten minutes, with unpacking and the archive
+REPORT = 30.0  # of them, to stop a server that hangs
+
+
+class Variant(Protocol):
+    """One way of serving: what an engine's own `variants` says of it."""
+
+    name: str
+    what: str
+    flags: tuple[str, ...]
+    environment: dict[str, str]
+
+
+Some = TypeVar("Some", bound=Variant)
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A process of an engine's whose ranks wait, before they touch a GPU, for the file `gate`.
+
+    Imports take an engine up to a minute: those that are measured one after another import at once.
+    """
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+    gate: Path
+
+
+@dataclasses.dataclass
+class Job:
+    """One command: which model on how many GPUs, and when it must be done."""
+
+    what: str
+    model: Path
+    gpus: int
+    flags: list[str]
+    end: float
+    cpu: bool = False
+    failed: list[str] = dataclasses.field(default_factory=list)
+    waiting: dict[str, Started] = dataclasses.field(default_factory=dict)
+
+    def left(self, most: float) -> float:
+        """Seconds that something may take which wants `most`."""
+        return max(1.0, min(most, self.end - REPORT - time.monotonic()))
+
+    def out_of_time(self, name: str, needs: float) -> bool:
+        """Is there too little time to begin with `name`? Says so, and the command fails."""
+        if self.left(needs) >= needs:
+            return False
+        self.fail(f"{name}: not begun, {self.left(needs):.0f} s are left; run it by itself")
+        return True
+
+    def fail(self, text: str) -> None:
+        """Note what went wrong; the other parts of the command go on."""
+        print("FAILED", text, flush=True)
+        self.failed.append(text)
+
+    def record(self, variant: Variant, result: dict[str, Any], **case: Any) -> None:
+        """Append a line to results.jsonl."""
+        line = {
+            "bench": self.what,
+            "variant": variant.name,
+            "what": variant.what,
+            "model": self.model.name,
+            "gpus": self.gpus,
+            **case,
+            "result": result,
+            "flags": [*self.flags, *variant.flags],
+            "environment": variant.environment,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": describe_machine([] if self.cpu else gpu_names()[: self.gpus]),
+        }
+        with open(OUT / "results.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
+        print(f"{variant.name:14} {case} {shown}", flush=True)
+
+    def end_waiting(self) -> None:
+        """End the servers that were begun and never measured."""
+        while self.waiting:
+            stop(self.waiting.popitem()[1].process)
+
+    def done(self) -> int:
+        """The command's exit status, when all is measured."""
+        self.end_waiting()
+        for text in self.failed:
+            print("FAILED", text)
+        return 1 if self.failed else 0
+
+
+def of_command(job: Job) -> Job:
+    """A job none of whose processes outlives this one, also where it is killed."""
+    atexit.register(job.end_waiting)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    return job
+
+
+def chosen(names: list[str], known: Mapping[str, Some]) -> list[Some]:
+    """The variants of these names."""
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"no variant {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def begin_command(
+    job: Job, name: str, command: list[str], env: dict[str, str], *, port: int = 0
+) -> None:
+    """Start a command of an engine's that `run` or `server` will let through to the GPUs."""
+    log, gate = OUT / f"{job.what}-{name}.log", OUT / f"gate-{name}"
+    with open(log, "a") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=env | {"SERVER_GATE": str(gate)},
+            start_new_session=True,
+        )
+    job.waiting[name] = Started(process, f"http://127.0.0.1:{port}", log, gate)
+
+
+@contextlib.contextmanager
+def served(
+    job: Job, name: str, seconds: float, loaded: Callable[[Path], bool], *, outlives: bool = True
+) -> Iterator[str | None]:
+    """A begun server's address once it answers, or None; at the end all its processes are stopped.
+
+    What a measurement raises fails the command, with the end of the server's log, and the others
+    go on.   loaded: does its log say what it has to?   outlives: is its end a failure?
+    """
+    this = job.waiting.pop(name)
+    process, log = this.process, this.log
+    this.gate.touch()
+    began = time.monotonic()
+    try:
+        up = answers(job, process, this.address, seconds)
+        if up and loaded(log):
+            print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
+            yield this.address
+        else:
+            why = "weft's plug-in was not loaded" if up else "it did not come up"
+            job.fail(f"{name}: {why}; end of {log.name}:\n{tail(log)}")
+            yield None
+        if up and outlives and process.poll() is not None:
+            job.fail(f"{name}: the server ended by itself; end of {log.name}:\n{tail(log)}")
+    except Exception as error:
+        job.fail(f"{name}: {type(error).__name__}: {error}; end of {log.name}:\n{tail(log)}")
+    finally:
+        stop(process)
+        this.gate.unlink()
+
+
+def answers(job: Job, process: subprocess.Popen[bytes], address: str, seconds: float) -> bool:
+    """Wait until a server answers; False when it ends, or the time does."""
+    end = time.monotonic() + job.left(seconds)
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and what it started: they are one process group."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, kind)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+    for _ in range(100):  # its children hold GPU memory until they are gone
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+
+
+def run(
+    job: Job, name: str, command: list[str], seconds: float, env: dict[str, str] | None = None
+) -> bool:
+    """Run a command, which may have been begun; one that is late ends with all that it started.
+
+    Its ranks would keep their GPUs' memory, which the next one needs.
+    """
+    if name not in job.waiting:
+        begin_command(job, name, command, dict(os.environ) if env is None else env)
+    this, code = job.waiting.pop(name), None
+    this.gate.touch()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = this.process.wait(timeout=job.left(seconds))
+    finally:
+        stop(this.process)
+        this.gate.unlink()
+    if code != 0:
+        job.fail(f"{name}: {'late' if code is None else f'exit status {code}'}\n{tail(this.log)}")
+    return code == 0
+
+
+def post(address: str, path: str, body: dict[str, Any], timeout: float = 300.0) -> Any:
+    """Ask a server."""
+    request = urllib.request.Request(
+        address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        text = answer.read().decode()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The newest of a file of JSON lines."""
+    found: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
+    return found
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log."""
+    text = log.read_text(errors="replace").splitlines()
+    return "\n".join(f"    | {line[:240]}" for line in text[-lines:])
+
+
+def said(log: Path, text: str) -> bool:
+    """Does a log hold these words?"""
+    return text in log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    import socket
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def gpu_names() -> list[str]:
+    """Of this machine, without making a CUDA context in this process."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.split("\n")[:-1]
