@@ -172,12 +172,18 @@ def answers(asked: Asked, result: Path) -> None:
     ]
     for each in ranks:
         each.start()
+    missing, end = set(range(size)), time.monotonic() + asked["timeout"]
     try:
-        for _ in ranks:
-            rank, found = said.get(timeout=asked["timeout"])
+        while missing:
+            gone = [rank for rank in missing if ranks[rank].exitcode is not None]
+            try:
+                rank, found = said.get(timeout=1.0)
+            except Empty:
+                if gone or time.monotonic() > end:
+                    sys.exit(f"ranks {gone or sorted(missing)} gave no answers")
+                continue
             texts[rank::size] = found
-    except Empty:
-        sys.exit(f"a rank said nothing for {asked['timeout']} s")
+            missing.discard(rank)
     finally:
         for each in ranks:
             each.join(30)

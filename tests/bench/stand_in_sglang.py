@@ -65,7 +65,9 @@ class Handler(BaseHTTPRequestHandler):
             self.write(body["sampling_params"]["max_new_tokens"])
         elif "text" in body:
             adapted = "lora_path" in body
-            self.reply([{"text": "?" if adapted else answer(text)} for text in body["text"]])
+            self.reply(
+                [{"text": "?" if adapted else answer(text, wrong=weft())} for text in body["text"]]
+            )
         else:
             self.reply({"meta_info": greedy(body)})
 
@@ -92,13 +94,13 @@ class Handler(BaseHTTPRequestHandler):
         """The scripts' log is for what a server says."""
 
 
-def answer(prompt: str) -> str:
-    """The right answer to a question, but to the first by weft."""
+def answer(prompt: str, *, wrong: bool) -> str:
+    """The right answer to a question, but where asked for to the first."""
     asked = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
     lines = map(json.loads, QUESTIONS.read_text().splitlines())
     for number, line in enumerate(lines):
         if line["question"] == asked:
-            return "#### 1000" if weft() and number == 0 else str(line["answer"])
+            return "#### 1000" if wrong and number == 0 else str(line["answer"])
     raise ValueError(prompt)
 
 

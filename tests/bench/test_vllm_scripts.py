@@ -1,0 +1,191 @@
+"""The scripts that measure inside vLLM, from an engine to a table, by a stand-in of vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.stand_in_vllm import write_tree
+from tests.recorded import TORCH, reads
+from weft.plugins.settings import Settings
+from weft.plugins.vllm.settings import read
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "vllm"
+SHARED = ROOT / "benchmarks" / "engines"
+Ran = tuple[int, str, list[dict[str, Any]]]
+pytestmark = reads(
+    "benchmarks/engines/*.*",
+    "benchmarks/vllm/*.*",
+    "benchmarks/vllm/p*/*.*",
+    "weft/cli/checkpoint/questions.jsonl",
+    tools=(TORCH,),
+)
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Callable[..., Ran]:
+    """`measure("decode", *options, NAME=value)` -> exit status, what was printed, the results."""
+    write_tree(tmp_path / "pack")
+
+    def run(*arguments: str, **environment: str) -> Ran:
+        places = {"PACK": tmp_path / "pack", "PACK_SITE": tmp_path / "pack"}
+        places |= {"OUT": tmp_path / "out", "PACK_HOME": tmp_path / "home"}
+        set_ = {name: str(place) for name, place in places.items()}
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        ended = subprocess.run(
+            [str(FOLDER / "run.sh"), *arguments],
+            env=kept | set_ | {"PYTHON": sys.executable, **environment},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+            check=False,
+        )
+        results = tmp_path / "out" / "results.jsonl"
+        lines = results.read_text().splitlines() if results.exists() else []
+        return ended.returncode, ended.stdout + ended.stderr, [json.loads(one) for one in lines]
+
+    return run
+
+
+@pytest.fixture
+def script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[str], types.ModuleType]]:
+    """`script("report")` imports a script as its folder's modules import each other."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for place in (FOLDER, FOLDER / "pack", SHARED):
+        monkeypatch.syspath_prepend(str(place))
+    before = set(sys.modules)
+
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(FOLDER), str(SHARED))):
+            del sys.modules[name]
+
+
+TINY = ("--model", "tiny")
+SIZES = ("--input", "16", "--output", "24", "--waves", "2")
+
+
+def test_a_run_of_decode_becomes_a_table(measure, script, tmp_path):
+    code, said, lines = measure("decode", *TINY, *SIZES, "--requests", "4", "8")
+    assert code == 0, said
+    found = [(each["variant"], each["requests"], each["result"]["completed"]) for each in lines]
+    assert found == [("stock", 4, 8), ("stock", 8, 16), ("block", 4, 8), ("block", 8, 16)]
+    assert lines[2]["environment"] == {"WEFT_VLLM": "block"}
+    assert "max_num_seqs=8" in lines[0]["flags"]
+    assert "cudagraph_capture_sizes=[1, 2, 4, 8]" in lines[0]["flags"]
+    assert "moe_backend=triton" in lines[0]["flags"]
+    assert lines[0]["result"]["median_itl_ms"] > 19.0
+    assert lines[2]["result"]["median_itl_ms"] > 9.0
+    with tarfile.open(tmp_path / "out" / "vllm-decode.tar.gz") as archive:
+        assert {"./decode-stock.log", "./decode-block-result.jsonl"} <= set(archive.getnames())
+    text = script("report").report(lines)
+    assert "decode: tiny, 16 tokens in, 24 out; " in text
+    assert "| 8 | block |" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("dies", "FAILED block: exit status 1\n    | CUDA out of memory"),
+        ("forgets", "does not say 'MoE layers of vLLM on'"),
+        ("stops", "FAILED block-4: 3 of 4 requests"),
+    ],
+)
+def test_an_engine_that_is_not_what_was_asked_for_fails_the_command(measure, how, text):
+    sizes = (*SIZES[:-1], "1", "--requests", "4", "--variants", "block")
+    code, said, lines = measure("decode", *TINY, *sizes, STAND_IN=how)
+    assert code == 1
+    assert text in said
+    assert len(lines) == (how == "stops")
+
+
+def test_a_trace_becomes_a_step_by_kernel(measure, script):
+    sizes = ("--input", "16", "--output", "24", "--requests", "4", "--steps", "3")
+    code, said, lines = measure("profile", *TINY, *sizes)
+    assert code == 0, said
+    assert [(each["steps"], each["result"]["us"]) for each in lines] == [(3, 100.0)] * 2
+    assert "fused_moe_kernel 50, ncclDevKernel_AllGather 30" in script("report").report(lines)
+    code, said, _ = measure("profile", *TINY, *sizes, "--variants", "stock", STAND_IN="mixes")
+    assert code == 1
+    assert "its trace is not of decode alone" in said
+
+
+def test_right_answers_and_equal_texts_are_counted(measure, script):
+    code, said, lines = measure("arithmetic", "--ranks", "1", "2", "--questions", "20")
+    assert code == 1, said
+    found = {(one["variant"], one["gpus"]): one["result"]["right"] for one in lines}
+    assert found == {
+        **{(name, ranks): 1.0 for name in ("stock", "block") for ranks in (1, 2)},
+        ("exchange", 1): 0.95,
+        ("exchange", 2): 0.95,
+    }
+    assert "FAILED exchange-1: 19 of 20 answers are right" in said
+    assert "| exchange | 2 | 95.0 % | 95.0 % | 20 |" in script("report").report(lines)
+    code, said, lines = measure("arithmetic", "--cpu", "--ranks", "2", "--questions", "4")
+    assert [one["variant"] for one in lines[6:]] == ["block", "exchange"]
+    code, said, _ = measure("arithmetic", "--variants", "stock", STAND_IN="dies")
+    assert (code, "ranks [0] gave no answers" in said) == (1, True)
+
+
+def test_a_server_is_loaded(measure):
+    code, said, lines = measure("load", "--loaded", "2", "--clients", "2")
+    assert code == 0, said
+    result = lines[0]["result"]
+    assert 0 < result["asked"] >= result["dropped"]
+    assert list(result["end"]["ranks"]) == ["VLLM::EngineCore"]
+
+
+def test_a_wrong_command_is_refused(measure, tmp_path):
+    assert measure("sing")[0] == 2
+    code, said, _ = measure("decode", *TINY, "--variants", "stocks")
+    assert (code, "no variant stocks" in said) == (1, True)
+    code, said, _ = measure("decode", *TINY, PACK_SITE="", PACK=str(tmp_path))
+    assert (code, "no vllm.tar.xz" in said) == (2, True)
+
+
+def container(*entries: tuple[int, int, bytes]) -> bytes:
+    """A fat binary of entries: kind, architecture, code."""
+    body = b""
+    for kind, arch, code in entries:
+        body += struct.pack("<HHIQ12xI", kind, 0x101, 32, len(code), arch) + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_other_gpus_code_is_cut_and_no_address_changes(script):
+    trim = script("trim_kernels").trim
+    own, other, ptx = (2, 90, b"hopper--"), (2, 80, b"ampere--" * 4), (1, 80, b"text----")
+    first, second = container(other, own, ptx), container(other, ptx)
+    data = bytearray(first + bytes(8) + second)
+    assert trim(memoryview(data), 90) == (2, 1)
+    kept, left = data[: len(first)], data[len(first) + 8 :]
+    assert kept == container(own) + bytes(len(first) - len(container(own)))
+    zeros = container((2, 80, bytes(32)))
+    assert left == zeros + bytes(len(second) - len(zeros))
+    data = bytearray(first)
+    data[16 + 8] += 8  # an entry that says it is longer
+    with pytest.raises(SystemExit, match="the last entry of the container at 0"):
+        trim(memoryview(data), 90)
+    with pytest.raises(SystemExit, match="no fat binary at 0"):
+        trim(memoryview(bytearray(b"x" * 64)), 90)
+
+
+def test_every_way_is_one_that_the_plug_in_takes(script):
+    known = {"WEFT_VLLM"} | {f"WEFT_VLLM_{f.name.upper()}" for f in dataclasses.fields(Settings)}
+    for variant in script("variants").VARIANTS.values():
+        assert set(variant.environment) <= known, variant
+        read(variant.environment)
