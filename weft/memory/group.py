@@ -49,6 +49,15 @@ class Member(Protocol):
     def _tell_left(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that no more calls come; settled: once those made are done."""
 
+    def _quiesce(self) -> None:
+        """Wait until nothing of this rank's calls runs any more; until `_recover` calls raise."""
+
+    def _finished(self) -> int:
+        """Rounds that this rank has finished."""
+
+    def _recover(self, living: int) -> None:
+        """Write this rank's share as at creation, with the mask `living`, and take calls again."""
+
 
 class Group:
     """Ranks of one job that can share memory (one host). A context manager.
@@ -80,7 +89,7 @@ class Group:
         self._threads = threads
         self._generation = 0
         self._closed = False
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._members: list[weakref.ref[Member]] = []  # in order of creation
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of the two above
         self._liveness_fd: LivenessFd | None = None
@@ -340,7 +349,8 @@ class Group:
     def attach(self, member: Member) -> None:
         """Notify `member` when a peer's process ends, and when this rank leaves."""
         with self._fate:
-            self._members.add(member)
+            self._members = [each for each in self._members if each() is not None]
+            self._members.append(weakref.ref(member))
             for rank in self._ended:
                 member._peer_ended(rank)
 
@@ -352,8 +362,39 @@ class Group:
     def _peer_ended(self, rank: int) -> None:
         with self._fate:
             self._ended.add(rank)
-            for member in list(self._members):
+            for member in self._attached():
                 member._peer_ended(rank)
+
+    def _attached(self) -> list[Member]:
+        """What shares the fate of this group, in order of creation."""
+        return [member for each in self._members if (member := each()) is not None]
+
+    def _resume(self, living: int, barrier: Callable[[], None]) -> None:
+        """Let every operator start anew among the ranks of `living`, bit r for rank r.
+
+        Collective over the living, when no process but theirs can store into their memory.
+        barrier: returns when all of the living have called it.
+
+        Raises what the first operator raised that cannot go on, when the others have recovered.
+        """
+        members = self._attached()
+        for member in members:
+            member._quiesce()
+        barrier()  # no kernel of the living runs: none stores into a share
+        failures: list[Exception] = []
+        for member in members:
+            try:
+                member._recover(living)
+            except Exception as error:  # the peers wait in the barrier
+                failures.append(error)
+        barrier()  # every share is as at creation: calls may store into it
+        with self._fate:
+            for rank in self._ended:
+                if living >> rank & 1:  # ended meanwhile
+                    for member in members:
+                        member._peer_ended(rank)
+        if failures:
+            raise failures[0]
 
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
@@ -377,7 +418,7 @@ class Group:
             return
         self._closed = True
         with self._fate:
-            members = list(self._members)
+            members = self._attached()
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
