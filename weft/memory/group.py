@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -62,7 +62,7 @@ class Member(Protocol):
         """The ranks that did not do their part of a call before its deadline."""
 
     def _quiesce(self) -> None:
-        """Wait until nothing of this rank's calls runs any more."""
+        """Wait until nothing of this rank's calls runs any more; until `_recover` calls raise."""
 
     def _finished(self) -> int:
         """Rounds that this rank has finished."""
@@ -398,7 +398,7 @@ class Group:
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
         control, liveness, agreement = self._recoverable()
         with self._fate:
-            members = list(self._members.values())
+            members = self._attached()
         doubted |= {rank for member in members for rank in member._suspects()}
         deadline = began + timeout
         while True:
@@ -450,10 +450,6 @@ class Group:
         gone = self._dead
         if not gone:
             raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
-        with self._fate:
-            members = list(self._members.values())
-        for member in members:
-            member._quiesce()
         control = meet(
             meeting, rank=self.rank, size=self.size, device=self.device.type, timeout=timeout
         )
@@ -464,6 +460,10 @@ class Group:
         except BaseException as error:
             fresh.close(str(error))
             raise
+        with self._fate:
+            members = self._attached()
+        for member in members:  # before its memory changes
+            member._quiesce()
         self._move(fresh)
         self.joining = gone
         try:
@@ -538,8 +538,14 @@ class Group:
         def left() -> float:
             return max(0.001, deadline - time.monotonic())
 
+        heard: list[Exception] = []  # of a peer
+
         def barrier() -> None:
-            self._vote(None, "recovering", left())
+            try:
+                self._vote(None, "recovering", left())
+            except (RendezvousFailed, CreationFailed) as error:
+                heard.append(error)
+                raise
 
         with self._fate:
             own = {name: member._finished() for name, member in self._members.items()}
@@ -550,28 +556,47 @@ class Group:
             for name in own
             if all(name in state for state in states)
         }
+        problem: Exception | None = None
         try:
-            self._resume(finished, sum(1 << rank for rank in self.living), barrier)
-        except (RendezvousFailed, CreationFailed):
-            raise
+            self._resume(sum(1 << rank for rank in self.living), barrier, finished)
         except Exception as error:
-            self._vote(error, "recovering", left())
-        with self._fate:
-            for rank in self._ended - self._dead:  # `_recover` has forgotten it
-                for member in self._members.values():
-                    member._peer_ended(rank)
+            if error in heard:
+                raise
+            problem = error
+        self._vote(problem, "recovering", left())
         return finished
 
-    def _resume(self, names: Iterable[str], living: int, barrier: Callable[[], None]) -> None:
-        """Write the memory of the operators `names` as at creation, while nothing runs in it."""
+    def _resume(
+        self, living: int, barrier: Callable[[], None], names: Collection[str] | None = None
+    ) -> None:
+        """Let operators start anew among the ranks of `living`, bit r for rank r.
+
+        Collective over the living, when no process but theirs can store into their memory.
+        barrier: returns when all of the living have called it.
+        names: of the operators that all of them have; all where nobody says.
+
+        Raises what the first operator raised that cannot go on, when the others have recovered.
+        """
         with self._fate:
-            members = [each for name, each in self._members.items() if name in names]
+            items = list(self._members.items())
+        members = [member for name, member in items if names is None or name in names]
         for member in members:
             member._quiesce()
-        barrier()
+        barrier()  # no kernel of the living runs: none stores into a share
+        failures: list[Exception] = []
         for member in members:
-            member._recover(living)
-        barrier()
+            try:
+                member._recover(living)
+            except Exception as error:  # the peers wait in the barrier
+                failures.append(error)
+        barrier()  # every share is as at creation: calls may store into it
+        with self._fate:
+            for rank in self._ended:
+                if living >> rank & 1:  # ended meanwhile: `_recover` has forgotten it
+                    for member in members:
+                        member._peer_ended(rank)
+        if failures:
+            raise failures[0]
 
     def pid(self, rank: int) -> int | None:
         """The process id of a rank as the kernel reported it, where it is known."""
@@ -582,8 +607,12 @@ class Group:
         with self._fate:
             self._ended.add(rank)
             if rank not in self._dead:  # heard late, after a recovery
-                for member in list(self._members.values()):
+                for member in self._attached():
                     member._peer_ended(rank)
+
+    def _attached(self) -> list[Member]:
+        """What shares the fate of this group, in order of creation."""
+        return list(self._members.values())
 
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
@@ -637,7 +666,7 @@ class Group:
             return
         self._closed = True
         with self._fate:
-            members = list(self._members.values())
+            members = self._attached()
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
