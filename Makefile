@@ -2,6 +2,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from
 #   TORCH=...           what pip installs when the interpreter has no torch that sees a GPU, for example
 #                       TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   KILL=2              the demo kills this rank while the model writes
 #   PYTEST_ARGS='-k x'  passed on to pytest
 #   JOBS=3              tests at a time: one more than cores, since some wait for a deadline, asleep
 #   WEFT_SKIP_SPIN=1    test without the SPIN model checker
@@ -25,7 +26,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 .DELETE_ON_ERROR:
 
 demo: $(RUNS)
-	$(BIN)/weft demo
+	$(BIN)/weft demo $(if $(KILL),--kill $(KILL))
 
 # The checks run beside the tests, and are heard of only if they fail: pytest's closing line is the last thing to read.
 test: $(READY)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.cli import demo
+from weft.cli import demo, demo_kill
 from weft.errors import InvalidArgument
 
 ASKED = demo.read_questions(demo.CHECKPOINT / "questions.jsonl")
@@ -48,6 +48,42 @@ def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
     assert code == 1
     for piece in ("2 of 3", "WRONG  texts DIFFER"):
         assert piece in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 3])
+def test_survivors_write_on_and_answer_for_the_dead(victim):
+    pytest.importorskip("transformers", minversion="5.23")
+    outcome = demo_kill.run(4, "cpu", victim, 9)
+    assert outcome.ranks[victim] is None
+    assert outcome.texts == outcome.alone.texts == [" " + each.answer + "\n" for each in ASKED[:9]]
+    for survivor in outcome.living:
+        assert survivor.dead == (victim,)
+        assert demo_kill.WRITTEN - 1 <= survivor.stopped <= demo.NEW_TOKENS
+        assert 0 < survivor.recovery < survivor.pause
+
+
+def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
+    pytest.importorskip("transformers", minversion="5.23")
+    texts = [" " + each.answer for each in ASKED[:3]]
+    begun = texts[0][:5]
+    found = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, begun, (1,), 0.02, 0.1)
+    outcome = demo_kill.Outcome(ASKED[:3], _answers(texts), [found, None])
+    monkeypatch.setattr(demo_kill, "run", lambda ranks, device, victim: outcome)
+    kill = ("demo", "--ranks", "2", "--device", "cpu", "--kill")
+    code, out, err = weft_command(*kill, "1")
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    for piece in ("[rank 1 is killed]", "after token 4", "in 20 ms", "token 100 ms", "3 of 3"):
+        assert piece in text
+    for bad in (replace(found, dead=(0, 1)), replace(found, texts={0: texts[1]})):
+        outcome = replace(outcome, ranks=[bad, None])
+        code, out, _ = weft_command(*kill, "1")
+        assert code == 1
+        assert "WRONG" in out
+    code, out, err = weft_command(*kill, "2")
+    assert (code, out.count("rank")) == (2, 1)
+    assert "kill is 2" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("ranks", ["0", "1", "3", "-1"])

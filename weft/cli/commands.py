@@ -103,9 +103,12 @@ def demo(
         int | None, typer.Option(help="2 or 4; default: 4, or as many GPUs as that")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
+    kill: Annotated[int | None, typer.Option(help="a rank to kill while the model writes")] = None,
 ) -> None:
     """Let a trained mixture of experts answer on several ranks, and compare with one process."""
+    from weft.arguments import integer
     from weft.cli import demo as cli_demo
+    from weft.cli import demo_kill
     from weft.cli.options import wide_console
 
     count, where = cli_demo.checked(ranks, device)
@@ -114,7 +117,12 @@ def demo(
         f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks ({where}).",
         highlight=False,
     )
-    if not cli_demo.show(console, cli_demo.run(count, where)):
+    if kill is None:
+        good = cli_demo.show(console, cli_demo.run(count, where))
+    else:
+        victim = integer("kill", kill, 0, count - 1)
+        good = demo_kill.show(console, demo_kill.run(count, where, victim), victim)
+    if not good:
         raise typer.Exit(1)
 
 

@@ -119,8 +119,13 @@ def run(ranks: int, device: str, questions: int = QUESTIONS) -> Verdict:
     """Answer on ranks, then in this process. Raises what `weft.launch` raises."""
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
     found = launch(rank_body, asked, ranks=ranks, device=device, timeout=3600)
+    return Verdict(asked, answer_alone(asked, device), found)
+
+
+def answer_alone(asked: list[Question], device: str) -> Answers:
+    """Answer all questions in this process."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # a busy core would delay all others
-    return Verdict(asked, _answers(_load().to(device), asked), found)
+    return _answers(load_model().to(device), asked)
 
 
 def rank_body(group: Group, asked: list[Question]) -> Answers:
@@ -139,12 +144,13 @@ def rank_body(group: Group, asked: list[Question]) -> Answers:
     plugin.register(timeout=LATE)
     config = DistributedConfig(fsdp_size=group.size, ep_size=group.size, ep_implementation="weft")
     try:
-        return _answers(_load(distributed_config=config), asked, group)
+        return _answers(load_model(distributed_config=config), asked, group)
     finally:
         plugin.close()
 
 
-def _load(**options: Any) -> Any:
+def load_model(**options: Any) -> Any:
+    """The checkpoint's model in float32, quietly."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
