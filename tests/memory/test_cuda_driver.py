@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def replace_peer(group, fake):
         group.barrier()
         before, where = fake.left(), heap.address(1 - group.rank)
         group.barrier()
-        shares = heap._shares
+        shares: Any = heap._shares
         own = shares.share_fd()
         fds = group.exchange_fds(own)
         os.close(own)
