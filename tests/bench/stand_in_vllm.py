@@ -131,6 +131,9 @@ class LLM:
 
 
 class Completions(Handler):
+    def do_GET(self) -> None:
+        self.reply({})
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/v1/completions"

@@ -176,10 +176,11 @@ def test_other_gpus_code_is_cut_and_no_address_changes(script):
     assert kept == container(own) + bytes(len(first) - len(container(own)))
     zeros = container((2, 80, bytes(32)))
     assert left == zeros + bytes(len(second) - len(zeros))
-    data = bytearray(first)
-    data[16 + 8] += 8  # an entry that says it is longer
-    with pytest.raises(SystemExit, match="the last entry of the container at 0"):
-        trim(memoryview(data), 90)
+    for at, text in ((16 + 4, "no entry at 16 of"), (len(first) - 8 - 32 + 8, "the last entry of")):
+        data = bytearray(first)
+        data[at] = 24  # bytes of the first entry's header, and of the last one's code
+        with pytest.raises(SystemExit, match=text):
+            trim(memoryview(data), 90)
     with pytest.raises(SystemExit, match="no fat binary at 0"):
         trim(memoryview(bytearray(b"x" * 64)), 90)
 

@@ -42,6 +42,8 @@ def trim(data: memoryview, arch: int) -> tuple[int, int]:
         own, other, place = b"", b"", begin
         while place < end:
             kind, _, head, length = ENTRY.unpack_from(data, place)
+            if head <= ARCH_AT:
+                raise SystemExit(f"no entry at {place} of the container at {at}")
             entry = bytes(data[place : place + head + length])
             if kind == CUBIN and struct.unpack_from("<I", entry, ARCH_AT)[0] == arch:
                 own += entry

@@ -89,6 +89,49 @@ def test_weights_that_move_in_place(ranks: Any, form: str) -> None:
         assert after < CLOSE
 
 
+def drafted(group: weft.Group, form: str) -> dict[str, Any]:
+    """A draft model is made after the target's, and runs between its passes."""
+    target, found = Worker(group, form), []
+    draft = Worker(group, form, layers=1)
+    for turn, sizes in enumerate(([6, 4], [2, 0], [40, 3])):
+        x = tokens(sizes[group.rank], 10 * turn + group.rank)
+        found.append(far(target.step(x, sizes), alone(x)))
+        few = [min(size, 2) for size in sizes]
+        x = tokens(few[group.rank], 10 * turn + group.rank)
+        found.append(far(draft.step(x, few), alone(x, layers=1)))
+    engine = sys.modules["weft.plugins.vllm.engine"]
+    said = {"far": max(found), "workspaces": len(engine._served.blocks.operators())}
+    leave()
+    return said
+
+
+@FORMS
+def test_speculative_decoding(ranks: Any, form: str) -> None:
+    """The draft's layers share the target's workspaces."""
+    for said in ranks(2, "cpu")(drafted, form):
+        assert said["far"] < CLOSE
+        assert said["workspaces"] == (2 if form == "block" else 1)
+
+
+def staged(group: weft.Group, form: str) -> float:
+    """Ranks 0 and 1 are the first stage, 2 and 3 the second, with an EP group each."""
+    group.process_group()
+    stages = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
+    pair = weft.Group.from_torch(stages[group.rank // 2], device=group.device)
+    worker, found = Worker(pair, form), 0.0
+    for turn, sizes in enumerate(([3, 1], [0, 40])):  # one stage may be ahead of the other
+        x = tokens(sizes[pair.rank], 10 * turn + group.rank)
+        found = max(found, far(worker.step(x, sizes), alone(x)))
+    leave()
+    return found
+
+
+@FORMS
+def test_pipeline_stages(ranks: Any, form: str) -> None:
+    """Groups of weft's beside each other in one server."""
+    assert max(ranks(4, "cpu")(staged, form)) < CLOSE
+
+
 def set_up(group: weft.Group) -> list[tuple[str, str, int]]:
     """Settings reach the layers."""
     more: dict[str, Any] = {"DECODE": "throughput", "OVERLAP": "none", "PREFILL_TOKENS": "7"}
