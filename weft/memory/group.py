@@ -23,6 +23,7 @@ from weft.errors import (
     RecoveryFailed,
     RendezvousFailed,
     UsageError,
+    WeftError,
 )
 from weft.memory.agreement import MAX_AGREEING, Agreement, Recovery
 from weft.memory.collective import OwnProcessGroup, TorchControl
@@ -252,7 +253,15 @@ class Group:
                 undo()
             raise
 
-    def _vote(self, error: BaseException | None, doing: str, timeout: float | None = None) -> None:
+    def _vote(
+        self,
+        error: BaseException | None,
+        doing: str,
+        timeout: float | None = None,
+        *,
+        alike: type[WeftError] = UsageError,
+    ) -> None:
+        """alike: errors that are raised as what they are where every rank has the same one."""
         mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
         said = self._gather("vote", {"doing": doing, "error": mine}, timeout)
         votes = {rank: said[rank] for rank in self.living}
@@ -261,7 +270,7 @@ class Group:
             return
         first = failed[0]
         name, text = votes[first]["error"]
-        if isinstance(error, UsageError) and all(
+        if isinstance(error, alike) and all(
             vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
         ):
             raise type(error)(text) from error
@@ -390,8 +399,9 @@ class Group:
         timeout: seconds, in all.
 
         Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
-        then end its process and call this again. Raises CreationFailed on every rank where one
-        could not write its memory, and InvalidArgument for ranks that are threads or that share no
+        then end its process and call this again. Raises what an operator raises that cannot go on
+        without the dead, when all others have recovered: the same on every rank, or CreationFailed
+        naming those that did. Raises InvalidArgument for ranks that are threads or that share no
         memory.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
@@ -563,7 +573,7 @@ class Group:
             if error in heard:
                 raise
             problem = error
-        self._vote(problem, "recovering", left())
+        self._vote(problem, "recovering", left(), alike=WeftError)
         return finished
 
     def _resume(
