@@ -385,6 +385,12 @@ class Group:
         """The ranks that take part: all, until a recovery goes on without the dead."""
         return tuple(rank for rank in range(self.size) if rank not in self._dead)
 
+    @property
+    def ended(self) -> frozenset[int]:
+        """The ranks whose processes have ended, as far as this one has heard; of those `living`."""
+        with self._fate:
+            return frozenset(self._ended - self._dead)
+
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Go on without the ranks that died. Collective over those that live.
 
@@ -449,13 +455,14 @@ class Group:
         where that of the dead was, so addresses, and the graphs that have them, stay valid. On
         return every operator is as at creation, on all ranks.
 
+        timeout: seconds for all to meet, and then for each step of the new process.
+
         Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
         dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
         Then end the new processes and call `recover`.
         """
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
-        deadline = time.monotonic() + timeout
         self._recoverable()
         gone = self._dead
         if not gone:
@@ -475,14 +482,14 @@ class Group:
         for member in members:  # before its memory changes
             member._quiesce()
         self._move(fresh)
-        self.joining = gone
+        self.joining, before, self.timeout = gone, self.timeout, timeout
         try:
             for creation in [each for each in self._creations if each.exists]:
                 for step in creation.steps:
                     step(self)
         finally:
-            self.joining = frozenset()
-        self._go_on(deadline)
+            self.joining, self.timeout = frozenset(), before
+        self._go_on(time.monotonic() + timeout)
 
     @classmethod
     def join(
