@@ -23,6 +23,7 @@ from weft.errors import (
     RecoveryFailed,
     RendezvousFailed,
     UsageError,
+    WeftError,
 )
 from weft.memory.agreement import MAX_AGREEING, Agreement, Recovery
 from weft.memory.collective import OwnProcessGroup, TorchControl
@@ -252,7 +253,15 @@ class Group:
                 undo()
             raise
 
-    def _vote(self, error: BaseException | None, doing: str, timeout: float | None = None) -> None:
+    def _vote(
+        self,
+        error: BaseException | None,
+        doing: str,
+        timeout: float | None = None,
+        *,
+        alike: type[WeftError] = UsageError,
+    ) -> None:
+        """alike: errors that are raised as what they are where every rank has the same one."""
         mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
         said = self._gather("vote", {"doing": doing, "error": mine}, timeout)
         votes = {rank: said[rank] for rank in self.living}
@@ -261,7 +270,7 @@ class Group:
             return
         first = failed[0]
         name, text = votes[first]["error"]
-        if isinstance(error, UsageError) and all(
+        if isinstance(error, alike) and all(
             vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
         ):
             raise type(error)(text) from error
@@ -376,6 +385,12 @@ class Group:
         """The ranks that take part: all, until a recovery goes on without the dead."""
         return tuple(rank for rank in range(self.size) if rank not in self._dead)
 
+    @property
+    def ended(self) -> frozenset[int]:
+        """The ranks whose processes have ended, as far as this one has heard; of those `living`."""
+        with self._fate:
+            return frozenset(self._ended - self._dead)
+
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Go on without the ranks that died. Collective over those that live.
 
@@ -390,8 +405,9 @@ class Group:
         timeout: seconds, in all.
 
         Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
-        then end its process and call this again. Raises CreationFailed on every rank where one
-        could not write its memory, and InvalidArgument for ranks that are threads or that share no
+        then end its process and call this again. Raises what an operator raises that cannot go on
+        without the dead, when all others have recovered: the same on every rank, or CreationFailed
+        naming those that did. Raises InvalidArgument for ranks that are threads or that share no
         memory.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
@@ -439,13 +455,14 @@ class Group:
         where that of the dead was, so addresses, and the graphs that have them, stay valid. On
         return every operator is as at creation, on all ranks.
 
+        timeout: seconds for all to meet, and then for each step of the new process.
+
         Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
         dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
         Then end the new processes and call `recover`.
         """
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
-        deadline = time.monotonic() + timeout
         self._recoverable()
         gone = self._dead
         if not gone:
@@ -465,14 +482,14 @@ class Group:
         for member in members:  # before its memory changes
             member._quiesce()
         self._move(fresh)
-        self.joining = gone
+        self.joining, before, self.timeout = gone, self.timeout, timeout
         try:
             for creation in [each for each in self._creations if each.exists]:
                 for step in creation.steps:
                     step(self)
         finally:
-            self.joining = frozenset()
-        self._go_on(deadline)
+            self.joining, self.timeout = frozenset(), before
+        self._go_on(time.monotonic() + timeout)
 
     @classmethod
     def join(
@@ -563,7 +580,7 @@ class Group:
             if error in heard:
                 raise
             problem = error
-        self._vote(problem, "recovering", left())
+        self._vote(problem, "recovering", left(), alike=WeftError)
         return finished
 
     def _resume(

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
 from collections.abc import Callable
 
 from weft.memory import Group
-from weft.memory.peers import Peers, identity
 
 _log = logging.getLogger(__name__)
 # A rank that raises is ended by the engine itself, with its traceback. One that waits in another
 # library's collective, which has no abort, is ended after this many seconds.
 GRACE = 10.0
-# A server that is stopped ends all its ranks nearly at once: then there is nothing to tell.
+# Between two looks, and after the last: a server that is stopped ends all its ranks nearly at once,
+# and then there is nothing to tell.
 PAUSE = 0.5
 
 
 class Watch:
-    """A thread that hears of the end of a peer's process at once, and soon of a broken group.
+    """A thread that hears soon of the end of a peer's process, and of a broken group.
 
-    It logs which, and ends the server after GRACE seconds if this rank is still there. Making one
-    is collective.
+    It logs which, and ends the server after GRACE seconds if this rank is still there.
 
     end: what ends the server.
-    broken: says what broke the group, or nothing; asked twice a second, for an engine that runs
-        nothing of weft's while it replays graphs.
+    broken: says what broke the group, or nothing; for an engine that runs nothing of weft's while
+        it replays graphs.
     """
 
     def __init__(
@@ -40,11 +37,7 @@ class Watch:
     ) -> None:
         self.group, self._grace = group, GRACE if grace is None else grace
         self._end, self._broken = end, broken
-        self._peers, self._stopped = Peers(), threading.Event()
-        for rank, said in enumerate(group.all_gather(identity())):
-            if rank != group.rank:
-                self._peers.watch(rank, said)
-        self._wake, self._waker = os.pipe()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
         self._thread.start()
 
@@ -52,21 +45,15 @@ class Watch:
         """Stop watching. Idempotent."""
         if not self._stopped.is_set():
             self._stopped.set()
-            os.write(self._waker, b"\0")
             self._thread.join()
-            os.close(self._wake)
-            os.close(self._waker)
-            self._peers.close()
 
     def _run(self) -> None:
-        poller, by_fd = select.poll(), self._peers.pidfds(range(self.group.size))
-        for fd in (self._wake, *by_fd):
-            poller.register(fd, select.POLLIN)
         gone: list[int] = []
         said = ""
-        while not (gone or said or self._stopped.is_set()):
-            ready = poller.poll(None if self._broken is None else 1000 * PAUSE)
-            gone = sorted(by_fd[fd] for fd, _ in ready if fd in by_fd)
+        while not (gone or said):
+            if self._stopped.wait(PAUSE):
+                return
+            gone = sorted(self.group.ended)
             said = "" if self._broken is None else self._broken()
         if self._stopped.wait(PAUSE):
             return
