@@ -89,6 +89,7 @@ class Group:
         self._threads = threads
         self._generation = 0
         self._closed = False
+        self._living = (1 << size) - 1  # bit r: rank r takes part
         self._members: list[weakref.ref[Member]] = []  # in order of creation
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of the two above
@@ -381,6 +382,7 @@ class Group:
         for member in members:
             member._quiesce()
         barrier()  # no kernel of the living runs: none stores into a share
+        self._living = living
         failures: list[Exception] = []
         for member in members:
             try:
