@@ -600,6 +600,8 @@ class Group:
         for member in members:
             member._quiesce()
         barrier()  # no kernel of the living runs: none stores into a share
+        with self._fate:
+            self._dead = frozenset(rank for rank in range(self.size) if not living >> rank & 1)
         failures: list[Exception] = []
         for member in members:
             try:
