@@ -41,6 +41,14 @@ LAYERS = 4
 FLAGS = {"load_format": "dummy", "max_model_len": 2048, "linear_backend": "cutlass"}
 
 
+def without_gpu() -> None:
+    """Leave out two calls that ask the GPU."""
+    from vllm.utils import deep_gemm
+
+    deep_gemm._apply_pdl = lambda *given: None
+    os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
+
+
 def make(folder: str, **flags: object) -> torch.nn.Module:
     """The model of a folder, without weights, as a server with these flags makes it."""
     from vllm.config import set_current_vllm_config
@@ -100,9 +108,7 @@ def check_tokenizer(folder: str) -> None:
 if __name__ == "__main__":
     for name in (*COMPILED, *MODULES):
         importlib.import_module(name)
-    # These two ask the GPU.
-    sys.modules["vllm.utils.deep_gemm"]._apply_pdl = lambda *given: None
-    os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
+    without_gpu()
     for library, names in OPERATORS.items():
         if missing := [n for n in names.split() if not hasattr(getattr(torch.ops, library), n)]:
             sys.exit(f"torch.ops.{library} has no {', '.join(missing)}")

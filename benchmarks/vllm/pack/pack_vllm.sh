@@ -66,6 +66,7 @@ if ((check)); then
     export VLLM_CACHE_ROOT=$work/cache VLLM_NO_USAGE_STATS=1 LD_BIND_NOW=1
     inside "$here/check_pack.py" "$out"/model/* >>"$log" 2>&1
     grep -q '^all checks passed' "$log"
+    inside "$here/check_models.py" "$out/model/deepseek-v3" >>"$log" 2>&1
     say "$step"
 fi
 archive vllm.tar.xz site
