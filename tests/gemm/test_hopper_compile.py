@@ -97,9 +97,8 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
     full = shared + 9 * 1024 + 132 * block_m > SHARED_BYTES - 10 * 1024
     assert WgmmaPlan(block_m).stages(32, "mxfp4") == 16 or full
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    # Of gated tiles, whose weights of two k blocks are in registers too: NVRTC 13.0 spills 88,
-    # with SiTU 132.
-    assert sum(spills) <= (0 if block_m <= 128 else 144), log
+    # With SiTU, NVRTC 13.0 spills 8 and, of tiles of 160 rows, 52.
+    assert sum(spills) <= (0 if epilogue != "situ" or block_m < 128 else 60), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
     found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)

@@ -304,26 +304,46 @@ MUTATIONS = {
     # MXFP4.
     "registers are loaded while wgmma reads them": Mutation(
         {
-            "multiply([&] { load(next); });\n        weights = next;": (
-                "multiply([&] { load(weights); });"
-            )
+            "next.expand_normal(packed, i);": "weights.expand_normal(packed, i);",
+            "next.correct(packed);": "weights.correct(packed);",
+            "        weights = next;\n": "",
         },
         WRONG,
         mxfp4=True,
     ),
     "a stage is released before its rows are multiplied": Mutation(
         {
-            "        hold_registers(weights.a);\n        release_stage(smem, stage, rank);\n": "",
-            "meanwhile();": "release_stage(smem, stage, rank);\n        meanwhile();",
+            "        hold_registers(weights.a);\n"
+            "        release_stage(smem, pipeline.stage, rank);\n": "",
+            "        meanwhile();": "        release_stage(smem, pipeline.stage, rank);\n"
+            "        meanwhile();",
         },
         WRONG,
         mxfp4=True,
     ),
+    "packed weights are not awaited": Mutation(
+        {"smem.full[to_read.stage].wait(to_read.parity);\n": "\n"}, "overrun", mxfp4=True
+    ),
+    "packed weights are overwritten before they are expanded": Mutation(
+        {
+            "next.correct(packed);\n": "\n",
+            "read();\n                     });": (
+                "read();\n                         next.correct(packed);\n                     });"
+            ),
+        },
+        WRONG,
+        mxfp4=True,
+    ),
+    "numbers of low powers are not corrected": Mutation(
+        {"next.correct(packed);": ""}, WRONG, mxfp4=True
+    ),
     "both rows have the exponents of one": Mutation(
-        {"r == 0 ? exponents.x : exponents.y": "exponents.x"}, WRONG, mxfp4=True
+        {"r == 0 ? packed.exponents.x : packed.exponents.y": "packed.exponents.x"},
+        WRONG,
+        mxfp4=True,
     ),
     "signs are those of the other half": Mutation(
-        {"(words[i] << 4 & 0x80808080)": "(words[i] & 0x80808080)"}, WRONG, mxfp4=True
+        {"(word << 4 & 0x80808080)": "(word & 0x80808080)"}, WRONG, mxfp4=True
     ),
     "both columns have the power of one": Mutation(
         {"__fmaf_rn(sum[i], scale[i / 2 % 2]": "__fmaf_rn(sum[i], scale[0]"}, WRONG, mxfp4=True
