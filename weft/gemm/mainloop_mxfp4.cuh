@@ -43,13 +43,13 @@ template <GemmShape S> struct Mxfp4Columns {
 
 // Three k blocks are in work at a time: while the tensor cores multiply one, the next one's weights
 // are expanded between the wgmmas, and the packed weights of the one after that are awaited and
-// read, so that neither trip to shared memory is waited for. High tiles leave no registers for
-// packed weights: theirs are read when they are expanded.
+// read, so that neither trip to shared memory is waited for. High tiles have no registers left for
+// packed weights, nor have two CTAs an SM: theirs are read when they are expanded.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 3);  // one is multiplied and one expanded while the next is awaited
-    constexpr bool reads_ahead = N <= normal_m;
+    constexpr bool reads_ahead = N <= normal_m && S.ctas_per_sm() == 1;
     constexpr u32 scales_ahead = N <= 96 ? scales_read_ahead : 2;  // what registers are left for
     PipelineState<S.stages> to_read = pipeline;
     PackedWeights packed;
