@@ -29,6 +29,7 @@ CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 1024
 MAX_STAGES = 10
 MXFP4_MAX_STAGES = 16  # its stages are smaller
+MXFP4_TWO_CTAS_M = 64  # up to here two CTAs share an SM
 UNIT_PAIR_BYTES = 9 * 1024
 SHARED_BYTES = 227 * 1024  # of a CTA that has an SM to itself
 SHARED_BYTES_OF_TWO = 113 * 1024  # of each of two
@@ -232,7 +233,7 @@ class WgmmaPlan:
 
         operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
-        return 2 if operand == "mxfp4" and self.block_m == BLOCK_MS[0] else 1
+        return 2 if operand == "mxfp4" and self.block_m <= MXFP4_TWO_CTAS_M else 1
 
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Pipeline stages, as many as fit beside what the epilogues need.

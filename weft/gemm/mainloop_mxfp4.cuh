@@ -41,16 +41,20 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
-// Three k blocks are in work at a time: while the tensor cores multiply one, the next one's weights
-// are expanded between the wgmmas, and the packed weights of the one after that are awaited and
-// read, so that neither trip to shared memory is waited for. High tiles have no registers left for
-// packed weights, nor have two CTAs an SM: theirs are read when they are expanded.
+// Two CTAs on an SM have registers for the weights of one k block each: while one expands, the
+// tensor cores work for the other.
+//
+// Alone on its SM, a warp has three k blocks in work: while the tensor cores multiply one, the next
+// one's weights are expanded between the wgmmas, and the packed weights of the one after that are
+// awaited and read, so that neither trip to shared memory is waited for. High tiles leave no
+// registers for packed weights: theirs are read when they are expanded.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 3);  // one is multiplied and one expanded while the next is awaited
-    constexpr bool reads_ahead = N <= normal_m && S.ctas_per_sm() == 1;
-    constexpr u32 scales_ahead = N <= 96 ? scales_read_ahead : 2;  // what registers are left for
+    constexpr bool reads_ahead = N <= normal_m;
+    // What registers are left for.
+    constexpr u32 scales_ahead = S.ctas_per_sm() == 1 && N <= 96 ? scales_read_ahead : 2;
     PipelineState<S.stages> to_read = pipeline;
     PackedWeights packed;
     WeightFragments weights;
@@ -70,6 +74,16 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
         release_stage(smem, pipeline.stage, rank);
         pipeline.advance();
     };
+    const auto nothing = [](auto...) {};
+    if constexpr (S.ctas_per_sm() == 2) {
+#pragma unroll 1
+        for (u32 k = 0; k < S.k_blocks(); ++k) {
+            read();
+            weights.expand(packed);
+            multiply(nothing, nothing);
+        }
+        return;
+    }
     read();
     weights.expand(packed);
     if constexpr (reads_ahead && S.k_blocks() > 1) read();
@@ -83,15 +97,14 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
                          if (k + 1 < S.k_blocks()) read();
                      });
         } else {
-            multiply([](u32) {},
-                     [&] {
-                         read();
-                         next.expand(packed);
-                     });
+            multiply(nothing, [&] {
+                read();
+                next.expand(packed);
+            });
         }
         weights = next;
     }
-    multiply([](u32) {}, [] {});
+    multiply(nothing, nothing);
 }
 
 }  // namespace weft
