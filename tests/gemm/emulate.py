@@ -64,7 +64,6 @@ WGMMA_BODIES = {
     "void wgmma_wait()": "emulated::settle_groups(pending);",
     "void wait_accumulator(float (&acc)[N])": "(void)acc;\n    wgmma_wait<pending>();",
     "void hold_registers(u32 (&a)[swizzle_bytes / 32][4])": "(void)a;",
-    "void compute_anew(u32& x)": "(void)x;",
     "void setmaxnreg_dec()": "",
     "void setmaxnreg_inc()": "",
     "void stmatrix_x4_trans(void* at, u32 a, u32 b, u32 c, u32 d)": (

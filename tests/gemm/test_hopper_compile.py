@@ -104,10 +104,9 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
     assert room - 10 * 1024 < shared + 9 * 1024 + 132 * block_m <= room + 9 * 1024 + 132 * block_m
     assert (re.findall(r"Used (\d+) registers", log) == ["80"]) == two, log
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    # Outside the loops, NVRTC 13.0 spills 8 of gated tiles of 64 rows, and with SiTU of 128; with
-    # SiTU, of 160 rows, 52.
-    most = {("gated_fp8", 64): 8, ("situ", 64): 8, ("situ", 128): 8, ("situ", 160): 60}
-    assert sum(spills) <= most.get((epilogue, block_m), 0), log
+    # Of gated tiles of 160 rows, whose weights of two k blocks are in registers too: NVRTC 13.0
+    # spills 88, with SiTU 132.
+    assert sum(spills) <= (0 if block_m <= 128 else 144), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
     found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)

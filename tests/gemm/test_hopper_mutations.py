@@ -304,19 +304,17 @@ MUTATIONS = {
     # MXFP4.
     "registers are loaded while wgmma reads them": Mutation(
         {
-            "next.expand_normal(packed, i);": "weights.expand_normal(packed, i);",
-            "next.correct(packed);": "weights.correct(packed);",
-            "        weights = next;\n": "",
+            "multiply([&] { load(next); });\n            weights = next;": (
+                "multiply([&] { load(weights); });"
+            )
         },
         WRONG,
         mxfp4=True,
     ),
     "a stage is released before its rows are multiplied": Mutation(
         {
-            "        hold_registers(weights.a);\n"
-            "        release_stage(smem, pipeline.stage, rank);\n": "",
-            "        meanwhile();": "        release_stage(smem, pipeline.stage, rank);\n"
-            "        meanwhile();",
+            "        hold_registers(weights.a);\n        release_stage(smem, stage, rank);\n": "",
+            "meanwhile();": "release_stage(smem, stage, rank);\n        meanwhile();",
         },
         WRONG,
         mxfp4=True,
@@ -332,28 +330,17 @@ MUTATIONS = {
         mxfp4=True,
     ),
     "packed weights are not awaited": Mutation(
-        {"smem.full[to_read.stage].wait(to_read.parity);\n": "\n"}, "overrun", mxfp4=True
-    ),
-    "packed weights are overwritten before they are expanded": Mutation(
         {
-            "next.correct(packed);\n": "\n",
-            "read();\n                     });": (
-                "read();\n                         next.correct(packed);\n                     });"
-            ),
+            "smem.full[pipeline.stage].wait(pipeline.parity);\n        to.load": "to.load",
         },
-        WRONG,
+        "overrun",
         mxfp4=True,
-    ),
-    "numbers of low powers are not corrected": Mutation(
-        {"next.correct(packed);": ""}, WRONG, mxfp4=True
     ),
     "both rows have the exponents of one": Mutation(
-        {"r == 0 ? packed.exponents.x : packed.exponents.y": "packed.exponents.x"},
-        WRONG,
-        mxfp4=True,
+        {"r == 0 ? exponents.x : exponents.y": "exponents.x"}, WRONG, mxfp4=True
     ),
     "signs are those of the other half": Mutation(
-        {"(word << 4 & 0x80808080)": "(word & 0x80808080)"}, WRONG, mxfp4=True
+        {"(words[i] << 4 & 0x80808080)": "(words[i] & 0x80808080)"}, WRONG, mxfp4=True
     ),
     "both columns have the power of one": Mutation(
         {"__fmaf_rn(sum[i], scale[i / 2 % 2]": "__fmaf_rn(sum[i], scale[0]"}, WRONG, mxfp4=True

@@ -36,64 +36,40 @@ struct Magnitudes {
 };
 constexpr u32 normal_from = 3;
 
-// What a thread's numbers of one k block are made of.
-struct PackedWeights {
-    uint4 rows[2];
-    uint2 exponents;
+// A thread's numbers of one k block: registers of A for each 32 columns of k.
+struct WeightFragments {
+    u32 a[block_k_bytes / 32][4];
 
     // unit: of the warpgroup, in shared memory.
-    WEFT_FN void read(const u8* unit) {
+    WEFT_FN void load(const u8* unit) {
         const u32 lane = threadIdx.x % warp_lanes;
         const u32 warp = threadIdx.x / warp_lanes % math_warps_per_group;
         const uint4* const values = reinterpret_cast<const uint4*>(unit) + warp * 2 * warp_lanes;
-        rows[0] = values[lane];
-        rows[1] = values[warp_lanes + lane];
-        exponents = reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
-    }
-    // Whether any exponent that the warp has is below normal_from.
-    WEFT_FN bool any_subnormal() const {
+        const uint4 rows[2] = {values[lane], values[warp_lanes + lane]};
+        const uint2 exponents =
+            reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
         // A byte keeps its highest bit where it is at least normal_from.
         constexpr u32 highest = 0x80808080, add = highest - normal_from * 0x01010101;
         const u32 normal = (exponents.x + add) & (exponents.y + add) & highest;
-        return __any_sync(all_lanes, normal != highest);
-    }
-};
-
-// A thread's numbers of one k block: registers of A for each 32 columns of k.
-struct WeightFragments {
-    static constexpr u32 blocks = block_k_bytes / 32;
-    u32 a[blocks][4];
-
-    WEFT_FN void expand(const PackedWeights& packed) {
-        if (packed.any_subnormal())
-            expand_all<true>(packed);
+        if (__any_sync(all_lanes, normal != highest))
+            expand<true>(rows, exponents);
         else
-            expand_all<false>(packed);
+            expand<false>(rows, exponents);
     }
-    // The i-th 32 columns, right if no exponent is below normal_from.
-    WEFT_FN void expand_normal(const PackedWeights& packed, u32 i) { expand<false>(packed, i); }
-    // All of them again, if one is.
-    WEFT_FN void correct(PackedWeights& packed) {
-        if (!packed.any_subnormal()) return;
-        compute_anew(packed.exponents.x);
-        compute_anew(packed.exponents.y);
-        expand_all<true>(packed);
-    }
-    template <bool subnormal> WEFT_FN void expand_all(const PackedWeights& packed) {
-#pragma unroll
-        for (u32 i = 0; i < blocks; ++i) expand<subnormal>(packed, i);
-    }
-    template <bool subnormal> WEFT_FN void expand(const PackedWeights& packed, u32 i) {
+    template <bool subnormal> WEFT_FN void expand(const uint4 (&rows)[2], uint2 exponents) {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            const uint4& row = packed.rows[r];
-            const u32 word = i == 0 ? row.x : i == 1 ? row.y : i == 2 ? row.z : row.w;
-            const u32 powers = r == 0 ? packed.exponents.x : packed.exponents.y;
-            const Magnitudes by =
-                Magnitudes::times<subnormal>(permute_bytes(powers, 0, 0x4440 | i));
-            const u32 codes = word & 0x77777777;
-            a[i][r] = permute_bytes(by.low, by.high, codes) | (word & 0x80808080);
-            a[i][2 + r] = permute_bytes(by.low, by.high, codes >> 16) | (word << 4 & 0x80808080);
+            const u32 words[4] = {rows[r].x, rows[r].y, rows[r].z, rows[r].w};
+            const u32 powers = r == 0 ? exponents.x : exponents.y;
+#pragma unroll
+            for (u32 i = 0; i < block_k_bytes / 32; ++i) {
+                const Magnitudes by =
+                    Magnitudes::times<subnormal>(permute_bytes(powers, 0, 0x4440 | i));
+                const u32 codes = words[i] & 0x77777777;
+                a[i][r] = permute_bytes(by.low, by.high, codes) | (words[i] & 0x80808080);
+                a[i][2 + r] =
+                    permute_bytes(by.low, by.high, codes >> 16) | (words[i] << 4 & 0x80808080);
+            }
         }
     }
 };

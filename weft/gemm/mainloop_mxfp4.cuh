@@ -41,70 +41,48 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
+// Alone on its SM, a warp expands the next k block's weights while the tensor cores multiply one.
 // Two CTAs on an SM have registers for the weights of one k block each: while one expands, the
 // tensor cores work for the other.
-//
-// Alone on its SM, a warp has three k blocks in work: while the tensor cores multiply one, the next
-// one's weights are expanded between the wgmmas, and the packed weights of the one after that are
-// awaited and read, so that neither trip to shared memory is waited for. High tiles leave no
-// registers for packed weights: theirs are read when they are expanded.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
-    static_assert(S.stages >= 3);  // one is multiplied and one expanded while the next is awaited
-    constexpr bool reads_ahead = N <= normal_m;
+    static_assert(S.stages >= 2);  // one is read while the next is awaited
     // What registers are left for.
-    constexpr u32 scales_ahead = S.ctas_per_sm() == 1 && N <= 96 ? scales_read_ahead : 2;
-    PipelineState<S.stages> to_read = pipeline;
-    PackedWeights packed;
+    constexpr u32 ahead = S.ctas_per_sm() == 2 ? 2 : N <= normal_m ? scales_read_ahead : 1;
     WeightFragments weights;
-    const auto read = [&] {
-        smem.full[to_read.stage].wait(to_read.parity);
-        packed.read(operands.unit + to_read.stage * S.stage_bytes());
-        to_read.advance();
+    const auto load = [&](WeightFragments& to) {
+        smem.full[pipeline.stage].wait(pipeline.parity);
+        to.load(operands.unit + pipeline.stage * S.stage_bytes());
     };
-    const auto multiply = [&](auto&& between, auto&& meanwhile) {
-        SwapAbKBlock<S, N, scales_ahead> block;
-        issue_k_block<S.row_operand(), N>(
-            block.acc, weights.a, operands.swap_b + descriptor_offset<S>(pipeline.stage), between);
-        block.read_scales(operands, smem, pipeline.stage);
+    const auto multiply = [&](auto&& meanwhile) {
+        const u32 stage = pipeline.stage;
+        SwapAbKBlock<S, N, ahead> block;
+        issue_k_block<S.row_operand(), N>(block.acc, weights.a,
+                                          operands.swap_b + descriptor_offset<S>(stage));
+        block.read_scales(operands, smem, stage);
+        pipeline.advance();
         meanwhile();
         block.template promote<0>(sum);
         hold_registers(weights.a);
-        release_stage(smem, pipeline.stage, rank);
-        pipeline.advance();
+        release_stage(smem, stage, rank);
     };
-    const auto nothing = [](auto...) {};
     if constexpr (S.ctas_per_sm() == 2) {
 #pragma unroll 1
         for (u32 k = 0; k < S.k_blocks(); ++k) {
-            read();
-            weights.expand(packed);
-            multiply(nothing, nothing);
+            load(weights);
+            multiply([] {});
         }
-        return;
-    }
-    read();
-    weights.expand(packed);
-    if constexpr (reads_ahead && S.k_blocks() > 1) read();
+    } else {
+        load(weights);
 #pragma unroll 2
-    for (u32 k = 1; k < S.k_blocks(); ++k) {
-        WeightFragments next;
-        if constexpr (reads_ahead) {
-            multiply([&](u32 i) { next.expand_normal(packed, i); },
-                     [&] {
-                         next.correct(packed);
-                         if (k + 1 < S.k_blocks()) read();
-                     });
-        } else {
-            multiply(nothing, [&] {
-                read();
-                next.expand(packed);
-            });
+        for (u32 k = 1; k < S.k_blocks(); ++k) {
+            WeightFragments next;
+            multiply([&] { load(next); });
+            weights = next;
         }
-        weights = next;
+        multiply([] {});
     }
-    multiply(nothing, nothing);
 }
 
 }  // namespace weft

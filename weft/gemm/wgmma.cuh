@@ -56,16 +56,13 @@ WEFT_FN void issue_k_block(float (&acc)[N / 2], u32 a, u32 b, bool accumulate) {
 }
 
 // The same with 64 rows of a in registers, for each 32 bytes of k; they change after
-// hold_registers only. Starts new sums. After the i-th wgmma is issued, between(i) is called.
-template <Operand O, u32 N, class Between>
-WEFT_FN void issue_k_block(float (&acc)[N / 2], const u32 (&a)[swizzle_bytes / 32][4], u32 b,
-                           Between&& between) {
+// hold_registers only. Starts new sums.
+template <Operand O, u32 N>
+WEFT_FN void issue_k_block(float (&acc)[N / 2], const u32 (&a)[swizzle_bytes / 32][4], u32 b) {
     wgmma_fence();
 #pragma unroll
-    for (u32 i = 0; i < swizzle_bytes / 32; ++i) {
+    for (u32 i = 0; i < swizzle_bytes / 32; ++i)
         wgmma<O, N>(acc, a[i], smem_descriptor(b + i * 2), i != 0);
-        between(i);
-    }
     wgmma_commit();
 }
 
@@ -83,9 +80,6 @@ WEFT_FN void hold_registers(u32 (&a)[swizzle_bytes / 32][4]) {
     for (u32 i = 0; i < swizzle_bytes / 32; ++i)
         asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
 }
-
-// What was computed of x before is computed anew after this, and so takes no registers until then.
-WEFT_FN void compute_anew(u32& x) { asm volatile("" : "+r"(x)); }
 
 // Four bytes, each one of the eight of low and high: which, say the lowest four nibbles of
 // `choice`, whose highest bits are 0. Not __byte_perm, for which the compiler masks every choice by
