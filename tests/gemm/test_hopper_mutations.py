@@ -304,7 +304,7 @@ MUTATIONS = {
     # MXFP4.
     "registers are loaded while wgmma reads them": Mutation(
         {
-            "multiply([&] { load(next); });\n        weights = next;": (
+            "multiply([&] { load(next); });\n            weights = next;": (
                 "multiply([&] { load(weights); });"
             )
         },
@@ -317,6 +317,23 @@ MUTATIONS = {
             "meanwhile();": "release_stage(smem, stage, rank);\n        meanwhile();",
         },
         WRONG,
+        mxfp4=True,
+    ),
+    "two CTAs an SM: sums and registers do not wait for wgmma": Mutation(
+        {
+            "block.template promote<0>(sum);\n        hold_registers": (
+                "block.template promote<1>(sum);\n        hold_registers"
+            )
+        },
+        WRONG,
+        block_m=64,
+        mxfp4=True,
+    ),
+    "packed weights are not awaited": Mutation(
+        {
+            "smem.full[pipeline.stage].wait(pipeline.parity);\n        to.load": "to.load",
+        },
+        "overrun",
         mxfp4=True,
     ),
     "both rows have the exponents of one": Mutation(
@@ -406,7 +423,7 @@ def test_the_kernel_as_it_is_passes(
 ):
     bf16, mxfp4 = weights == "bf16", weights == "mxfp4"
     name = "gated_fp8" if epilogue == "gated" and not bf16 else epilogue
-    for block_m in {"fp8": (128, 256), "mxfp4": (128,), "bf16": (256,)}[weights]:
+    for block_m in {"fp8": (128, 256), "mxfp4": (64, 128), "bf16": (256,)}[weights]:
         mutation = Mutation({}, "", name, block_m, bf16=bf16, mxfp4=mxfp4)
         make(mutation, tmp_path / str(block_m), monkeypatch, 3)
 

@@ -29,8 +29,10 @@ CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 1024
 MAX_STAGES = 10
 MXFP4_MAX_STAGES = 16  # its stages are smaller
+MXFP4_TWO_CTAS_M = 64  # up to here two CTAs share an SM
 UNIT_PAIR_BYTES = 9 * 1024
-SHARED_BYTES = 227 * 1024  # of a CTA
+SHARED_BYTES = 227 * 1024  # of a CTA that has an SM to itself
+SHARED_BYTES_OF_TWO = 113 * 1024  # of each of two
 
 # One H200, 2026-11-21: with one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
 # number of rows; those of 256 take 1 % less from 4096 rows on.
@@ -226,6 +228,13 @@ class WgmmaPlan:
         """Refuse what the kernel has no tile for."""
         adopt(self, block_m=one_of("block_m", self.block_m, BLOCK_MS))
 
+    def ctas_per_sm(self, operand: str = "fp8") -> int:
+        """CTAs that fit on an SM: two where tiles of MXFP4 weights are low.
+
+        operand: "fp8", "bf16", "fp16" or "mxfp4".
+        """
+        return 2 if operand == "mxfp4" and self.block_m <= MXFP4_TWO_CTAS_M else 1
+
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Pipeline stages, as many as fit beside what the epilogues need.
 
@@ -237,7 +246,8 @@ class WgmmaPlan:
         weights, most = 128 * BLOCK_N, MAX_STAGES
         if operand == "mxfp4":
             weights, most = UNIT_PAIR_BYTES, MXFP4_MAX_STAGES
-        return min(most, (SHARED_BYTES - spare) // (weights + 128 * m + scales + 32))
+        shared = SHARED_BYTES if self.ctas_per_sm(operand) == 1 else SHARED_BYTES_OF_TWO
+        return min(most, (shared - spare) // (weights + 128 * m + scales + 32))
 
     def max_m_blocks(self, rows: int, experts: int) -> int:
         """The most blocks of rows that `rows` rows of `experts` experts can make."""

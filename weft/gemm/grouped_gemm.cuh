@@ -5,6 +5,7 @@
 // and its own 128 columns of weights. In the highest FP8 tiles it is the other way round: each has
 // half of the rows, and loads half of the weights for both. One warpgroup loads, k blocks ahead of
 // the two that multiply and across tile boundaries, so memory never waits for the end of a tile.
+// Two CTAs share an SM where tiles of MXFP4 weights are low.
 // With PDL, weights are prefetched before griddepcontrol.wait, where counts and weights were
 // written early enough: the ring is full of weights when the first rows may be read.
 //
@@ -38,13 +39,13 @@ template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
     sync_cluster_relaxed();  // no CTA arrives at the other's mbarriers before they are initialised
 
     if (cta.lane() < warpgroup_threads) {
-        setmaxnreg_dec<40>();
+        setmaxnreg_dec<S.ctas_per_sm() == 1 ? 40 : 32>();
         if (cta.lane() == 0)
             load_tiles(a, smem, tiles, rank);
         else if constexpr (S.has_fp8_rows())
             if (cta.warp() != 0) load_scales(a, smem, rank);
     } else {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<S.ctas_per_sm() == 1 ? 232 : 104>();
         compute_tiles(a, smem, tiles, rank);
     }
 

@@ -73,9 +73,10 @@ namespace weft {{
 {instructions}}}  // namespace weft
 #include <weft/gemm/grouped_gemm.cuh>
 constexpr weft::GemmShape S = {shape};
+static_assert(S.ctas_per_sm() == {ctas_per_sm});
 {layout}extern "C" {{ extern __device__ const unsigned long long {shared}[1]; }}
 __device__ const unsigned long long {shared}[1] = {{weft::gemm_shared_bytes<S>()}};
-extern "C" __global__ void __launch_bounds__({threads}, 1)
+extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
 {name}(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a); }}
 """
 
@@ -180,6 +181,7 @@ def cuda_source(shape: str, block_m: int, operand: str) -> str:
         name=NAME,
         shared=SHARED,
         threads=THREADS,
+        ctas_per_sm=WgmmaPlan(block_m).ctas_per_sm(operand),
     )
 
 
@@ -343,11 +345,14 @@ class HopperLaunch:
     ) -> None:
         rows, (experts, n, _) = len(call.a), call.sizes
         self._device = torch.cuda.current_device()
-        function = load(GemmShape.of(call, plan))
+        shape = GemmShape.of(call, plan)
+        function = load(shape)
         self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
         self._arguments = Arguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
-        ctas = min(max(num_sms or _sms(self._device), 2) // 2, clusters) * 2
+        # A second CTA on an SM may get another SM: with num_sms there are no more CTAs than SMs.
+        most = num_sms or _sms(self._device) * plan.ctas_per_sm(shape.operand)
+        ctas = min(max(most, 2) // 2, clusters) * 2
         if isinstance(call.epilogue, StoreColumns):
             ctas = call.epilogue.ctas
         self._grid = ctas, 1, 1

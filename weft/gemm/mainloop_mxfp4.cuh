@@ -41,12 +41,15 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
-// While the tensor cores multiply a k block, the next one's weights are expanded.
+// Alone on its SM, a warp expands the next k block's weights while the tensor cores multiply one.
+// Two CTAs on an SM have registers for the weights of one k block each: while one expands, the
+// tensor cores work for the other.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
-    constexpr u32 ahead = N <= normal_m ? scales_read_ahead : 1;  // what registers are left for
+    // What registers are left for.
+    constexpr u32 ahead = S.ctas_per_sm() == 2 ? 2 : N <= normal_m ? scales_read_ahead : 1;
     WeightFragments weights;
     const auto load = [&](WeightFragments& to) {
         smem.full[pipeline.stage].wait(pipeline.parity);
@@ -64,14 +67,22 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
         hold_registers(weights.a);
         release_stage(smem, stage, rank);
     };
-    load(weights);
+    if constexpr (S.ctas_per_sm() == 2) {
+#pragma unroll 1
+        for (u32 k = 0; k < S.k_blocks(); ++k) {
+            load(weights);
+            multiply([] {});
+        }
+    } else {
+        load(weights);
 #pragma unroll 2
-    for (u32 k = 1; k < S.k_blocks(); ++k) {
-        WeightFragments next;
-        multiply([&] { load(next); });
-        weights = next;
+        for (u32 k = 1; k < S.k_blocks(); ++k) {
+            WeightFragments next;
+            multiply([&] { load(next); });
+            weights = next;
+        }
+        multiply([] {});
     }
-    multiply([] {});
 }
 
 }  // namespace weft
