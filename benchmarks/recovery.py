@@ -1,0 +1,182 @@
+"""How long a death, a recovery and a replacement take, on CPU ranks or ranks that share GPUs.
+
+    python benchmarks/recovery.py --device cpu --out recovery.json
+
+Four ranks make rounds of an all-to-all one after the other, on GPUs by replaying one captured
+graph. Rank 2 is killed; the survivors recover and make the next round, by the same graph; a new
+process takes the number. Each result is compared with the reference. ms, the slowest survivor's:
+`named`, from the kill until `check` raises; `recovered`, `group.recover`; `right`, from the kill
+until a round of the living is there; `replaced`, from the start of the new process (Python and
+torch included) until a round of all is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft import reference
+from weft.bench.machine import describe_machine
+from weft.errors import GroupError
+from weft.memory.launch import launch
+
+RANKS, VICTIM, ROUNDS, LONG = 4, 2, 200, 600.0
+SIZES = {"max_tokens": 128, "top_k": 8, "num_experts": 64, "hidden": 7168}
+
+
+class Rounds:
+    """A rank's all-to-all, and one round of it to make again and again."""
+
+    def __init__(self, group: weft.Group) -> None:
+        self.a2a = weft.AllToAll(group, **SIZES, timeout=LONG)
+        device, tokens = group.device, SIZES["max_tokens"]
+        draw = torch.Generator(device).manual_seed(group.rank)
+        self.x = torch.randn((tokens, SIZES["hidden"]), generator=draw, device=device).bfloat16()
+        scores = torch.rand((tokens, SIZES["num_experts"]), generator=draw, device=device)
+        self.ids = scores.topk(SIZES["top_k"]).indices.int()
+        self.weights = torch.rand(self.ids.shape, generator=draw, device=device)
+        self.out = torch.empty_like(self.x)
+        self.run: Callable[[], Any] = self.one
+
+    def one(self) -> None:
+        """Dispatch, experts that change nothing, combine."""
+        got = self.a2a.dispatch(self.x, self.ids, self.weights)
+        self.a2a.output().copy_(reference.identity_experts(got, self.x.dtype))
+        self.a2a.combine(out=self.out)
+
+    def capture(self) -> None:
+        """From now on `run` replays a graph, on GPUs."""
+        if not self.x.is_cuda:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.one()
+        self.run = graph.replay
+
+    def __call__(self) -> None:
+        """One round that has ended. Raises what broke it."""
+        self.out.fill_(float("nan"))
+        self.run()
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
+        try:
+            self.a2a.check()
+        except weft.errors.BadExpertId:
+            pass  # names the rank that is gone, once
+
+    def compare(self, living: tuple[int, ...]) -> None:
+        """The last round's result with the reference, without the experts of the dead."""
+        owners = torch.tensor(self.a2a.placement.ranks, device=self.ids.device)[self.ids.long()]
+        lives = torch.isin(owners, torch.tensor(living, device=owners.device))
+        ids = torch.where(lives, self.ids, -1)
+        wanted = reference.identity_round_trip(
+            self.x, ids, self.weights, self.a2a.placement, ranks=RANKS
+        )
+        assert torch.equal(self.out.view(torch.int16), wanted.view(torch.int16)), living
+
+
+def survivor(group: weft.Group, folder: str, device: str) -> dict[str, float]:
+    """A rank of the beginning; what it measured."""
+    rounds, killed = Rounds(group), Path(folder, "killed")
+    with rounds.a2a:
+        rounds()
+        rounds.capture()
+        for _ in range(20):
+            rounds()
+        rounds.compare(group.living)
+        group.barrier()
+        if group.rank == VICTIM:
+            time.sleep(0.2)
+            killed.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                rounds()
+        except GroupError as error:
+            named = time.monotonic()
+            assert f"rank {VICTIM}" in str(error) or "recover" in str(error), error
+        recovery = group.recover(timeout=LONG)
+        rounds()
+        right, at = time.monotonic(), float(killed.read_text())
+        rounds.compare(group.living)
+        for _ in range(ROUNDS):
+            rounds()
+        meeting, began = group.open_meeting(), time.monotonic()
+        command = [sys.executable, __file__, "--join", meeting.address, "--device", device]
+        new = subprocess.Popen(command) if group.rank == group.living[0] else None
+        group.replace(meeting, timeout=LONG)
+        rounds()
+        joined = time.monotonic()
+        rounds.compare(group.living)
+        group.barrier()
+        if new is not None and new.wait(LONG):
+            raise SystemExit("the new process failed")
+    times = {"named": named - at, "recovered": recovery.seconds, "right": right - at}
+    return {name: 1e3 * t for name, t in (times | {"replaced": joined - began}).items()}
+
+
+def newcomer(address: str, device: str) -> None:
+    """The process that takes the dead rank's number."""
+    where = f"cuda:{VICTIM % torch.cuda.device_count()}" if device == "cuda" else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        torch.set_num_threads(1)
+    with weft.Group.join(address, rank=VICTIM, size=RANKS, device=where, timeout=LONG) as group:
+        rounds = Rounds(group)
+        with rounds.a2a:
+            group.enter(timeout=LONG)
+            rounds()
+            rounds.compare(group.living)
+            group.barrier()
+
+
+def main() -> None:
+    """Some kills, and the medians."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--join", help=argparse.SUPPRESS)
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    if given.join:
+        newcomer(given.join, given.device)
+        return
+    turns = []
+    for _ in range(given.turns):
+        with tempfile.TemporaryDirectory() as folder:
+            told = launch(
+                survivor,
+                folder,
+                given.device,
+                ranks=RANKS,
+                device=given.device,
+                timeout=LONG,
+                tolerate_deaths=True,
+            )
+        slowest = [each for each in told if each is not None]
+        turns.append({name: round(max(e[name] for e in slowest), 1) for name in slowest[0]})
+        print(turns[-1], flush=True)
+    middle = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    print("median", middle)
+    if given.out:
+        gpus = [torch.cuda.get_device_name()] if given.device == "cuda" else []
+        found = {"machine": describe_machine(gpus), "sizes": SIZES, "turns_ms": turns}
+        Path(given.out).write_text(json.dumps(found | {"median_ms": middle}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
