@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -104,7 +104,7 @@ class Group:
         self._closed = False
         # By generation: the same key on every rank, and the order of creation.
         self._members: weakref.WeakValueDictionary[str, Member] = weakref.WeakValueDictionary()
-        self._dead: frozenset[int] = frozenset()  # ranks that the group goes on without
+        self._living = (1 << size) - 1  # bit r: rank r takes part
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of the three above
         self._creations: list[Creation] = []
@@ -377,19 +377,22 @@ class Group:
         """Notify `member` of deaths, of this rank's leaving and of recoveries; one a heap."""
         with self._fate:
             self._members[f"{type(member).__name__} {self._generation}"] = member
-            for rank in self._ended - self._dead:
+            for rank in self._taking_part(self._ended):
                 member._peer_ended(rank)
 
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks that take part: all, until a recovery goes on without the dead."""
-        return tuple(rank for rank in range(self.size) if rank not in self._dead)
+        return tuple(self._taking_part(range(self.size)))
 
     @property
     def ended(self) -> frozenset[int]:
         """The ranks whose processes have ended, as far as this one has heard; of those `living`."""
         with self._fate:
-            return frozenset(self._ended - self._dead)
+            return frozenset(self._taking_part(self._ended))
+
+    def _taking_part(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self._living >> rank & 1]
 
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Go on without the ranks that died. Collective over those that live.
@@ -420,7 +423,7 @@ class Group:
         while True:
             era, dead = agreement.decide(liveness, doubted, deadline)
             with self._fate:
-                self._dead = dead
+                self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
             control.resume(era, set(self.living))
             try:
                 finished = self._go_on(deadline)
@@ -464,7 +467,7 @@ class Group:
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
         self._recoverable()
-        gone = self._dead
+        gone = frozenset(range(self.size)) - set(self.living)
         if not gone:
             raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
         control = meet(
@@ -531,7 +534,7 @@ class Group:
         assert fresh.liveness is not None
         old, self._control, self._membership = self._membership, fresh.control, fresh
         with self._fate:
-            self._dead = frozenset()
+            self._living = (1 << self.size) - 1
             others = set(range(self.size)) - {self.rank}
             self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
         if old is not None:
@@ -575,7 +578,7 @@ class Group:
         }
         problem: Exception | None = None
         try:
-            self._resume(sum(1 << rank for rank in self.living), barrier, finished)
+            self._resume(self._living, barrier, finished)
         except Exception as error:
             if error in heard:
                 raise
@@ -600,8 +603,7 @@ class Group:
         for member in members:
             member._quiesce()
         barrier()  # no kernel of the living runs: none stores into a share
-        with self._fate:
-            self._dead = frozenset(rank for rank in range(self.size) if not living >> rank & 1)
+        self._living = living
         failures: list[Exception] = []
         for member in members:
             try:
@@ -625,7 +627,7 @@ class Group:
     def _peer_ended(self, rank: int) -> None:
         with self._fate:
             self._ended.add(rank)
-            if rank not in self._dead:  # heard late, after a recovery
+            if self._living >> rank & 1:  # else heard late, after a recovery
                 for member in self._attached():
                     member._peer_ended(rank)
 
