@@ -34,6 +34,7 @@ DECLARED = {"FP8Static", "MoEFinalize", "Payload", "Push", "ExpertWeights"}
 ELSEWHERE = {
     "Group.from_meeting": "tests/memory/test_rendezvous.py",
     "Group.attach": "tests/runtime/test_culprits.py",
+    "Group.recover": "tests/memory/test_recovery.py",
     "Group.pid": "tests/runtime/test_culprits.py",
     "lease": "tests/test_leases.py",
     "Heap.write": "tests/runtime/test_culprits.py",

@@ -20,6 +20,7 @@
         ├── PeerLeft               a peer raised or closed before it made its part of a call
         ├── GeometryMismatch       a peer called with another geometry
         ├── Aborted                a rank asked the group to stop
+        ├── RecoveryFailed         the survivors of a death could not go on yet; the text says why
         └── RankFailed             a launched rank raised or died
 
 Each text says what was wrong, with both values, and how to fix it.
@@ -111,6 +112,10 @@ class GeometryMismatch(GroupError):
 
 class Aborted(GroupError):
     """A rank called `abort()`; the text says which."""
+
+
+class RecoveryFailed(GroupError):
+    """Not all survivors came to `recover`, or a rank that must be gone lives; call it again."""
 
 
 class RankFailed(GroupError):

@@ -65,7 +65,6 @@ def inject(group, victim, step, out):
             return real(self, *args)
 
         setattr(posix.HostShares, where, disturbed)
-    group.watch()  # what it opens stays as long as the group
     before = state()
     if what == "stall":
         group.timeout = 2.0

@@ -27,6 +27,8 @@ WAITED = r"assertion violated.*\bcredited\b"
 STALE_STAGE = r"assertion violated.*\b(readers|rows|scales)\b"
 STALE_WORD = r"assertion violated.*\bword\b"
 ENDED = r"assertion violated.*\brunning\b"
+TWO_SETS = r"assertion violated.*\bdecided\b"
+LEFT_OUT = r"assertion violated.*\bended\b"
 LOST_ROW = r"assertion violated.*\b(direct|part|whole)\b|invalid end state"
 
 pytestmark = pytest.mark.skipif(
@@ -194,6 +196,25 @@ VARIANTS = (
     Variant("grouped GEMM, one half is exchanged", "TILES=3 SINGLE", STALE_WORD, "grouped_gemm"),
     Variant("grouped GEMM, a word is expected too late", "LATE", DEADLOCK, "grouped_gemm"),
     Variant("grouped GEMM, the last arrivals are not awaited", "HASTY", ENDED, "grouped_gemm"),
+    # Survivors agree on who is gone.
+    Variant("agreement, two of three ranks die", "", None, "agreement", large=True),
+    Variant("agreement, one of four ranks dies", "N=4 DEATHS=1", None, "agreement", large=True),
+    Variant(
+        "agreement, a stopped rank wakes while it is killed, and two die",
+        "SUSPECT=2",
+        None,
+        "agreement",
+        large=True,
+    ),
+    Variant("agreement, a page of one word", "SLOTS=1", STALE_WORD, "agreement"),
+    Variant("agreement, a page is not read again after the end", "ONCE", TWO_SETS, "agreement"),
+    Variant("agreement, each decides by itself", "HASTY", TWO_SETS, "agreement"),
+    Variant(
+        "agreement, a stopped rank is left out alive",
+        "DEATHS=1 SUSPECT=1 EXPEL",
+        LEFT_OUT,
+        "agreement",
+    ),
 )
 
 

@@ -72,12 +72,16 @@ class TorchControl:
                 )
         return [each["value"] for each in said]
 
-    def exchange_fds(self, fd: int, timeout: float) -> list[int]:
+    def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Refused: descriptors travel over Unix sockets alone."""
         raise InvalidArgument(
             "this group was made with shared_memory=False and cannot pass file descriptors; make "
             "it with Group.from_torch(group) on ranks of one host"
         )
+
+    def resume(self, era: int, living: set[int]) -> None:
+        """Refused: the process group is the caller's, with all its ranks."""
+        raise InvalidArgument("this group was made with shared_memory=False and cannot recover")
 
     def close(self, why: str | None = None) -> None:
         """Forget the process group, which belongs to the caller. `why` is not sent."""

@@ -1,14 +1,13 @@
-"""The control plane: Unix sockets that the ranks of one host keep after they met, in a star.
+"""The control plane: a Unix socket between every two ranks of one host, kept after they met.
 
-Rank 0 is the hub. Every collective is one frame from each rank to the hub and one frame back (one a
-descriptor, for descriptors). A rank that dies ends its socket, so the hub knows at once and informs
-the others which rank it was. Every wait has a deadline; a failed call breaks the group for good.
+Every collective is one frame from each rank to each other one. A rank that dies ends its sockets,
+so all others know at once which rank it was, and none is more needed than another. Every wait has a
+deadline; a failed call breaks the group, until a recovery resumes it among the living.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import threading
@@ -24,19 +23,18 @@ from weft.memory.wire import (
     Gone,
     Kind,
     Malformed,
+    decode,
     encode,
     encode_value,
     milliseconds,
     text_of,
 )
 
-HUB_SLACK = 1.0  # seconds that members wait longer than the hub, whose error names the culprit
-
 
 class ControlPlane:
-    """The sockets of one rank after the meeting: one to each member on rank 0, one to rank 0 else.
+    """The sockets of one rank after the meeting, one to each living peer.
 
-    `pids[r]` is rank r's process id as the kernel reported it to the hub.
+    `pids[r]` is rank r's process id as the kernel reported it to rank 0.
     """
 
     def __init__(self, rank: int, size: int, channels: dict[int, Channel], pids: list[int]) -> None:
@@ -46,47 +44,53 @@ class ControlPlane:
         self._channels = channels
         self._owner = os.getpid()
         self._busy = threading.Lock()
+        self._era = 0  # of frames: those that a broken call left in a socket are of an older one
         self._sequence = 0
         self._broken: str | None = None
         self._closed = False
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
-        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
+        """The `value` of every rank in rank order, None for one that is gone.
+
+        `op` names the call; all ranks must make the same.
+        """
         body = encode_value(op, value, larger="through a Heap")
         with self._collective():
             call = encode({"op": op, "n": self._sequence})
-            deadline = time.monotonic() + timeout
-            if self.rank == 0:
-                frames = self._collect(Kind.VALUE, op, timeout, deadline)
-                values = [value] + [frames[r].body["value"] for r in range(1, self.size)]
-                try:
-                    text = encode(values)
-                except ValueError as error:  # each could be sent, but not one level deeper
-                    self._fail(f"the values of {op} cannot be sent to every rank: {error}")
-                for rank in self._channels:
-                    self._send(rank, Kind.RESULT, text, op, timeout, deadline)
-                return list(json.loads(text))  # the hub's own value too: equal on every rank
-            self._send(0, Kind.VALUE, call[:-1] + b',"value":' + body + b"}", op, timeout, deadline)
-            frame = self._answer(Kind.RESULT, op, timeout, deadline)
-            if not isinstance(frame.body, list) or len(frame.body) != self.size:
-                self._fail(
-                    f"{self._name(0)} broke the protocol in {op}: it sent no list of {self.size}"
-                )
-            return frame.body
+            data = call[:-1] + b',"value":' + body + b"}"
+            frames = self._swap(Kind.VALUE, data, op, timeout)
+        values = {rank: frame.body["value"] for rank, frame in frames.items()}
+        values[self.rank] = decode(body)  # equal on every rank
+        return [values.get(rank) for rank in range(self.size)]
 
-    def exchange_fds(self, fd: int, timeout: float) -> list[int]:
-        """One descriptor of every rank, in rank order; the own entry is a duplicate."""
+    def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
+        """One descriptor of every rank in rank order, None for one that is gone.
+
+        The own entry is a duplicate.
+        """
         op, own = "exchange_fds", os.dup(fd)
-        received: dict[int, int] = {self.rank: own}
         try:
             with self._collective():
-                deadline = time.monotonic() + timeout
-                self._swap(op, own, received, timeout, deadline)
-            return [received[r] for r in range(self.size)]
+                call = encode({"op": op, "n": self._sequence})
+                frames = self._swap(Kind.DESCRIPTOR, call, op, timeout, fd=own)
         except BaseException:
-            for each in received.values():
-                os.close(each)
+            os.close(own)
             raise
+        fds = {rank: frame.fd for rank, frame in frames.items()} | {self.rank: own}
+        return [fds.get(rank) for rank in range(self.size)]
+
+    def resume(self, era: int, living: set[int]) -> None:
+        """Go on among `living` after a recovery, whose number `era` is the same on every rank."""
+        for rank in set(self._channels) - living:
+            self._channels.pop(rank).close()
+        self._era = era & 0xFFFF
+        self._sequence = 0
+        self._broken = None
+
+    def admit(self, rank: int, channel: Channel, pid: int) -> None:
+        """Take in the process that replaces a rank that is gone."""
+        self._channels[rank] = channel
+        self.pids[rank] = pid
 
     def abort(self, why: str) -> None:
         """Break the group from another thread of this process: a blocked call raises at once."""
@@ -102,94 +106,113 @@ class ControlPlane:
         if self._closed:
             return
         self._closed = True
-        body = b"" if why is None else encode(text_of(why))
+        if os.getpid() == self._owner:  # a forked child must not speak for its parent
+            self._tell(Kind.BYE, b"" if why is None else encode(text_of(why)))
         for channel in self._channels.values():
-            if os.getpid() == self._owner:  # a forked child must not speak for its parent
-                with contextlib.suppress(OSError):
-                    channel.send(Kind.BYE, body, 0.0)
             channel.close()
 
     def _swap(
-        self, op: str, own: int, received: dict[int, int], timeout: float, deadline: float
-    ) -> None:
-        others = [r for r in range(self.size) if r != self.rank]
-        if self.rank != 0:
-            call = encode({"op": op, "n": self._sequence})
-            self._send(0, Kind.DESCRIPTOR, call, op, timeout, deadline, fd=own)
-            for rank in others:
-                frame = self._answer(Kind.DESCRIPTOR, op, timeout, deadline)
-                if frame.fd is None:
-                    self._fail(f"{self._name(0)} sent no descriptor of rank {rank} in {op}")
-                received[rank] = frame.fd
-            return
-        self._collect(Kind.DESCRIPTOR, op, timeout, deadline, received)
-        for to in others:
-            for rank in range(self.size):
-                if rank != to:
-                    fd = received[rank]
-                    self._send(to, Kind.DESCRIPTOR, b"", op, timeout, deadline, fd=fd)
-
-    def _collect(
-        self,
-        kind: Kind,
-        op: str,
-        timeout: float,
-        deadline: float,
-        received: dict[int, int] | None = None,
+        self, kind: Kind, body: bytes, op: str, timeout: float, *, fd: int | None = None
     ) -> dict[int, Frame]:
-        """On the hub: one frame of every member. Descriptors go to `received` as they come."""
+        """Send one frame to every peer and receive one of each."""
+        deadline = time.monotonic() + timeout
         frames: dict[int, Frame] = {}
-        poller, by_fd = select.poll(), {}
-        for rank, channel in self._channels.items():
-            poller.register(channel, select.POLLIN | select.POLLRDHUP)
-            by_fd[channel.fileno()] = rank
-        while len(frames) < self.size - 1:
-            ready = poller.poll(milliseconds(deadline))
-            for fd, _ in ready:
-                rank = by_fd[fd]
-                frame = self._pump(rank, op)
-                if frame is None:
-                    continue
-                if frame.fd is not None and received is not None and rank not in received:
-                    received[rank] = frame.fd
-                elif frame.fd is not None:
-                    os.close(frame.fd)
-                self._check(rank, frame, kind, op, rank in frames)
+        try:
+            for channel in self._channels.values():
+                channel.post(kind, body, fd=fd, era=self._era)
+            ready = set(self._channels)
+            while True:
+                for rank in sorted(ready):
+                    self._turn(rank, kind, op, frames)
+                waiting = [r for r, c in self._channels.items() if r not in frames or c.unsent]
+                if not waiting:
+                    self._look_for_failure(op)
+                    return frames
+                if time.monotonic() >= deadline:
+                    self._fail(self._late(waiting, frames, op, timeout))
+                ready = self._ready(waiting, frames, deadline)
+        except BaseException:
+            for frame in frames.values():
+                frame.drop()
+            raise
+
+    def _turn(self, rank: int, kind: Kind, op: str, frames: dict[int, Frame]) -> None:
+        """Send and receive what can be now."""
+        channel = self._channels[rank]
+        left = False
+        try:
+            channel.flush()
+        except Gone:
+            left = True  # its last frames may still be in the socket's buffer
+        except OSError as error:
+            self._fail(f"{self._name(rank)} cannot be sent its part of {op}: {error}")
+        if rank not in frames or left:
+            frame = self._pump(rank, op)
+            if frame is not None and rank in frames:
+                frame.drop()
+            elif frame is not None:
                 frames[rank] = frame
-            if not ready and time.monotonic() >= deadline:
-                missing = [self._name(r) for r in self._channels if r not in frames]
-                self._fail(f"{', '.join(missing)} did not enter {op} within {timeout:g} s")
-        return frames
+                self._check(rank, frame, kind, op)
 
     def _pump(self, rank: int, op: str) -> Frame | None:
+        """The peer's next frame of this era. Raises RendezvousFailed if there will be none."""
+        if self._broken is not None:
+            raise RendezvousFailed(self._broken)
         try:
-            return self._channels[rank].pump()
+            while (frame := self._channels[rank].pump()) is not None:
+                if frame.kind is Kind.BYE:
+                    frame.drop()
+                    self._fail(self._farewell(rank, frame, op))
+                if frame.era != self._era:
+                    frame.drop()
+                    continue
+                if frame.kind is Kind.FAIL:
+                    frame.drop()
+                    self._fail(text_of(frame.body))
+                return frame
         except Gone:
             self._fail(self._broken or f"{self._name(rank)} died while the group was in {op}")
         except (Malformed, OSError) as error:
             self._fail(f"{self._name(rank)} broke the protocol in {op}: {error}")
+        return None
 
-    def _check(self, rank: int, frame: Frame, kind: Kind, op: str, again: bool) -> None:
-        self._check_end(rank, frame, op)
+    def _look_for_failure(self, op: str) -> None:
+        """Fail as a peer did that sent its part and then gave up waiting for this rank."""
+        for rank, channel in self._channels.items():
+            with contextlib.suppress(OSError, Malformed):  # of the next call
+                frame = channel.peek()
+                if frame is not None and frame.kind is Kind.FAIL and frame.era == self._era:
+                    self._pump(rank, op)
+
+    def _ready(self, waiting: list[int], frames: dict[int, Frame], deadline: float) -> set[int]:
+        poller, ranks = select.poll(), {}
+        for rank in waiting:
+            channel = self._channels[rank]
+            awaited = 0 if rank in frames else select.POLLIN
+            poller.register(channel, awaited | (select.POLLOUT if channel.unsent else 0))
+            ranks[channel.fileno()] = rank
+        return {ranks[fd] for fd, _ in poller.poll(milliseconds(deadline))}
+
+    def _late(self, waiting: list[int], frames: dict[int, Frame], op: str, timeout: float) -> str:
+        missing = [self._name(rank) for rank in waiting if rank not in frames]
+        if missing:
+            return f"{', '.join(missing)} did not enter {op} within {timeout:g} s"
+        names = ", ".join(map(self._name, waiting))
+        return f"{names} did not read its part of {op} within {timeout:g} s"
+
+    def _check(self, rank: int, frame: Frame, kind: Kind, op: str) -> None:
         body = frame.body if isinstance(frame.body, dict) else {}
-        if again or body.get("op") != op or body.get("n") != self._sequence:
+        if body.get("op") != op or body.get("n") != self._sequence:
             theirs = f"{text_of(body.get('op'))} (call {text_of(body.get('n'))})"
             self._fail(
-                f"rank 0 is in {op} (call {self._sequence}) and {self._name(rank)} is in {theirs}: "
-                "every rank must make the same calls in the same order"
+                f"rank {self.rank} is in {op} (call {self._sequence}) and {self._name(rank)} is in "
+                f"{theirs}: every rank must make the same calls in the same order"
             )
         complete = "value" in body if kind is Kind.VALUE else frame.fd is not None
         if frame.kind is not kind or not complete:
             self._fail(f"{self._name(rank)} sent {frame.kind.name} in {op}, not {kind.name}")
 
-    def _check_end(self, rank: int, frame: Frame, op: str) -> None:
-        """Raise if `frame` says that there will be no more of them."""
-        if frame.kind in (Kind.FAIL, Kind.BYE):
-            self._fail(self._farewell(rank, frame, op))
-
     def _farewell(self, rank: int, frame: Frame, op: str) -> str:
-        if frame.kind is Kind.FAIL:
-            return text_of(frame.body)
         if frame.body is None:
             return f"{self._name(rank)} closed its group while the others were in {op}"
         return (
@@ -197,71 +220,20 @@ class ControlPlane:
             f"{text_of(frame.body)}"
         )
 
-    def _answer(self, kind: Kind, op: str, timeout: float, deadline: float) -> Frame:
-        """On a member: the hub's next frame."""
-        try:
-            frame = self._channels[0].receive(deadline + HUB_SLACK)
-        except TimeoutError:
-            self._fail(
-                f"{self._name(0)} did not enter {op} within {timeout:g} s "
-                f"(rank {self.rank} waited for it)"
-            )
-        except Gone:
-            self._fail(self._broken or f"{self._name(0)} died while the group was in {op}")
-        except (Malformed, OSError) as error:
-            self._fail(f"{self._name(0)} broke the protocol in {op}: {error}")
-        if frame.kind is not kind and frame.fd is not None:
-            os.close(frame.fd)
-        self._check_end(0, frame, op)
-        if frame.kind is not kind:
-            self._fail(f"{self._name(0)} sent {frame.kind.name} in {op}, not {kind.name}")
-        return frame
-
-    def _send(
-        self,
-        rank: int,
-        kind: Kind,
-        body: bytes,
-        op: str,
-        timeout: float,
-        deadline: float,
-        *,
-        fd: int | None = None,
-    ) -> None:
-        channel = self._channels[rank]
-        try:
-            channel.send(kind, body, deadline, fd=fd)
-        except TimeoutError:
-            self._fail(f"{self._name(rank)} did not read its part of {op} within {timeout:g} s")
-        except Gone:
-            # Its last frames may still be in the socket's buffer.
-            self._fail(self._last_words(rank, op) or f"{self._name(rank)} died before {op}")
-        except OSError as error:
-            self._fail(f"{self._name(rank)} cannot be sent its part of {op}: {error}")
-
-    def _last_words(self, rank: int, op: str) -> str | None:
-        if self._broken:
-            return self._broken
-        try:
-            while (frame := self._channels[rank].pump()) is not None:
-                if frame.fd is not None:
-                    os.close(frame.fd)
-                if frame.kind in (Kind.FAIL, Kind.BYE):
-                    return self._farewell(rank, frame, op)
-        except (OSError, Malformed):
-            return None
-        return None
-
     def _fail(self, text: str) -> NoReturn:
-        """Break the group for good: send every peer the text, if its buffer has room, and raise.
+        """Break the group: send every peer the text, if its buffer has room, and raise.
 
         The first text stays: a rank that comes later learns the first cause.
         """
         self._broken = text
+        self._tell(Kind.FAIL, encode(text))
+        raise RendezvousFailed(text)
+
+    def _tell(self, kind: Kind, body: bytes) -> None:
         for channel in self._channels.values():
             with contextlib.suppress(OSError):
-                channel.send(Kind.FAIL, encode(text), 0.0)
-        raise RendezvousFailed(text)
+                channel.post(kind, body, era=self._era)
+                channel.flush()
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} (pid {self.pids[rank]})"

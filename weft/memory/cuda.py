@@ -102,14 +102,17 @@ class DeviceShares:
             "fabric": fabric,
         }
 
-    def check(self, peers: Sequence[dict[str, Any]]) -> None:
+    def check(self, peers: Sequence[dict[str, Any] | None]) -> None:
         """Compare what every rank said in open(). Raises PeerAccessDenied, HandleUnsupported."""
         visible = {}
         for ordinal in range(call("cuDeviceGetCount")):
             device = call("cuDeviceGet", ordinal)
             visible[bytes(call("cuDeviceGetUuid", device).bytes).hex()] = device
         own = peers[self._rank]
+        assert own is not None  # this rank lives
         for rank, peer in enumerate(peers):
+            if peer is None:
+                continue
             if peer["granule"] != own["granule"]:
                 raise HandleUnsupported(
                     f"rank {self._rank} on {own['name']} allocates in {own['granule']} bytes and "
@@ -167,10 +170,12 @@ class DeviceShares:
         with self._current():
             return bytes(self._export(self._handles[0], self._kind).data).hex()
 
-    def map(self, shared: Sequence[int | str]) -> None:
-        """Map every rank's share from its descriptor or fabric handle; zero the own one."""
+    def map(self, shared: Sequence[int | str | None]) -> None:
+        """Map every living rank's share from its descriptor or fabric handle; zero the own one."""
         with self._current():
             for rank, each in enumerate(shared):
+                if each is None:
+                    continue
                 try:
                     self._map(rank, each)
                 except DriverError as error:
@@ -323,7 +328,7 @@ def create(group: Group, size: int) -> DeviceShares:
     try:
         peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
         group.together(lambda: shares.check(peers), doing="checking that GPUs reach each other")
-        fabric = all(peer["fabric"] for peer in peers)
+        fabric = all(peers[rank]["fabric"] for rank in group.living)
         how = "fabric handles" if fabric else "POSIX file descriptors"
         _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
         group.together(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ class Exported(Protocol):
     def take_fd(self) -> int:
         """The share's descriptor, which belongs to the caller from now on."""
 
-    def map(self, fds: list[int], /) -> None:
-        """Map the share of every rank from its descriptor, in rank order."""
+    def map(self, fds: Sequence[int | None], /) -> None:
+        """Map the share of every rank from its descriptor, in rank order; None: it is gone."""
 
 
 def map_all(group: Group, shares: Exported, *, doing: str) -> None:
@@ -34,4 +35,5 @@ def map_all(group: Group, shares: Exported, *, doing: str) -> None:
         group.together(lambda: shares.map(fds), doing=doing)
     finally:
         for each in fds:
-            os.close(each)
+            if each is not None:
+                os.close(each)

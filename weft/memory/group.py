@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from weft.arguments import flags, function, instance, integer, seconds, shown
+from weft.arguments import flags, function, instance, integer, integers, seconds, shown
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
+    RecoveryFailed,
+    RendezvousFailed,
     UsageError,
 )
+from weft.memory.agreement import MAX_AGREEING, Agreement, Recovery
 from weft.memory.collective import OwnProcessGroup, TorchControl
+from weft.memory.control_plane import ControlPlane
 from weft.memory.discovery import default_device, find
 from weft.memory.liveness import Liveness, LivenessFd
 from weft.memory.meeting import Meeting
@@ -36,7 +43,8 @@ class Control(Protocol):
     """What carries a group's control messages."""
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
-    def exchange_fds(self, fd: int, timeout: float) -> list[int]: ...
+    def exchange_fds(self, fd: int, timeout: float) -> list[int | None]: ...
+    def resume(self, era: int, living: set[int]) -> None: ...
     def close(self, why: str | None = None) -> None: ...
 
 
@@ -49,6 +57,18 @@ class Member(Protocol):
     def _tell_left(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that no more calls come; settled: once those made are done."""
 
+    def _suspects(self) -> set[int]:
+        """The ranks that did not do their part of a call before its deadline."""
+
+    def _quiesce(self) -> None:
+        """Wait until nothing of this rank's calls runs any more."""
+
+    def _finished(self) -> int:
+        """Rounds that this rank has finished."""
+
+    def _recover(self, living: int) -> None:
+        """Write this rank's share as at creation, with the mask `living`, and take calls again."""
+
 
 class Group:
     """Ranks of one job that can share memory (one host). A context manager.
@@ -56,7 +76,7 @@ class Group:
     `rank` of `size` ranks; `device` is the rank's memory, "cpu" or "cuda:i"; `timeout` is the
     deadline in seconds of every control message that names none. The methods that talk are
     collective: every rank calls the same ones in the same order, each rank from one thread at a
-    time. When a rank dies they raise RendezvousFailed naming it.
+    time. When a rank dies they raise RendezvousFailed naming it, until the survivors `recover`.
     """
 
     def __init__(
@@ -80,14 +100,23 @@ class Group:
         self._threads = threads
         self._generation = 0
         self._closed = False
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        # By generation: the same key on every rank, and the order of creation.
+        self._members: weakref.WeakValueDictionary[str, Member] = weakref.WeakValueDictionary()
+        self._dead: frozenset[int] = frozenset()  # ranks that the group goes on without
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of the two above
         self._liveness_fd: LivenessFd | None = None
         self._liveness: Liveness | None = None
+        self._agreement: Agreement | None = None
         # A group that is dropped unclosed gives its sockets back without a warning. At exit the
         # system does.
         weakref.finalize(self, control.close).atexit = False
+        if isinstance(control, ControlPlane) and not threads and size > 1:
+            try:
+                self._watch()
+            except BaseException:
+                self._leave(None)
+                raise
 
     @classmethod
     def from_meeting(
@@ -185,8 +214,9 @@ class Group:
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
         """Every rank's `value`, in rank order; at most 1 MiB of JSON a rank.
 
-        Tuples come back as lists. Raises InvalidArgument for what JSON cannot say and
-        RendezvousFailed when a rank died, closed its group or did not come in time.
+        None for a rank that is gone. Tuples come back as lists. Raises InvalidArgument for what
+        JSON cannot say and RendezvousFailed when a rank died, closed its group or did not come in
+        time.
         """
         _check_json(value)
         return self._gather("all_gather", value, timeout)
@@ -218,16 +248,17 @@ class Group:
                 undo()
             raise
 
-    def _vote(self, error: BaseException | None, doing: str) -> None:
+    def _vote(self, error: BaseException | None, doing: str, timeout: float | None = None) -> None:
         mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
-        votes = self._gather("vote", {"doing": doing, "error": mine}, None)
-        failed = [r for r, vote in enumerate(votes) if vote["error"] is not None]
+        said = self._gather("vote", {"doing": doing, "error": mine}, timeout)
+        votes = {rank: said[rank] for rank in self.living}
+        failed = [r for r, vote in votes.items() if vote["error"] is not None]
         if not failed:
             return
         first = failed[0]
         name, text = votes[first]["error"]
         if isinstance(error, UsageError) and all(
-            vote["error"] is not None and vote["error"][0] == name for vote in votes
+            vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
         ):
             raise type(error)(text) from error
         others = f" (and on rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
@@ -262,19 +293,20 @@ class Group:
         instance("what", what, str)
         _check_json(value)
         values = self._gather(f"agreement on {what}", value, None)
-        for rank, other in enumerate(values):
-            if other != values[0]:
-                theirs, ours = _difference(other, values[0])
+        first = self.living[0]
+        for rank in self.living:
+            if values[rank] != values[first]:
+                theirs, ours = _difference(values[rank], values[first])
                 raise GeometryMismatch(
-                    f"{what} differs: rank 0 has {ours} and rank {rank} has {theirs}; pass the "
-                    "same on every rank"
+                    f"{what} differs: rank {first} has {ours} and rank {rank} has {theirs}; pass "
+                    "the same on every rank"
                 )
 
-    def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int]:
+    def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
         """One file descriptor of every rank, in rank order; the own entry is a duplicate.
 
-        The caller closes all of them. Raises RendezvousFailed as all_gather does, and
-        InvalidArgument for a group without shared memory.
+        None for a rank that is gone. The caller closes all of them. Raises RendezvousFailed as
+        all_gather does, and InvalidArgument for a group without shared memory.
         """
         fd = integer("fd", fd, 0, (1 << 31) - 1)
         try:
@@ -313,19 +345,12 @@ class Group:
         self._process_group = self._own.process_group
         return self._process_group
 
-    def watch(self) -> None:
-        """From now on the end of a peer's process is noticed at once. Collective, idempotent.
-
-        Ranks that are threads share a process: there is nothing to watch.
-        """
-        if self._liveness is not None or self._threads or self.size == 1:
-            return
+    def _watch(self) -> None:
+        """From now on the end of a peer's process is noticed at once, and can be agreed on."""
         self._liveness_fd = self.together(LivenessFd, doing="opening a pidfd")
-        try:
-            fds = self.exchange_fds(self._liveness_fd.fd)
-        finally:
-            os.close(self._liveness_fd.fd)
-        os.close(fds[self.rank])
+        with contextlib.ExitStack() as fds:
+            fds.callback(os.close, self._liveness_fd.fd)
+            pidfds = self._of_peers(self._liveness_fd.fd)
         ended = weakref.WeakMethod(self._peer_ended)
 
         def peer_ended(rank: int) -> None:
@@ -333,16 +358,133 @@ class Group:
             if method is not None:
                 method(rank)
 
-        peers = {rank: fd for rank, fd in enumerate(fds) if rank != self.rank}
-        self._liveness = Liveness(peers, peer_ended)
+        self._liveness = Liveness(pidfds, peer_ended)
         weakref.finalize(self, self._liveness.close).atexit = False
+        if self.size > MAX_AGREEING:
+            return
+        agreement = self._agreement = self.together(
+            lambda: Agreement(self.rank, self.size, self._name), doing="making a page of memory"
+        )
+        weakref.finalize(self, agreement.close).atexit = False
+        page = agreement.take_fd()
+        try:
+            pages = self._of_peers(page)
+        finally:
+            os.close(page)
+        try:
+            self.together(lambda: agreement.map(pages), doing="mapping the peers' pages")
+        finally:
+            for fd in pages.values():
+                os.close(fd)
+
+    def _of_peers(self, fd: int) -> dict[int, int]:
+        """A descriptor of every living peer."""
+        fds = self.exchange_fds(fd)
+        own = fds[self.rank]
+        if own is not None:
+            os.close(own)
+        return {r: each for r, each in enumerate(fds) if each is not None and r != self.rank}
 
     def attach(self, member: Member) -> None:
-        """Notify `member` when a peer's process ends, and when this rank leaves."""
+        """Notify `member` of deaths, of this rank's leaving and of recoveries; one a heap."""
         with self._fate:
-            self._members.add(member)
-            for rank in self._ended:
+            self._members[f"{type(member).__name__} {self._generation}"] = member
+            for rank in self._ended - self._dead:
                 member._peer_ended(rank)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that take part: all, until a recovery goes on without the dead."""
+        return tuple(rank for rank in range(self.size) if rank not in self._dead)
+
+    def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
+        """Go on without the ranks that died. Collective over those that live.
+
+        To be called on every rank after one of them died, or stalled, under a call. The survivors
+        agree on who is gone, wait for their own calls to end, write the memory of all operators as
+        at creation, and take calls again. The control messages go on among the living; where they
+        return a value of each rank, a rank that is gone has None.
+
+        suspects: ranks to kill if they do not call this, too, within half a second. Those that an
+        operator waited for in vain (PeerTimeout) are among them without being named. Nobody
+        else is killed, and no living rank is left out.
+        timeout: seconds, in all.
+
+        Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
+        then end its process and call this again. Raises CreationFailed on every rank where one
+        could not write its memory, and InvalidArgument for ranks that are threads or that share no
+        memory.
+        """
+        began, timeout = time.monotonic(), seconds("timeout", timeout)
+        doubted = set(integers("suspects", suspects, 0, self.size - 1))
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        if self._agreement is None or self._liveness is None:
+            raise InvalidArgument(
+                f"this group cannot recover: it needs 2 to {MAX_AGREEING} ranks, each a process, "
+                "that share memory"
+            )
+        with self._fate:
+            members = list(self._members.values())
+        doubted |= {rank for member in members for rank in member._suspects()}
+        deadline = began + timeout
+        while True:
+            era, dead = self._agreement.decide(self._liveness, doubted, deadline)
+            with self._fate:
+                self._dead = dead
+            self._control.resume(era, set(self.living))
+            try:
+                finished = self._go_on(deadline)
+            except RendezvousFailed as error:  # another one died, or gave up: agree anew
+                if time.monotonic() < deadline:
+                    continue
+                raise RecoveryFailed(f"{error}; call recover again") from error
+            took = time.monotonic() - began
+            return Recovery(tuple(sorted(dead)), self.living, MappingProxyType(finished), took)
+
+    def _go_on(self, deadline: float) -> dict[str, int]:
+        """Make the living equal, and resume the operators that all of them still have."""
+
+        def left() -> float:
+            return max(0.001, deadline - time.monotonic())
+
+        def barrier() -> None:
+            self._vote(None, "recovering", left())
+
+        with self._fate:
+            own = {name: member._finished() for name, member in self._members.items()}
+        mine: JSON = {"generation": self._generation, "finished": own}
+        said = self._gather("recover", mine, left())
+        states = [said[rank] for rank in self.living]
+        # A creation that the death interrupted was begun on some ranks only.
+        self._generation = max(state["generation"] for state in states)
+        finished = {
+            name: min(state["finished"][name] for state in states)
+            for name in own
+            if all(name in state["finished"] for state in states)
+        }
+        try:
+            self._resume(finished, sum(1 << rank for rank in self.living), barrier)
+        except (RendezvousFailed, CreationFailed):
+            raise
+        except Exception as error:
+            self._vote(error, "recovering", left())
+        with self._fate:
+            for rank in self._ended - self._dead:  # `_recover` has forgotten it
+                for member in self._members.values():
+                    member._peer_ended(rank)
+        return finished
+
+    def _resume(self, names: Iterable[str], living: int, barrier: Callable[[], None]) -> None:
+        """Write the memory of the operators `names` as at creation, while nothing runs in it."""
+        with self._fate:
+            members = [each for name, each in self._members.items() if name in names]
+        for member in members:
+            member._quiesce()
+        barrier()
+        for member in members:
+            member._recover(living)
+        barrier()
 
     def pid(self, rank: int) -> int | None:
         """The process id of a rank as the kernel reported it, where it is known."""
@@ -352,13 +494,17 @@ class Group:
     def _peer_ended(self, rank: int) -> None:
         with self._fate:
             self._ended.add(rank)
-            for member in list(self._members):
-                member._peer_ended(rank)
+            if rank not in self._dead:  # heard late, after a recovery
+                for member in list(self._members.values()):
+                    member._peer_ended(rank)
 
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
         self._generation = self._generation % 0xFFFF + 1
         return self._generation
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (pid {self.pid(rank)})"
 
     def abort(self, why: str) -> None:
         """Make every later or blocked control call of this rank raise. Callable from any thread."""
@@ -377,7 +523,7 @@ class Group:
             return
         self._closed = True
         with self._fate:
-            members = list(self._members)
+            members = list(self._members.values())
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
@@ -385,6 +531,8 @@ class Group:
             self._liveness.close()
         if self._liveness_fd is not None:
             self._liveness_fd.close()
+        if self._agreement is not None:
+            self._agreement.close()
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None

@@ -96,7 +96,6 @@ class Heap:
             )
             group.agree({"size": size}, what="the heap's size")
             require_room(group, size, what="a heap")
-            group.watch()
             generation = group.next_generation()
             shares: Shares
             if group.device.type == "cuda":

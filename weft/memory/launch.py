@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.arguments import function, integer, one_of, seconds
+from weft.arguments import flags, function, integer, one_of, seconds
 from weft.errors import InvalidArgument, SetupError
 from weft.memory.group import Group
 from weft.memory.meeting import Meeting
@@ -33,12 +33,15 @@ def launch(
     ranks: int = 4,
     device: str = "cpu",
     timeout: float = 600.0,
+    tolerate_deaths: bool = False,
 ) -> list[T]:
     """Run `fn(group, *args)` on `ranks` ranks and return what it returned, in rank order.
 
     `device` is "cpu" (processes, one torch thread each), "cuda" (processes, rank i on GPU
     i modulo their number) or "threads" (CPU ranks as threads of this process). For processes, `fn`
     must be a function that a new process can import, and it returns plain values or CPU tensors.
+    With `tolerate_deaths` a process that dies after all have met ends nobody else: the survivors go
+    on (`Group.recover`), and None stands for what it would have returned.
 
     Raises InvalidArgument for a function that a new process cannot import, and in a process that
     is a rank itself (torchrun's); SetupError where this process may not open enough files.
@@ -53,6 +56,7 @@ def launch(
     ranks = integer("ranks", ranks, 1, MAX_LAUNCHED)
     device = one_of("device", device, _DEVICES)
     timeout = seconds("timeout", timeout)
+    flags(tolerate_deaths=tolerate_deaths)
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
     _check_launches()
@@ -64,11 +68,12 @@ def launch(
         if device == "threads":
             reports = _run_threads(fn, args, meeting, ranks, timeout, group_timeout)
         else:
-            job = Job(work, meeting, ranks, device, group_timeout)
+            job = Job(work, meeting, ranks, device, group_timeout, tolerate_deaths)
             reports = run_processes(job, timeout)
     finally:
         meeting.remove()
-    error = failure(reports, ranks, timeout)
+    survivors = [report for report in reports if report.kind != "died"]
+    error = failure(survivors if tolerate_deaths and survivors else reports, ranks, timeout)
     if error is not None:
         raise error
     return [report.value for report in reports]
@@ -87,7 +92,7 @@ def _check_launches() -> None:
 
 def files_of(ranks: int, device: str) -> int:
     """Descriptors that a launch may hold at once: sockets, pipes, and shares on their way."""
-    return 16 + (ranks * (ranks + 4) if device == "threads" else 4 * ranks)
+    return 16 + (2 * ranks * (ranks + 1) if device == "threads" else 4 * ranks)
 
 
 def _check_open_files(ranks: int, device: str) -> None:

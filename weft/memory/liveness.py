@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable, Mapping
 
@@ -44,20 +45,31 @@ class LivenessFd:
 
 
 class Liveness:
-    """A thread that calls `ended(rank)` once for each peer whose process ends.
+    """The processes of the peers, and a thread that calls `ended(rank)` once for each that ends.
 
     Takes over the descriptors of `peers`. `ended` is called in that thread, until `close`.
     """
 
     def __init__(self, peers: Mapping[int, int], ended: Callable[[int], None]) -> None:
         self._owner = os.getpid()
+        self._fds = dict(peers)
+        self._tell = ended
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(
-            target=_watch, args=(dict(peers), self._wake, ended), name="weft-liveness", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, name="weft-liveness", daemon=True)
         self._thread.start()
+
+    def ended(self, rank: int) -> bool:
+        """Has the process of a rank ended? Nothing that it did is under way then."""
+        poller = select.poll()
+        poller.register(self._fds[rank], select.POLLIN)
+        return bool(poller.poll(0))
+
+    def kill(self, rank: int) -> None:
+        """End the process of a rank. Raises OSError where the kernel refuses, or without pidfds."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fds[rank], signal.SIGKILL)
 
     def close(self) -> None:
         """End the thread and close all descriptors. Idempotent; a forked child does nothing."""
@@ -70,21 +82,20 @@ class Liveness:
             self._thread.join()
         os.close(self._wake)
 
-
-def _watch(peers: dict[int, int], wake: int, ended: Callable[[int], None]) -> None:
-    poller = select.poll()
-    ranks = {fd: rank for rank, fd in peers.items()}
-    for fd in (wake, *ranks):
-        poller.register(fd, select.POLLIN)
-    try:
-        while True:
-            ready = [fd for fd, _ in poller.poll()]
-            if wake in ready:
-                return
-            # One at a time: `ended` may close this, and then no other is called.
-            poller.unregister(ready[0])
-            ended(ranks[ready[0]])
-    finally:
-        for fd in ranks:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+    def _watch(self) -> None:
+        poller = select.poll()
+        ranks = {fd: rank for rank, fd in self._fds.items()}
+        for fd in (self._wake, *ranks):
+            poller.register(fd, select.POLLIN)
+        try:
+            while True:
+                ready = [fd for fd, _ in poller.poll()]
+                if self._wake in ready:
+                    return
+                # One at a time: `ended` may close this, and then no other is called.
+                poller.unregister(ready[0])
+                self._tell(ranks[ready[0]])
+        finally:
+            for fd in ranks:
+                with contextlib.suppress(OSError):
+                    os.close(fd)

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,9 +68,7 @@ class HostShares:
 
     def allocate(self) -> None:
         """Make the own share, zeroed by the kernel, and the reservation. Raises OSError."""
-        self._fd = os.memfd_create("weft-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, self._mapped)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._fd = sealed_memfd("weft-share", self._mapped)
         self.base = _map(0, self._reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         mailbox = self.base + self._ranks * self.stride
         writable = mmap.PROT_READ | mmap.PROT_WRITE
@@ -77,32 +76,17 @@ class HostShares:
         _map(mailbox, self._mailbox_bytes, writable, private, -1)
         self.mailbox = (mailbox, mailbox)
 
-    def map(self, fds: list[int]) -> None:
-        """Map one share of every rank. Raises HandleUnsupported for a foreign descriptor."""
+    def map(self, fds: Sequence[int | None]) -> None:
+        """Map one share of every living rank. Raises HandleUnsupported for what is no share."""
         for rank, fd in enumerate(fds):
-            size = os.fstat(fd).st_size
-            if size != self._mapped:
-                raise HandleUnsupported(
-                    f"rank {rank} sent memory of {size} bytes where {self._mapped} were agreed"
-                )
-            try:
-                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            except OSError as error:
-                raise HandleUnsupported(
-                    f"rank {rank} sent a descriptor that cannot be sealed ({error.strerror}), "
-                    "so no memfd"
-                ) from error
-            if seals & _SEALS != _SEALS:
-                raise HandleUnsupported(
-                    f"rank {rank} sent memory with seals {seals:#x} where {_SEALS:#x} are needed: "
-                    "it could shrink under its readers"
-                )
+            if fd is None:
+                continue
+            check_sealed(rank, fd, self._mapped)
             where = self.base + rank * self.stride
             writable = mmap.PROT_READ | mmap.PROT_WRITE
             _map(where, self._mapped, writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
             # A forked child has no share of its own: what it wrote would count as its parent's.
-            if _libc.madvise(where, self._mapped, mmap.MADV_DONTFORK) != 0:
-                raise _error("madvise", self._mapped)
+            _keep_from_children(where, self._mapped)
 
     def take_fd(self) -> int:
         """The own share's descriptor, now the caller's to close."""
@@ -132,8 +116,8 @@ class HostShares:
         if self._fd >= 0:
             os.close(self.take_fd())
         base, self.base = self.base, 0
-        if base and os.getpid() == self._owner and _libc.munmap(base, self._reserved) != 0:
-            raise _error("munmap", self._reserved)
+        if base and os.getpid() == self._owner:
+            unmap(base, self._reserved)
 
 
 def create(group: Group, size: int) -> HostShares:
@@ -153,6 +137,57 @@ def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ub
     array = (ctypes.c_ubyte * count).from_address(address)
     array.keeper = keeper  # type: ignore[attr-defined]
     return array
+
+
+def sealed_memfd(name: str, size: int) -> int:
+    """A new memfd of `size` zero bytes that nobody can resize. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_sealed(rank: int, fd: int, size: int) -> None:
+    """Raise HandleUnsupported unless `fd`, of rank `rank`, is what `sealed_memfd` makes."""
+    found = os.fstat(fd).st_size
+    if found != size:
+        raise HandleUnsupported(
+            f"rank {rank} sent memory of {found} bytes where {size} were agreed"
+        )
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise HandleUnsupported(
+            f"rank {rank} sent a descriptor that cannot be sealed ({error.strerror}), so no memfd"
+        ) from error
+    if seals & _SEALS != _SEALS:
+        raise HandleUnsupported(
+            f"rank {rank} sent memory with seals {seals:#x} where {_SEALS:#x} are needed: "
+            "it could shrink under its readers"
+        )
+
+
+def map_shared(fd: int, size: int, *, writable: bool) -> int:
+    """The address of a mapping of `fd`, which a forked child lacks. Raises OSError."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _map(0, size, protection, mmap.MAP_SHARED, fd)
+    _keep_from_children(address, size)
+    return address
+
+
+def unmap(address: int, size: int) -> None:
+    """Give a mapping back. Raises OSError."""
+    if _libc.munmap(address, size) != 0:
+        raise _error("munmap", size)
+
+
+def _keep_from_children(address: int, size: int) -> None:
+    if _libc.madvise(address, size, mmap.MADV_DONTFORK) != 0:
+        raise _error("madvise", size)
 
 
 def _map(address: int, size: int, protection: int, flags: int, fd: int) -> int:

@@ -37,6 +37,7 @@ class Job:
     ranks: int
     device: str
     group_timeout: float
+    tolerate_deaths: bool = False
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
@@ -57,7 +58,7 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
     try:
         for rank in range(job.ranks):
             ranks.append(_start(context, job, rank))
-        _watch(job.meeting, ranks, deadline)
+        _watch(job, ranks, deadline)
         return [
             each.report or Report(rank, "running", name="ended", when=time.monotonic())
             for rank, each in enumerate(ranks)
@@ -79,8 +80,9 @@ def _start(context: multiprocessing.context.ForkServerContext, job: Job, rank: i
     return _Rank(process, mine)
 
 
-def _watch(meeting: Meeting, ranks: Sequence[_Rank], deadline: float) -> None:
+def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
     """Collect reports until every rank has one, or the deadline or the grace is over."""
+    met = False  # one rank that has met shows that all have
     while True:
         waiting = {r: each for r, each in enumerate(ranks) if each.report is None}
         left = deadline - time.monotonic()
@@ -92,12 +94,16 @@ def _watch(meeting: Meeting, ranks: Sequence[_Rank], deadline: float) -> None:
         ready = multiprocessing.connection.wait(list(by_handle), timeout=left)
         for r in sorted({by_handle[handle] for handle in ready}):
             report = _hear(r, ranks[r])
-            if report is not None and report.kind != "returned":
-                # A rank that has met shows that all have: the others may be in their functions.
-                grace = GRACE if ranks[r].met else GRACE_MEETING
-                deadline = min(deadline, time.monotonic() + grace)
-                if not ranks[r].met:
-                    meeting.end(report.line())
+            met = met or ranks[r].met
+            if report is None or report.kind == "returned":
+                continue
+            if report.kind == "died" and met and job.tolerate_deaths:
+                continue
+            # Once all have met, the others may be in their functions.
+            grace = GRACE if ranks[r].met else GRACE_MEETING
+            deadline = min(deadline, time.monotonic() + grace)
+            if not ranks[r].met:
+                job.meeting.end(report.line())
 
 
 def _hear(rank: int, each: _Rank) -> Report | None:

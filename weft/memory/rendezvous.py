@@ -3,7 +3,8 @@
 Rank 0 listens in a directory that only its user may enter. Every other rank connects, is checked by
 user id as the kernel reports it, and shows the job's 32-byte nonce; both sides compare what they
 were built for. A stranger is refused and disturbs no rank. As soon as all have met, the names and
-the directory are removed, so that nothing named is left behind even by `kill -9`.
+the directory are removed, so that nothing named is left behind even by `kill -9`, and rank 0 gives
+every two of the others a pair of sockets.
 
 A rank that dies ends the meeting for all: once connected by its socket, before that by its pidfd
 where its process is known (`peers.py`), or by its launcher, which leaves a note
@@ -22,7 +23,7 @@ import time
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument, RendezvousFailed
-from weft.memory.control_plane import HUB_SLACK, ControlPlane
+from weft.memory.control_plane import ControlPlane
 from weft.memory.meeting import ABI, LOOK, SOCKET, Meeting, credentials, private_directory
 from weft.memory.peers import Peers
 from weft.memory.rendezvous_server import RendezvousServer
@@ -41,6 +42,7 @@ from weft.memory.wire import (
 
 _log = logging.getLogger(__name__)
 _CANNOT_CONNECT_YET = (errno.ENOENT, errno.EAGAIN)
+_SLACK = 1.0  # seconds that members wait longer than rank 0, whose error names the culprit
 
 
 def meet(
@@ -94,7 +96,7 @@ class _RendezvousClient:
     def join(self) -> ControlPlane:
         """Connect, say hello and wait until all have met."""
         while True:
-            channel = Channel(self._reach(), limit=self.size * (VALUE_LIMIT + SLACK))
+            channel = Channel(self._reach(), limit=VALUE_LIMIT + SLACK)
             try:
                 control = self._greet(channel)
             except BaseException:
@@ -167,10 +169,38 @@ class _RendezvousClient:
             "device": self.device,
             "nonce": self.meeting.nonce.hex(),
         }
+        peers: list[int] = []  # sockets to the other members, in rank order
+        try:
+            frame = self._answer(channel, encode(said), pid, peers)
+            if frame.kind is Kind.AGAIN and time.monotonic() < self.deadline:
+                return None
+            if frame.kind is not Kind.WELCOME:
+                raise RendezvousFailed(
+                    f"{text_of(frame.body)} (rank 0, pid {pid}, to rank {self.rank})"
+                )
+            pids = self._pids(frame, pid, len(peers))
+            others = [r for r in range(1, self.size) if r != self.rank]
+            channels = {0: channel}
+            for rank in others:
+                end = socket.socket(fileno=peers.pop(0))
+                channels[rank] = Channel(end, limit=VALUE_LIMIT + SLACK)
+            return ControlPlane(self.rank, self.size, channels, pids)
+        finally:
+            for fd in peers:
+                os.close(fd)
+
+    def _answer(self, channel: Channel, hello: bytes, pid: int, peers: list[int]) -> Frame:
+        """Rank 0's last word; sockets that come before it are added to `peers`."""
         try:
             with contextlib.suppress(Gone):  # its last frames may be in the socket's buffer
-                channel.send(Kind.HELLO, encode(said), self.deadline)
-            frame = channel.receive(self.deadline + HUB_SLACK)
+                channel.send(Kind.HELLO, hello, self.deadline)
+            while True:
+                frame = channel.receive(self.deadline + _SLACK)
+                if frame.kind is Kind.DESCRIPTOR and frame.fd is not None:
+                    peers.append(frame.fd)
+                    continue
+                frame.drop()
+                return frame
         except TimeoutError:
             raise self._gone(
                 f"rank 0 (pid {pid}) did not gather all {self.size} ranks within "
@@ -179,22 +209,18 @@ class _RendezvousClient:
         except (OSError, Malformed) as error:
             text = f"rank 0 (pid {pid}) left before all ranks had met: {error}"
             raise self._gone(self.meeting.ended() or text) from error
-        if frame.fd is not None:
-            os.close(frame.fd)
-        if frame.kind is Kind.AGAIN and time.monotonic() < self.deadline:
-            return None
-        if frame.kind is not Kind.WELCOME:
-            raise RendezvousFailed(
-                f"{text_of(frame.body)} (rank 0, pid {pid}, to rank {self.rank})"
-            )
-        return ControlPlane(self.rank, self.size, {0: channel}, self._pids(frame, pid))
 
-    def _pids(self, frame: Frame, hub: int) -> list[int]:
+    def _pids(self, frame: Frame, hub: int, peers: int) -> list[int]:
         pids = frame.body if isinstance(frame.body, list) else []
         if len(pids) != self.size or not all(type(each) is int for each in pids):
             raise RendezvousFailed(
                 f"rank 0 (pid {hub}) broke the protocol: it sent {text_of(repr(frame.body))[:200]} "
                 f"where rank {self.rank} expected {self.size} process ids"
+            )
+        if peers != self.size - 2:
+            raise RendezvousFailed(
+                f"rank 0 (pid {hub}) broke the protocol: it sent {peers} sockets where rank "
+                f"{self.rank} expected {self.size - 2}"
             )
         return pids
 

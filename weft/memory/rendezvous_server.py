@@ -84,19 +84,33 @@ class RendezvousServer:
             self.without_hello.clear()
 
     def welcome(self, deadline: float) -> ControlPlane:
-        """Send every member the welcome: all have met."""
+        """Connect every two members, and send them the welcome: all have met."""
         control = ControlPlane(0, self.size, self.members, self.pids)
         try:
-            for rank, channel in self.members.items():
-                channel.limit = VALUE_LIMIT + SLACK
-                try:
-                    channel.send(Kind.WELCOME, encode(self.pids), deadline)
-                except OSError as error:
-                    self.fail(f"rank {rank} (pid {self.pids[rank]}) left the meeting: {error}")
+            for rank in range(1, self.size):
+                for other in range(rank + 1, self.size):
+                    self._connect(rank, other, deadline)
+            for rank in range(1, self.size):
+                self.members[rank].limit = VALUE_LIMIT + SLACK
+                self._send(rank, Kind.WELCOME, encode(self.pids), deadline)
         except BaseException:
             control.close()
             raise
         return control
+
+    def _connect(self, rank: int, other: int, deadline: float) -> None:
+        with contextlib.ExitStack() as ends:
+            for to, end in zip((rank, other), socket.socketpair(), strict=True):
+                ends.enter_context(end)
+                self._send(to, Kind.DESCRIPTOR, b"", deadline, fd=end.fileno())
+
+    def _send(
+        self, rank: int, kind: Kind, body: bytes, deadline: float, *, fd: int | None = None
+    ) -> None:
+        try:
+            self.members[rank].send(kind, body, deadline, fd=fd)
+        except OSError as error:
+            self.fail(f"rank {rank} (pid {self.pids[rank]}) left the meeting: {error}")
 
     def fail(self, text: str) -> NoReturn:
         for channel in self.members.values():
@@ -194,8 +208,7 @@ class RendezvousServer:
             return
         if frame is None:
             return
-        if frame.fd is not None:
-            os.close(frame.fd)
+        frame.drop()
         if frame.kind is not Kind.HELLO or not _trusted(self.meeting.nonce, frame.body):
             self._refuse(fd, "the nonce is not this job's; start every rank from the same launcher")
             return
@@ -233,8 +246,7 @@ class RendezvousServer:
         except (OSError, Malformed) as error:
             self.fail(f"{name} left before all ranks had met: {error}")
         if frame is not None:
-            if frame.fd is not None:
-                os.close(frame.fd)
+            frame.drop()
             why = text_of(frame.body) if frame.kind is Kind.FAIL else frame.kind.name
             self.fail(f"{name} left before all ranks had met: {why}")
 

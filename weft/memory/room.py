@@ -42,18 +42,19 @@ def require_room(group: Group, bytes_each: int, *, what: str) -> None:
         return
     place, bound = control_group()
     swap, host = _meminfo("SwapFree"), _meminfo("MemAvailable")
-    gathered = group.all_gather([host + swap, place, None if bound is None else bound + swap])
-    ranks, total = group.size, group.size * bytes_each
-    least = min(available for available, _, _ in gathered)
+    said = group.all_gather([host + swap, place, None if bound is None else bound + swap])
+    gathered = {rank: said[rank] for rank in group.living}
+    ranks, total = len(gathered), len(gathered) * bytes_each
+    least = min(available for available, _, _ in gathered.values())
     if total > least:
-        rank = next(r for r, (available, _, _) in enumerate(gathered) if available == least)
+        rank = next(r for r, (available, _, _) in gathered.items() if available == least)
         raise InvalidArgument(
             f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, {_size(total)} together; "
             f"rank {rank} sees {_size(least)} available on this host (MemAvailable and SwapFree in "
             f"/proc/meminfo): {_REMEDY}"
         )
-    for rank, (_, where, limit) in enumerate(gathered):
-        inside = sum(other == where for _, other, _ in gathered)
+    for rank, (_, where, limit) in gathered.items():
+        inside = sum(other == where for _, other, _ in gathered.values())
         if limit is not None and inside * bytes_each > limit:
             raise InvalidArgument(
                 f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, "

@@ -1,6 +1,6 @@
 """Frames on a Unix stream socket: length-limited JSON with at most one file descriptor each.
 
-A frame is a 12-byte head {magic, kind, carries a descriptor, reserved, body bytes} and a JSON body.
+A frame is a 12-byte head {magic, kind, carries a descriptor, era, body bytes} and a JSON body.
 The descriptor travels with the head. A reader never reads past the frame it is in, so a descriptor
 cannot be taken for another frame's.
 """
@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
@@ -40,14 +41,13 @@ _ONE_FD = socket.CMSG_LEN(4)
 class Kind(enum.IntEnum):
     """What a frame is for."""
 
-    HELLO = 1  # member -> hub: who I am, and the nonce
-    WELCOME = 2  # hub -> member: everyone has met
-    VALUE = 3  # member -> hub: my part of a collective
-    RESULT = 4  # hub -> member: every rank's part
-    DESCRIPTOR = 5  # either way: one file descriptor
-    FAIL = 6  # either way: the group is broken, and why
-    BYE = 7  # either way: the sender closed on purpose, and why if something made it
-    AGAIN = 8  # hub -> client: not read, for want of room or time; connect again
+    HELLO = 1  # to rank 0, in the meeting: who I am, and the nonce
+    WELCOME = 2  # from rank 0: everyone has met
+    VALUE = 3  # my part of a collective
+    DESCRIPTOR = 4  # one file descriptor
+    FAIL = 5  # the group is broken, and why
+    BYE = 6  # the sender closed on purpose, and why if something made it
+    AGAIN = 7  # from rank 0, in the meeting: not read, for want of room or time; connect again
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,12 @@ class Frame:
     kind: Kind
     body: Any
     fd: int | None = None
+    era: int = 0
+
+    def drop(self) -> None:
+        """Close the descriptor, if there is one."""
+        if self.fd is not None:
+            os.close(self.fd)
 
 
 class Gone(ConnectionError):
@@ -133,23 +139,47 @@ class Channel:
         self._head = bytearray()
         self._body = bytearray()
         self._fd: int | None = None
+        self._next: Frame | None = None  # read by `peek`
+        self._out: deque[tuple[memoryview, int | None]] = deque()
+
+    @property
+    def unsent(self) -> bool:
+        """Is anything left that `flush` has to send?"""
+        return bool(self._out)
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def send(self, kind: Kind, body: bytes, deadline: float, *, fd: int | None = None) -> None:
-        """Send one frame by `deadline`. Raises TimeoutError or Gone."""
-        data = memoryview(HEAD.pack(MAGIC, kind, fd is not None, 0, len(body)) + body)
-        control = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _pack(fd))]
-        while data:
+    def post(self, kind: Kind, body: bytes, *, fd: int | None = None, era: int = 0) -> None:
+        """Queue one frame for `flush`."""
+        data = HEAD.pack(MAGIC, kind, fd is not None, era, len(body)) + body
+        self._out.append((memoryview(data), None if fd is None else os.dup(fd)))
+
+    def flush(self) -> None:
+        """Send of the queue what the socket takes. Never waits. Raises Gone, and drops the rest."""
+        while self._out:
+            data, fd = self._out[0]
+            control = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _pack(fd))]
             try:
                 sent = self.socket.sendmsg([data[:_CHUNK]], control, socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
-                continue
+                return
             except (BrokenPipeError, ConnectionResetError) as error:
+                self._drop_queue()
                 raise Gone(str(error)) from error
-            data, control = data[sent:], []  # the descriptor left with the first byte
+            if fd is not None:
+                os.close(fd)  # it left with the first byte
+            self._out.popleft()
+            if sent < len(data):
+                self._out.appendleft((data[sent:], None))
+
+    def send(self, kind: Kind, body: bytes, deadline: float, *, fd: int | None = None) -> None:
+        """Send one frame by `deadline`. Raises TimeoutError or Gone."""
+        self.post(kind, body, fd=fd)
+        self.flush()
+        while self.unsent:
+            self._wait(select.POLLOUT, deadline)
+            self.flush()
 
     def receive(self, deadline: float) -> Frame:
         """The next frame. Raises TimeoutError, Gone or Malformed."""
@@ -161,10 +191,13 @@ class Channel:
 
     def pump(self) -> Frame | None:
         """Read what has arrived: a whole frame, or None if more has to come. Never waits."""
+        if self._next is not None:
+            frame, self._next = self._next, None
+            return frame
         while len(self._head) < HEAD.size:
             if not self._read(self._head, HEAD.size):
                 return None
-        magic, kind, carries, _, size = HEAD.unpack(self._head)
+        magic, kind, carries, era, size = HEAD.unpack(self._head)
         if magic != MAGIC or kind not in Kind.__members__.values():
             raise Malformed(f"a frame starts with {bytes(self._head)!r}, not with {MAGIC!r} + kind")
         if size > self.limit:
@@ -179,7 +212,12 @@ class Channel:
         self._fd = None
         self._head.clear()
         self._body.clear()
-        return Frame(Kind(kind), value, fd)
+        return Frame(Kind(kind), value, fd, era)
+
+    def peek(self) -> Frame | None:
+        """What `pump` will return next."""
+        self._next = self.pump()
+        return self._next
 
     def shut(self) -> None:
         """End both directions without giving the socket up: a thread waiting on it wakes."""
@@ -187,11 +225,21 @@ class Channel:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket and a descriptor that nobody took. Idempotent."""
+        """Close the socket and the descriptors that nobody took. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+        if self._next is not None:
+            self._next.drop()
+            self._next = None
+        self._drop_queue()
         self.socket.close()
+
+    def _drop_queue(self) -> None:
+        while self._out:
+            fd = self._out.popleft()[1]
+            if fd is not None:
+                os.close(fd)
 
     def _read(self, into: bytearray, size: int) -> bool:
         try:

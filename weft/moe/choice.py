@@ -107,10 +107,12 @@ def agreed_choice(
 
     Raises GeometryMismatch on all ranks where nothing serves all of them.
     """
-    lists = group.all_gather([" ".join(each) for each in serving])
-    common = [words for words in lists[0] if all(words in others for others in lists)]
+    said = group.all_gather([" ".join(each) for each in serving])
+    lists = {rank: said[rank] for rank in group.living}
+    first = lists[group.living[0]]
+    common = [words for words in first if all(words in others for others in lists.values())]
     if not common:
-        each = "; ".join(f"rank {rank}: {', '.join(words)}" for rank, words in enumerate(lists))
+        each = "; ".join(f"rank {rank}: {', '.join(words)}" for rank, words in lists.items())
         raise GeometryMismatch(
             f"no overlap serves all ranks ({each}): pass the same combine_dtype and gemm on each"
         )

@@ -36,7 +36,7 @@ from weft.runtime import library
 from weft.runtime.args import Site
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Build, Kernels
-from weft.runtime.report import ABORTED, PEER_LEFT, breakage, refusal
+from weft.runtime.report import ABORTED, PEER_LEFT, PEER_TIMEOUT, breakage, refusal
 from weft.runtime.stream import synchronize_device
 
 P = ParamSpec("P")
@@ -261,6 +261,30 @@ class Operator(ABC):
         with self._access:
             if not self._freed:
                 self._notify_once(PEER_LEFT, why)
+
+    def _suspects(self) -> set[int]:
+        """The rank that this one waited for in vain, if that broke the group."""
+        with self._access:
+            if self._freed or self._mailbox.broken_code != PEER_TIMEOUT:
+                return set()
+            return {self._mailbox.broken.peer}
+
+    def _quiesce(self) -> None:
+        """Wait until nothing of this rank's calls runs any more."""
+        with self._busy:
+            synchronize_device(self.group.device)
+
+    def _finished(self) -> int:
+        """Rounds that this rank has finished."""
+        with self._access:
+            if self._freed:
+                return 0
+            epoch: int = Header.from_buffer_copy(self.heap.header()).epoch
+        return (epoch - self._first_epoch) & EPOCH_MASK
+
+    def _recover(self, living: int) -> None:
+        """Its kernels wait for all ranks: calls raise until it is made anew."""
+        self._leave("goes on without ranks that died")
 
     # What calls and other rooms use.
 

@@ -51,7 +51,8 @@ class Exchange:
                 "ranks share one batch (ep_size == tp_size)"
             )
         self._check_open()
-        self.most = max(self.group.all_gather(rows, timeout=self.timeout))
+        counts = self.group.all_gather(rows, timeout=self.timeout)
+        self.most = max(counts[rank] for rank in self.group.living)
 
     def all_reduce(self, hidden: int, dtype: torch.dtype) -> AllReduce:
         """The all-reduce of these sizes. Collective when it is new."""

@@ -1,0 +1,179 @@
+"""Which ranks are gone: one set that all survivors take. There is no coordinator that could die.
+
+Each rank has a page of shared memory that it alone writes, and which outlives it. In a round it
+publishes there the set of ranks that it knows to be gone, and reads what every other rank outside
+that set has published. A rank that ends instead is read once more: after its end its page is final.
+So all survivors read the same values of a round. If all are equal and nobody ended unpublished, the
+set is decided, by all who finish the round; else the next round begins with the union.
+
+A rank is gone only when the kernel says that its process has ended: its address space and its
+GPU context are torn down before that, so nothing that it stored can still arrive. A rank that is
+suspected and does not publish is killed first. models/spin/agreement.pml has the protocol, and
+shows that two slots are enough: nobody begins round r + 2 before all have read round r.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from weft.errors import RecoveryFailed
+from weft.memory.liveness import Liveness
+from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
+
+MAX_AGREEING = 32  # ranks: bits of a set in a word
+SLOTS = 2
+_PAGE = mmap.PAGESIZE
+_LATE = 0.5  # seconds that a suspect has to come before it is killed
+_LOOK = 0.0005  # seconds between two looks at the pages
+_ROUND_LIMIT = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What the survivors agreed on.
+
+    dead, living: all ranks of the group, in order.
+    finished: of each operator, by kind and generation as in "AllToAll 3" and in order of creation,
+        the last round that all survivors had finished.
+    seconds: how long `recover` took on this rank.
+    """
+
+    dead: tuple[int, ...]
+    living: tuple[int, ...]
+    finished: Mapping[str, int]
+    seconds: float
+
+
+class Agreement:
+    """This rank's page, and those of its peers. Owns its mappings.
+
+    A word of a page is a round in the upper half and a set of ranks in the lower one.
+    """
+
+    def __init__(self, rank: int, size: int, name: Callable[[int], str]) -> None:
+        self._rank = rank
+        self._size = size
+        self._name = name
+        self._owner = os.getpid()
+        self._round = 0
+        self._published = False  # in this round, which is not over
+        self._dead: frozenset[int] = frozenset()
+        self._pages: dict[int, int] = {}
+        self._fd = sealed_memfd("weft-page", _PAGE)
+        try:
+            self._pages[rank] = map_shared(self._fd, _PAGE, writable=True)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def take_fd(self) -> int:
+        """The own page's descriptor, now the caller's to close."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def map(self, pages: Mapping[int, int]) -> None:
+        """Map the pages of peers: rank -> descriptor. Raises HandleUnsupported or OSError."""
+        for rank, fd in pages.items():
+            check_sealed(rank, fd, _PAGE)
+            self._pages[rank] = map_shared(fd, _PAGE, writable=False)
+
+    def decide(
+        self, processes: Liveness, suspects: Collection[int], deadline: float
+    ) -> tuple[int, frozenset[int]]:
+        """The round in which the survivors decided, and which ranks are gone.
+
+        Raises RecoveryFailed at the deadline, or where a suspect cannot be killed. To be called
+        again it goes on in the same round.
+        """
+        fence_at = min(time.monotonic() + _LATE, deadline)
+        while True:
+            if not self._published:
+                self._publish(processes)
+            sets, gone = self._collect(processes, suspects, fence_at, deadline)
+            self._published = False
+            decided, self._dead = self._dead, self._dead.union(gone, *sets)
+            if not gone and all(each == decided for each in sets):
+                return self._round, decided
+
+    def close(self) -> None:
+        """Give the pages back. Idempotent; a forked child does nothing."""
+        if self._fd >= 0:
+            os.close(self.take_fd())
+        if os.getpid() == self._owner:
+            while self._pages:
+                unmap(self._pages.popitem()[1], _PAGE)
+
+    def _publish(self, processes: Liveness) -> None:
+        others = set(range(self._size)) - {self._rank} - self._dead
+        self._dead |= {rank for rank in others if processes.ended(rank)}
+        self._round += 1
+        if self._round > _ROUND_LIMIT:
+            raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
+        word = self._round << 32 | sum(1 << rank for rank in self._dead)
+        self._word(self._rank).value = word
+        self._published = True
+
+    def _collect(
+        self, processes: Liveness, suspects: Collection[int], fence_at: float, deadline: float
+    ) -> tuple[list[frozenset[int]], set[int]]:
+        """The sets of this round, and which ranks ended without one."""
+        waiting = set(range(self._size)) - {self._rank} - self._dead
+        sets: list[frozenset[int]] = []
+        gone: set[int] = set()
+        while True:
+            for rank in sorted(waiting):
+                ended = processes.ended(rank)  # first: after its end its page is final
+                found = self._read(rank)
+                if found is not None:
+                    sets.append(found)
+                elif ended:
+                    gone.add(rank)
+                else:
+                    continue
+                waiting.remove(rank)
+            if not waiting:
+                return sets, gone
+            now = time.monotonic()
+            if now >= fence_at:
+                for rank in waiting.intersection(suspects):
+                    self._kill(processes, rank)
+            if now >= deadline:
+                raise RecoveryFailed(self._late(waiting))
+            time.sleep(_LOOK)
+
+    def _read(self, rank: int) -> frozenset[int] | None:
+        """What `rank` has published in this round."""
+        word = self._word(rank).value
+        if word >> 32 > self._round:
+            raise RecoveryFailed(
+                f"{self._name(rank)} is in round {word >> 32} of the agreement and this rank in "
+                f"round {self._round}: it has not waited for this rank; make a new group"
+            )
+        if word >> 32 < self._round:
+            return None
+        return frozenset(each for each in range(self._size) if word >> each & 1)
+
+    def _word(self, rank: int) -> ctypes.c_uint64:
+        """One load or store of eight bytes: a word is never seen half."""
+        return ctypes.c_uint64.from_address(self._pages[rank] + 8 * (self._round % SLOTS))
+
+    def _kill(self, processes: Liveness, rank: int) -> None:
+        try:
+            processes.kill(rank)
+        except OSError as error:
+            raise RecoveryFailed(
+                f"{self._name(rank)} is suspected, lives, and cannot be killed from here "
+                f"({error.strerror}): end its process, then call recover again"
+            ) from error
+
+    def _late(self, waiting: set[int]) -> str:
+        names = ", ".join(self._name(rank) for rank in sorted(waiting))
+        return (
+            f"{names} neither called recover nor ended in time: end the process, or call recover "
+            f"again with suspects={sorted(waiting)} to have it killed"
+        )
