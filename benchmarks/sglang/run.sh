@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
-#     run.sh decode|deepseek|glm|outputs|arithmetic|load|profile|tune [OPTIONS...]     --help lists the options
+#     run.sh decode|deepseek|glm|outputs|arithmetic|elastic|load|profile|tune [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_sglang.sh made, SGL (default: .carry/sgl of this checkout), and leaves three files in
 # OUT (default: build/sglang): results.jsonl, to which every measurement adds a line, what was printed, and an archive
@@ -13,7 +13,7 @@ root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 declare -A scripts=(
     [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py [outputs]=outputs.py
-    [arithmetic]=arithmetic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
+    [arithmetic]=arithmetic.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
 what=${1:-}
 if [[ -z ${scripts[$what]:-} ]]; then

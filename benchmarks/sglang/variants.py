@@ -73,6 +73,17 @@ VARIANTS = {
         ),
     )
 }
+# A replica of each of the trained model's 16 experts, on another rank, and what lets ranks outlive
+# each other.
+ELASTIC = _weft(
+    "elastic",
+    "whole blocks, ranks that outlive each other",
+    flags=(
+        *("--elastic-ep-backend", "weft", "--disable-overlap-schedule", "--enable-dp-lm-head"),
+        *("--moe-dense-tp-size", "1", "--enable-dp-attention-local-control-broadcast"),
+        *("--ep-num-redundant-experts", "16", "--ep-dispatch-algorithm", "static"),
+    ),
+)
 # Of tensor parallelism: who sums.
 SUMS = {
     v.name: v

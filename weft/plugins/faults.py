@@ -6,7 +6,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from weft.memory import Group
 from weft.memory.peers import Peers, identity
@@ -22,12 +22,14 @@ PAUSE = 0.5
 class Watch:
     """A thread that hears of the end of a peer's process at once, and soon of a broken group.
 
-    It logs which, and ends the server after GRACE seconds if this rank is still there. Making one
-    is collective.
+    It logs which, and ends the server after GRACE seconds if this rank is still there and did not
+    go on without that peer. Making one is collective.
 
     end: what ends the server.
     broken: says what broke the group, or nothing; asked twice a second, for an engine that runs
         nothing of weft's while it replays graphs.
+    grace: seconds, in place of GRACE.
+    recovers: may the others go on without a rank?
     """
 
     def __init__(
@@ -37,29 +39,42 @@ class Watch:
         end: Callable[[], None],
         broken: Callable[[], str] | None = None,
         grace: float | None = None,
+        recovers: bool = False,
     ) -> None:
         self.group, self._grace = group, GRACE if grace is None else grace
-        self._end, self._broken = end, broken
-        self._peers, self._stopped = Peers(), threading.Event()
+        self._end, self._broken, self._recovers = end, broken, recovers
+        self._peers = Peers()
         for rank, said in enumerate(group.all_gather(identity())):
             if rank != group.rank:
                 self._peers.watch(rank, said)
-        self._wake, self._waker = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
-        self._thread.start()
+        self._begin(range(group.size))
+
+    def go_on(self, living: Iterable[int]) -> None:
+        """Watch these ranks alone: the server serves without the others."""
+        self._stop()
+        self._begin(living)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         if not self._stopped.is_set():
-            self._stopped.set()
-            os.write(self._waker, b"\0")
-            self._thread.join()
-            os.close(self._wake)
-            os.close(self._waker)
+            self._stop()
             self._peers.close()
 
+    def _begin(self, living: Iterable[int]) -> None:
+        self._living, self._stopped = list(living), threading.Event()
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        os.write(self._waker, b"\0")
+        self._thread.join()
+        os.close(self._wake)
+        os.close(self._waker)
+
     def _run(self) -> None:
-        poller, by_fd = select.poll(), self._peers.pidfds(range(self.group.size))
+        poller, by_fd = select.poll(), self._peers.pidfds(self._living)
         for fd in (self._wake, *by_fd):
             poller.register(fd, select.POLLIN)
         gone: list[int] = []
@@ -72,11 +87,9 @@ class Watch:
             return
         if gone:
             said = f"the process of rank {', '.join(map(str, gone))} has ended"
-        _log.critical(
-            "rank %d of %d: %s, so no layer can be served; this server ends",
-            self.group.rank,
-            self.group.size,
-            said,
-        )
+        then = "so no layer can be served; this server ends"
+        if self._recovers:
+            then = f"and the others have {self._grace:g} s to go on without it"
+        _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, said, then)
         if not self._stopped.wait(self._grace):
             self._end()
