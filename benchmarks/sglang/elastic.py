@@ -9,7 +9,6 @@ that fails in words (503) is asked again.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import signal
@@ -18,11 +17,12 @@ import threading
 import time
 import urllib.error
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from arithmetic import CHECKPOINT, texts
 from load import schedulers
-from server import OUT, arguments, data_parallel, job_of, post, prefill_graphs, said, server
+from server import OUT, arguments, chosen, data_parallel, job_of, post, prefill_graphs, said, server
 from variants import ELASTIC, VARIANTS
 
 from weft.cli.demo import Question, read_questions
@@ -137,8 +137,7 @@ def main() -> int:
     want: list[str] | None = None
     one = job(1)
     if given.stock:
-        with open(given.stock) as file:
-            want = json.load(file)[: len(questions)]
+        want = json.loads(Path(given.stock).read_text())[: len(questions)]
     else:
         with server(one, VARIANTS["stock"], name="stock-1", seconds=wait) as address:
             if address:
@@ -146,24 +145,25 @@ def main() -> int:
         (OUT / "stock.json").write_text(json.dumps(want))
     if want is None:
         return one.done()
-    all_ranks = job(given.ranks)
-    with server(all_ranks, ELASTIC, seconds=wait) as address:
-        for kill in (None, *given.kill) if address else ():
-            this = Round(address, questions, kill)
-            result = this.run(given.clients)
-            result["equal"] = sum(this.answers.get(i) == text for i, text in enumerate(want))
-            all_ranks.record(ELASTIC, result, clients=given.clients)
-            if result["equal"] != len(questions) or (kill is not None and this.killed is None):
-                all_ranks.fail(f"round of {kill}: {result}")
-    log = OUT / f"{all_ranks.what}-{ELASTIC.name}.log"
-    with contextlib.suppress(FileNotFoundError):
-        for line in log.read_text(errors="replace").splitlines():
-            if "ranks go on after" in line:
-                print(line)
-    for kill in given.kill:
-        if not said(log, f"rank {kill} has died"):
-            all_ranks.fail(f"the log does not say that rank {kill} has died")
-    return all_ranks.done()
+    ranks = job(given.ranks)
+    for variant in chosen(given.variants, ELASTIC):
+        with server(ranks, variant, seconds=wait) as address:
+            for kill in (None, *given.kill) if address else ():
+                this = Round(address, questions, kill)
+                result = this.run(given.clients)
+                result["equal"] = sum(this.answers.get(i) == text for i, text in enumerate(want))
+                ranks.record(variant, result, clients=given.clients)
+                if result["equal"] != len(questions) or (kill is not None and not this.killed):
+                    ranks.fail(f"{variant.name}, round of {kill}: {result}")
+        log = OUT / f"{ranks.what}-{variant.name}.log"
+        lines = log.read_text(errors="replace").splitlines()
+        print("\n".join(line for line in lines if "ranks go on after" in line), flush=True)
+        for kill in given.kill:
+            if not said(log, f"rank {kill} has died; "):
+                ranks.fail(f"{variant.name}: the log does not say that rank {kill} has died")
+        if not said(log, variant.says):
+            ranks.fail(f"{variant.name}: its log does not say {variant.says!r}")
+    return ranks.done()
 
 
 if __name__ == "__main__":
