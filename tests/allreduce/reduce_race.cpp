@@ -117,6 +117,7 @@ int main(int argc, char** argv) {
     for (u32 rank = 0; rank < R.ranks; ++rank) {
         Shares& own = *reinterpret_cast<Shares*>(job.base + rank * sizeof(Shares));
         own.header.generation = 1;
+        own.header.living = (1u << R.ranks) - 1;
         own.header.deadline_ns = own.header.first_deadline_ns =
             WEFT_ONE_SIDE ? 1000000000ull : 60000000000ull;
         own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;

@@ -198,6 +198,7 @@ int main(int argc, char** argv) {
     for (u32 rank = 0; rank < S.ranks; ++rank) {
         Share<S>& own = *reinterpret_cast<Share<S>*>(job.base + rank * sizeof(Share<S>));
         own.header.generation = 1;
+        own.header.living = (1u << S.ranks) - 1;
         own.header.deadline_ns = own.header.first_deadline_ns = 60000000000ull;
         own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
         std::memset(own.inbox.route, 0xff, sizeof own.inbox.route);

@@ -21,6 +21,7 @@ int main(int, char** words) {
     site.rank = u32(number(1));
     for (Header& header : headers) {
         header.ranks = 2;
+        header.living = 3;
         header.deadline_ns = 1000;
         header.first_deadline_ns = 8000;
     }

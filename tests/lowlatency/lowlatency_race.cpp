@@ -221,6 +221,7 @@ int main(int argc, char** argv) {
         LowLatencyShare<S>& own =
             *reinterpret_cast<LowLatencyShare<S>*>(job.base + rank * sizeof(LowLatencyShare<S>));
         own.header.generation = 1;
+        own.header.living = (1u << S.ranks) - 1;
         own.header.deadline_ns = own.header.first_deadline_ns =
             (WEFT_NO_GRANTS ? 1 : 60) * 1000000000ull;
         own.header.first_epoch = first_epoch;

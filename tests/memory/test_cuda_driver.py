@@ -67,8 +67,9 @@ def run(fake, ranks=2):
 @pytest.mark.parametrize("fabric", [False, True])
 def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
     fake = install(fabric=fabric)
-    # Held at the end of a creation, by a rank: context, range, stream, page, fence, two mappings.
-    assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 14)] * 2
+    # Held at the end of a creation, by a rank: context, own allocation, range, stream, page, fence
+    # and two mappings.
+    assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 16)] * 2
     exports = [name for _, name in fake.log if name == "cuMemExportToShareableHandle"]
     assert len(exports) == (4 if fabric else 2)
 

@@ -147,7 +147,7 @@ def refuse(fd, text):
     try:
         shares.allocate()
         with pytest.raises(HandleUnsupported, match=text):
-            shares.map([fd])
+            shares.map({0: fd})
     finally:
         os.close(fd)
         shares.free()

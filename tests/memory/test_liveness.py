@@ -19,7 +19,7 @@ def refused(pid: int) -> int:
 def test_where_pidfds_are_refused_a_pipe_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pidfd_open", refused)
     alive, heard = LivenessFd(), threading.Event()
-    liveness = Liveness({3: alive.fd}, lambda rank: heard.set() if rank == 3 else None)
+    liveness = Liveness({3: os.dup(alive.fd)}, lambda rank: heard.set() if rank == 3 else None)
     assert not heard.wait(0.05)
     alive.close()  # what the kernel does for a process that ends
     assert heard.wait(600.0)

@@ -290,7 +290,7 @@ def in_a_creation(group):
         group.barrier()
         die()
     if group.rank == 0:  # as if it had been further than the others when rank 3 died
-        group.next_generation()
+        group._generation += 1
     group.barrier()
     group.recover(timeout=LONG)
     return together(group)
@@ -360,7 +360,12 @@ def under_a_call(group, stop):
         error = raised(exchange.dispatch, x, ids, weights)
         found = group.recover(timeout=LONG)
         together(group)
-        return error[0], found.dead, dict(found.finished)
+        for _ in range(3):  # token t goes to expert t alone, which returns what it receives
+            alone = torch.stack([torch.arange(8), torch.full((8,), -1)], 1)
+            received = exchange.dispatch(x, alone, torch.ones(8, 2))
+            exchange.output().copy_(weft.reference.identity_experts(received, x.dtype))
+            after = exchange.combine()[:, 0].tolist()
+        return error[0], found.dead, dict(found.finished), after
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -369,9 +374,10 @@ def test_survivors_of_a_call_recover(stop):
     results = run(under_a_call, stop)
     assert results[2] is None
     for rank in (0, 1, 3):
-        error, dead, finished = results[rank]
+        error, dead, finished, after = results[rank]
         assert error == ("PeerTimeout" if stop else "PeerDied")
         assert (dead, finished) == ((2,), {"AllToAll 1": 3})
+        assert after == [0.0 if expert // 2 == 2 else 1.0 for expert in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from weft.arguments import flags, integer, listed, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import Header
+from weft.memory.header import HEADER_BYTES, Header
 from weft.memory.wire import JSON
 from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_tokens
@@ -230,9 +230,17 @@ class AllReduce(Operator):
     def _manifest(self, config: ReduceConfig) -> dict[str, JSON]:
         return {**config.manifest(), "backends": list(self.backends)}
 
-    def _fill(self, config: ReduceConfig, header: Header) -> None:
-        size = (config.trailers - config.rows,)  # everything else stays zero
-        self.heap.tensor(size, torch.uint8, offset=config.rows).fill_(0xFF)
+    def _start_anew(self) -> None:
+        """No call leaves anything to the next one."""
+
+    def _write_contents(self, config: ReduceConfig, header: Header) -> None:
+        share = self.heap.tensor((config.share_bytes,), torch.uint8)
+        share[HEADER_BYTES : config.rows].zero_()
+        share[config.rows : config.trailers].fill_(0xFF)
+        share[config.trailers :].zero_()
+
+    def _make_views(self, config: ReduceConfig) -> None:
+        """There are none."""
 
     def _drop_views(self) -> None:
         """There are none."""

@@ -42,7 +42,8 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
         if (ids[k] < 0) continue;
         for (u32 j = 0; j < k; ++j)
             if (ids[j] == ids[k]) refuse_duplicate(own.header, a.site, token, k, ids[k]);
-        location[k] = locate_expert<S>(a, u32(ids[k]));
+        location[k] = living_location<S>(a, own.header.living, ids[k], token, k, true);
+        if (ids[k] < 0) continue;
         destinations |= 1u << location[k].rank;
     }
     if constexpr (S.combine == Combine::gemm_push)
@@ -52,14 +53,14 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
                 a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
         }
     for (u32 peer = 0; peer < S.ranks; ++peer) {
-        Inbox<S>& to = share<S>(a.site, peer).inbox;
-        Route<S>& route = to.route[slot_of(a.source_rows, a.site.rank, token)];
+        Route<S>& route = route_at<S>(a, peer, token);
         for (u32 k = 0; k < S.top_k; ++k) {
             const bool here = ids[k] >= 0 && location[k].rank == peer;
             route.expert[k] = here ? i32(location[k].local) : -1;
             route.weight[k] = !here ? 0.0f : a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
         }
         if (!(destinations >> peer & 1)) continue;
+        Inbox<S>& to = share<S>(a.site, peer).inbox;
         if constexpr (S.quant != Quant::none) quantize_payload<S>(a, to, token);
         copy_planes<S, S.quant == Quant::none ? 0 : 2>(a, to, token);
     }
@@ -68,18 +69,17 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
 
 template <Shape S> void clear_rows(const DispatchArgs& a, u32 from, u32 until) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        for (u32 token = from; token < until; ++token) {
-            const u32 slot = slot_of(a.source_rows, a.site.rank, token);
-            for (u32 k = 0; k < S.top_k; ++k)
-                share<S>(a.site, peer).inbox.route[slot].expert[k] = -1;
-        }
+        for (u32 token = from; token < until; ++token)
+            for (u32 k = 0; k < S.top_k; ++k) route_at<S>(a, peer, token).expert[k] = -1;
 }
 
-// Sends this rank's statistics to every rank.
+// Sends this rank's statistics to every living rank.
 template <Shape S> void send_stats(const DispatchArgs& a) {
     if constexpr (S.stats != 0)
         for (u32 peer = 0; peer < S.ranks; ++peer)
-            std::memcpy(share<S>(a.site, peer).inbox.stats.row[a.site.rank], a.stats, 4 * S.stats);
+            if (lives(own_share<S>(a.site).header.living, peer))
+                std::memcpy(share<S>(a.site, peer).inbox.stats.row[a.site.rank], a.stats,
+                            4 * S.stats);
 }
 
 template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const DispatchArgs& a) {

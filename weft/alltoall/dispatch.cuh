@@ -49,8 +49,10 @@ WEFT_FN Routing route_token(const DispatchArgs& a, const TokenFragment<S>& fragm
                             u32 k, bool reports) {
     Routing r{.destinations = 0, .rank = max_ranks, .local = -1, .weight = 0.0f, .id = -1};
     r.id = expert_id<S>(a, fragment.id, token, k, reports);
+    ExpertLocation location{};
+    const u32 living = own_share<S>(a.site).header.living;
+    if (r.id >= 0) location = living_location<S>(a, living, r.id, token, k, reports);
     if (r.id >= 0) {
-        const ExpertLocation location = locate_expert<S>(a, u32(r.id));
         r.rank = location.rank;
         r.local = i32(location.local);
         r.weight = fragment.weight;
@@ -81,14 +83,12 @@ template <Shape S>
 WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routing& r) {
     Share<S>& own = own_share<S>(a.site);
     constexpr u32 vectors = S.padded_top_k() / 2, total = S.ranks * vectors;
-    const u32 slot = slot_of(a.source_rows, a.site.rank, token);
 #pragma unroll
     for (u32 first = 0; first < total; first += warp_lanes) {
         const u32 j = first + lane, peer = j / vectors, vector = j % vectors;
         const uint4 words = route_vector<S>(r, peer, vector);
         if (j < total)
-            store(reinterpret_cast<uint4*>(&share<S>(a.site, peer).inbox.route[slot]) + vector,
-                  words);
+            store(reinterpret_cast<uint4*>(&route_at<S>(a, peer, token)) + vector, words);
     }
     const u32 same = __match_any_sync(all_lanes, r.id);
     if (r.id >= 0 && (same & ((1u << lane) - 1u)) != 0)
@@ -120,8 +120,7 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
               total = until > from ? (until - from) * each : 0;
     for (u32 j = block * team.lanes() + team.lane(); j < total; j += team.teams() * team.lanes()) {
         const u32 token = from + j / each, peer = j % each / vectors, vector = j % vectors;
-        const u32 slot = slot_of(a.source_rows, a.site.rank, token);
-        store(reinterpret_cast<uint4*>(&share<S>(a.site, peer).inbox.route[slot]) + vector,
+        store(reinterpret_cast<uint4*>(&route_at<S>(a, peer, token)) + vector,
               make_uint4(~0u, ~0u, ~0u, ~0u));
     }
     for (u32 token = from + block * team.lanes() + team.lane(); token < a.tokens;
@@ -129,8 +128,8 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
         own_share<S>(a.site).destinations[token] = 0;
 }
 
-// This rank's statistics to every rank, split over all CTAs. They are stored before `is_last_cta`,
-// as rows are, so its barriers order them before the flags.
+// This rank's statistics to every living rank, split over all CTAs. They are stored before
+// `is_last_cta`, as rows are, so its barriers order them before the flags.
 template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a) {
     if constexpr (S.stats != 0) {
         const u32 block = blockIdx.y * gridDim.x + blockIdx.x;
@@ -141,7 +140,8 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
             for (u32 offset = 0; offset < S.ranks; ++offset) {
                 const u32 rank = a.site.rank + offset,
                           peer = rank < S.ranks ? rank : rank - S.ranks;
-                store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], value);
+                if (lives(own_share<S>(a.site).header.living, peer))
+                    store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], value);
             }
         }
     }

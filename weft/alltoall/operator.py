@@ -19,7 +19,7 @@ from weft.arguments import flags
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group, Heap
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import Header
+from weft.memory.header import HEADER_BYTES, Header
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_of
@@ -126,11 +126,8 @@ class AllToAll(Placed, Operator):
             first_epoch=_first_epoch,
         )
         self.dtype, self.placement = config.dtype, config.placement
-        self._state = State.IDLE
         self._round = 0  # the number of this round, counted from its dispatch
-        self._tokens = 0  # that this rank has dispatched and not yet combined
-        self._rows = self.max_tokens  # slots for each source in this round
-        self._traced_tokens, self._traced_rows = 0, self.max_tokens
+        self._start_anew()
         self._dispatch_args = DispatchArgs(site=self._site)
         self._combine_args = CombineArgs(site=self._site)
         if config.placement.explicit:
@@ -409,16 +406,32 @@ class AllToAll(Placed, Operator):
 
     # The share's first contents, and views of it.
 
-    def _fill(self, config: AllToAllConfig, header: Header) -> None:
+    def _start_anew(self) -> None:
+        self._state = State.IDLE
+        self._tokens = 0  # that this rank has dispatched and not yet combined
+        self._rows = self.max_tokens  # slots for each source in this round
+        self._traced_tokens, self._traced_rows = 0, self.max_tokens
+
+    def _write_contents(self, config: AllToAllConfig, header: Header) -> None:
         shape, at, heap = config.shape, config.offsets, self.heap
         header.source_rows = shape.tokens
-        slots, words = (shape.ranks, shape.tokens), at.route_bytes // 4
-        stride = (shape.tokens * words, words, 1)
-        heap.tensor((*slots, words), torch.int32, offset=at.route)[..., : shape.slots].fill_(-1)
+        words = at.route_bytes // 4
+        flags_and_counts = (at.source_rows - HEADER_BYTES,)
+        heap.tensor(flags_and_counts, torch.uint8, offset=HEADER_BYTES).zero_()
         heap.tensor((shape.ranks,), torch.int32, offset=at.source_rows).fill_(shape.tokens)
+        routes = heap.tensor((shape.ranks * shape.tokens, words), torch.int32, offset=at.route)
+        routes[:, : shape.slots].fill_(-1)
+        if shape.stats:
+            size = (shape.ranks, shape.stats)
+            heap.tensor(size, torch.int32, offset=at.stats).zero_()
         if shape.combine == "push_fp8":  # blank: a row is there when no word of it is all ones
             places = (shape.returned_rows * shape.returned_bytes,)
             heap.tensor(places, torch.uint8, offset=at.returned).fill_(0xFF)
+
+    def _make_views(self, config: AllToAllConfig) -> None:
+        shape, at, heap = config.shape, config.offsets, self.heap
+        slots, words = (shape.ranks, shape.tokens), at.route_bytes // 4
+        stride = (shape.tokens * words, words, 1)
         ids = heap.tensor((*slots, shape.top_k), torch.int32, offset=at.route, stride=stride)
         weights = heap.tensor(
             (*slots, shape.top_k),

@@ -6,7 +6,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 8;         // to be raised whenever a struct below changes
+constexpr u32 abi = 9;         // to be raised whenever a struct below changes
 constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
@@ -30,6 +30,8 @@ enum class Code : u32 {
     peer_died = 10,
     peer_left = 11,
     other_rows = 12,
+    gone_rank = 13,
+    gone_unmasked = 14,
 };
 
 // A flag is one 64-bit word: generation 16 | descriptor 8 | epoch 40. A wait is satisfied by an
@@ -113,10 +115,12 @@ struct alignas(128) Header {
     u64 deadline_ns, first_deadline_ns;
     alignas(128) EpochState state;
     u32 source_rows;           // slots for each source in this rank's last dispatch
+    u32 living;                // bit r: rank r takes part. Changes only while no kernel runs
     alignas(128) u32 arrived;  // teams of the running dispatch that have finished sending
     u32 refusing;              // lock, held while a refusal is written
     u32 refusals;
     u32 sending;                          // tokens of a dispatch that is sent and not yet received
+    u32 reported;                         // ranks that are gone, as bits, and reported as such
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
     alignas(128) u64 waiting_ns;          // a wait's last check of its deadline; peers read it
     alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
@@ -137,6 +141,9 @@ WEFT_FN Mailbox& mailbox(const Site& site) { return *reinterpret_cast<Mailbox*>(
 WEFT_FN Header& header_of(const Site& site, u32 rank) {
     return *reinterpret_cast<Header*>(site.base + rank * site.stride);
 }
+
+// Does a rank take part? No kernel waits for, stores to or reads from a rank that does not.
+WEFT_FN constexpr bool lives(u32 living, u32 rank) { return (living >> rank & 1) != 0; }
 
 static_assert(sizeof(EpochState) == 16, "the epoch state is read in one load");
 static_assert(sizeof(ErrorRecord) == 56 && sizeof(Record) == 32 && sizeof(Mailbox) <= 4096);

@@ -29,13 +29,20 @@ template <u32 experts, u32 ranks> WEFT_FN ExpertLocation block_location(u32 expe
 
 // Reports bad input, which the caller drops, to the host. One refusal is written at a time; a
 // refusal that comes while another is written loses its report, never its check.
-WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record) {
-    if (!claim(&header.refusing, 0, 1)) return;
-    const u32 serial = ++header.refusals;
-    Mailbox& box = mailbox(site);
-    record.rank = site.rank;
-    box.refused[serial % 8] = record;
-    store_release(&box.refusals, serial);
+// once: bits of header.reported, after which such input is not reported again.
+WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record, u32 once = 0) {
+    const auto was_reported = [&] {
+        return once != 0 && (load_relaxed(&header.reported) & once) != 0;
+    };
+    if (was_reported() || !claim(&header.refusing, 0, 1)) return;
+    if (!was_reported()) {
+        const u32 serial = ++header.refusals;
+        Mailbox& box = mailbox(site);
+        record.rank = site.rank;
+        box.refused[serial % 8] = record;
+        store_release(&box.refusals, serial);
+        if (once != 0) store_relaxed(&header.reported, header.reported | once);
+    }
     claim(&header.refusing, 1, 0);
 }
 
@@ -53,6 +60,7 @@ WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     const u64 notice = make_notice(record.code, record.peer, record.wanted);
     for (u32 i = 1; i < header.ranks; ++i) {
         const u32 peer = (site.rank + i) % header.ranks;
+        if (!lives(header.living, peer)) continue;
         store_release(&header_of(site, peer).notices[site.rank], notice);
     }
 }
@@ -87,6 +95,20 @@ WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k
             .seen = u64(id),
             .token = token,
             .slot = k});
+}
+
+// An id of an expert on a rank that is gone. One id in four may be such an id, so a rank is
+// reported once, not with each of them.
+WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32 token, u32 k) {
+    refuse(header, site,
+           {.code = u32(Code::gone_rank),
+            .peer = gone,
+            .phase = u32(Phase::dispatch),
+            .wanted = header.living,
+            .seen = u64(id),
+            .token = token,
+            .slot = k},
+           1u << gone);
 }
 
 // What a wait is for, as an error record reports it.

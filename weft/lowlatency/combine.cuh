@@ -79,7 +79,7 @@ template <LowLatencyShape S, PhasePart part>
 WEFT_FN void compare_dispatch_ids(const Block& team, const LowLatencyCombineArgs& a,
                                   const RankState& state, u64 wanted) {
     const u32 peer = team.warp_lane();
-    if (S.gemm_push || peer >= S.ranks) return;
+    if (S.gemm_push || !state.serves<S>(peer)) return;
     if (part != PhasePart::recv && team.warp() == 2 &&
         await_credit<S>(a.site, state.progress, Phase::combine, peer))
         send_dispatch_id<S>(a, wanted, peer);
@@ -128,7 +128,7 @@ WEFT_FN void low_latency_combine(const LowLatencyCombineArgs& a) {
     };
     if (!roles.is<CtaRole::sender>()) count();
     if (roles.is<CtaRole::coordinator>()) {
-        send_credits<S>(team, a.site, state.progress);
+        send_credits<S>(team, a.site, state);
         if constexpr (part != PhasePart::recv)
             mark_start(team, own.header, Phase::combine, wanted, start);
         compare_dispatch_ids<S, part>(team, a, state, wanted);

@@ -42,7 +42,10 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
     TraceRecorder recorder(Solo{}, record, true);
     if (!await_credits<S>(a.site, progress, Phase::combine)) return false;
     recorder.credited();
-    for (u32 peer = 0; peer < S.ranks; ++peer) send_dispatch_id<S>(a, wanted, peer);
+    for_living<S>(a.site, [&](u32 peer) {
+        send_dispatch_id<S>(a, wanted, peer);
+        return true;
+    });
     alignas(16) u8 row[S.returned_vectors() * 16] = {};
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
@@ -133,8 +136,9 @@ void low_latency_combine(const LowLatencyCombineArgs& a) {
     }
     if constexpr (part != PhasePart::send) {
         fault(own.header, Point::before_read, a.site.rank, wanted);
-        for (u32 peer = 0; !S.gemm_push && peer < S.ranks; ++peer)
-            if (!same_dispatch<S>(a, wanted, peer)) return;
+        if (!S.gemm_push &&
+            !for_living<S>(a.site, [&](u32 peer) { return same_dispatch<S>(a, wanted, peer); }))
+            return;
         TraceRecord record;
         TraceRecorder recorder(Solo{}, record, true);
         for (u32 token = 0; token < a.tokens; ++token, recorder.worked())

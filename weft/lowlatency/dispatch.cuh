@@ -115,16 +115,16 @@ WEFT_FN void send_weights(const LowLatencyDispatchArgs& a, u32 token, u32 destin
 }
 
 template <LowLatencyShape S>
-WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, u64 wanted, WarpUnits warp_units,
-                         TokenFragment<S> fragment, TraceRecorder& recorder) {
+WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, u32 living, u64 wanted,
+                         WarpUnits warp_units, TokenFragment<S> fragment, TraceRecorder& recorder) {
     constexpr u32 units = TokenFragment<S>::units;
     for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
         const TokenFragment<S> next = TokenFragment<S>::of(a, unit + warp_units.step);
         const i32 id = fragment.id(a);
         u32 mine = 0;
         if (id >= 0) mine = 1u << locate_expert<S>(a.placement, u32(id)).rank;
-        const u32 destinations = __reduce_or_sync(all_lanes, mine);
-        if (unit % units == 0) send_choices<S>(a, wanted, fragment.token, id);
+        const u32 destinations = __reduce_or_sync(all_lanes, mine) & living;
+        if (unit % units == 0) send_choices<S>(a, living, wanted, fragment.token, id);
         send_columns<S>(a.site, fragment, destinations);
         if constexpr (S.reduce == Reduce::sender)
             if (unit % units == 0) send_weights<S>(a, fragment.token, destinations);
@@ -141,11 +141,12 @@ WEFT_FN CtaRoles dispatch_roles(const LowLatencyDispatchArgs& a) {
 
 // Fails if a peer's dispatch is not the same one; no CTA waits for it.
 template <LowLatencyShape S>
-WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted) {
+WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArgs& a,
+                                  const RankState& state, u64 wanted) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
-    if (peer < S.ranks && await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer,
-                                     Phase::dispatch, wanted))
+    if (state.serves<S>(peer) && await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer],
+                                            peer, Phase::dispatch, wanted))
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 
@@ -154,10 +155,10 @@ WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArg
 // Order: the end of this kernel orders their stores behind the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchArgs& a,
-                                   const Progress& progress) {
+                                   const RankState& state) {
     const u32 lane =
         team.lane() - warp_lanes;  // the second warp: the first one reads dispatch begun
-    if (lane < S.ranks) await_credit<S>(a.site, progress, Phase::combine, lane);
+    if (state.serves<S>(lane)) await_credit<S>(a.site, state.progress, Phase::combine, lane);
 }
 
 // Finds out whether this CTA has work; false when a wait has failed. There are as many receivers as
@@ -165,14 +166,14 @@ WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchAr
 // every rank's token count first; otherwise at one token all of them would read every word of every
 // source, again and again, for nothing. `idle`: no rank has so many tokens.
 template <LowLatencyShape S>
-WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted, u32 first,
-                       bool& idle) {
+WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const RankState& state,
+                       u64 wanted, u32 first, bool& idle) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 token = ReceiveUnit<S>::of(first, a.site.rank).token, peer = team.lane();
     if (token < a.tokens) return true;
     u32 tokens = 0;
     bool arrived = true;
-    if (peer < S.ranks)
+    if (state.serves<S>(peer))
         arrived = await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer,
                                wanted, tokens);
     idle = !team.any(token < clamp_tokens<S>(tokens));
@@ -181,17 +182,20 @@ WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, u64 w
 
 // Everything that a receiver does.
 template <LowLatencyShape S>
-WEFT_FN bool receive(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
-                     const CtaRoles& roles, ReceiveScratch<S>& scratch, TraceRecorder& recorder) {
+WEFT_FN bool receive(const Block& team, const LowLatencyDispatchArgs& a, const RankState& state,
+                     u64 wanted, const CtaRoles& roles, ReceiveScratch<S>& scratch,
+                     TraceRecorder& recorder) {
     const WarpUnits warp_units = roles.receiver_units();
     bool idle = false;
     const u32 first = warp_units.first - team.warp();  // of this CTA
-    if (!roles.is_first_receiver() && !find_work<S>(team, a, wanted, first, idle)) return false;
+    if (!roles.is_first_receiver() && !find_work<S>(team, a, state, wanted, first, idle))
+        return false;
     if (idle) {
         recorder.learned();
         return true;
     }
-    const bool arrived = await_metadata<S>(team, a, wanted, roles.is_first_receiver(), scratch);
+    const bool arrived =
+        await_metadata<S>(team, a, state.living, wanted, roles.is_first_receiver(), scratch);
     const RowFragment<S> fragment = poll_first_row<S>(a, warp_units.first);
     if (!team.all(arrived)) return false;
     compute_offsets<S>(team, a, roles.is_first_receiver(), scratch);
@@ -237,20 +241,20 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     };
     if (!stores) count();
     if (roles.is<CtaRole::coordinator>()) {
-        send_credits<S>(team, a.site, state.progress);
+        send_credits<S>(team, a.site, state);
         if constexpr (part != PhasePart::recv)
             mark_start(team, own.header, Phase::dispatch, wanted, start);
-        if constexpr (part != PhasePart::send) check_dispatch_begun<S>(team, a, wanted);
-        if constexpr (S.gemm_push) await_combine_credits<S>(team, a, state.progress);
+        if constexpr (part != PhasePart::send) check_dispatch_begun<S>(team, a, state, wanted);
+        if constexpr (S.gemm_push) await_combine_credits<S>(team, a, state);
     } else if (stores) {
         if (roles.is<CtaRole::metadata>())
-            send_metadata<S>(team, a, wanted, blockIdx.x - 1, metadata);
+            send_metadata<S>(team, a, state, wanted, blockIdx.x - 1, metadata);
         else
-            send_tokens<S>(a, wanted, roles.sender_units(), fragment, recorder);
+            send_tokens<S>(a, state.living, wanted, roles.sender_units(), fragment, recorder);
         count();
         fault(own.header, Point::after_payload, a.site.rank, wanted);
     } else {
-        if (!receive<S>(team, a, wanted, roles, receiving, recorder)) return;
+        if (!receive<S>(team, a, state, wanted, roles, receiving, recorder)) return;
         if (roles.is_first_receiver() && team.lane() == 0) {
             end = keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
             mark_end(own.header, Phase::dispatch, wanted, end);

@@ -5,6 +5,13 @@
 
 namespace weft {
 
+// Calls visit(peer) for every living rank, until it returns false; then it returns false, too.
+template <LowLatencyShape S, class Visit> bool for_living(const Site& site, Visit visit) {
+    for (u32 peer = 0; peer < S.ranks; ++peer)
+        if (lives(own_share<S>(site).header.living, peer) && !visit(peer)) return false;
+    return true;
+}
+
 // Copies a row so that no word of it is the sentinel.
 template <LowLatencyShape S> void copy_canonical(u8* to, const u8* from) {
     for (u32 i = 0; i < S.out_bytes(); i += 4) {
@@ -64,9 +71,11 @@ void read_choices(const LowLatencyDispatchArgs& a, u32 token, i32 (&ids)[S.top_k
     }
 }
 
-// Sends one token: its choices to every rank, its row to the ranks that hold one of its experts.
+// Sends one token: its choices to every living rank, its row to the ranks that hold one of its
+// experts.
 template <LowLatencyShape S>
 void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&mask)[S.experts]) {
+    Header& header = own_share<S>(a.site).header;
     i32 ids[S.top_k];
     read_choices<S>(a, token, ids);
     u32 choices[S.top_k] = {}, owner[S.top_k] = {}, kept = 0, ranks = 0;
@@ -74,6 +83,10 @@ void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&ma
         owner[k] = S.ranks;
         if (ids[k] < 0) continue;
         const ExpertLocation location = locate_expert<S>(a.placement, u32(ids[k]));
+        if (!lives(header.living, location.rank)) {
+            refuse_gone(header, a.site, location.rank, ids[k], token, k);
+            continue;
+        }
         owner[k] = location.rank;
         choices[k] = location.local + 1;
         mask[ids[k]] |= 1u << token % chunk_tokens;
@@ -86,6 +99,7 @@ void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&ma
     if (ranks != 0) load_token<S>(a, token, row);
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = (a.site.rank + i) % S.ranks;
+        if (!lives(header.living, peer)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         for (u32 k = 0; k < S.top_k; ++k)
             store_relaxed(&to.choices[a.site.rank][token][k],
@@ -100,6 +114,7 @@ void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
                 const u32 (&mask)[S.experts]) {
     for (u32 expert = 0; expert < S.experts; ++expert) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
+        if (!lives(own_share<S>(a.site).header.living, location.rank)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
         store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
                       tagged(wanted, mask[expert]));
@@ -111,23 +126,23 @@ void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
 template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted) {
     Header& header = own_share<S>(a.site).header;
     mark_sent(Solo{}, header, Phase::dispatch, wanted);
-    for (u32 peer = 0; peer < S.ranks; ++peer) {
+    for_living<S>(a.site, [&](u32 peer) {
         const Action planned = fault(header, Point::before_flag, peer, wanted);
-        if (planned == Action::drop) continue;
+        if (planned == Action::drop) return true;
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
         store_relaxed(&to.dispatch_begun[a.site.rank],
                       make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
-    }
+        return true;
+    });
     mark_published(Solo{}, header, Phase::dispatch, wanted);
 }
 
 template <LowLatencyShape S>
 bool await_credits(const Site& site, const Progress& progress, Phase phase) {
-    for (u32 peer = 0; peer < S.ranks; ++peer)
-        if (!await_credit<S>(site, progress, phase, peer)) return false;
-    return true;
+    return for_living<S>(site,
+                         [&](u32 peer) { return await_credit<S>(site, progress, phase, peer); });
 }
 
 template <LowLatencyShape S>
@@ -161,12 +176,12 @@ bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 to
     return true;
 }
 
-// Receives the token count of each source, and where its rows of each expert begin.
+// Receives the token count of each living source, and where its rows of each expert begin.
 template <LowLatencyShape S>
 bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
                       u32 (&first)[S.ranks][S.local]) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
-    for (u32 source = 0; source < S.ranks; ++source) {
+    const bool received = for_living<S>(a.site, [&](u32 source) {
         fault(own.header, Point::before_poll, source, wanted);
         if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[source], source,
                         Phase::dispatch, wanted) ||
@@ -175,8 +190,11 @@ bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)
             return false;
         mark_arrived(Solo{}, own.header, Phase::dispatch, wanted, source);
         tokens[source] = clamp_tokens<S>(tokens[source]);
+        return true;
+    });
+    if (!received) return false;
+    for (u32 source = 0; source < S.ranks; ++source)
         a.routing.source_tokens[source] = i32(tokens[source]);
-    }
     for (u32 e = 0; e < a.own_experts; ++e) {
         u32 total = 0;
         for (u32 source = 0; source < S.ranks; ++source) {
@@ -283,10 +301,11 @@ template <LowLatencyShape S> bool receive_tokens(const LowLatencyDispatchArgs& a
 
 // Sends its credits before it waits for anything, because peers wait for them.
 template <LowLatencyShape S> void send_credits(const Site& site, const Progress& progress) {
-    for (u32 peer = 0; peer < S.ranks; ++peer) {
+    for_living<S>(site, [&](u32 peer) {
         send_credit<S>(site, progress, Phase::dispatch, peer);
         send_credit<S>(site, progress, Phase::combine, peer);
-    }
+        return true;
+    });
 }
 
 template <LowLatencyShape S, PhasePart part = PhasePart::whole>

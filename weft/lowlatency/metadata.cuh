@@ -53,14 +53,16 @@ WEFT_FN void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted, u3
 }
 
 template <LowLatencyShape S>
-WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
-                           u32 chunk, const MetadataScratch<S>& scratch) {
+WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
+                           const RankState& state, u64 wanted, u32 chunk,
+                           const MetadataScratch<S>& scratch) {
     Header& header = own_share<S>(a.site).header;
-    const bool announces = chunk == 0 && team.lane() < S.ranks;
+    const bool announces = chunk == 0 && state.serves<S>(team.lane());
     Action planned = Action::drop;
     if (announces) planned = send_token_count<S>(a, wanted, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
+        if (!lives(state.living, location.rank)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
         store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
                       tagged(wanted, scratch.mask[expert]));
@@ -71,10 +73,11 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a, u
     mark_published(team, header, Phase::dispatch, wanted);
 }
 
-// One warp per token, lane k for entry k: sends to every rank which of its experts are chosen,
-// reports wrong ids, and records which rows combine will return.
+// One warp per token, lane k for entry k: sends to every living rank which of its experts are
+// chosen, reports wrong ids, and records which rows combine will return.
 template <LowLatencyShape S>
-WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, i32 id) {
+WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u32 living, u64 wanted, u32 token,
+                          i32 id) {
     Header& header = own_share<S>(a.site).header;
     const u32 lane = threadIdx.x % warp_lanes;
     if (lane < S.top_k && id < 0) {
@@ -84,14 +87,19 @@ WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u64 wanted, u32 token
     const u32 same = __match_any_sync(all_lanes, id);
     const bool repeats = id >= 0 && (same & ((1u << lane) - 1)) != 0;
     if (repeats) refuse_duplicate(header, a.site, token, lane, id);
-    const bool kept = id >= 0 && !repeats;
+    bool kept = id >= 0 && !repeats;
     ExpertLocation location{S.ranks, 0};
     if (kept) location = locate_expert<S>(a.placement, u32(id));
+    if (kept && !lives(living, location.rank)) {
+        refuse_gone(header, a.site, location.rank, id, token, lane);
+        kept = false;
+    }
     if (lane < S.top_k)
 #pragma unroll 8
         for (u32 i = 0; i < S.ranks; ++i) {
             const u32 peer =
                 a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
+            if (!lives(living, peer)) continue;
             store_relaxed(&share_of<S>(a.site, peer).inbox.choices[a.site.rank][token][lane],
                           tagged(wanted, location.rank == peer ? location.local + 1 : 0));
         }

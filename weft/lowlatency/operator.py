@@ -27,7 +27,7 @@ from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import Header
+from weft.memory.header import HEADER_BYTES, Header
 from weft.placement import Placed
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.kernels import Build, Kernels
@@ -477,11 +477,21 @@ class LowLatencyAllToAll(Placed, Operator):
     def _own_bytes(self, config: LowLatencyConfig) -> int:
         return config.memory.ordinary
 
-    def _fill(self, config: LowLatencyConfig, header: Header) -> None:
-        at, heap, device = config.offsets, self.heap, self.group.device
+    def _start_anew(self) -> None:
+        self._sent = self._returned = None
+        self._traced_handles.alive.clear()
+        for slot in self._slots:
+            slot.start_anew()
+
+    def _write_contents(self, config: LowLatencyConfig, header: Header) -> None:
+        at, heap = config.offsets, self.heap
+        heap.tensor((at.tokens - HEADER_BYTES,), torch.uint8, offset=HEADER_BYTES).zero_()
         blank = config.share_bytes - at.tokens
         heap.tensor((blank,), torch.uint8, offset=at.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
+
+    def _make_views(self, config: LowLatencyConfig) -> None:
+        heap, device = self.heap, self.group.device
         own = len(config.placement.experts_of(self.group.rank))
         abort_flag = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
         self._slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]

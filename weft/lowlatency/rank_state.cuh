@@ -33,10 +33,14 @@ template <DType D, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
 // may advance the progress.
 struct RankState {
     Progress progress;
-    u32 failed, generation;
+    u32 failed, generation, living;
 
     template <LowLatencyShape S> WEFT_FN static RankState read(const LowLatencyShare<S>& own) {
-        return {own.progress, own.header.state.failed, own.header.generation};
+        return {own.progress, own.header.state.failed, own.header.generation, own.header.living};
+    }
+    // Is this lane one for a peer, and does that take part?
+    template <LowLatencyShape S> WEFT_FN bool serves(u32 peer) const {
+        return peer < S.ranks && lives(living, peer);
     }
 
     // True if the group is not broken and, for a CTA that stores, if the peers have emptied their
@@ -46,7 +50,7 @@ struct RankState {
         bool ok = true;
         // The last warp waits: in a metadata CTA of a small batch it has nothing else to wait for.
         const u32 before = team.lanes() - warp_lanes;
-        if (stores && team.lane() >= before && team.lane() - before < S.ranks) {
+        if (stores && team.lane() >= before && serves<S>(team.lane() - before)) {
             const u32 peer = team.lane() - before;
             const u64 seen = load_acquire(credit_of<S>(site, phase, peer));
             // Most often the credit is there, and it is exactly this one.
@@ -82,10 +86,11 @@ constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 // The coordinator of every operation sends credits before it waits for anything. Each kind of
 // credit has a warp of its own, because a release waits for the store before it.
 template <LowLatencyShape S>
-WEFT_FN void send_credits(const Block& team, const Site& site, const Progress& progress) {
+WEFT_FN void send_credits(const Block& team, const Site& site, const RankState& state) {
     if (team.warp() > 1 || team.warp_lane() >= S.ranks) return;
     const u32 rank = site.rank + team.warp_lane(), peer = rank < S.ranks ? rank : rank - S.ranks;
-    send_credit<S>(site, progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
+    if (!lives(state.living, peer)) return;
+    send_credit<S>(site, state.progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
 }
 
 }  // namespace weft

@@ -50,11 +50,12 @@ WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 s
     }
 }
 
-// Reads one source's masks of one of this rank's experts. The first entry gets the number of rows,
+// Reads one source's masks of one of this rank's experts; a source that is gone has sent none. The
+// first entry gets the number of rows,
 // the others where they begin among the source's rows. Called by one thread; false when a wait has
 // failed.
 template <LowLatencyShape S>
-WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 e,
+WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u32 living, u64 wanted, u32 source, u32 e,
                          ReceiveScratch<S>& scratch) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const auto at = [&](u32 chunk) { return &own.inbox.token_masks[source][chunk][e]; };
@@ -63,7 +64,8 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source
 #pragma unroll
     for (u32 j = 1; j < masks_in_flight; ++j)
         if (j < S.chunks()) word[j] = load_relaxed(at(j));
-    if (!await_first_mask<S>(a, wanted, source, e, tokens, word[0])) return false;
+    if (lives(living, source) && !await_first_mask<S>(a, wanted, source, e, tokens, word[0]))
+        return false;
     const u32 chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
     for (u32 c = 0; c < chunks; c += masks_in_flight) {
         if (c != 0)
@@ -90,15 +92,15 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source
 }
 
 template <LowLatencyShape S>
-WEFT_FN bool await_metadata(const Block& team, const LowLatencyDispatchArgs& a, u64 wanted,
-                            bool leads, ReceiveScratch<S>& scratch) {
+WEFT_FN bool await_metadata(const Block& team, const LowLatencyDispatchArgs& a, u32 living,
+                            u64 wanted, bool leads, ReceiveScratch<S>& scratch) {
     if (leads && team.lane() < S.ranks)
         fault(own_share<S>(a.site).header, Point::before_poll, team.lane(), wanted);
     bool arrived = true;
     // A rank without experts still reads how many tokens there are.
     const u32 words = max(1u, a.own_experts);
     for (u32 i = team.lane(); arrived && i < S.ranks * words; i += team.lanes())
-        arrived = await_masks<S>(a, wanted, i / words, i % words, scratch);
+        arrived = await_masks<S>(a, living, wanted, i / words, i % words, scratch);
     return arrived;
 }
 

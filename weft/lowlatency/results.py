@@ -79,6 +79,11 @@ class Slot:
         self.alive: Handle | None = None
         self.latest: Handle | None = None  # alive or not
 
+    def start_anew(self) -> None:
+        """No result is alive, and no GEMM stores a row anywhere."""
+        self.alive = self.latest = None
+        self.tensors["dst_addr"].zero_()
+
     def point(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Let arguments speak of this slot's record of the routing."""
         for name in ("position", "weights", "source_tokens", "expected", "dst_addr"):

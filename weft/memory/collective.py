@@ -79,10 +79,6 @@ class TorchControl:
             "it with Group.from_torch(group) on ranks of one host"
         )
 
-    def resume(self, era: int, living: set[int]) -> None:
-        """Refused: the process group is the caller's, with all its ranks."""
-        raise InvalidArgument("this group was made with shared_memory=False and cannot recover")
-
     def close(self, why: str | None = None) -> None:
         """Forget the process group, which belongs to the caller. `why` is not sent."""
         self._closed = True

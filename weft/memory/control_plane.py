@@ -87,10 +87,9 @@ class ControlPlane:
         self._sequence = 0
         self._broken = None
 
-    def admit(self, rank: int, channel: Channel, pid: int) -> None:
-        """Take in the process that replaces a rank that is gone."""
-        self._channels[rank] = channel
-        self.pids[rank] = pid
+    def name(self, rank: int) -> str:
+        """For errors: the rank, and its process."""
+        return f"rank {rank} (pid {self.pids[rank]})"
 
     def abort(self, why: str) -> None:
         """Break the group from another thread of this process: a blocked call raises at once."""
@@ -145,7 +144,7 @@ class ControlPlane:
         except Gone:
             left = True  # its last frames may still be in the socket's buffer
         except OSError as error:
-            self._fail(f"{self._name(rank)} cannot be sent its part of {op}: {error}")
+            self._fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
         if rank not in frames or left:
             frame = self._pump(rank, op)
             if frame is not None and rank in frames:
@@ -171,9 +170,9 @@ class ControlPlane:
                     self._fail(text_of(frame.body))
                 return frame
         except Gone:
-            self._fail(self._broken or f"{self._name(rank)} died while the group was in {op}")
+            self._fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
         except (Malformed, OSError) as error:
-            self._fail(f"{self._name(rank)} broke the protocol in {op}: {error}")
+            self._fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None
 
     def _look_for_failure(self, op: str) -> None:
@@ -194,10 +193,10 @@ class ControlPlane:
         return {ranks[fd] for fd, _ in poller.poll(milliseconds(deadline))}
 
     def _late(self, waiting: list[int], frames: dict[int, Frame], op: str, timeout: float) -> str:
-        missing = [self._name(rank) for rank in waiting if rank not in frames]
+        missing = [self.name(rank) for rank in waiting if rank not in frames]
         if missing:
             return f"{', '.join(missing)} did not enter {op} within {timeout:g} s"
-        names = ", ".join(map(self._name, waiting))
+        names = ", ".join(map(self.name, waiting))
         return f"{names} did not read its part of {op} within {timeout:g} s"
 
     def _check(self, rank: int, frame: Frame, kind: Kind, op: str) -> None:
@@ -205,19 +204,18 @@ class ControlPlane:
         if body.get("op") != op or body.get("n") != self._sequence:
             theirs = f"{text_of(body.get('op'))} (call {text_of(body.get('n'))})"
             self._fail(
-                f"rank {self.rank} is in {op} (call {self._sequence}) and {self._name(rank)} is in "
+                f"rank {self.rank} is in {op} (call {self._sequence}) and {self.name(rank)} is in "
                 f"{theirs}: every rank must make the same calls in the same order"
             )
         complete = "value" in body if kind is Kind.VALUE else frame.fd is not None
         if frame.kind is not kind or not complete:
-            self._fail(f"{self._name(rank)} sent {frame.kind.name} in {op}, not {kind.name}")
+            self._fail(f"{self.name(rank)} sent {frame.kind.name} in {op}, not {kind.name}")
 
     def _farewell(self, rank: int, frame: Frame, op: str) -> str:
         if frame.body is None:
-            return f"{self._name(rank)} closed its group while the others were in {op}"
+            return f"{self.name(rank)} closed its group while the others were in {op}"
         return (
-            f"{self._name(rank)} left the group while the others were in {op}: "
-            f"{text_of(frame.body)}"
+            f"{self.name(rank)} left the group while the others were in {op}: {text_of(frame.body)}"
         )
 
     def _fail(self, text: str) -> NoReturn:
@@ -234,9 +232,6 @@ class ControlPlane:
             with contextlib.suppress(OSError):
                 channel.post(kind, body, era=self._era)
                 channel.flush()
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (pid {self.pids[rank]})"
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,11 +48,11 @@ class DeviceShares:
         self._device: Any = None
         self._context: Any = None
         self._stream: Any = None
-        self._handles: list[Any] = []  # allocations that this process still holds by handle
+        self._own: Any = None  # the own allocation: to export it again, for a replacement
+        self.ranks: set[int] = set()  # whose shares are mapped
         self._kind: Any = None
         self._granule = 0
         self._mapped = 0
-        self._fd = -1
         self._fence = 0
         self.stride = 0
         self.base = 0
@@ -140,11 +140,12 @@ class DeviceShares:
         self._mapped = -(-self._size // self._granule) * self._granule
         self.stride = self._mapped + self._granule  # the granule stays unmapped: overruns fault
         with self._current():
-            self._undo.callback(self._release_handles)
-            self._handles.append(self._create())
+            self._own = self._create()
+            self._undo.callback(call, "cuMemRelease", self._own)
             reserved = self._ranks * self.stride
             self.base = int(call("cuMemAddressReserve", reserved, self._granule, 0, 0))
             self._undo.callback(call, "cuMemAddressFree", self.base, reserved)
+            self._undo.callback(self._unmap_all)
             self._stream = call("cuStreamCreate", api.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._undo.callback(call, "cuStreamDestroy", self._stream)
             flags = api.CU_MEMHOSTALLOC_PORTABLE | api.CU_MEMHOSTALLOC_DEVICEMAP
@@ -154,28 +155,25 @@ class DeviceShares:
             self.mailbox = (host, int(call("cuMemHostGetDevicePointer", host, 0)))
             self._fence = fence()
 
-    def export_fd(self) -> None:
-        """Make a file descriptor of the own share, for take_fd()."""
-        with self._current():
-            self._fd = int(self._export(self._handles[0], self._kind))
-        os.set_inheritable(self._fd, False)
-
-    def take_fd(self) -> int:
-        """The own share's descriptor, now the caller's to close."""
-        fd, self._fd = self._fd, -1
+    def share_fd(self) -> int:
+        """A new file descriptor of the own share, which belongs to the caller."""
+        with contextlib.ExitStack() as undo:
+            with self._current():
+                fd = int(self._export(self._own, self._kind))
+                undo.callback(os.close, fd)
+                os.set_inheritable(fd, False)
+            undo.pop_all()
         return fd
 
     def export_fabric(self) -> str:
         """The own share as a fabric handle in hexadecimal."""
         with self._current():
-            return bytes(self._export(self._handles[0], self._kind).data).hex()
+            return bytes(self._export(self._own, self._kind).data).hex()
 
-    def map(self, shared: Sequence[int | str | None]) -> None:
-        """Map every living rank's share from its descriptor or fabric handle; zero the own one."""
+    def map(self, shared: Mapping[int, int | str]) -> None:
+        """Map shares of ranks, each from its descriptor or fabric handle; zero the own one."""
         with self._current():
-            for rank, each in enumerate(shared):
-                if each is None:
-                    continue
+            for rank, each in shared.items():
                 try:
                     self._map(rank, each)
                 except DriverError as error:
@@ -185,11 +183,10 @@ class DeviceShares:
                         f"cuda:{self._ordinal} of rank {self._rank} cannot map the memory of rank "
                         f"{rank}: {error}; {_REMEDY}"
                     ) from error
-            # The mappings hold the memory from here on.
-            self._release_handles()
-            own = self.base + self._rank * self.stride
-            call("cuMemsetD8Async", own, 0, self._mapped, self._stream)
-            call("cuStreamSynchronize", self._stream)
+            if self._rank in shared:
+                own = self.base + self._rank * self.stride
+                call("cuMemsetD8Async", own, 0, self._mapped, self._stream)
+                call("cuStreamSynchronize", self._stream)
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
         """uint8 tensor [count] over `address` on this rank's GPU that keeps `keeper` alive."""
@@ -224,8 +221,6 @@ class DeviceShares:
         Idempotent. A forked child does nothing: the driver's state is its parent's.
         Raises DriverError after having tried every step.
         """
-        if self._fd >= 0:
-            os.close(self.take_fd())
         undo, self._undo = self._undo, contextlib.ExitStack()
         device, self._device = self._device, None
         if device is None or os.getpid() != self._owner:
@@ -250,19 +245,32 @@ class DeviceShares:
 
     def _map(self, rank: int, shared: int | str) -> None:
         api = driver()
-        if rank == self._rank:
-            handle = self._handles[0]
-        else:
-            handle = self._import(shared)
-            self._handles.append(handle)
         where = self.base + rank * self.stride
-        call("cuMemMap", where, self._mapped, 0, handle, 0)
-        self._undo.callback(call, "cuMemUnmap", where, self._mapped)
+        handle = self._own if rank == self._rank else self._import(shared)
+        try:
+            if (
+                rank in self.ranks
+            ):  # of a process that has ended: a replacement's comes in its place
+                self._unmap(rank)
+            call("cuMemMap", where, self._mapped, 0, handle, 0)
+            self.ranks.add(rank)
+        finally:
+            if rank != self._rank:
+                call("cuMemRelease", handle)  # the mapping holds the memory
         access = api.CUmemAccessDesc()
         access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._ordinal
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call("cuMemSetAccess", where, self._mapped, [access], 1)
+
+    def _unmap(self, rank: int) -> None:
+        self.ranks.remove(rank)
+        call("cuMemUnmap", self.base + rank * self.stride, self._mapped)
+
+    def _unmap_all(self) -> None:
+        with contextlib.ExitStack() as each:
+            for rank in self.ranks.copy():
+                each.callback(self._unmap, rank)
 
     def _import(self, shared: int | str) -> Any:
         if isinstance(shared, int):
@@ -307,10 +315,6 @@ class DeviceShares:
         properties.requestedHandleTypes = kind
         return properties
 
-    def _release_handles(self) -> None:
-        while self._handles:
-            call("cuMemRelease", self._handles.pop())
-
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """Within, this GPU's context is current, and the thread's capture mode is relaxed."""
@@ -343,9 +347,14 @@ def create(group: Group, size: int) -> DeviceShares:
 
 def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
     doing = "mapping the GPU memory of every rank"
-    if fabric:
-        handles = group.all_gather(group.together(shares.export_fabric, doing="exporting memory"))
-        group.together(lambda: shares.map(handles), doing=doing)
+    if not fabric:
+        map_all(group, shares, doing=doing)
         return
-    group.together(shares.export_fd, doing="exporting memory")
-    map_all(group, shares, doing=doing)
+
+    def exchange(group: Group, ranks: Collection[int]) -> None:
+        handles = group.all_gather(group.together(shares.export_fabric, doing="exporting memory"))
+        wanted = {rank: handles[rank] for rank in ranks}
+        group.together(lambda: shares.map(wanted), doing=doing)
+
+    with group.noted(lambda group: exchange(group, group.joining)):
+        exchange(group, group.living)

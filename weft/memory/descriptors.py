@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,27 +14,36 @@ if TYPE_CHECKING:
 class Exported(Protocol):
     """This rank's share, allocated, and room to map those of all ranks."""
 
-    def take_fd(self) -> int:
-        """The share's descriptor, which belongs to the caller from now on."""
+    def share_fd(self) -> int:
+        """A new descriptor of the own share, which belongs to the caller."""
 
-    def map(self, fds: Sequence[int | None], /) -> None:
-        """Map the share of every rank from its descriptor, in rank order; None: it is gone."""
+    def map(self, fds: Mapping[int, int], /) -> None:
+        """Map the shares of ranks, each from its descriptor, in place of what was there."""
 
 
 def map_all(group: Group, shares: Exported, *, doing: str) -> None:
     """Pass every rank's descriptor to all, and map them. Collective.
 
-    No descriptor is left: an open one would keep the memory alive after its owner's death.
-    Raises CreationFailed on every rank, which names what was being done.
+    No descriptor of a peer's share is left: an open one would keep the memory alive after its
+    owner's death. Raises CreationFailed on every rank, which names what was being done.
     """
-    fd = shares.take_fd()
+    with group.noted(lambda group: _map(group, shares, group.joining, doing)):
+        _map(group, shares, frozenset(group.living), doing)
+
+
+def _map(group: Group, shares: Exported, ranks: frozenset[int], doing: str) -> None:
+    with contextlib.ExitStack() as own:
+
+        def export() -> int:
+            fd = shares.share_fd()
+            own.callback(os.close, fd)
+            return fd
+
+        fds = group.exchange_fds(group.together(export, doing="exporting memory"))
+    found = {rank: each for rank, each in enumerate(fds) if each is not None}
     try:
-        fds = group.exchange_fds(fd)
+        wanted = {rank: each for rank, each in found.items() if rank in ranks}
+        group.together(lambda: shares.map(wanted), doing=doing)
     finally:
-        os.close(fd)
-    try:
-        group.together(lambda: shares.map(fds), doing=doing)
-    finally:
-        for each in fds:
-            if each is not None:
-                os.close(each)
+        for each in found.values():
+            os.close(each)

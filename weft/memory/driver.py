@@ -119,14 +119,18 @@ def plain_tensors() -> Iterator[None]:
 def in_relaxed_mode(init: Init) -> Init:
     """For constructors on a group: all of it within `relaxed`, what torch allocates for it, too.
 
-    And within `plain_tensors`: the caller may be in inference mode.
+    And within `plain_tensors`: the caller may be in inference mode. The group notes the control
+    messages, for a rank that is replaced.
     """
 
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
         device = getattr(group, "device", None)  # what is no group is for the constructor to refuse
-        apart = contextlib.nullcontext() if device is None else relaxed(device)
-        with apart, plain_tensors():
+        if device is None:
+            init(self, group, *args, **given)
+            return
+        with relaxed(device), plain_tensors(), group.creation() as creation:
+            creation.add(self)
             init(self, group, *args, **given)
 
     return cast("Init", wrapped)

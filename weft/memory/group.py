@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -27,9 +27,11 @@ from weft.errors import (
 from weft.memory.agreement import MAX_AGREEING, Agreement, Recovery
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.control_plane import ControlPlane
+from weft.memory.creation import Creation, Step
 from weft.memory.discovery import default_device, find
 from weft.memory.liveness import Liveness, LivenessFd
 from weft.memory.meeting import Meeting
+from weft.memory.membership import Membership
 from weft.memory.peers import Peers
 from weft.memory.rendezvous import meet
 from weft.memory.store import StoreExchange, environment
@@ -44,7 +46,6 @@ class Control(Protocol):
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]: ...
-    def resume(self, era: int, living: set[int]) -> None: ...
     def close(self, why: str | None = None) -> None: ...
 
 
@@ -61,7 +62,7 @@ class Member(Protocol):
         """The ranks that did not do their part of a call before its deadline."""
 
     def _quiesce(self) -> None:
-        """Wait until nothing of this rank's calls runs any more."""
+        """Wait until nothing of this rank's calls runs any more; until `_recover` calls raise."""
 
     def _finished(self) -> int:
         """Rounds that this rank has finished."""
@@ -104,19 +105,19 @@ class Group:
         self._members: weakref.WeakValueDictionary[str, Member] = weakref.WeakValueDictionary()
         self._dead: frozenset[int] = frozenset()  # ranks that the group goes on without
         self._ended: set[int] = set()  # ranks whose processes have ended
-        self._fate = threading.Lock()  # of the two above
-        self._liveness_fd: LivenessFd | None = None
-        self._liveness: Liveness | None = None
-        self._agreement: Agreement | None = None
+        self._fate = threading.Lock()  # of the three above
+        self._creations: list[Creation] = []
+        self._creation: Creation | None = None  # that is under way
+        self.joining: frozenset[int] = frozenset()  # ranks that new processes take now
+        self._process: LivenessFd | None = None
+        self._membership: Membership | None = None
         # A group that is dropped unclosed gives its sockets back without a warning. At exit the
         # system does.
         weakref.finalize(self, control.close).atexit = False
         if isinstance(control, ControlPlane) and not threads and size > 1:
-            try:
-                self._watch()
-            except BaseException:
-                self._leave(None)
-                raise
+            self._process = LivenessFd()
+            weakref.finalize(self, self._process.close).atexit = False
+            self._membership = self._watch(control, timeout)
 
     @classmethod
     def from_meeting(
@@ -219,11 +220,13 @@ class Group:
         time.
         """
         _check_json(value)
-        return self._gather("all_gather", value, timeout)
+        with self.noted(lambda group: group._gather("all_gather", value, timeout)):
+            return self._gather("all_gather", value, timeout)
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Return when every rank is here. Raises RendezvousFailed as all_gather does."""
-        self._gather("barrier", None, timeout)
+        with self.noted(lambda group: group._gather("barrier", None, timeout)):
+            self._gather("barrier", None, timeout)
 
     def vote(
         self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
@@ -242,7 +245,8 @@ class Group:
         if undo is not None:
             function("undo", undo, "which gives back what was made")
         try:
-            self._vote(error, doing)
+            with self.noted(lambda group: group._vote(None, doing)):
+                self._vote(error, doing)
         except BaseException:
             if error is None and undo is not None:
                 undo()
@@ -292,7 +296,8 @@ class Group:
         """
         instance("what", what, str)
         _check_json(value)
-        values = self._gather(f"agreement on {what}", value, None)
+        with self.noted(lambda group: group.agree(value, what=what)):
+            values = self._gather(f"agreement on {what}", value, None)
         first = self.living[0]
         for rank in self.living:
             if values[rank] != values[first]:
@@ -345,12 +350,9 @@ class Group:
         self._process_group = self._own.process_group
         return self._process_group
 
-    def _watch(self) -> None:
+    def _watch(self, control: ControlPlane, timeout: float) -> Membership:
         """From now on the end of a peer's process is noticed at once, and can be agreed on."""
-        self._liveness_fd = self.together(LivenessFd, doing="opening a pidfd")
-        with contextlib.ExitStack() as fds:
-            fds.callback(os.close, self._liveness_fd.fd)
-            pidfds = self._of_peers(self._liveness_fd.fd)
+        assert self._process is not None
         ended = weakref.WeakMethod(self._peer_ended)
 
         def peer_ended(rank: int) -> None:
@@ -358,32 +360,9 @@ class Group:
             if method is not None:
                 method(rank)
 
-        self._liveness = Liveness(pidfds, peer_ended)
-        weakref.finalize(self, self._liveness.close).atexit = False
-        if self.size > MAX_AGREEING:
-            return
-        agreement = self._agreement = self.together(
-            lambda: Agreement(self.rank, self.size, self._name), doing="making a page of memory"
-        )
-        weakref.finalize(self, agreement.close).atexit = False
-        page = agreement.take_fd()
-        try:
-            pages = self._of_peers(page)
-        finally:
-            os.close(page)
-        try:
-            self.together(lambda: agreement.map(pages), doing="mapping the peers' pages")
-        finally:
-            for fd in pages.values():
-                os.close(fd)
-
-    def _of_peers(self, fd: int) -> dict[int, int]:
-        """A descriptor of every living peer."""
-        fds = self.exchange_fds(fd)
-        own = fds[self.rank]
-        if own is not None:
-            os.close(own)
-        return {r: each for r, each in enumerate(fds) if each is not None and r != self.rank}
+        membership = Membership(control, self._process.fd, peer_ended, timeout)
+        weakref.finalize(self, membership.close).atexit = False
+        return membership
 
     def attach(self, member: Member) -> None:
         """Notify `member` of deaths, of this rank's leaving and of recoveries; one a heap."""
@@ -417,22 +396,16 @@ class Group:
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
-        if self._closed:
-            raise OutOfOrder("the group is closed; make a new one")
-        if self._agreement is None or self._liveness is None:
-            raise InvalidArgument(
-                f"this group cannot recover: it needs 2 to {MAX_AGREEING} ranks, each a process, "
-                "that share memory"
-            )
+        control, liveness, agreement = self._recoverable()
         with self._fate:
-            members = list(self._members.values())
+            members = self._attached()
         doubted |= {rank for member in members for rank in member._suspects()}
         deadline = began + timeout
         while True:
-            era, dead = self._agreement.decide(self._liveness, doubted, deadline)
+            era, dead = agreement.decide(liveness, doubted, deadline)
             with self._fate:
                 self._dead = dead
-            self._control.resume(era, set(self.living))
+            control.resume(era, set(self.living))
             try:
                 finished = self._go_on(deadline)
             except RendezvousFailed as error:  # another one died, or gave up: agree anew
@@ -442,49 +415,188 @@ class Group:
             took = time.monotonic() - began
             return Recovery(tuple(sorted(dead)), self.living, MappingProxyType(finished), took)
 
+    def open_meeting(self) -> Meeting:
+        """A place for `replace` and `join` to meet in. Collective over the living.
+
+        Its `address` is for the new processes alone: who knows it may join.
+        Raises CreationFailed where there is no directory for temporary files.
+        """
+        opens = self.rank == self.living[0]
+        made = self.together(lambda: Meeting.open() if opens else None, doing="opening a meeting")
+        try:
+            said = self._gather("open_meeting", made.address if made else None, None)
+        except BaseException:
+            if made is not None:
+                made.remove()
+            raise
+        return Meeting.at(said[self.living[0]])
+
+    def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
+        """Take in new processes for all ranks that are gone. Collective over the living.
+
+        Meanwhile each new process calls `Group.join` with the number of a rank that is gone, makes
+        the operators of this group in the same order, and calls `enter`. Their memory is mapped
+        where that of the dead was, so addresses, and the graphs that have them, stay valid. On
+        return every operator is as at creation, on all ranks.
+
+        Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
+        dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
+        Then end the new processes and call `recover`.
+        """
+        instance("meeting", meeting, Meeting)
+        timeout = seconds("timeout", timeout)
+        deadline = time.monotonic() + timeout
+        self._recoverable()
+        gone = self._dead
+        if not gone:
+            raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
+        control = meet(
+            meeting, rank=self.rank, size=self.size, device=self.device.type, timeout=timeout
+        )
+        fresh = self._watch(control, timeout)
+        try:
+            said = fresh.control.gather("replace", sorted(gone), timeout)
+            _check_joining(said)
+        except BaseException as error:
+            fresh.close(str(error))
+            raise
+        with self._fate:
+            members = self._attached()
+        for member in members:  # before its memory changes
+            member._quiesce()
+        self._move(fresh)
+        self.joining = gone
+        try:
+            for creation in [each for each in self._creations if each.exists]:
+                for step in creation.steps:
+                    step(self)
+        finally:
+            self.joining = frozenset()
+        self._go_on(deadline)
+
+    @classmethod
+    def join(
+        cls,
+        meeting: Meeting | str,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device | str,
+        timeout: float = 120.0,
+    ) -> Group:
+        """The group of a process that takes the number of a rank that is gone, for `replace`.
+
+        meeting: what `open_meeting` returned to the survivors, or its `address`. Make the same
+        operators as they have, in the same order, then call `enter`.
+        Raises RendezvousFailed where the ranks do not meet, or have nobody to replace.
+        """
+        group = cls.from_meeting(
+            Meeting.at(meeting) if isinstance(meeting, str) else meeting,
+            rank=rank,
+            size=size,
+            device=default_device(device),
+            timeout=timeout,
+        )
+        try:
+            group._recoverable()
+            _check_joining(group._gather("replace", None, timeout))
+        except BaseException as error:
+            group._leave(reason(error))
+            raise
+        return group
+
+    def enter(self, *, timeout: float = 120.0) -> None:
+        """Begin to take calls, after `join` and the constructors. Collective with `replace`."""
+        self._go_on(time.monotonic() + seconds("timeout", timeout))
+
+    def _move(self, fresh: Membership) -> None:
+        """Go on with all ranks, on new sockets."""
+        assert fresh.liveness is not None
+        old, self._control, self._membership = self._membership, fresh.control, fresh
+        with self._fate:
+            self._dead = frozenset()
+            others = set(range(self.size)) - {self.rank}
+            self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
+        if old is not None:
+            old.close()
+
+    def _recoverable(self) -> tuple[ControlPlane, Liveness, Agreement]:
+        """What a recovery needs. Raises OutOfOrder and InvalidArgument."""
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        found = self._membership
+        if found is None or found.liveness is None or found.agreement is None:
+            raise InvalidArgument(
+                f"this group cannot recover: it needs 2 to {MAX_AGREEING} ranks, each a process, "
+                "that share memory"
+            )
+        return found.control, found.liveness, found.agreement
+
     def _go_on(self, deadline: float) -> dict[str, int]:
         """Make the living equal, and resume the operators that all of them still have."""
 
         def left() -> float:
             return max(0.001, deadline - time.monotonic())
 
+        heard: list[Exception] = []  # of a peer
+
         def barrier() -> None:
-            self._vote(None, "recovering", left())
+            try:
+                self._vote(None, "recovering", left())
+            except (RendezvousFailed, CreationFailed) as error:
+                heard.append(error)
+                raise
 
         with self._fate:
             own = {name: member._finished() for name, member in self._members.items()}
-        mine: JSON = {"generation": self._generation, "finished": own}
-        said = self._gather("recover", mine, left())
+        said = self._gather("recover", own, left())
         states = [said[rank] for rank in self.living]
-        # A creation that the death interrupted was begun on some ranks only.
-        self._generation = max(state["generation"] for state in states)
         finished = {
-            name: min(state["finished"][name] for state in states)
+            name: min(state[name] for state in states)
             for name in own
-            if all(name in state["finished"] for state in states)
+            if all(name in state for state in states)
         }
+        problem: Exception | None = None
         try:
-            self._resume(finished, sum(1 << rank for rank in self.living), barrier)
-        except (RendezvousFailed, CreationFailed):
-            raise
+            self._resume(sum(1 << rank for rank in self.living), barrier, finished)
         except Exception as error:
-            self._vote(error, "recovering", left())
-        with self._fate:
-            for rank in self._ended - self._dead:  # `_recover` has forgotten it
-                for member in self._members.values():
-                    member._peer_ended(rank)
+            if error in heard:
+                raise
+            problem = error
+        self._vote(problem, "recovering", left())
         return finished
 
-    def _resume(self, names: Iterable[str], living: int, barrier: Callable[[], None]) -> None:
-        """Write the memory of the operators `names` as at creation, while nothing runs in it."""
+    def _resume(
+        self, living: int, barrier: Callable[[], None], names: Collection[str] | None = None
+    ) -> None:
+        """Let operators start anew among the ranks of `living`, bit r for rank r.
+
+        Collective over the living, when no process but theirs can store into their memory.
+        barrier: returns when all of the living have called it.
+        names: of the operators that all of them have; all where nobody says.
+
+        Raises what the first operator raised that cannot go on, when the others have recovered.
+        """
         with self._fate:
-            members = [each for name, each in self._members.items() if name in names]
+            items = list(self._members.items())
+        members = [member for name, member in items if names is None or name in names]
         for member in members:
             member._quiesce()
-        barrier()
+        barrier()  # no kernel of the living runs: none stores into a share
+        failures: list[Exception] = []
         for member in members:
-            member._recover(living)
-        barrier()
+            try:
+                member._recover(living)
+            except Exception as error:  # the peers wait in the barrier
+                failures.append(error)
+        barrier()  # every share is as at creation: calls may store into it
+        with self._fate:
+            for rank in self._ended:
+                if living >> rank & 1:  # ended meanwhile: `_recover` has forgotten it
+                    for member in members:
+                        member._peer_ended(rank)
+        if failures:
+            raise failures[0]
 
     def pid(self, rank: int) -> int | None:
         """The process id of a rank as the kernel reported it, where it is known."""
@@ -495,16 +607,47 @@ class Group:
         with self._fate:
             self._ended.add(rank)
             if rank not in self._dead:  # heard late, after a recovery
-                for member in list(self._members.values()):
+                for member in self._attached():
                     member._peer_ended(rank)
 
+    def _attached(self) -> list[Member]:
+        """What shares the fate of this group, in order of creation."""
+        return list(self._members.values())
+
     def next_generation(self) -> int:
-        """1, 2, ... 65535, 1, ...: the same on every rank, because creations are collective."""
-        self._generation = self._generation % 0xFFFF + 1
+        """1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
+        following = self._generation % 0xFFFF + 1
+        # The most of all: a creation that was interrupted was begun on some ranks only, and a rank
+        # that joins has made none.
+        with self.noted(lambda group: group._gather("generation", following, None)):
+            said = self._gather("generation", following, None)
+        self._generation = max(said[rank] for rank in self.living)
         return self._generation
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (pid {self.pid(rank)})"
+    @contextlib.contextmanager
+    def creation(self) -> Iterator[Creation]:
+        """Inside, control messages are noted for a rank that makes the same object later."""
+        if self._creation is not None:  # part of another object
+            yield self._creation
+            return
+        self._creation = Creation()
+        try:
+            yield self._creation
+            self._creations = [each for each in self._creations if each.exists]
+            self._creations.append(self._creation)
+        finally:
+            self._creation = None
+
+    @contextlib.contextmanager
+    def noted(self, step: Step) -> Iterator[None]:
+        """Inside are the messages of `step`, which says them to a rank that joins."""
+        creation, self._creation = self._creation, None
+        try:
+            yield
+        finally:
+            self._creation = creation
+        if creation is not None:
+            creation.steps.append(step)
 
     def abort(self, why: str) -> None:
         """Make every later or blocked control call of this rank raise. Callable from any thread."""
@@ -523,16 +666,14 @@ class Group:
             return
         self._closed = True
         with self._fate:
-            members = list(self._members.values())
+            members = self._attached()
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
-        if self._liveness is not None:
-            self._liveness.close()
-        if self._liveness_fd is not None:
-            self._liveness_fd.close()
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._membership is not None:
+            self._membership.close()
+        if self._process is not None:
+            self._process.close()
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None
@@ -559,6 +700,19 @@ def _check_json(value: JSON) -> None:
         encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
+
+
+def _check_joining(said: list[list[int] | None]) -> None:
+    """Are those that join, and send nothing, the ranks that each survivor goes on without?"""
+    joining = [rank for rank, gone in enumerate(said) if gone is None]
+    for rank, gone in enumerate(said):
+        if gone is not None and gone != joining:
+            raise RendezvousFailed(
+                f"rank {rank} goes on without ranks {gone}, and ranks {joining} join: start one "
+                "new process for each that is gone, with its number"
+            )
+    if len(joining) == len(said):
+        raise RendezvousFailed("all ranks join and none is there to join: make a new group")
 
 
 def reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from ctypes import c_uint8, c_uint32, c_uint64
 
 from weft.shape import MAX_RANKS
 
-ABI = 8
+ABI = 9
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
@@ -114,12 +114,14 @@ class Header(ctypes.Structure):
         ("failed", c_uint32),
         ("rows", c_uint32),
         ("source_rows", c_uint32),
-        ("_pad1", c_uint8 * 108),
+        ("living", c_uint32),
+        ("_pad1", c_uint8 * 104),
         ("arrived", c_uint32),
         ("refusing", c_uint32),
         ("refusals", c_uint32),
         ("sending", c_uint32),
-        ("_pad2", c_uint8 * 112),
+        ("reported", c_uint32),
+        ("_pad2", c_uint8 * 108),
         ("notices", c_uint64 * MAX_RANKS),
         ("waiting_ns", c_uint64),
         ("_pad3", c_uint8 * 120),

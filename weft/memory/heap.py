@@ -28,6 +28,7 @@ class Shares(Protocol):
     base: int
     stride: int
     mailbox: tuple[int, int]
+    ranks: set[int]
 
     @property
     def stream(self) -> int: ...
@@ -89,29 +90,15 @@ class Heap:
         part or died, and GeometryMismatch when the sizes differ.
         """
         instance("group", group, Group)
-        began = time.monotonic()
-        try:
-            size = group.together(
-                lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap"
-            )
-            group.agree({"size": size}, what="the heap's size")
-            require_room(group, size, what="a heap")
-            generation = group.next_generation()
-            shares: Shares
-            if group.device.type == "cuda":
-                from weft.memory import cuda
+        with group.creation() as creation:
+            heap = cls(group, size, *_make(group, size))
+            creation.add(heap)
+        return heap
 
-                shares = cuda.create(group, size)
-            else:
-                shares = posix.create(group, size)
-            _log.info(
-                "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
-                *(generation, size, group.size, group.device.type, group.size * shares.stride),
-                time.monotonic() - began,
-            )
-        except RendezvousFailed as error:
-            raise CreationFailed(f"creating a heap failed: {error}") from error
-        return cls(group, size, generation, shares)
+    @property
+    def closed(self) -> bool:
+        """Has `close` been called?"""
+        return self._shares is None
 
     @property
     def mailbox(self) -> Mailbox:
@@ -127,8 +114,10 @@ class Heap:
 
     def address(self, rank: int) -> int:
         """Where rank `rank`'s share is in this process. Raises InvalidArgument, OutOfOrder."""
-        self._open()
+        shares = self._open()
         rank = integer("rank", rank, 0, self.group.size - 1)
+        if rank not in shares.ranks:
+            raise InvalidArgument(f"rank {rank} was gone when this heap was made and has no share")
         return self.base + rank * self.stride
 
     def tensor(
@@ -208,6 +197,31 @@ class Heap:
         return OutOfOrder(
             f"the heap of generation {self.generation} is closed; make a new one with Heap.create"
         )
+
+
+def _make(group: Group, size: int) -> tuple[int, Shares]:
+    """The generation and the shares of a new heap."""
+    began = time.monotonic()
+    try:
+        size = group.together(lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap")
+        group.agree({"size": size}, what="the heap's size")
+        require_room(group, size, what="a heap")
+        generation = group.next_generation()
+        shares: Shares
+        if group.device.type == "cuda":
+            from weft.memory import cuda
+
+            shares = cuda.create(group, size)
+        else:
+            shares = posix.create(group, size)
+        _log.info(
+            "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
+            *(generation, size, group.size, group.device.type, group.size * shares.stride),
+            time.monotonic() - began,
+        )
+    except RendezvousFailed as error:
+        raise CreationFailed(f"creating a heap failed: {error}") from error
+    return generation, shares
 
 
 def _free(shares: Shares, failures: list[Exception]) -> None:

@@ -20,28 +20,27 @@ _log = logging.getLogger(__name__)
 
 
 class LivenessFd:
-    """A descriptor that shows the end of this process.
-
-    `fd` is for the peers; it is the caller's to close.
-    """
+    """A descriptor that shows the end of this process, for the peers."""
 
     def __init__(self) -> None:
-        self._kept = -1
+        self._open: tuple[int, ...]
         try:
             self.fd = os.pidfd_open(os.getpid())
+            self._open = (self.fd,)
         except OSError as error:
             _log.warning(
                 "pidfd_open is refused (%s): peers see by a pipe when this process ends, and only "
                 "when its forked children have ended, too",
                 error.strerror,
             )
-            self.fd, self._kept = os.pipe()
+            self._open = os.pipe()
+            self.fd = self._open[0]
 
     def close(self) -> None:
         """Give up what this process keeps open for its peers. Idempotent."""
-        kept, self._kept = self._kept, -1
-        if kept >= 0:
-            os.close(kept)
+        kept, self._open = self._open, ()
+        for fd in kept:
+            os.close(fd)
 
 
 class Liveness:

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import RendezvousFailed
+from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.wire import TEXT_LIMIT
 
 ABI = 2  # of the frames and of what a Heap promises its peers
@@ -52,6 +52,20 @@ class Meeting:
         meeting = cls.draw()
         meeting.make()
         return meeting
+
+    @property
+    def address(self) -> str:
+        """The directory and the nonce as one text, which nobody else should see."""
+        return f"{self.directory}:{self.nonce.hex()}"
+
+    @classmethod
+    def at(cls, address: str) -> Meeting:
+        """The meeting of an `address`. Raises InvalidArgument for what is none."""
+        directory, _, nonce = address.rpartition(":")
+        try:
+            return cls.received(directory, nonce)
+        except ValueError as error:
+            raise InvalidArgument(f"the address of the meeting is not one: {error}") from error
 
     @classmethod
     def received(cls, directory: Any, nonce: Any) -> Meeting:

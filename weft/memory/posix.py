@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +55,7 @@ class HostShares:
 
     def __init__(self, rank: int, ranks: int, size: int) -> None:
         page = mmap.PAGESIZE
-        self._rank = rank
+        self.ranks: set[int] = set()  # whose shares are mapped
         self._ranks = ranks
         self._mapped = -(-size // page) * page
         self._fd = -1
@@ -76,22 +76,20 @@ class HostShares:
         _map(mailbox, self._mailbox_bytes, writable, private, -1)
         self.mailbox = (mailbox, mailbox)
 
-    def map(self, fds: Sequence[int | None]) -> None:
-        """Map one share of every living rank. Raises HandleUnsupported for what is no share."""
-        for rank, fd in enumerate(fds):
-            if fd is None:
-                continue
+    def map(self, fds: Mapping[int, int]) -> None:
+        """Map the shares of ranks. Raises HandleUnsupported for what is no share."""
+        for rank, fd in fds.items():
             check_sealed(rank, fd, self._mapped)
             where = self.base + rank * self.stride
             writable = mmap.PROT_READ | mmap.PROT_WRITE
             _map(where, self._mapped, writable, mmap.MAP_SHARED | _MAP_FIXED, fd)
             # A forked child has no share of its own: what it wrote would count as its parent's.
             _keep_from_children(where, self._mapped)
+            self.ranks.add(rank)
 
-    def take_fd(self) -> int:
-        """The own share's descriptor, now the caller's to close."""
-        fd, self._fd = self._fd, -1
-        return fd
+    def share_fd(self) -> int:
+        """A new descriptor of the own share, which belongs to the caller."""
+        return os.dup(self._fd)
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
         """uint8 tensor [count] over `address` that keeps `keeper` alive."""
@@ -113,8 +111,9 @@ class HostShares:
 
         A forked child only forgets: other memory may be there in its own address space.
         """
-        if self._fd >= 0:
-            os.close(self.take_fd())
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
         base, self.base = self.base, 0
         if base and os.getpid() == self._owner:
             unmap(base, self._reserved)

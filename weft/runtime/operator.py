@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
@@ -36,8 +37,16 @@ from weft.runtime import library
 from weft.runtime.args import Site
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Build, Kernels
-from weft.runtime.report import ABORTED, PEER_LEFT, PEER_TIMEOUT, breakage, refusal
-from weft.runtime.stream import synchronize_device
+from weft.runtime.report import (
+    ABORTED,
+    ALL_REDUCE,
+    COMBINE,
+    PEER_LEFT,
+    PEER_TIMEOUT,
+    breakage,
+    refusal,
+)
+from weft.runtime.stream import synchronize_device, synchronize_stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,7 +111,8 @@ class Operator(ABC):
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
-        self._first_epoch = first_epoch & EPOCH_MASK
+        self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
+        self._living = sum(1 << rank for rank in group.living)
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = self._manifest(config)
         try:
@@ -111,9 +121,8 @@ class Operator(ABC):
             if own_bytes:
                 require_room(group, config.share_bytes + own_bytes, what=what)
             self.heap = Heap.create(group, config.share_bytes)
-            header = self._header(config.share_bytes, limits, self._first_epoch)
             # A vote: no peer may write into this share before it is initialised.
-            group.together(lambda: self._initialise(config, header), doing=f"initialising {what}")
+            group.together(lambda: self._initialise(config), doing=f"initialising {what}")
         except BaseException:
             self._kernels.close()
             raise
@@ -121,17 +130,23 @@ class Operator(ABC):
         self._handle = library.register(self, manifest)
         return config
 
-    def _header(self, share_bytes: int, limits: tuple[float, float], first_epoch: int) -> Header:
+    def _header(self, share_bytes: int) -> Header:
         header = Header()
         header.abi, header.rank, header.ranks = ABI, self.group.rank, self.group.size
         header.share_bytes, header.generation = share_bytes, self.heap.generation
-        header.first_epoch = header.epoch = first_epoch
-        header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in limits)
+        header.first_epoch = header.epoch = self._first_epoch
+        header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in self._limits)
+        header.living = self._living
+        before = Header.from_buffer_copy(self.heap.header())  # zeros at creation
+        header.refusals = before.refusals
+        header.reported = before.reported & ~self._living
         return header
 
-    def _initialise(self, config: Any, header: Header) -> None:
+    def _initialise(self, config: Any) -> None:
         """Open the mailbox, then write what this rank's share holds before the first call."""
         self._mailbox = Mailbox.from_address(self.heap.mailbox.host)
+        self._config = config
+        self._starts_anew: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._busy = threading.Lock()  # taken by a call, and by close for good
         self._caller = 0  # the thread that has taken it
         self._access = threading.Lock()  # of other threads to the mailbox and the heap
@@ -147,11 +162,16 @@ class Operator(ABC):
             descriptor=config.descriptor,
         )
         self.group.attach(self)
-        self._fill(config, header)
+        self._make_views(config)
+        self._write_share()
+
+    def _write_share(self) -> None:
+        """Write what this rank's share holds before the first call, at creation and recovery."""
+        header = self._header(self._config.share_bytes)
+        self._write_contents(self._config, header)
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
-        if self.group.device.type == "cuda":
-            torch.cuda.current_stream(self.group.device).synchronize()
+        synchronize_stream(self.group.device)
 
     def _manifest(self, config: Any) -> Mapping[str, JSON]:
         """What the ranks compare at creation, and what tells compiled graphs apart."""
@@ -159,16 +179,27 @@ class Operator(ABC):
         return manifest
 
     def _own_bytes(self, config: Any) -> int:
-        """Bytes that `_fill` allocates beside the heap."""
+        """Bytes that `_make_views` allocates beside the heap."""
         return 0
 
     @abstractmethod
-    def _fill(self, config: Any, header: Header) -> None:
-        """Make views of this rank's share and write its first contents; may change `header`."""
+    def _make_views(self, config: Any) -> None:
+        """Make views of this rank's share, and its memory beside the heap."""
+
+    @abstractmethod
+    def _write_contents(self, config: Any, header: Header) -> None:
+        """Write what the share holds before the first call, whatever it holds now.
+
+        May change `header`, which is written after it.
+        """
+
+    @abstractmethod
+    def _start_anew(self) -> None:
+        """Forget this rank's calls that had not ended when the group broke."""
 
     @abstractmethod
     def _drop_views(self) -> None:
-        """Let go of every view of the heap that `_fill` made."""
+        """Let go of every view of the heap that `_make_views` made."""
 
     def check(self) -> None:
         """Raise what the device has recorded: a broken group, or input that was refused.
@@ -248,7 +279,7 @@ class Operator(ABC):
     def _peer_ended(self, rank: int) -> None:
         """The process of a rank has ended: a wait for it need not last until the deadline."""
         with self._access:
-            if not self._freed:
+            if not self._freed and self._living >> rank & 1:
                 self._mailbox.host_word |= 1 << rank
 
     def _tell_left(self, why: str, *, settled: bool = False) -> None:
@@ -270,23 +301,62 @@ class Operator(ABC):
             return {self._mailbox.broken.peer}
 
     def _quiesce(self) -> None:
-        """Wait until nothing of this rank's calls runs any more."""
-        with self._busy:
+        """End this rank's calls, and wait until none runs; peers in a call leave it, too.
+
+        Until `_recover` every call raises.
+        """
+        self._leave("left its calls to recover its group")
+        while not self._busy.acquire(timeout=0.05):
+            if self._closing:
+                return
+        try:
             synchronize_device(self.group.device)
+        finally:
+            self._busy.release()
 
     def _finished(self) -> int:
-        """Rounds that this rank has finished."""
+        """Rounds, or all-reduces, that this rank has finished since its creation or recovery."""
         with self._access:
             if self._freed:
                 return 0
-            epoch: int = Header.from_buffer_copy(self.heap.header()).epoch
-        return (epoch - self._first_epoch) & EPOCH_MASK
+            header = Header.from_buffer_copy(self.heap.header())
+        ends = (COMBINE, ALL_REDUCE)
+        done = [r.epoch - header.first_epoch & EPOCH_MASK for r in header.ring if r.phase in ends]
+        return max(done, default=0)
 
     def _recover(self, living: int) -> None:
-        """Its kernels wait for all ranks: calls raise until it is made anew."""
-        self._leave("goes on without ranks that died")
+        """Start anew with the ranks of `living`, bit r for rank r.
+
+        The share becomes what it was at creation, in the same memory, so captured graphs hold.
+        Between two barriers of the living, after `_quiesce` on all of them: nobody stores here.
+        """
+        if self._closing:
+            return
+        with relaxed(self.group.device):
+            with self._access:
+                self._living, self._told = living, False
+                self._mailbox.broken_code = self._mailbox.host_word = 0
+                try:
+                    self._start_anew()
+                    self._write_share()
+                except BaseException as error:
+                    self._left = f"could not recover: {reason(error)}"
+                    self._mailbox.host_word = HOST_ASKS_TO_LEAVE
+                    raise
+                self._left = ""
+            for method in self._starts_anew:
+                start_anew = method()
+                if start_anew is not None:
+                    start_anew()
 
     # What calls and other rooms use.
+
+    def _on_recovery(self, start_anew: Callable[[], None]) -> None:
+        """Call a bound method, as long as its object lives, whenever this operator has recovered.
+
+        For what keeps state of this operator's calls, or chooses ranks for its tokens.
+        """
+        self._starts_anew.append(weakref.WeakMethod(start_anew))
 
     def _leave(self, why: str) -> None:
         """End this rank's part: its own waits and later calls raise, the peers get the reason."""
@@ -416,7 +486,7 @@ class Operator(ABC):
         heap.write(rank, Header.last_words.offset, words)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
         for peer in range(self.group.size):
-            if peer != rank:
+            if peer != rank and self._living >> peer & 1:
                 heap.write(peer, Header.notices.offset + 8 * rank, notice)
 
     def _last_words(self, rank: int) -> str:

@@ -22,7 +22,8 @@ from weft.runtime.call_word import SLOTS, signature_text
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
 OTHER_RESULT, PEER_DIED, PEER_LEFT, OTHER_ROWS = 9, 10, 11, 12
-GROUPING, ALL_REDUCE, COLUMNS = 3, 4, 5  # phases
+GONE_RANK, GONE_UNMASKED = 13, 14
+COMBINE, GROUPING, ALL_REDUCE, COLUMNS = 2, 3, 4, 5  # phases
 
 
 def _signed(value: int) -> int:
@@ -49,6 +50,12 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         return BadExpertId(
             f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
             f"{kept}{more}. Fix the router's top-k."
+        )
+    if record.code == GONE_RANK:
+        return BadExpertId(
+            f"{where} is {record.seen}, an expert of rank {record.peer}, which is gone: its "
+            f"experts' ids are dropped from now on, and this is said once{more}. Give them "
+            "replicas on other ranks, or mask them with -1."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(

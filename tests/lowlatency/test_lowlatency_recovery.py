@@ -1,0 +1,65 @@
+"""Ranks die one after the other, in every phase; the living go on with the same object."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from tests.lowlatency_rounds import Mode, play
+from tests.recovery import plan_death, run_survivors, surviving, until_broken
+from tests.rounds import Round
+from weft.errors import BadExpertId
+
+CASE = Round(tokens=(8, 3, 5, 4), hidden=256, experts=13, add=True)
+MODES = {
+    "fp8": Mode(),
+    "sums at the sender": Mode(reduce="sender", combine_dtype="fp8", scale="ue8m0"),
+    "as they are, placed": Mode(
+        quantize=None, more={"expert_map": [3, 1, 0, 2, 1, 1, 2, 0, 3, 1, 2, 0, 1]}
+    ),
+    "gemm_push": Mode(combine="gemm_push"),
+}
+DEATHS = {  # the fault point of each death; the ranks die in this order
+    "in dispatch": (1, 2, 3),
+    "in waits": (4, 7, 4),
+    "in combine": (5, 6, 7),
+}
+RANKS, ORDER = 4, (2, 0, 3)  # rank 1 is left alone
+
+
+def die_in_turn(group: weft.Group, folder: str, name: str, points: tuple[int, ...]) -> None:
+    mode = MODES[name]
+    halves = mode.combine == "push"
+    mode.more.update(split_phase=halves, _defines=("WEFT_FAULTS=1",))
+    with surviving(group, folder) as survivors, mode.make(group, CASE, 8) as a2a:
+
+        def go_on(rounds: int, *, checks: bool = True) -> None:
+            for seed in range(rounds):
+                split = halves and seed % 2 == 1
+                case, living = CASE.next(seed=seed), survivors.ranks
+                play(a2a, mode, case, split_phase=split, living=living, checks=checks)
+
+        go_on(3)
+        survivors.barrier()
+        for dies, point in zip(ORDER, points, strict=True):
+            if group.rank == dies:
+                plan_death(a2a, point)
+            text = until_broken(lambda: go_on(1))
+            assert f"rank {dies}" in text or "left its calls to recover" in text, text
+            survivors.lose(dies)
+            assert a2a._finished() == 0
+            assert not a2a._mid_round
+            go_on(8, checks=False)
+            with pytest.raises(BadExpertId, match=f"expert of rank {dies}, which is gone: [^(]*$"):
+                a2a.check()  # names it once, and no other
+            go_on(8)
+            assert a2a._finished() == 16
+            survivors.barrier()
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("points", DEATHS.values(), ids=DEATHS.keys())
+def test_the_living_go_on(ranks, tmp_path, name, points):
+    run_survivors(
+        lambda: ranks(RANKS, "cpu")(die_in_turn, str(tmp_path), name, points), tmp_path, [1]
+    )

@@ -1,0 +1,228 @@
+"""New processes take the numbers of ranks that are gone; what survivors hold stays where it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import weft
+from tests.memory.baseline import raised, shares_mapped
+from tests.memory.test_recovery import LONG, Operator, die, run
+from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.memory import Heap
+from weft.memory.meeting import Meeting
+
+NEWCOMER = """
+import sys
+from tests.memory.test_replacement import {body}
+{body}(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+"""
+
+
+def start(body, address, rank, *given):
+    """A new process that is to be rank `rank`."""
+    code = NEWCOMER.format(body=body.__name__)
+    return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, given)])
+
+
+def join(address, rank):
+    return weft.Group.join(address, rank=rank, size=4, device="cpu", timeout=LONG)
+
+
+def fill(group, heap, value):
+    """Each rank writes its number into every share, and reads its own."""
+    for peer in range(4):
+        heap.tensor((4,), torch.int32, rank=peer)[group.rank] = value + group.rank
+    group.barrier()
+    here = heap.tensor((4,), torch.int32).tolist()
+    group.barrier()
+    return here
+
+
+def newcomer(address, rank):
+    with join(address, rank) as group:
+        first, second = Operator(group), Operator(group)
+        group.enter(timeout=LONG)
+        group.barrier()
+        for operator in (first, second):
+            assert fill(group, operator.heap, 10) == [10, 11, 12, 13]
+        assert group.all_gather(rank) == [0, 1, 2, 3]
+        again = weft.Heap.create(group, 64)
+        group.all_gather([again.generation, again.generation])
+
+
+def replaced(group, victims):
+    first = Operator(group)
+    closed = Operator(group)
+    closed.heap.close()
+    second = Operator(group)
+    where = [operator.heap.address(rank) for operator in (first, second) for rank in range(4)]
+    views = [first.heap.tensor((4,), torch.int32, rank=rank) for rank in range(4)]
+    before = shares_mapped()
+    assert fill(group, first.heap, 0) == [0, 1, 2, 3]
+    if group.rank in victims:
+        die()
+    assert group.recover(timeout=LONG).dead == tuple(victims)
+    meeting = group.open_meeting()
+    processes = []
+    if group.rank == group.living[0]:
+        processes = [start(newcomer, meeting.address, rank) for rank in victims]
+    group.replace(meeting, timeout=LONG)
+    assert group.living == (0, 1, 2, 3)
+    assert shares_mapped() == before
+    assert where == [o.heap.address(rank) for o in (first, second) for rank in range(4)]
+    for rank in victims:  # new memory, zero, under the views that there were
+        assert views[rank].tolist() == [0, 0, 0, 0]
+    group.barrier()
+    for operator in (first, second):
+        assert operator.asked[-2:] == ["quiesce", ("recover", 0b1111)]
+        assert fill(group, operator.heap, 10) == [10, 11, 12, 13]
+    assert [view.tolist() for view in views] == [[10, 11, 12, 13]] * 4
+    assert group.all_gather(group.rank) == [0, 1, 2, 3]
+    again = Heap.create(group, 64)
+    said = group.all_gather([again.generation, second.heap.generation + 1])
+    assert all(mine == said[0][0] and other == said[0][1] for mine, other in [said[group.rank]])
+    assert {tuple(each) for each in said} == {(4, 4)}
+    return [process.wait() for process in processes]
+
+
+@pytest.mark.parametrize("victims", [[2], [0], [1, 3]])
+def test_new_processes_take_the_place_of_the_dead(victims):
+    results = run(replaced, victims)
+    first = next(rank for rank in range(4) if rank not in victims)
+    assert results[first] == [0] * len(victims)
+
+
+def killed_again(address, rank, when):
+    group = join(address, rank)
+    if when == "joined":
+        die()
+    Operator(group)
+    if when == "made":
+        die()
+    group.enter(timeout=LONG)
+    if when == "entered":
+        die()
+
+
+def loses_it_again(group, when):
+    """A replacement that dies at any step is recovered from, and replaced."""
+    operator = Operator(group)
+    group.barrier()
+    if group.rank == 3:
+        die()
+    group.recover(timeout=LONG)
+    for body, given in ((killed_again, [when]), (lives_on, [])):
+        meeting = group.open_meeting()
+        process = start(body, meeting.address, 3, *given) if group.rank == 0 else None
+        error = raised(group.replace, meeting, timeout=LONG)[0]
+        if body is killed_again:
+            assert error in ("nothing", "RendezvousFailed", "CreationFailed")
+            assert group.recover(timeout=LONG).dead == (3,)
+    assert error == "nothing"
+    assert ("recover", 0b1111) in operator.asked
+    group.barrier()
+    return process.wait() if process else None
+
+
+def lives_on(address, rank):
+    group = join(address, rank)
+    made = Operator(group)
+    group.enter(timeout=LONG)
+    group.barrier()
+    assert ("recover", 0b1111) in made.asked
+
+
+@pytest.mark.parametrize("when", ["joined", "made", "entered"])
+def test_a_replacement_that_dies_is_replaced(when):
+    assert run(loses_it_again, when) == [0, None, None, None]
+
+
+def of_other_sizes(address, rank):
+    group = join(address, rank)
+    assert raised(Heap.create, group, 8192)[0] == "GeometryMismatch"
+
+
+def with_other_operators(group):
+    made = Heap.create(group, 4096)
+    group.barrier()
+    if group.rank == 1:
+        die()
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    process = start(of_other_sizes, meeting.address, 1) if group.rank == 0 else None
+    error = raised(group.replace, meeting, timeout=LONG)[:2]
+    code = process.wait() if process else 0
+    made.close()
+    return error, code, group.recover(timeout=LONG).dead
+
+
+def test_a_replacement_with_other_operators_is_refused_with_both_values():
+    for result in run(with_other_operators):
+        if result is not None:
+            (kind, text), code, dead = result
+            assert (kind, code, dead) == ("GeometryMismatch", 0, (1,))
+            assert "rank 0 has size=4096 and rank 1 has size=8192" in text
+
+
+def with_nobody(group):
+    """Nobody is gone; then nobody comes. The survivors go on."""
+    meeting = Meeting.open() if group.rank == 0 else None
+    address = group.all_gather(meeting.address if meeting else None)[0]
+    early = raised(group.replace, Meeting.at(address))[0]
+    if group.rank == 3:
+        die()
+    group.recover(timeout=LONG)
+    late = raised(group.replace, Meeting.at(address), timeout=0.3)
+    if meeting is not None:
+        meeting.remove()
+    assert group.all_gather(1) == [1, 1, 1, None]
+    return early, late[:2]
+
+
+def test_survivors_go_on_where_nobody_comes():
+    for result in run(with_nobody)[:3]:
+        early, (kind, text) = result
+        assert early == OutOfOrder.__name__
+        assert kind == RendezvousFailed.__name__
+        assert "rank 3 of 4 did not come" in text
+
+
+def both_join(address, rank):
+    assert raised(join, address, rank)[0] == "RendezvousFailed"
+
+
+def one_too_many(group):
+    group.barrier()
+    if group.rank == 1:
+        die()
+    group.recover(timeout=LONG)
+    group.barrier()
+    if group.rank == 3:  # a survivor that takes itself for a newcomer
+        address = group.all_gather(None)[0]
+        return raised(weft.Group.join, address, rank=3, size=4, device="cpu", timeout=LONG)[:2]
+    opens = group.rank == 0
+    meeting = Meeting.open() if opens else None
+    address = group.all_gather(meeting.address if meeting else None)[0]
+    process = start(both_join, address, 1) if opens else None
+    error = raised(group.replace, Meeting.at(address), timeout=LONG)[:2]
+    return error, process.wait() if process else 0
+
+
+def test_as_many_join_as_are_gone():
+    for result in run(one_too_many):
+        if result is not None and result[1] == 0:
+            kind, text = result[0]
+            assert kind == RendezvousFailed.__name__
+            assert "goes on without ranks [1], and ranks [1, 3] join" in text
+
+
+@pytest.mark.parametrize(
+    "address", ["", "/tmp/weft-x", "/tmp/weft-x:00", "relative/weft-x:" + 64 * "0"]
+)
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(InvalidArgument, match="the address of the meeting is not one"):
+        weft.Group.join(address, rank=0, size=2, device="cpu")

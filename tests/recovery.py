@@ -1,0 +1,114 @@
+"""Survivors of killed ranks, who know among themselves who died: what recovery tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.rounds import Round
+from weft.errors import GroupError, RankFailed
+from weft.memory import processes
+from weft.memory.header import HEADER_BYTES, Fault, Header
+
+DIE = 6  # weft::Action
+ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
+DONE = "done"
+PATIENCE = 60.0  # seconds, for a peer on a busy machine
+ROUNDS = 5  # a death is noticed in so many rounds, or never
+
+
+class Survivors:
+    """The ranks that live, and a barrier of theirs by files in a folder of the test."""
+
+    def __init__(self, group: weft.Group, folder: str) -> None:
+        self.group, self._folder, self._meetings = group, Path(folder), 0
+        self.ranks = list(range(group.size))
+
+    @property
+    def mask(self) -> int:
+        """Bit r for rank r."""
+        return sum(1 << rank for rank in self.ranks)
+
+    def barrier(self) -> None:
+        """Return when all of the living are here."""
+        self._meetings += 1
+        (self._folder / f"{self._meetings}.{self.group.rank}").touch()
+        wait_for(
+            lambda: all((self._folder / f"{self._meetings}.{r}").exists() for r in self.ranks),
+            f"meeting {self._meetings} of ranks {self.ranks}",
+        )
+
+    def lose(self, *dead: int) -> None:
+        """Go on without the ranks whose processes have ended."""
+        wait_for(lambda: self.group._ended.issuperset(dead), f"the end of ranks {dead}")
+        self.ranks = [rank for rank in self.ranks if rank not in dead]
+        self.group._resume(self.mask, self.barrier)
+
+
+@contextlib.contextmanager
+def surviving(group: weft.Group, folder: str) -> Iterator[Survivors]:
+    """The body of a rank; a launch in which one died says little of the others."""
+    report = Path(folder, f"rank {group.rank}")
+    try:
+        yield Survivors(group, folder)
+    except BaseException:
+        report.write_text(traceback.format_exc())
+        raise
+    report.write_text(DONE)
+
+
+def run_survivors(run: Callable[..., Any], folder: Path, living: Iterable[int]) -> None:
+    """Run ranks of which some die; `living` must come to their end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "GRACE", 300.0)  # seconds for the others after a death
+        with pytest.raises(RankFailed, match="died"):
+            run()
+    for report in folder.glob("rank *"):
+        assert report.read_text() == DONE, f"{report.name}: {report.read_text()}"
+    assert {int(report.name[5:]) for report in folder.glob("rank *")} >= set(living)
+
+
+def wait_for(met: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not met():
+        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE} s"
+        time.sleep(0.001)
+
+
+def plan_death(operator: Any, point: int) -> None:
+    """This rank ends at a fault point of the next call that passes it."""
+    fault = Fault(point=point, action=DIE, peer=ANY_PEER, epoch=ANY_EPOCH)
+    at, raw = Header.fault.offset, torch.frombuffer(bytearray(fault), dtype=torch.uint8)
+    view = operator.heap.tensor((HEADER_BYTES,), torch.uint8)
+    view[at : at + len(raw)].copy_(raw)
+
+
+def until_broken(one_round: Callable[[], None]) -> str:
+    """Make rounds until a death is noticed; what was raised then."""
+    for _ in range(ROUNDS):
+        try:
+            one_round()
+        except GroupError as error:
+            return str(error)
+    raise AssertionError(f"{ROUNDS} rounds went on, though a rank is dead")
+
+
+def of_living(case: Round, living: Iterable[int]) -> Round:
+    """The same round without the tokens of ranks that are gone."""
+    return case.next(tokens=tuple(n if r in living else 0 for r, n in enumerate(case.tokens)))
+
+
+def dropped(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int]) -> torch.Tensor:
+    """ids with -1 for those of experts on ranks that are gone; owners: the rank of each expert."""
+    kept = torch.tensor([rank in set(living) for rank in owners], device=ids.device)
+    known = (ids >= 0) & (ids < len(kept))
+    gone = known & ~kept[torch.where(known, ids, 0).long()]
+    return torch.where(gone, -1, ids)
