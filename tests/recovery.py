@@ -91,7 +91,7 @@ def plan_death(operator: Any, point: int) -> None:
     view[at : at + len(raw)].copy_(raw)
 
 
-def until_broken(one_round: Callable[[], None]) -> str:
+def until_broken(one_round: Callable[[], object]) -> str:
     """Make rounds until a death is noticed; what was raised then."""
     for _ in range(ROUNDS):
         try:

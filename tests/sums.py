@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -110,13 +110,20 @@ def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, 
     return outputs
 
 
-def play(ar: weft.AllReduce, case: Sum, backend: str, quant: Quant | None = None) -> Reduced:
-    """One call with all outputs, compared with the reference."""
+def play(
+    ar: weft.AllReduce,
+    case: Sum,
+    backend: str,
+    quant: Quant | None = None,
+    living: Sequence[int] | None = None,
+) -> Reduced:
+    """One call with all outputs, compared with the reference; living: default, all ranks."""
     device = ar.group.device
-    xs = [case.rows(rank, device) for rank in range(ar.group.size)]
+    living = range(ar.group.size) if living is None else living
+    xs = [case.rows(rank, device) for rank in living]
     residual, weight = case.shared(device, ar.group.rank)
     got = ar.fused(
-        xs[ar.group.rank],
+        case.rows(ar.group.rank, device),
         residual=residual,
         weight=weight,
         eps=case.eps,

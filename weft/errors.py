@@ -18,6 +18,7 @@
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── PeerDied               the process of a peer ended
         ├── PeerLeft               a peer raised or closed before it made its part of a call
+        ├── ExpertsLost            no living rank holds some of a layer's experts
         ├── GeometryMismatch       a peer called with another geometry
         ├── Aborted                a rank asked the group to stop
         ├── RecoveryFailed         the survivors of a death could not go on yet; the text says why
@@ -104,6 +105,10 @@ class PeerDied(GroupError):
 
 class PeerLeft(GroupError):
     """A peer raised, or closed, before it made its part of a call; the text says why."""
+
+
+class ExpertsLost(GroupError):
+    """No living rank holds some of a layer's experts; the group goes on, the layer does not."""
 
 
 class GeometryMismatch(GroupError):

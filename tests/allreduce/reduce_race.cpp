@@ -25,7 +25,8 @@ constexpr Reduction R{.ranks = RANKS,
                       .direct = 6,
                       .hidden = 16,
                       .dtype = DType::fp32,
-                      .epilogue_at = EpilogueAt::EPILOGUE_AT};
+                      .epilogue_at = EpilogueAt::EPILOGUE_AT,
+                      .missing = Missing::error};
 using Shares = ReductionShare<R>;
 
 struct Job {

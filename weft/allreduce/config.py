@@ -27,6 +27,7 @@ MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
 DIRECT = {2: 512, 3: 64, 4: 64}
 FEWEST_DIRECT = 32
 EPILOGUES_AT = ("owner", "receiver")
+MISSING = ("error", "drop")
 
 
 class ReduceArgs(ctypes.Structure):
@@ -79,6 +80,7 @@ class ReduceConfig:
     ranks: 2..8.   tokens: most of one call.   direct: most of one call in one shot.
     hidden, dtype: elements and type of a row.   epilogue_at: the rank of two shots that adds the
     residual and takes a row's statistics: its "owner", which sums it, or each "receiver".
+    missing: what a sum does when ranks are gone.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -89,6 +91,7 @@ class ReduceConfig:
     hidden: int
     dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
     epilogue_at: Annotated[str, Choice("epilogue_at", EPILOGUES_AT, "weft::EpilogueAt")] = "owner"
+    missing: Annotated[str, Choice("missing", MISSING, "weft::Missing")] = "error"
 
     @classmethod
     def of(
@@ -99,12 +102,15 @@ class ReduceConfig:
         hidden: int,
         dtype: torch.dtype,
         epilogue_at: str = "owner",
+        missing: str = "error",
     ) -> ReduceConfig:
         """The sizes for a caller's arguments."""
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at)
+        if missing == "drop":  # one shot serves all calls
+            direct = max_tokens
+        return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at, missing)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -191,13 +197,14 @@ def memory_bytes(
     hidden: int,
     max_tokens: int,
     dtype: torch.dtype = torch.bfloat16,
+    missing: str = "error",
 ) -> int:
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
 
     Raises InvalidArgument as the constructor does.
     """
     return ReduceConfig.of(
-        ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype
+        ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype, missing=missing
     ).share_bytes
 
 

@@ -11,6 +11,7 @@ template <Reduction R> struct Call {
     bool broken = false;
 
     ReductionInbox<R>& at(u32 rank) const { return share<R>(a.site, rank).inbox; }
+    bool sums(u32 rank) const { return is_summed<R>(own_share<R>(a.site).header.living, rank); }
     u32 side() const { return side_of(epoch); }
 };
 
@@ -51,15 +52,20 @@ template <Reduction R> void oneshot(Call<R>& call) {
         load_row<R>(a, token, row.data());
         for (u32 offset = 1; offset < R.ranks; ++offset) {
             const u32 peer = next_rank<R>(me, offset);
+            if (!call.sums(peer)) continue;
             push_row<R>(call.at(peer).direct[call.side()][slot_index(peer, me)][token], row.data());
         }
     }
     fault(own_share<R>(a.site).header, Point::after_rows, me, call.epoch);
     std::vector<Row<R>> rows(R.ranks);
+    for (u32 peer = 0; peer < R.ranks; ++peer)
+        for (u32 at = 0; at < R.row_bytes(); at += 4)
+            std::memcpy(rows[peer].data() + at, &neutral_word<R.dtype>, 4);
     for (u32 token = 0; token < a.tokens; ++token) {
         load_row<R>(a, token, rows[me].data());
         for (u32 offset = 1; offset < R.ranks; ++offset) {
             const u32 peer = next_rank<R>(me, offset);
+            if (!call.sums(peer)) continue;
             fault(own_share<R>(a.site).header, Point::before_rows, peer, call.epoch);
             u8* slot = call.at(me).direct[call.side()][slot_index(me, peer)][token];
             if (!receive_row<R>(call, slot, rows[peer].data(), Slot::direct, peer, token)) return;
@@ -193,13 +199,15 @@ template <Reduction R, Backend backend> void reduce(const ReduceArgs& a) {
     Call<R> call{a, (state.epoch + 1) & epoch_mask};
     if (fault(header, Point::reduce_enter, me, call.epoch) == Action::stay_away) return;
     for (u32 i = 1; i < R.ranks; ++i)
-        send_call_word<R>(a.site, call.epoch, a.signature, next_rank<R>(me, i));
+        if (const u32 peer = next_rank<R>(me, i); call.sums(peer))
+            send_call_word<R>(a.site, call.epoch, a.signature, peer);
     if constexpr (backend == Backend::oneshot)
         oneshot<R>(call);
     else
         twoshot<R>(call, backend == Backend::bulk ? 2 : (a.tokens + R.ranks - 1) / R.ranks);
     for (u32 peer = 0; peer < R.ranks && !call.broken; ++peer)
-        call.broken = peer != me && !same_call<R>(a.site, call.epoch, a.signature, peer, 0);
+        call.broken = peer != me && call.sums(peer) &&
+                      !same_call<R>(a.site, call.epoch, a.signature, peer, 0);
     if (call.broken) return;
     header.state.epoch = call.epoch;
     keep_record(header, all_reduce_phase, call.epoch, start, a.tokens);

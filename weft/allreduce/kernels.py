@@ -6,8 +6,9 @@ Launches are local to a rank: peers may choose differently, and no choice change
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from weft.jit import CUDA_OPTIONS, Launcher
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
 
+T = TypeVar("T")
 # One rounding for each operation: bits must not depend on who fuses a multiply with an add.
 OPTIONS = (*CUDA_OPTIONS, "-fmad=false")
 ENTRIES = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
@@ -48,18 +50,19 @@ MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
 def cpu_program(config: ReduceConfig) -> Program:
     """The generated C++ entries: one of a backend serves rows and prologues."""
+    names = _served(config, ENTRIES)
     entries = "".join(
         f'extern "C" void {name}{end}(const weft::ReduceArgs* a) '
         f"{{ weft::reduce<R, weft::Backend::{backend}>(*a); }}\n"
-        for name, backend in ENTRIES.items()
+        for name, backend in names.items()
         for end in ("", MOE)
     )
-    return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries, ENTRIES)
+    return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries, names)
 
 
 def cuda_program(config: ReduceConfig, *, resident: bool = False) -> Program:
     """The generated CUDA entries; resident: also those of RESIDENT."""
-    kernels = KERNELS | RESIDENT if resident else KERNELS
+    kernels = _served(config, KERNELS) | (RESIDENT if resident else {})
     entries = "".join(
         f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
         f"weft_allreduce_{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
@@ -69,6 +72,12 @@ def cuda_program(config: ReduceConfig, *, resident: bool = False) -> Program:
     )
     headers = "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
     return _program(config, headers, entries, kernels)
+
+
+def _served(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to the backends of a config."""
+    alone = config.missing == "drop"
+    return {k: v for k, v in by_backend.items() if k == "oneshot" or not alone}
 
 
 def _program(config: ReduceConfig, headers: str, entries: str, names: Iterable[str]) -> Program:

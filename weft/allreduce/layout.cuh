@@ -20,6 +20,10 @@ constexpr u32 max_call_ranks = 8;
 // it, or each one, with a residual, a weight and a scale of its own.
 enum class EpilogueAt : u32 { owner, receiver };
 
+// What a sum does when ranks are gone: it is refused, or it goes on over the living. Only one shot
+// goes on: in two shots ranks own tokens.
+enum class Missing : u32 { error, drop };
+
 // What specialises the entries; allreduce/reduction.py mirrors it.
 struct Reduction {
     u32 ranks;   // 2..8
@@ -28,6 +32,7 @@ struct Reduction {
     u32 hidden;
     DType dtype;
     EpilogueAt epilogue_at;
+    Missing missing;
 
     constexpr u32 element_bytes() const { return dtype == DType::fp32 ? 4 : 2; }
     constexpr u32 row_bytes() const { return hidden * element_bytes(); }
@@ -66,6 +71,18 @@ template <Reduction R> struct ReductionShare {
     Header header;
     ReductionInbox<R> inbox;
 };
+
+// The ranks whose rows are summed, as bits. Where a sum needs all of them, kernels hold no mask.
+template <Reduction R> WEFT_FN u32 summed_ranks(const Header& header) {
+    if constexpr (R.missing == Missing::drop) return header.living;
+    return (1u << R.ranks) - 1;
+}
+template <Reduction R> WEFT_FN bool is_summed(u32 summed, u32 rank) {
+    return R.missing != Missing::drop || lives(summed, rank);
+}
+
+// Two elements of 16 bits, or one of 32, that change no sum: -0, because +0 would change -0.
+template <DType D> constexpr u32 neutral_word = D == DType::fp32 ? 0x80000000u : 0x80008000u;
 
 // The buffer that a call uses, of two.
 WEFT_FN constexpr u32 side_of(u64 epoch) { return WEFT_ONE_SIDE ? 0 : u32(epoch & 1); }

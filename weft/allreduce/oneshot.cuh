@@ -16,6 +16,7 @@ template <Reduction R> WEFT_FN void push_direct(const Call<R>& call, u32 token, 
 #pragma unroll
     for (u32 offset = 1; offset < R.ranks; ++offset) {
         const u32 peer = next_rank<R>(me, offset);
+        if (!is_summed<R>(call.summed, peer)) continue;
         auto& slots = call.at(peer).direct[call.side()][slot_index(peer, me)];
         post_vector(reinterpret_cast<uint4*>(slots[token]) + v, row);
     }
@@ -33,7 +34,10 @@ WEFT_FN bool sum_direct(const Call<R>& call, u32 token, u32 v, uint4 own, uint4&
     const PeerSlots slots = direct_slots<R>(call, token, v);
     uint4 rows[R.ranks];
 #pragma unroll
-    for (u32 i = 0; i < R.ranks; ++i) rows[i] = i == call.me() ? own : sentinel_vector();
+    for (u32 i = 0; i < R.ranks; ++i)
+        rows[i] = i == call.me()                 ? own
+                  : is_summed<R>(call.summed, i) ? sentinel_vector()
+                                                 : neutral_vector<R.dtype>();
     const uint4 residual = a.residual ? load_input(vector_of<R>(a.residual, token, v)) : uint4{};
     fault(call.header, Point::before_rows, call.me(), call.epoch);
     if (!await_vectors<R, false>(call, slots, token, v, rows)) return false;

@@ -20,18 +20,19 @@ from weft.allreduce.call import (
 )
 from weft.allreduce.choice import Choice, able, choose
 from weft.allreduce.collective import CollectiveReduce
-from weft.allreduce.config import ReduceConfig, memory_bytes
+from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import flags, integer, listed, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import HEADER_BYTES, Header
+from weft.memory.header import HEADER_BYTES, ErrorRecord, Header
 from weft.memory.wire import JSON
 from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_tokens
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import Operator, one_call
+from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
@@ -53,10 +54,12 @@ class AllReduce(Operator):
     hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
     backends: "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot" and
         "twoshot_bulk" (each token is summed by one rank; bulk is for prefill), and "collective"
-        (torch.distributed; "nccl" is another name for it).
+        (torch.distributed; "nccl" is another name for it). Default: the first three.
     epilogue_at: whose residual, weight and FP8Static scale a row of two shots gets. "owner": those
         of the rank that sums it, which are equal on all ranks; the fastest. "receiver": each rank
         applies its own, which may differ. The other backends always do, with the same bits.
+    missing: what calls do after a recovery without some ranks. "error": they raise; "drop": they
+        sum over the living, in rank order. That takes oneshot alone, with memory for max_tokens.
     timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
     programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
         stream still runs; it touches no memory before that one's end.
@@ -73,8 +76,9 @@ class AllReduce(Operator):
         max_tokens: int,
         hidden: int,
         dtype: torch.dtype = torch.bfloat16,
-        backends: Sequence[str] = ("oneshot", "twoshot", "twoshot_bulk"),
+        backends: Sequence[str] | None = None,
         epilogue_at: str = "owner",
+        missing: str = "error",
         timeout: float = 2.0,
         first_timeout: float = 120.0,
         programmatic_launch: bool = True,
@@ -86,13 +90,14 @@ class AllReduce(Operator):
 
         def prepare() -> tuple[ReduceConfig, Kernels]:
             flags(programmatic_launch=programmatic_launch)
-            self.backends = _checked_backends(backends)
+            self.backends = _checked_backends(backends, one_of("missing", missing, MISSING))
             config = ReduceConfig.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
                 hidden=hidden,
                 dtype=dtype,
                 epilogue_at=epilogue_at,
+                missing=missing,
             )
             build = Build(programmatic=programmatic_launch, defines=_defines)
             return config, load_kernels(group.device, config, build, resident=_resident_oneshot)
@@ -238,6 +243,12 @@ class AllReduce(Operator):
         share[HEADER_BYTES : config.rows].zero_()
         share[config.rows : config.trailers].fill_(0xFF)
         share[config.trailers :].zero_()
+        gone = [r for r in range(config.ranks) if not self._living >> r & 1]
+        if gone and config.missing == "error":
+            self._mailbox.broken = ErrorRecord(
+                code=GONE_UNMASKED, rank=self.group.rank, peer=gone[0], phase=ALL_REDUCE
+            )
+            header.failed = self._mailbox.broken_code = GONE_UNMASKED
 
     def _make_views(self, config: ReduceConfig) -> None:
         """There are none."""
@@ -246,7 +257,9 @@ class AllReduce(Operator):
         """There are none."""
 
 
-def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:
+def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, ...]:
+    if names is None:
+        return ("oneshot",) if missing == "drop" else tuple(BACKENDS)
     known = (*BACKENDS, "collective", *ALIASES)
     if not isinstance(names, list | tuple):
         refuse("backends", names, f"a list of some of {listed(known)}")
@@ -255,5 +268,10 @@ def _checked_backends(names: Sequence[str]) -> tuple[str, ...]:
     if not found or len(set(found)) != len(found):
         raise InvalidArgument(
             f"backends is {list(names)!r}; choose some of {listed(known)}, each once"
+        )
+    if missing == "drop" and found != ("oneshot",):
+        raise InvalidArgument(
+            f"backends is {list(names)!r} with missing='drop'; in two shots each rank sums its own "
+            "tokens, so only oneshot goes on without a rank: leave backends out"
         )
     return found

@@ -98,6 +98,12 @@ WEFT_FN void apply_norm_weight(float (&x)[R.width()], const ReduceArgs& a,
     for (u32 i = 0; i < R.width(); ++i) x[i] = __fmul_rn(x[i], __fadd_rn(a.weight_bias, weight[i]));
 }
 
+// What stands in a sum for the vector of a rank that is gone.
+template <DType D> WEFT_FN uint4 neutral_vector() {
+    constexpr u32 word = neutral_word<D>;
+    return make_uint4(word, word, word, word);
+}
+
 // The sum of all ranks' vectors in rank order, in fp32, rounded once.
 template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
     float sum[R.width()];

@@ -11,7 +11,8 @@ template <Reduction R> struct Call {
     const ReduceArgs& a;
     Header& header;
     u64 start, epoch;
-    bool live;  // the group is not broken
+    u32 summed;  // ranks, as bits
+    bool live;   // the group is not broken
 
     WEFT_FN explicit Call(const ReduceArgs& args)
         : a(args), header(own_share<R>(args.site).header), start(0) {
@@ -21,6 +22,7 @@ template <Reduction R> struct Call {
         const uint4 state = load_input(reinterpret_cast<const uint4*>(&header.state));
         epoch = ((u64(state.y) << 32 | state.x) + 1) & epoch_mask;
         live = state.z == 0;
+        summed = summed_ranks<R>(header);
         if (fault(header, Point::reduce_enter, a.site.rank, epoch) == Action::stay_away)
             live = false;
     }
@@ -48,9 +50,13 @@ template <Reduction R> struct Call {
     }
 
     // One lane per peer sends this call's word; the same lane compares the peer's.
+    WEFT_FN bool has_peer(u32 offset) const {
+        return live && blockIdx.x == 0 && offset < R.ranks &&
+               is_summed<R>(summed, next_rank<R>(me(), offset));
+    }
     WEFT_FN void send_call_words(const Block& team) const {
         const u32 offset = team.lane() + 1;
-        if (live && blockIdx.x == 0 && offset < R.ranks)
+        if (has_peer(offset))
             send_call_word<R>(a.site, epoch, a.signature, next_rank<R>(me(), offset));
     }
     WEFT_FN u64 load_call_word(const Block& team) const {
@@ -60,7 +66,7 @@ template <Reduction R> struct Call {
     }
     WEFT_FN void check_call_word(const Block& team, u64 seen) const {
         const u32 offset = team.lane() + 1;
-        if (live && blockIdx.x == 0 && offset < R.ranks)
+        if (has_peer(offset))
             same_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), offset), seen);
     }
 
@@ -81,13 +87,14 @@ struct PeerSlots {
     }
 };
 
-// Waits for every peer's vector; row[me] is the caller's own. polls_one: while a vector is missing,
-// only that one is polled, so that many waiting threads leave the memory to those that work.
+// Waits for the vector of every peer that is summed; row[me] is the caller's own. polls_one: while
+// a vector is missing, only that one is polled, so that many waiting threads leave the memory to
+// those that work.
 template <Reduction R, bool polls_one>
 WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
-    u32 missing = ((1u << R.ranks) - 1) & ~(1u << me);
+    u32 missing = call.summed & ~(1u << me);
     SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
     for (u32 polls = 1;; ++polls) {
 #pragma unroll

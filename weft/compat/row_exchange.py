@@ -211,6 +211,7 @@ class RowCombine:
         self._nothing = _no_tokens(group)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._args = ReturnArgs(site=self.a2a._site, arrived=self._arrived.data_ptr())
+        self.a2a._on_recovery(self._start_anew)
         synchronize_stream(group.device)
 
     def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
@@ -222,6 +223,10 @@ class RowCombine:
         self.a2a.dispatch(*self._nothing)
         self._send(rows, to)
         return self.a2a.combine_recv(add=add)
+
+    def _start_anew(self) -> None:
+        """Forget what a broken round had counted."""
+        self._arrived.zero_()
 
     @one_call("combine")
     def _send(self, rows: torch.Tensor, to: Packing) -> None:

@@ -158,6 +158,14 @@ class RowGroups:
             self._args.rows[plane] = rows.data_ptr()
         for name in b._fields[1:]:
             setattr(self._args, name, getattr(b, name).data_ptr())
+        a2a._on_recovery(self._start_anew)
+
+    def _start_anew(self) -> None:
+        """Forget what a broken round had counted, and addresses at ranks that are gone."""
+        if self._kernels is not None:
+            for counter in (self._buffers.arrived, self._buffers.progress, self._buffers.dst_addr):
+                counter.zero_()
+            self._gathered = 0
 
     @one_call("gather")
     def _gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:

@@ -26,6 +26,7 @@ from weft.moe.replicas import Replicas
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
 
 GEMMS = (AUTO, "grouped", "torch")
+MISSING = ("error", "drop")
 MAX_SMS = 1 << 16
 MAX_COLUMN_CHUNKS = 64
 
@@ -41,6 +42,7 @@ class LayerOptions:
     max_rows: int | None = None
     expert_map: Sequence[int] | torch.Tensor | None = None
     replicas: Replicas | None = None
+    missing: str = "error"
     fp8: bool = False
     quantize: str | None = None
     combine_dtype: str | None = None
@@ -61,6 +63,7 @@ class LayerOptions:
         one_of("mode", self.mode, (AUTO, *MODES))
         one_of("overlap", self.overlap, (AUTO, *OVERLAPS))
         one_of("gemm", self.gemm, GEMMS)
+        one_of("missing", self.missing, MISSING)
         one_of("quantize", self.quantize, (None, *SCALES))
         one_of("combine_dtype", self.combine_dtype, (None, "fp8"))
         integer("max_tokens", self.max_tokens, 1, largest(Shape, "tokens"))
@@ -98,7 +101,7 @@ class LayerOptions:
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
         """What ranks compare before anything is chosen or built."""
-        compared = ("max_tokens", "mode", "overlap", "fp8")
+        compared = ("max_tokens", "mode", "overlap", "missing", "fp8")
         rules = asdict(config) | {name: getattr(self, name) for name in compared}
         rules["replicas"] = None if self.replicas is None else self.replicas.logical
         return {name: str(value) for name, value in rules.items()}

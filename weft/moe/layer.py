@@ -10,7 +10,7 @@ import torch
 
 from weft.alltoall.received import Received
 from weft.arguments import function, instance, integer, shown
-from weft.errors import GroupError, InvalidArgument, OutOfOrder
+from weft.errors import ExpertsLost, GroupError, InvalidArgument, OutOfOrder
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
@@ -74,6 +74,9 @@ class MoE:
     replicas: more physical experts than logical ones (EPLB), as `balance` places them; ids of calls
         are logical, and each takes one of its expert's replicas. `relocate` changes the placement.
         Callers that map ids themselves pass a config of as many experts as there are physical ones.
+    missing: what the layer does when it recovers and no living rank holds some of its experts.
+        "error": recovery and calls raise ExpertsLost, until `relocate` brings them back; "drop":
+        their ids are dropped.
     expert_map, quantize, combine_dtype, timeout, first_timeout, num_sms, programmatic_launch,
         profile: as in AllToAll; combine_dtype is left out with overlap="gemm_push". Rows that
         travel as FP8 are widened to the layer's dtype before the GEMMs, unless the weights are FP8
@@ -103,6 +106,7 @@ class MoE:
         max_rows: int | None = None,
         expert_map: Sequence[int] | torch.Tensor | None = None,
         replicas: Replicas | None = None,
+        missing: str = "error",
         fp8: bool = False,
         quantize: str | None = None,
         combine_dtype: str | None = None,
@@ -174,6 +178,7 @@ class MoE:
             def begin() -> None:
                 self._check_open()
                 self._check_replicas(replicas)
+                self._check_held(replicas, given=weights is not None)
                 if weights is not None:
                     fp8, local = workspace.options.fp8, len(replicas.local(group.rank))
                     weights.check(self.config, local, group.device, fp8=fp8)
@@ -191,7 +196,8 @@ class MoE:
             synchronize_device(group.device)
             staged = None
             if weights is None:
-                staged = Relocation(group, self._weights.tensors, old, replicas)
+                tensors, living = self._weights.tensors, self.exchange._living
+                staged = Relocation(group, tensors, old, replicas, living)
                 stack.enter_context(staged)
             try:
                 if staged is not None:
@@ -287,8 +293,8 @@ class MoE:
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_call(self, x, given, rows, num_tokens, out)
         workspace = self._workspace
-        if self._closed:
-            self._check_open()
+        if self._closed or self._lost:
+            self._check_served()
         rounds = self._check_call(x, given, rows, num_tokens, out)
         workspace.begin("a call")
         try:
@@ -352,12 +358,12 @@ class MoE:
         """
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_experts(self, received)
-        self._check_open()
+        self._check_served()
         return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
-        """Raise what the device has recorded; see `AllToAll.check`."""
-        self._check_open()
+        """Raise what the device has recorded, see `AllToAll.check`, and ExpertsLost."""
+        self._check_served()
         self.exchange.check()
 
     @property
@@ -399,6 +405,8 @@ class MoE:
         """Take and check what makes this layer differ from its siblings; every rank votes."""
         device, config = self.exchange.group.device, self.config
         self._replicas, self._table = replicas, None
+        self._lost: list[int] = []  # experts that no living rank holds
+        self.exchange._on_recovery(self._find_experts)
 
         def check() -> ExpertWeights:
             if replicas is not None:
@@ -446,9 +454,37 @@ class MoE:
             raise OutOfOrder("this MoE layer was closed; make a new one")
         self.exchange._check_open()
 
+    def _check_served(self) -> None:
+        """Raise OutOfOrder after close, and ExpertsLost."""
+        self._check_open()
+        if self._lost and self._workspace.options.missing == "error":
+            living = self.exchange._living
+            gone = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
+            raise ExpertsLost(
+                f"ranks {gone} are gone, and no other rank holds experts {self._lost}: relocate "
+                "them from a checkpoint (weights=), give experts replicas on other ranks, or build "
+                "the layer with missing='drop', which drops their ids"
+            )
+
+    def _find_experts(self) -> None:
+        """The exchange has recovered: ids go to the experts of living ranks.
+
+        Changes the table in place. Raises ExpertsLost.
+        """
+        if self._closed:
+            return
+        if self._replicas is not None:
+            self._fill_table(self._replicas)
+        else:
+            held = enumerate(self.exchange.placement.ranks)
+            self._lost = [e for e, rank in held if not self.exchange._living >> rank & 1]
+        self._check_served()
+
     def _fill_table(self, replicas: Replicas) -> None:
         assert self._table is not None
-        counts, physical = replicas.table(self._table.device)
+        living = self.exchange._living
+        self._lost = [e for e, found in enumerate(replicas.on(living)) if not found]
+        counts, physical = replicas.table(self._table.device, living=living)
         self._table[:, 0] = counts
         self._table[:, 1 : 1 + physical.shape[1]] = physical
 
@@ -466,6 +502,26 @@ class MoE:
             raise InvalidArgument(
                 "replicas of {} ranks, {} experts and {} physical ones".format(*mine)
                 + "; this layer was built for {}, {} and {}".format(*ours)
+            )
+
+    def _check_held(self, replicas: Replicas, *, given: bool) -> None:
+        """Raises InvalidArgument for a placement that living ranks cannot serve, or get.
+
+        given: are there weights for it?
+        """
+        assert self._replicas is not None
+        living, drops = self.exchange._living, self._workspace.options.missing == "drop"
+        held, wanted = self._replicas.on(living), replicas.on(living)
+        away = [e for e, found in enumerate(wanted) if not found]
+        if away and not drops:
+            raise InvalidArgument(
+                f"replicas place experts {away} on ranks that are gone alone; place them on ranks "
+                f"{[r for r in range(replicas.ranks) if living >> r & 1]}"
+            )
+        unknown = [e for e, found in enumerate(wanted) if found and not held[e]]
+        if unknown and not given:
+            raise InvalidArgument(
+                f"no living rank has weights of experts {unknown}: pass weights=, from a checkpoint"
             )
 
     def _check_call(

@@ -78,8 +78,7 @@ class Replicas:
 
         Raises InvalidArgument for what is no rank.
         """
-        rank = integer("rank", rank, 0, self.ranks - 1)
-        each = len(self.logical) // self.ranks
+        rank, each = integer("rank", rank, 0, self.ranks - 1), self._each
         return self.logical[rank * each : (rank + 1) * each]
 
     def imbalance(self, loads: Sequence[float] | torch.Tensor) -> float:
@@ -100,12 +99,27 @@ class Replicas:
         mean = math.fsum(by_rank) / self.ranks
         return max(by_rank) / mean if mean else 1.0
 
-    def table(self, device: torch.device) -> ReplicaTable:
-        """How many replicas each expert has and which, as tensors on `device`."""
-        instance("device", device, torch.device)
+    def on(self, living: int) -> list[list[int]]:
+        """The replicas of each logical expert on the ranks of `living`, bit r for rank r; rising.
+
+        Raises InvalidArgument for what is no such mask.
+        """
+        living, each = integer("living", living, 1, (1 << self.ranks) - 1), self._each
         physical: list[list[int]] = [[] for _ in range(self.num_experts)]
         for p, expert in enumerate(self.logical):
-            physical[expert].append(p)
+            if living >> p // each & 1:
+                physical[expert].append(p)
+        return physical
+
+    def table(self, device: torch.device, *, living: int | None = None) -> ReplicaTable:
+        """How many replicas each expert has and which, as tensors on `device`.
+
+        living: only those on these ranks, as in `on`. An expert that has none there has one, -1:
+            ids of it become ids of no expert.
+        """
+        instance("device", device, torch.device)
+        physical = self.on((1 << self.ranks) - 1 if living is None else living)
+        physical = [found or [-1] for found in physical]
         count = [len(found) for found in physical]
         most = max(count)
         padded = [found + [-1] * (most - len(found)) for found in physical]
@@ -113,6 +127,11 @@ class Replicas:
             torch.tensor(count, dtype=torch.int32, device=device),
             torch.tensor(padded, dtype=torch.int32, device=device),
         )
+
+    @property
+    def _each(self) -> int:
+        """Physical experts of a rank."""
+        return len(self.logical) // self.ranks
 
     def _counts(self) -> list[int]:
         count = [0] * self.num_experts
@@ -257,18 +276,19 @@ class Move(NamedTuple):
     target: int
 
 
-def moves(old: Replicas, new: Replicas) -> list[Move]:
+def moves(old: Replicas, new: Replicas, living: int | None = None) -> list[Move]:
     """Where each physical expert that changes gets its weights: on its own rank where one is, else
     from the rank that has least to send so far. Equal on every rank.
+
+    living: the ranks that give and get, as in `Replicas.on`; default all. Each holds what it gets.
     """
     each = len(old.logical) // old.ranks
-    held: dict[int, list[int]] = {}
-    for p, expert in enumerate(old.logical):
-        held.setdefault(expert, []).append(p)
+    living = (1 << old.ranks) - 1 if living is None else living
+    held = old.on(living)
     sends = [0] * old.ranks
     found: list[Move] = []
     for target, expert in enumerate(new.logical):
-        if old.logical[target] == expert:
+        if old.logical[target] == expert or not living >> target // each & 1:
             continue
         here = [p for p in held[expert] if p // each == target // each]
         source = min(here or held[expert], key=lambda p: (sends[p // each], p))
@@ -286,9 +306,15 @@ class Relocation:
     """
 
     def __init__(
-        self, group: Group, tensors: Sequence[torch.Tensor], old: Replicas, new: Replicas
+        self,
+        group: Group,
+        tensors: Sequence[torch.Tensor],
+        old: Replicas,
+        new: Replicas,
+        living: int,
     ) -> None:
-        self._group, self._each, self._moves = group, len(old.logical) // old.ranks, moves(old, new)
+        self._group, self._each = group, len(old.logical) // old.ranks
+        self._moves = moves(old, new, living)
         self._rows = [tensor.reshape(self._each, -1).view(torch.uint8) for tensor in tensors]
         # The experts that each rank copies out, in the order of their slots in its staging memory.
         self._sources = [

@@ -329,6 +329,7 @@ class Operator(ABC):
 
         The share becomes what it was at creation, in the same memory, so captured graphs hold.
         Between two barriers of the living, after `_quiesce` on all of them: nobody stores here.
+        Raises what one of `_on_recovery` raised that cannot go on, when all others have.
         """
         if self._closing:
             return
@@ -344,10 +345,17 @@ class Operator(ABC):
                     self._mailbox.host_word = HOST_ASKS_TO_LEAVE
                     raise
                 self._left = ""
+            failures = []
             for method in self._starts_anew:
                 start_anew = method()
-                if start_anew is not None:
-                    start_anew()
+                try:
+                    if start_anew is not None:
+                        start_anew()
+                except Exception as error:
+                    failures.append(error)
+            synchronize_stream(self.group.device)
+            if failures:
+                raise failures[0]
 
     # What calls and other rooms use.
 

@@ -164,6 +164,11 @@ def breakage(
     option = "first_timeout" if first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
         return _gone(record, who, pid_of, words_of)
+    if record.code == GONE_UNMASKED:
+        return PeerDied(
+            f"{who}: rank {record.peer} is gone, and this all-reduce sums over all ranks. Build it "
+            "with missing='drop' to go on with the living, or make a new group of them."
+        )
     if record.reported_by:
         return _seen_by_peer(record, who, option)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):

@@ -1,0 +1,138 @@
+"""A rank dies: replicas on the living serve the layer on, or what was lost is named, or dropped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.moe.layers import CONFIGS, EXPERTS, Case
+from tests.moe.test_relocation import hold, open_layer
+from tests.recovery import Survivors, dropped, run_survivors, surviving, until_broken
+from weft.errors import BadExpertId, ExpertsLost, InvalidArgument
+from weft.moe import ExpertWeights, MoE, Replicas, balance, route
+from weft.moe.replicas import moves
+
+RANKS, ORDER = 4, (2, 0)
+CASE = Case(CONFIGS["softmax"], tokens=(16, 5, 11, 7))
+WAYS: dict[str, dict[str, Any]] = {
+    "throughput": {"mode": "throughput", "gemm": "torch", "overlap": "none"},
+    "gemm_push": {"mode": "throughput", "gemm": "grouped", "overlap": "gemm_push"},
+    "low latency, gemm_push": {"mode": "low_latency", "gemm": "grouped", "overlap": "gemm_push"},
+    "low latency": {"mode": "low_latency", "gemm": "torch", "overlap": "none"},
+}
+# Each expert is on three ranks, so any two may go.
+THRICE = balance([1.0] * EXPERTS, RANKS, replicas=2 * EXPERTS)
+
+
+def call(layer: MoE, seed: int) -> None:
+    x, logits = CASE.next(seed=seed).of(layer.exchange.rank, layer.exchange.group.device)
+    hold(layer, CASE, layer(x, logits), seed)
+
+
+def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
+    """A rank ends in the middle of the calls of the others."""
+    survivors.barrier()
+    if survivors.group.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until_broken(lambda: call(layer, 9))
+    survivors.lose(rank)
+
+
+def replicated(group: weft.Group, folder: str, way: str) -> None:
+    with surviving(group, folder) as survivors, open_layer(group, CASE, THRICE, **WAYS[way]) as one:
+        other = one.sibling(one._weights, shared=CASE.shared(group.device))
+        table = one._table
+        assert table is not None
+        for dies in ORDER:
+            for seed in range(2):
+                call(one, seed)
+                call(other, seed)
+            lose(survivors, one, dies)
+            ids = table[:, 1:][torch.arange(table.shape[1] - 1) < table[:, :1]]
+            each = len(THRICE.logical) // RANKS
+            assert {int(p) // each for p in ids} == set(survivors.ranks)
+        for seed in range(4):
+            call(one, seed)
+            call(other, seed)
+        one.check()  # no id named an expert of a rank that is gone
+        assert one._table is table
+        survivors.barrier()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_take_over(ranks, tmp_path, way):
+    run_survivors(lambda: ranks(RANKS, "cpu")(replicated, str(tmp_path), way), tmp_path, [1, 3])
+
+
+def without_replicas(group: weft.Group, folder: str, missing: str, way: str) -> None:
+    device, case = group.device, CASE
+
+    def weights(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.stack(case.config, [case.expert(e) for e in local], device)
+
+    config, shared, options = case.config, case.shared(device), WAYS[way]
+    with (
+        surviving(group, folder) as survivors,
+        MoE(
+            group, config, weights, max_tokens=16, shared=shared, missing=missing, **options
+        ) as layer,
+    ):
+        call(layer, 0)
+        owners = layer.exchange.placement.ranks
+        gone = [e for e, rank in enumerate(owners) if rank == 2]
+        if missing == "error":
+            text = re.escape(f"ranks [2] are gone, and no other rank holds experts {gone}")
+            with pytest.raises(ExpertsLost, match=text):
+                lose(survivors, layer, 2)
+            for again in (lambda: call(layer, 1), layer.check):
+                with pytest.raises(ExpertsLost, match=text):
+                    again()
+            assert not layer.broken
+        else:
+            lose(survivors, layer, 2)
+            for seed in range(4):
+                x, logits = case.next(seed=seed).of(group.rank, device)
+                ids, weigh = route(config.routing, logits)
+                kept = dropped(ids, owners, survivors.ranks)
+                given = layer(x, topk_ids=kept, topk_weights=weigh)
+                assert torch.equal(layer(x, logits), given)
+            with pytest.raises(BadExpertId, match="an expert of rank 2, which is gone"):
+                layer.check()
+            layer.check()
+        survivors.barrier()
+
+
+@pytest.mark.parametrize("missing", ["error", "drop"])
+@pytest.mark.parametrize("way", ["throughput", "low latency"])
+def test_without_replicas_experts_are_lost(ranks, tmp_path, missing, way):
+    run_survivors(
+        lambda: ranks(RANKS, "cpu")(without_replicas, str(tmp_path), missing, way),
+        tmp_path,
+        [0, 1, 3],
+    )
+
+
+def test_a_table_names_replicas_of_the_living():
+    placed = Replicas((0, 1, 2, 0, 1, 3), 3)  # 0 on ranks 0 and 1, 1 on 0 and 2, 2 on 1, 3 on 2
+    assert placed.on(0b111) == [[0, 3], [1, 4], [2], [5]]
+    counts, physical = placed.table(torch.device("cpu"), living=0b101)
+    assert counts.tolist() == [1, 2, 1, 1]
+    assert physical.tolist() == [[0, -1], [1, 4], [-1, -1], [5, -1]]
+    for mask in (0, 8):
+        with pytest.raises(InvalidArgument, match=f"living is {mask}; it must be"):
+            placed.on(mask)
+
+
+def test_the_living_alone_give_and_get_weights():
+    old = Replicas((0, 1, 1, 0, 0, 1), 3)
+    new = Replicas((1, 0, 0, 1, 1, 0), 3)
+    for source, target in moves(old, new, 0b011):
+        assert source // 2 != 2
+        assert target // 2 != 2
+    assert {target for _, target in moves(old, new, 0b011)} == {0, 1, 2, 3}
