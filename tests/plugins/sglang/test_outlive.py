@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import weft
 from tests.plugins.sglang.server import alone, far, leave, tokens
 from tests.plugins.sglang.test_elastic import replicated
+from tests.plugins.sglang.test_served import Kept
 from weft.errors import SetupError
 from weft.memory.launch import launch
+from weft.plugins.faults import Watch
 
 CLOSE = 2e-5
 
@@ -118,3 +121,34 @@ def test_experts_that_died_with_both_replicas_end_the_server() -> None:
     found = launch(shrinking, ranks=4, tolerate_deaths=True, timeout=3000.0)
     for said in (found[1], found[3]):
         assert said.startswith("with rank 0, 2 gone no replica is left of 8 experts: 0 of layer 0,")
+
+
+def unrecovered(group: weft.Group) -> dict[str, Any]:
+    """Rank 1 is killed, and the others never make a call that fails."""
+    ended: list[bool] = []
+    kept = Kept()
+    logging.getLogger("weft").addHandler(kept)
+    watch = Watch(group, end=lambda: ended.append(True), grace=0.5, recovers=True)
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    watch._thread.join()
+    first = len(ended)
+    group.recover()
+    watch.go_on(group.living)
+    group.barrier()
+    alive = watch._thread.is_alive()
+    watch.close()
+    return {"ended": first, "lines": kept.lines, "alive": alive, "since": len(ended) - first}
+
+
+def test_a_server_that_does_not_recover_is_ended() -> None:
+    """A rank may wait in a collective of another library; one that went on is left alone."""
+    found = launch(unrecovered, ranks=3, tolerate_deaths=True, timeout=3000.0)
+    for said in (found[0], found[2]):
+        assert said["ended"] == 1
+        assert any(
+            "and the others have 0.5 s to go on without it" in line for line in said["lines"]
+        )
+        assert said["alive"]
+        assert said["since"] == 0
