@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +15,13 @@ import pytest
 import torch
 
 import weft
+from tests.patience import HasHeap
 from tests.rounds import Round
 from weft.errors import GroupError, RankFailed
 from weft.memory import processes
 from weft.memory.header import HEADER_BYTES, Fault, Header
 
+_libc = ctypes.CDLL(None, use_errno=True)
 DIE = 6  # weft::Action
 ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 DONE = "done"
@@ -46,11 +50,20 @@ class Survivors:
             f"meeting {self._meetings} of ranks {self.ranks}",
         )
 
-    def lose(self, *dead: int) -> None:
-        """Go on without the ranks whose processes have ended."""
+    def lose(self, *dead: int, sealed: Iterable[HasHeap] = ()) -> None:
+        """Go on without the ranks whose processes have ended.
+
+        sealed: operators on CPU ranks that may not touch these ranks' memory any more: it faults.
+        """
         wait_for(lambda: self.group._ended.issuperset(dead), f"the end of ranks {dead}")
         self.ranks = [rank for rank in self.ranks if rank not in dead]
         self.group._resume(self.mask, self.barrier)
+        for operator in sealed:
+            heap = operator.heap
+            pages = -(-heap.size // mmap.PAGESIZE) * mmap.PAGESIZE
+            for rank in dead:
+                where = ctypes.c_void_p(heap.address(rank))
+                assert _libc.mprotect(where, ctypes.c_size_t(pages), 0) == 0
 
 
 @contextlib.contextmanager

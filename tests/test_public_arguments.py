@@ -35,6 +35,9 @@ ELSEWHERE = {
     "Group.from_meeting": "tests/memory/test_rendezvous.py",
     "Group.attach": "tests/runtime/test_culprits.py",
     "Group.recover": "tests/memory/test_recovery.py",
+    **dict.fromkeys(
+        ("Group.replace", "Group.join", "Group.enter"), "tests/memory/test_replacement.py"
+    ),
     "Group.pid": "tests/runtime/test_culprits.py",
     "lease": "tests/test_leases.py",
     "Heap.write": "tests/runtime/test_culprits.py",
@@ -43,7 +46,7 @@ WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
 HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
-    "Expert.forward",
+    *("Expert.forward", "Group.noted"),
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages"),
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),

@@ -97,7 +97,7 @@ def die_in_turn(group: weft.Group, folder: str, way: str, points: tuple[int, ...
             text = until_broken(lambda: go_on(a2a, survivors.ranks, way, 1))
             assert a2a.broken
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
-            survivors.lose(dies)
+            survivors.lose(dies, sealed=[a2a])
             assert not a2a.broken
             assert a2a._finished() == 0
             go_on(a2a, survivors.ranks, way, 8)

@@ -46,7 +46,7 @@ def die_in_turn(group: weft.Group, folder: str, name: str, points: tuple[int, ..
                 plan_death(a2a, point)
             text = until_broken(lambda: go_on(1))
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
-            survivors.lose(dies)
+            survivors.lose(dies, sealed=[a2a])
             assert a2a._finished() == 0
             assert not a2a._mid_round
             go_on(8, checks=False)

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,38 @@ def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
     assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 16)] * 2
     exports = [name for _, name in fake.log if name == "cuMemExportToShareableHandle"]
     assert len(exports) == (4 if fabric else 2)
+
+
+def replace_peer(group, fake):
+    """The peer's share is mapped again, as if a new process had sent it."""
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    with Heap.create(group, GRANULE) as heap:
+        group.barrier()
+        before, where = fake.left(), heap.address(1 - group.rank)
+        group.barrier()
+        shares: Any = heap._shares
+        own = shares.share_fd()
+        fds = group.exchange_fds(own)
+        os.close(own)
+        shares.map({1 - group.rank: fds[1 - group.rank]})
+        for fd in fds:
+            os.close(fd)
+        group.barrier()
+        same = {kind for kind, _ in before} == {kind for kind, _ in fake.left()}
+        seen = same, len(fake.left()) == len(before), heap.address(1 - group.rank) == where
+        group.barrier()
+    return seen
+
+
+def test_a_share_is_replaced_at_its_address_when_the_gpu_is_quiet(install):
+    fake = install()
+    before = len(os.listdir("/proc/self/fd"))
+    assert launch(replace_peer, fake, ranks=2, device="threads") == [(True, True, True)] * 2
+    assert fake.left() == {}
+    assert fake.unsafe == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [name for rank, name in fake.log if rank == 1 and name == "cuMemUnmap"]
 
 
 def test_a_failure_of_any_call_frees_everything_everywhere(install):

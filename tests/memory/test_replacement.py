@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import torch
 import weft
 from tests.memory.baseline import raised, shares_mapped
 from tests.memory.test_recovery import LONG, Operator, die, run
+from tests.moe.layers import CONFIGS, Case, bound
+from tests.rounds import Round, play
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import Heap
+from weft.memory.launch import launch
 from weft.memory.meeting import Meeting
 
 NEWCOMER = """
@@ -226,3 +231,87 @@ def test_as_many_join_as_are_gone():
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(InvalidArgument, match="the address of the meeting is not one"):
         weft.Group.join(address, rank=0, size=2, device="cpu")
+
+
+ROUND = Round(tokens=(8, 3, 8, 5))
+LAYER = Case(CONFIGS["deepseek"], tokens=(8, 3, 8, 5))
+
+
+class Operators:
+    """One of each kind, made in one order; what they return is compared with the references."""
+
+    def __init__(self, group: weft.Group) -> None:
+        times: Any = {"timeout": LONG, "first_timeout": LONG}
+        self.group = group
+        self.exchange = weft.AllToAll(
+            group,
+            max_tokens=8,
+            top_k=ROUND.top_k,
+            num_experts=ROUND.experts,
+            hidden=ROUND.hidden,
+            **times,
+        )
+        self.layer = LAYER.open(group, **times)
+        self.reduce = weft.AllReduce(group, max_tokens=8, hidden=128, **times)
+
+    def work(self) -> None:
+        rank = self.group.rank
+        for seed in range(3):
+            play(self.exchange, ROUND.next(seed=seed))
+            x, logits = LAYER.next(seed=seed).of(rank, torch.device("cpu"))
+            wanted = LAYER.wanted(self.layer, x, logits)
+            error = (self.layer(x, logits).float() - wanted).abs().max()
+            assert error <= bound(LAYER.config, wanted)
+            rows = torch.full((8, 128), rank + 1.0, dtype=torch.bfloat16)
+            total = self.reduce.fused(rows).out
+            assert total is not None
+            assert torch.equal(total, torch.full_like(rows, 10.0))
+
+
+def works(address, rank):
+    group = join(address, rank)
+    made = Operators(group)
+    group.enter(timeout=LONG)
+    made.work()
+    group.barrier()
+
+
+def replaced_at_work(group):
+    made = Operators(group)
+    made.work()
+    where = made.exchange.heap.base, made.layer.exchange.heap.base, made.reduce.heap.base
+    group.barrier()
+    if group.rank == 2:
+        die()
+    assert raised(made.work)[0] in ("PeerDied", "RendezvousFailed")
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    process = start(works, meeting.address, 2) if group.rank == 0 else None
+    began = time.monotonic()
+    group.replace(meeting, timeout=LONG)
+    took = time.monotonic() - began
+    assert where == (made.exchange.heap.base, made.layer.exchange.heap.base, made.reduce.heap.base)
+    made.work()
+    group.barrier()
+    return took, process.wait() if process else 0
+
+
+def test_operators_work_on_with_a_replacement():
+    for result in run(replaced_at_work):
+        assert result is None or (result[0] < 300.0 and result[1] == 0)
+
+
+def wrong(group):
+    return [
+        raised(group.replace, "x")[:2],
+        raised(group.replace, Meeting("/tmp/weft-x", b""), timeout=0)[:2],
+        raised(group.enter, timeout=-1)[:2],
+    ]
+
+
+def test_wrong_arguments_are_named():
+    for said in launch(wrong, ranks=2):
+        assert [kind for kind, _ in said] == [InvalidArgument.__name__] * 3
+        assert "meeting is 'x'" in said[0][1]
+        assert "timeout is 0" in said[1][1]
+        assert "timeout is -1" in said[2][1]

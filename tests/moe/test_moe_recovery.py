@@ -41,7 +41,7 @@ def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
     if survivors.group.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     until_broken(lambda: call(layer, 9))
-    survivors.lose(rank)
+    survivors.lose(rank, sealed=[layer.exchange])
 
 
 def replicated(group: weft.Group, folder: str, way: str) -> None:

@@ -171,8 +171,18 @@ class DeviceShares:
             return bytes(self._export(self._own, self._kind).data).hex()
 
     def map(self, shared: Mapping[int, int | str]) -> None:
-        """Map shares of ranks, each from its descriptor or fabric handle; zero the own one."""
-        with self._current():
+        """Map shares of ranks, each from its descriptor or fabric handle; zero the own one.
+
+        One of a process that has ended is unmapped first, when this GPU has done all its work.
+        """
+        with self._current(), contextlib.ExitStack() as last:
+            replaced = self.ranks.intersection(shared)
+            if replaced:
+                last.callback(self._renew_fence)
+                call("cuMemFree", self._fence)
+                self._fence = 0
+            for rank in replaced:
+                self._unmap(rank)
             for rank, each in shared.items():
                 try:
                     self._map(rank, each)
@@ -262,6 +272,9 @@ class DeviceShares:
         access.location.id = self._ordinal
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call("cuMemSetAccess", where, self._mapped, [access], 1)
+
+    def _renew_fence(self) -> None:
+        self._fence = fence()
 
     def _unmap(self, rank: int) -> None:
         self.ranks.remove(rank)
