@@ -139,7 +139,6 @@ def test_refused_pidfds_are_odd(monkeypatch, caplog):
 
     monkeypatch.setattr(os, "pidfd_open", refuses)
     alive = LivenessFd()
-    os.close(alive.fd)
     alive.close()
     (told,) = _told(caplog, logging.WARNING)
     assert told.startswith("pidfd_open is refused (Operation not permitted): peers see by a pipe")

@@ -265,7 +265,7 @@ def buffers(group: weft.Group) -> None:
     kinds: dict[str, Kind] = {
         "group": listed("x", 7, True, []).optional(),
         **{name: UNUSED for name in UNUSED_BY_BUFFER},
-        **{"low_latency_mode": FLAG, "enable_shrink": WANTS_FALSE},
+        **{"low_latency_mode": FLAG, "enable_shrink": FLAG},
         **{"timeout": SECONDS, "first_timeout": SECONDS},
     }
     given: dict[str, Any] = {"group": group, "low_latency_mode": True}

@@ -248,9 +248,9 @@ def test_another_buffers_handle_is_refused(ranks):
 
 
 def refused(group: weft.Group) -> None:
-    with pytest.raises(InvalidArgument, match="enable_shrink is True"):
-        Buffer(group, low_latency_mode=True, enable_shrink=True)
     buffer = Buffer(group, low_latency_mode=True)
+    with pytest.raises(InvalidArgument, match="enable_shrink is False; it must be True"):
+        buffer.low_latency_clean_mask_buffer()
     x, ids, weights = inputs(group, 0)
     with pytest.raises(InvalidArgument, match="weft counts no waits"):
         buffer.low_latency_dispatch(

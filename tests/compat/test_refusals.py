@@ -146,7 +146,7 @@ def masked(group: weft.Group) -> None:
 
         refused(InvalidArgument, lambda: send(None), "active_rank_mask")
         refused(InvalidArgument, lambda: send(everyone.long()), "int64", "uint64")
-        words = "0x5", "its own rank 1" if group.rank == 1 else "ranks [1]", "new one"
+        words = "0x5", "its own rank 1" if group.rank == 1 else "ranks [1]", "every living rank"
         refused(InvalidArgument, lambda: send(some), *words)
         send(everyone)
         refused(InvalidArgument, lambda: a2a.combine(y, 3, active_rank_mask=some), *words)

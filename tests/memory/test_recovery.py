@@ -14,7 +14,7 @@ import torch
 
 import weft
 from tests.memory.baseline import raised
-from weft.errors import InvalidArgument, RankFailed, RecoveryFailed, RendezvousFailed
+from weft.errors import InvalidArgument, OutOfOrder, RankFailed, RecoveryFailed, RendezvousFailed
 from weft.memory import Heap, agreement
 from weft.memory.agreement import Agreement
 from weft.memory.launch import launch
@@ -347,6 +347,25 @@ def test_one_that_cannot_write_its_memory_is_named_on_all_and_may_try_again():
     text = "recovering failed on rank 1 of 4: ValueError: no memory"
     result = (["CreationFailed", text], (0,), ("recover", 0b1110))
     assert run(fails_at_first) == [None, result, result, result]
+
+
+def fails_alike(group):
+    operator: Any = Operator(group)
+
+    def fails(living):
+        raise OutOfOrder("an expert is missing")
+
+    operator._recover = fails
+    group.barrier()
+    if group.rank == 0:
+        die()
+    error = raised(group.recover, timeout=LONG)[:2]
+    together(group)
+    return error
+
+
+def test_what_stops_every_rank_is_raised_as_what_it_is():
+    assert run(fails_alike)[1:] == [["OutOfOrder", "an expert is missing"]] * 3
 
 
 def closed_on_one(group):

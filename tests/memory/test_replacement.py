@@ -251,7 +251,7 @@ class Operators:
             hidden=ROUND.hidden,
             **times,
         )
-        self.layer = LAYER.open(group, **times)
+        self.layer = LAYER.open(group, missing="drop", **times)
         self.reduce = weft.AllReduce(group, max_tokens=8, hidden=128, **times)
 
     def work(self) -> None:

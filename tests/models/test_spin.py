@@ -108,6 +108,11 @@ VARIANTS = (
     Variant("zombie, slots stay with their rank", "", None, "zombie"),
     Variant("zombie, slots renumbered", "RENUMBER", STALE_ROW, "zombie"),
     Variant("zombie, renumbered after it is surely dead", "RENUMBER FENCE", None, "zombie"),
+    Variant("recovery without a rank that died", "ROUNDS=3", None, "recovery", large=True),
+    Variant("recovery, no meeting before", "NOFIRST", STALE_ROW, "recovery"),
+    Variant("recovery, no meeting after", "NOSECOND", DEADLOCK, "recovery"),
+    Variant("recovery, flags stay", "KEEP", STALE_ROW, "recovery"),
+    Variant("recovery without a mask", "UNMASKED", DEADLOCK, "recovery"),
     # Low-latency rows: a place is blank, then a row, then blank again.
     Variant("low latency, two ranks", "N=2 CALLS=6", None, "lowlatency"),
     Variant("low latency, three ranks", "N=3 CALLS=2", None, "lowlatency", large=True),

@@ -42,7 +42,8 @@ LOW_LATENCY = "low-latency calls need a Buffer made with it"
 IDS = (torch.int32, torch.int64)
 NODES = "weft serves the ranks of one host, which need no RDMA outside of low-latency mode"
 MAX_CHUNK = 1 << 20
-SHRINK = "a rank that died ends the group: close it and make a new one"
+SHRINK = "masks are of low latency"
+NO_SHRINK = "masks are read with enable_shrink=True"
 # What weft's arguments are called here.
 DISPATCHED = {"topk_ids": "topk_idx"}
 COMBINED = {"y": "x", "topk_ids": "topk_idx"}
@@ -145,7 +146,8 @@ class Buffer:
         use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the calls.
         Without low_latency_mode, num_rdma_bytes must be 0.
     low_latency_mode: are there low-latency calls beside the normal ones?
-    enable_shrink: must be False.
+    enable_shrink: in low latency, masks can be asked for (`low_latency_query_mask_buffer`). They
+        change when the group recovers from a death, and calls then serve the living.
 
     Arguments of weft's own:
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
@@ -180,7 +182,8 @@ class Buffer:
         flags(low_latency_mode=low_latency_mode)
         if not low_latency_mode:
             refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
-        refuse("enable_shrink", enable_shrink, False, SHRINK)
+            refuse("enable_shrink", enable_shrink, False, SHRINK)
+        flags(enable_shrink=enable_shrink)
         limits: dict[str, Any] = {
             "timeout": seconds("timeout", timeout),
             "first_timeout": seconds("first_timeout", first_timeout),
@@ -191,7 +194,7 @@ class Buffer:
         self.rank, self.group_size = self._group.rank, self._group.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self.enable_shrink = False
+        self.enable_shrink = enable_shrink
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._limits = limits
@@ -400,6 +403,40 @@ class Buffer:
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Nothing to do: an inbox is blank again when it has been read."""
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write int32 `[num_ranks]`: 1 for a rank that is gone, 0 for a living one.
+
+        Raises InvalidArgument, also without enable_shrink.
+        """
+        refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
+        self._check("mask_status", mask_status, (self.group_size,), torch.int32)
+        mask_status.copy_(torch.tensor(self._gone(), dtype=torch.int32))
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Check that a rank is masked, or that it is not; nothing is changed.
+
+        A rank is masked by a recovery of the group, on all ranks, once its process has ended.
+        Raises InvalidArgument where `mask` says otherwise, and without enable_shrink.
+        """
+        refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
+        rank = integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        flags(mask=mask)
+        if bool(self._gone()[rank]) != mask:
+            state = "lives" if mask else "is gone"
+            raise InvalidArgument(
+                f"mask is {mask} for rank {rank}, which {state}: a rank is masked by a recovery of "
+                "the group, once its process has ended, until another one takes its number"
+            )
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Check that no rank is masked, as `low_latency_update_mask_buffer` does of each."""
+        for rank in range(self.group_size):
+            self.low_latency_update_mask_buffer(rank, False)
+
+    def _gone(self) -> list[int]:
+        """1 for each rank that is gone, 0 for a living one."""
+        return [1 - (self._group._living >> rank & 1) for rank in range(self.group_size)]
 
     @untraced
     def get_dispatch_layout(

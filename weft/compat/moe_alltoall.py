@@ -69,7 +69,7 @@ class MoeAlltoAll:
     hidden_size: elements of a combine row; needed where workspace_size_per_rank is left out.
     mnnvl_config: its comm_backend, if any, is how the ranks meet.
     eplb_stats_num_experts: int32 numbers that each rank may send to all ranks in dispatch.
-    enable_rank_mask: every call brings an active_rank_mask, and all ranks are in it.
+    enable_rank_mask: every call brings an active_rank_mask, of the living ranks.
 
     Arguments of weft's own:
     group: the ranks; default mnnvl_config's, else torch.distributed's world, else torchrun's.
@@ -181,7 +181,8 @@ class MoeAlltoAll:
             `[tokens, top_k]`, that no token was sent to.
         eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats` of all ranks;
             a rank that leaves it out counts as zeros there.
-        active_rank_mask: of all ranks (`moe_a2a_active_rank_mask`), with enable_rank_mask.
+        active_rank_mask: of the living ranks (`moe_a2a_active_rank_mask`), with enable_rank_mask:
+            all until the group has recovered from a death. Ids of others' experts are dropped.
         enable_pdl: accepted; changes nothing.
 
         Returns a contiguous tensor `[ep_size, runtime_max_tokens_per_rank, *]` for each payload.
@@ -192,7 +193,8 @@ class MoeAlltoAll:
         """
         workspace, device, limit = self._open(), self.group.device, runtime_max_tokens_per_rank
         check_stats(eplb_local_stats, self.eplb_stats_num_experts, device)
-        check_mask(active_rank_mask, self.enable_rank_mask, self.ep_rank, self.ep_size)
+        check_mask(active_rank_mask, self.enable_rank_mask, self.group)
+        self._forget_broken_round()
         if self._round is not None:
             raise OutOfOrder(
                 f"dispatch while {self._round.tokens} tokens are away: call combine first"
@@ -289,7 +291,7 @@ class MoeAlltoAll:
         """
         workspace, running = self._dispatched("combine")
         flags(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
-        check_mask(active_rank_mask, self.enable_rank_mask, self.ep_rank, self.ep_size)
+        check_mask(active_rank_mask, self.enable_rank_mask, self.group)
         refuse("output_scales", output_scales, None, RESULT)
         refuse("output_scalar_scale", output_scalar_scale, 1.0, RESULT)
         refuse("sf_layout", getattr(sf_layout, "name", sf_layout), (None, "layout_linear"), RESULT)
@@ -332,6 +334,12 @@ class MoeAlltoAll:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _forget_broken_round(self) -> None:
+        """A round that a death broke is over: its all-to-all has started anew."""
+        if self._round is not None and not self._round.carrier._mid_round:
+            self._round = None
+            self._away.clear()
+
     def _open(self) -> MoeWorkspace:
         if not self._give_up.alive:
             raise OutOfOrder("this all-to-all was closed; make a new one")
@@ -339,6 +347,7 @@ class MoeAlltoAll:
 
     def _dispatched(self, call: str) -> tuple[MoeWorkspace, _Round]:
         workspace = self._open()
+        self._forget_broken_round()
         if self._round is None:
             raise OutOfOrder(f"{call} without a dispatch: no tokens of this rank are away")
         return workspace, self._round

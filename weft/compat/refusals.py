@@ -13,11 +13,12 @@ from weft.alltoall.config import QUANTISED, Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import largest
+from weft.memory import Group
 from weft.runtime.check import check_alignment, check_tensor, tensors_of
 from weft.shape import MAX_PLANES, Shape
 
 BACKEND = "weft has one set of kernels"
-GONE = "weft waits for every rank; when one is gone, close the group and make a new one"
+ALIVE = "weft waits for every living rank; one that is stopped has to end before the group recovers"
 STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
 RESULT = "combine returns rows in payload's dtype; those that flashinfer quantises need Blackwell"
 NVFP4 = "NVFP4 needs a GPU of compute capability 10 or newer, and weft has no kernel for it"
@@ -98,8 +99,8 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
         )
 
 
-def check_mask(mask: torch.Tensor | None, enabled: bool, rank: int, size: int) -> None:
-    """Raise InvalidArgument unless `mask` says that all ranks take part, where it must say it."""
+def check_mask(mask: torch.Tensor | None, enabled: bool, group: Group) -> None:
+    """Raise InvalidArgument unless `mask` is of the living ranks, where there must be one."""
     name = "active_rank_mask"
     if not enabled:
         refuse(name, mask, None, "pass enable_rank_mask=True to the constructor")
@@ -108,10 +109,12 @@ def check_mask(mask: torch.Tensor | None, enabled: bool, rank: int, size: int) -
     check_tensor(name, mask, shape=(MASK_WORDS,), dtypes=(torch.uint64,), device=cpu)  # type: ignore[arg-type]
     assert mask is not None
     check_alignment(name, mask, mask.itemsize)
-    word = int(mask.tolist()[0])
-    if absent := [each for each in range(size) if not word >> each & 1]:
+    word, rank, size, living = int(mask.tolist()[0]), group.rank, group.size, group._living
+    if absent := [each for each in range(size) if (living & ~word) >> each & 1]:
         whose = f"its own rank {rank}" if rank in absent else f"ranks {absent}"
-        raise InvalidArgument(f"{name} is {word:#x}, without {whose} of {size}: {GONE}")
+        raise InvalidArgument(f"{name} is {word:#x}, without {whose} of {size}: {ALIVE}")
+    if gone := [each for each in range(size) if (word & ~living) >> each & 1]:
+        raise InvalidArgument(f"{name} is {word:#x}, with {gone}, ranks that are gone: drop them")
 
 
 def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,6 +23,7 @@ from weft.errors import (
     RecoveryFailed,
     RendezvousFailed,
     UsageError,
+    WeftError,
 )
 from weft.memory.agreement import MAX_AGREEING, Agreement, Recovery
 from weft.memory.collective import OwnProcessGroup, TorchControl
@@ -103,7 +104,7 @@ class Group:
         self._closed = False
         # By generation: the same key on every rank, and the order of creation.
         self._members: weakref.WeakValueDictionary[str, Member] = weakref.WeakValueDictionary()
-        self._dead: frozenset[int] = frozenset()  # ranks that the group goes on without
+        self._living = (1 << size) - 1  # bit r: rank r takes part
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of the three above
         self._creations: list[Creation] = []
@@ -252,7 +253,15 @@ class Group:
                 undo()
             raise
 
-    def _vote(self, error: BaseException | None, doing: str, timeout: float | None = None) -> None:
+    def _vote(
+        self,
+        error: BaseException | None,
+        doing: str,
+        timeout: float | None = None,
+        *,
+        alike: type[WeftError] = UsageError,
+    ) -> None:
+        """alike: errors that are raised as what they are where every rank has the same one."""
         mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
         said = self._gather("vote", {"doing": doing, "error": mine}, timeout)
         votes = {rank: said[rank] for rank in self.living}
@@ -261,7 +270,7 @@ class Group:
             return
         first = failed[0]
         name, text = votes[first]["error"]
-        if isinstance(error, UsageError) and all(
+        if isinstance(error, alike) and all(
             vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
         ):
             raise type(error)(text) from error
@@ -368,13 +377,22 @@ class Group:
         """Notify `member` of deaths, of this rank's leaving and of recoveries; one a heap."""
         with self._fate:
             self._members[f"{type(member).__name__} {self._generation}"] = member
-            for rank in self._ended - self._dead:
+            for rank in self._taking_part(self._ended):
                 member._peer_ended(rank)
 
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks that take part: all, until a recovery goes on without the dead."""
-        return tuple(rank for rank in range(self.size) if rank not in self._dead)
+        return tuple(self._taking_part(range(self.size)))
+
+    @property
+    def ended(self) -> frozenset[int]:
+        """The ranks whose processes have ended, as far as this one has heard; of those `living`."""
+        with self._fate:
+            return frozenset(self._taking_part(self._ended))
+
+    def _taking_part(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self._living >> rank & 1]
 
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Go on without the ranks that died. Collective over those that live.
@@ -390,8 +408,9 @@ class Group:
         timeout: seconds, in all.
 
         Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
-        then end its process and call this again. Raises CreationFailed on every rank where one
-        could not write its memory, and InvalidArgument for ranks that are threads or that share no
+        then end its process and call this again. Raises what an operator raises that cannot go on
+        without the dead, when all others have recovered: the same on every rank, or CreationFailed
+        naming those that did. Raises InvalidArgument for ranks that are threads or that share no
         memory.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
@@ -404,7 +423,7 @@ class Group:
         while True:
             era, dead = agreement.decide(liveness, doubted, deadline)
             with self._fate:
-                self._dead = dead
+                self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
             control.resume(era, set(self.living))
             try:
                 finished = self._go_on(deadline)
@@ -439,15 +458,16 @@ class Group:
         where that of the dead was, so addresses, and the graphs that have them, stay valid. On
         return every operator is as at creation, on all ranks.
 
+        timeout: seconds for all to meet, and then for each step of the new process.
+
         Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
         dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
         Then end the new processes and call `recover`.
         """
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
-        deadline = time.monotonic() + timeout
         self._recoverable()
-        gone = self._dead
+        gone = frozenset(range(self.size)) - set(self.living)
         if not gone:
             raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
         control = meet(
@@ -465,14 +485,14 @@ class Group:
         for member in members:  # before its memory changes
             member._quiesce()
         self._move(fresh)
-        self.joining = gone
+        self.joining, before, self.timeout = gone, self.timeout, timeout
         try:
             for creation in [each for each in self._creations if each.exists]:
                 for step in creation.steps:
                     step(self)
         finally:
-            self.joining = frozenset()
-        self._go_on(deadline)
+            self.joining, self.timeout = frozenset(), before
+        self._go_on(time.monotonic() + timeout)
 
     @classmethod
     def join(
@@ -514,7 +534,7 @@ class Group:
         assert fresh.liveness is not None
         old, self._control, self._membership = self._membership, fresh.control, fresh
         with self._fate:
-            self._dead = frozenset()
+            self._living = (1 << self.size) - 1
             others = set(range(self.size)) - {self.rank}
             self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
         if old is not None:
@@ -558,12 +578,12 @@ class Group:
         }
         problem: Exception | None = None
         try:
-            self._resume(sum(1 << rank for rank in self.living), barrier, finished)
+            self._resume(self._living, barrier, finished)
         except Exception as error:
             if error in heard:
                 raise
             problem = error
-        self._vote(problem, "recovering", left())
+        self._vote(problem, "recovering", left(), alike=WeftError)
         return finished
 
     def _resume(
@@ -583,6 +603,7 @@ class Group:
         for member in members:
             member._quiesce()
         barrier()  # no kernel of the living runs: none stores into a share
+        self._living = living
         failures: list[Exception] = []
         for member in members:
             try:
@@ -606,7 +627,7 @@ class Group:
     def _peer_ended(self, rank: int) -> None:
         with self._fate:
             self._ended.add(rank)
-            if rank not in self._dead:  # heard late, after a recovery
+            if self._living >> rank & 1:  # else heard late, after a recovery
                 for member in self._attached():
                     member._peer_ended(rank)
 

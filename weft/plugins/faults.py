@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 
 from weft.memory import Group
-from weft.memory.peers import Peers, identity
 
 _log = logging.getLogger(__name__)
 # A rank that raises is ended by the engine itself, with its traceback. One that waits in another
 # library's collective, which has no abort, is ended after this many seconds.
 GRACE = 10.0
-# A server that is stopped ends all its ranks nearly at once: then there is nothing to tell.
+# Between two looks, and after the last: a server that is stopped ends all its ranks nearly at once,
+# and then there is nothing to tell.
 PAUSE = 0.5
 
 
 class Watch:
-    """A thread that hears of the end of a peer's process at once, and soon of a broken group.
+    """A thread that hears soon of the end of a peer's process, and of a broken group.
 
     It logs which, and ends the server after GRACE seconds if this rank is still there and did not
-    go on without that peer. Making one is collective.
+    go on without that peer.
 
     end: what ends the server.
-    broken: says what broke the group, or nothing; asked twice a second, for an engine that runs
-        nothing of weft's while it replays graphs.
+    broken: says what broke the group, or nothing; for an engine that runs nothing of weft's while
+        it replays graphs.
     grace: seconds, in place of GRACE.
     recovers: may the others go on without a rank?
     """
@@ -43,53 +42,44 @@ class Watch:
     ) -> None:
         self.group, self._grace = group, GRACE if grace is None else grace
         self._end, self._broken, self._recovers = end, broken, recovers
-        self._peers = Peers()
-        for rank, said in enumerate(group.all_gather(identity())):
-            if rank != group.rank:
-                self._peers.watch(rank, said)
-        self._begin(range(group.size))
-
-    def go_on(self, living: Iterable[int]) -> None:
-        """Watch these ranks alone: the server serves without the others."""
-        self._stop()
-        self._begin(living)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         if not self._stopped.is_set():
-            self._stop()
-            self._peers.close()
-
-    def _begin(self, living: Iterable[int]) -> None:
-        self._living, self._stopped = list(living), threading.Event()
-        self._wake, self._waker = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
-        self._thread.start()
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        os.write(self._waker, b"\0")
-        self._thread.join()
-        os.close(self._wake)
-        os.close(self._waker)
+            self._stopped.set()
+            self._thread.join()
 
     def _run(self) -> None:
-        poller, by_fd = select.poll(), self._peers.pidfds(self._living)
-        for fd in (self._wake, *by_fd):
-            poller.register(fd, select.POLLIN)
-        gone: list[int] = []
-        said = ""
-        while not (gone or said or self._stopped.is_set()):
-            ready = poller.poll(None if self._broken is None else 1000 * PAUSE)
-            gone = sorted(by_fd[fd] for fd, _ in ready if fd in by_fd)
-            said = "" if self._broken is None else self._broken()
-        if self._stopped.wait(PAUSE):
-            return
+        while True:
+            said = ""
+            while not said:
+                if self._stopped.wait(PAUSE):
+                    return
+                said = self._wrong()
+            if self._stopped.wait(PAUSE):
+                return
+            if self._recovers and not self._wrong():
+                continue
+            then = "so no layer can be served; this server ends"
+            if self._recovers:
+                then = f"and the others have {self._grace:g} s to go on without it"
+            _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, said, then)
+            end = time.monotonic() + self._grace
+            while time.monotonic() < end:
+                if self._stopped.wait(min(PAUSE, self._grace)):
+                    return
+                if self._recovers and not self._wrong():
+                    break
+            else:
+                self._end()
+                return
+
+    def _wrong(self) -> str:
+        """What is wrong now, or nothing."""
+        gone = sorted(self.group.ended)
         if gone:
-            said = f"the process of rank {', '.join(map(str, gone))} has ended"
-        then = "so no layer can be served; this server ends"
-        if self._recovers:
-            then = f"and the others have {self._grace:g} s to go on without it"
-        _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, said, then)
-        if not self._stopped.wait(self._grace):
-            self._end()
+            return f"the process of rank {', '.join(map(str, gone))} has ended"
+        return "" if self._broken is None else self._broken()

@@ -112,7 +112,7 @@ class Operator(ABC):
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
-        self._living = sum(1 << rank for rank in group.living)
+        self._living = group._living
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = self._manifest(config)
         try:

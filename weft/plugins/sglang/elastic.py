@@ -201,11 +201,8 @@ _survivors: Survivors | None = None
 _untold = False  # does the tokenizer not know yet who is gone?
 
 
-def follow(group: Group, runner: Any, changed: Callable[[], None]) -> None:
-    """From now on the ranks of `group` outlive each other.
-
-    changed: called when ranks are gone, with the group recovered.
-    """
+def follow(group: Group, runner: Any) -> None:
+    """From now on the ranks of `group` outlive each other."""
     global _survivors
 
     def lose(dead: set[int]) -> None:
@@ -221,7 +218,6 @@ def follow(group: Group, runner: Any, changed: Callable[[], None]) -> None:
         state.snapshot_active_to_last()  # nothing for SGLang to rebalance
         state.sync_active_to_cpu()
         _untold = True
-        changed()
 
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 

@@ -229,7 +229,7 @@ def loaded(result: Any, runner: Any) -> None:
                 _watch = Watch(group, end=end)
             else:
                 _watch = Watch(group, end=end, grace=2 * elastic.TOGETHER, recovers=True)
-                elastic.follow(group, runner, lambda: _watch.go_on(group.living))
+                elastic.follow(group, runner)
         for layer, block in found:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.exchange(layer_of(layer))

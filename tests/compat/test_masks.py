@@ -1,0 +1,113 @@
+"""The drop-ins' masks: those of the group, which change when it recovers from a death."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+import weft
+from tests.compat.calls import HIDDEN, RANKS, make, refused, routing
+from tests.compat.test_deep_ep import EXPERTS, MOST, inputs, whole
+from tests.recovery import Survivors, dropped, run_survivors, surviving, until_broken
+from tests.rounds import bits
+from weft import reference
+from weft.compat.deep_ep import Buffer
+from weft.errors import BadExpertId, InvalidArgument
+
+
+def mask(*ranks: int) -> torch.Tensor:
+    return torch.tensor([sum(1 << r for r in ranks)], dtype=torch.uint64)
+
+
+def die(survivors: Survivors, dies: int) -> None:
+    survivors.barrier()
+    if survivors.group.rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def flashinfer(group: weft.Group, folder: str) -> None:
+    with surviving(group, folder) as survivors, make(group, enable_rank_mask=True) as a2a:
+
+        def one_round(seed: int) -> None:
+            living = survivors.ranks
+            ids, weights = routing(seed, group.rank, 4)
+            x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            sent = a2a.dispatch(ids, [x, ids, weights], 4, active_rank_mask=mask(*living))
+            placement = weft.Placement.blocks(7, RANKS)
+            mine = torch.tensor(placement.experts_of(group.rank))
+            here = (sent[1][..., None] == mine).any(-1)  # of every token's experts, this rank's
+            total = torch.zeros(sent[2].shape[:2])
+            for k in range(sent[2].shape[2]):
+                total = torch.where(here[..., k], total + sent[2][..., k], total)
+            y = (sent[0].float() * total[..., None]).bfloat16()
+            got = a2a.combine(y, 4, active_rank_mask=mask(*living))
+            kept = dropped(ids, placement.ranks, living)
+            wanted = reference.identity_round_trip(x, kept, weights, placement, ranks=RANKS)
+            assert torch.equal(bits(got), bits(wanted))
+
+        for seed in range(2):
+            one_round(seed)
+        # A round that the death breaks between dispatch and combine.
+        die(survivors, 1)
+        until_broken(lambda: one_round(7))
+        survivors.lose(1)
+        ids, weights = routing(0, group.rank, 4)
+        x = torch.ones(4, HIDDEN).bfloat16()
+        for wrong, words in ((mask(0, 1, 2), "with [1]"), (mask(group.rank), "every living rank")):
+            call = lambda wrong=wrong: a2a.dispatch(ids, [x], 4, active_rank_mask=wrong)  # noqa: E731
+            refused(InvalidArgument, call, "active_rank_mask is 0x", words)
+        for seed in range(4):
+            one_round(seed)
+        with pytest.raises(BadExpertId, match="an expert of rank 1, which is gone"):
+            a2a.check()
+        survivors.barrier()
+
+
+def test_flashinfer(ranks, tmp_path):
+    run_survivors(lambda: ranks(RANKS, "cpu")(flashinfer, str(tmp_path)), tmp_path, [0, 2])
+
+
+def deep_ep(group: weft.Group, folder: str) -> None:
+    buffer = Buffer(group, low_latency_mode=True, enable_shrink=True)
+    status = torch.full((group.size,), 7, dtype=torch.int32)
+    with surviving(group, folder) as survivors:
+
+        def one_round(seed: int) -> None:
+            x, ids, weights = inputs(group, seed)
+            numbers, _, handle, _, _ = buffer.low_latency_dispatch(
+                x, ids, MOST, EXPERTS, use_fp8=False
+            )
+            got, _, _ = buffer.low_latency_combine(whole(numbers).clone(), ids, weights, handle)
+            owners = weft.Placement.blocks(EXPERTS, group.size).ranks
+            kept = dropped(ids, owners, survivors.ranks)
+            total = torch.zeros_like(x, dtype=torch.float32)
+            for k in range(ids.shape[1]):
+                part = x.float() * weights[:, k : k + 1]
+                total = torch.where(kept[:, k : k + 1] >= 0, total + part, total)
+            assert torch.equal(bits(got), bits(total.bfloat16()))
+
+        one_round(0)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0, 0, 0, 0]
+        buffer.low_latency_clean_mask_buffer()
+        with pytest.raises(InvalidArgument, match="mask is True for rank 2, which lives"):
+            buffer.low_latency_update_mask_buffer(2, True)
+        die(survivors, 2)
+        until_broken(lambda: one_round(9))
+        survivors.lose(2)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0, 0, 1, 0]
+        buffer.low_latency_update_mask_buffer(2, True)
+        with pytest.raises(InvalidArgument, match=re.escape("mask is False for rank 2, which is")):
+            buffer.low_latency_clean_mask_buffer()
+        for seed in range(4):
+            one_round(seed)
+        survivors.barrier()
+
+
+def test_deep_ep(ranks, tmp_path):
+    run_survivors(lambda: ranks(4, "cpu")(deep_ep, str(tmp_path)), tmp_path, [0, 1, 3])
