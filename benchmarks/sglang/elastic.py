@@ -161,8 +161,6 @@ def main() -> int:
         for kill in given.kill:
             if not said(log, f"rank {kill} has died; "):
                 ranks.fail(f"{variant.name}: the log does not say that rank {kill} has died")
-        if not said(log, variant.says):
-            ranks.fail(f"{variant.name}: its log does not say {variant.says!r}")
     return ranks.done()
 
 

@@ -93,15 +93,6 @@ ELASTIC = {
             form="dispatcher",
             flags=(*OUTLIVING, "static"),
         ),
-        _weft(
-            "elastic-eplb",
-            "whole blocks, ranks that outlive each other, experts that move before",
-            flags=(
-                *(*OUTLIVING, "static", "--enable-eplb"),
-                *("--eplb-rebalance-num-iterations", "8", "--eplb-algorithm", "elasticity_aware"),
-            ),
-            says=MOVED,
-        ),
     )
 }
 # Of tensor parallelism: who sums.
