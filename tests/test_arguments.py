@@ -212,14 +212,17 @@ def sized_all_reduce(group: weft.Group) -> None:
         "max_tokens": COUNT,
         "hidden": listed(*WHOLE, 0, -1, 12, 1 << 20),
         "dtype": DTYPE,
-        "backends": listed("oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2),
+        "backends": listed(
+            "oneshot", 7, [], ["ring"], [3], [["twoshot"]], ["twoshot"] * 2
+        ).optional(),
         "epilogue_at": WORD,
+        "missing": WORD,
         **TIMES,
         "programmatic_launch": FLAG,
     }
     given = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce, given, kinds))
-    names = ("max_tokens", "hidden", "dtype")
+    names = ("max_tokens", "hidden", "dtype", "missing")
     sizes = {"ranks": listed(*WHOLE, 0, -1, 1, 9), **{name: kinds[name] for name in names}}
     given = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce.memory_bytes, given, sizes, {"ranks": "ranks"}))

@@ -146,7 +146,12 @@ def replicas() -> list[Row]:
         Row(found.physical_of, {"expert": 0}, {"expert": listed(*WHOLE, -1, 2)}),
         Row(found.local, {"rank": 0}, {"rank": listed(*WHOLE, -1, 2)}),
         Row(found.imbalance, {"loads": [3.0, 1.0]}, {"loads": loads}),
-        Row(found.table, {"device": torch.device("cpu")}, {"device": THING}),
+        Row(found.on, {"living": 1}, {"living": listed(*WHOLE, 0, 4)}),
+        Row(
+            found.table,
+            {"device": torch.device("cpu")},
+            {"device": THING, "living": listed(*WHOLE, 0, 4).optional()},
+        ),
     ]
 
 
@@ -429,7 +434,8 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
         **{"group": THING, "config": THING, "weights": THING, "max_tokens": COUNT},
         **{"shared": CALLED, "correction": KEPT, "mode": WORD, "overlap": WORD},
         **{"gemm": WORD, "max_rows": listed(*WHOLE, 0, -1).optional()},
-        **{"expert_map": MAP, "replicas": THING.optional(), "fp8": FLAG},
+        **{"expert_map": MAP, "replicas": THING.optional(), "missing": WORD},
+        **{"fp8": FLAG},
         **{"quantize": WORD.optional(), "combine_dtype": WORD.optional()},
         **{"timeout": SECONDS},
         **{"first_timeout": SECONDS, "num_sms": SMS, "programmatic_launch": FLAG},

@@ -108,7 +108,7 @@ class ReduceConfig:
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        if missing == "drop":  # one shot serves all calls
+        if one_of("missing", missing, MISSING) == "drop":  # one shot serves all calls
             direct = max_tokens
         return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at, missing)
 
