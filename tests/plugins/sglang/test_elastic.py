@@ -309,10 +309,9 @@ def replicated(group: weft.Group, **flags: Any) -> Server:
     return Server(group, "qwen3", redundant=8, release="0.5.23", **given)
 
 
-def unfit(group: weft.Group) -> str:
-    wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
+def unfit(group: weft.Group, wrong: dict[str, Any]) -> str:
     try:
-        replicated(group, **wrong, ep_dispatch_algorithm=None)
+        replicated(group, **wrong)
     except weft.errors.InvalidArgument as error:
         return str(error)
     finally:
@@ -322,8 +321,15 @@ def unfit(group: weft.Group) -> str:
 
 def test_flags_by_which_no_rank_is_outlived_are_refused(ranks: Any) -> None:
     """All at once, as they have to be written."""
-    for said in ranks(2, "cpu")(unfit):
+    wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
+    for said in ranks(2, "cpu")(unfit, wrong | {"ep_dispatch_algorithm": None}):
         assert said.startswith(
             "--elastic-ep-backend weft needs --disable-overlap-schedule, --moe-dense-tp-size 1, no "
             "--max-ep-size, --ep-dispatch-algorithm static or dynamic: "
         )
+
+
+def test_ranks_of_another_all_to_all_are_not_outlived(ranks: Any) -> None:
+    """Its layers would wait for the dead."""
+    for said in ranks(2, "cpu")(unfit, {"flags": ()}):
+        assert said.startswith("--elastic-ep-backend weft needs --moe-a2a-backend weft")

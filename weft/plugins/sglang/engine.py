@@ -204,10 +204,14 @@ def loaded(result: Any, runner: Any) -> None:
     """After ModelRunner.load_model: build, before free memory is measured or a graph captured."""
     global _blocks, _watch
     found = _layers(runner.model)
+    server_args = resolved(runner.server_args)
     if not found:
+        if server_args.elastic_ep_backend == elastic.NAME:
+            raise InvalidArgument(
+                "--elastic-ep-backend weft needs --moe-a2a-backend weft and a model with MoE layers"
+            )
         return
     check_applied(HOOKS)
-    server_args = resolved(runner.server_args)
     _check_server(server_args)
     settings = read()
     for layer, block in found:
