@@ -22,14 +22,14 @@ from weft.memory.meeting import Meeting
 
 NEWCOMER = """
 import sys
-from tests.memory.test_replacement import {body}
+from {module} import {body}
 {body}(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
 """
 
 
 def start(body, address, rank, *given):
     """A new process that is to be rank `rank`."""
-    code = NEWCOMER.format(body=body.__name__)
+    code = NEWCOMER.format(module=body.__module__, body=body.__name__)
     return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, given)])
 
 
