@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
-#     run.sh decode|deepseek|glm|outputs|arithmetic|load|profile|tune [OPTIONS...]     --help lists the options
+#     run.sh decode|deepseek|glm|outputs|arithmetic|elastic|load|profile|tune [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_sglang.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
@@ -9,7 +9,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
     [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py [outputs]=outputs.py
-    [arithmetic]=arithmetic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
+    [arithmetic]=arithmetic.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
 what=${1:-}
 if [[ -z ${scripts[$what]:-} ]]; then

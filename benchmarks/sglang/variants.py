@@ -73,6 +73,28 @@ VARIANTS = {
         ),
     )
 }
+# A replica of each of the trained model's 16 experts, on another rank, and what lets ranks outlive
+# each other.
+OUTLIVING = (
+    *("--elastic-ep-backend", "weft", "--disable-overlap-schedule", "--enable-dp-lm-head"),
+    *("--moe-dense-tp-size", "1", "--enable-dp-attention-local-control-broadcast"),
+    *("--ep-num-redundant-experts", "16", "--ep-dispatch-algorithm"),
+)
+ELASTIC = {
+    v.name: v
+    for v in (
+        _weft(
+            "elastic", "whole blocks, ranks that outlive each other", flags=(*OUTLIVING, "static")
+        ),
+        _weft("elastic-any", "the same, any replica", flags=(*OUTLIVING, "dynamic")),
+        _weft(
+            "elastic-dispatcher",
+            "weft moves tokens, ranks that outlive each other",
+            form="dispatcher",
+            flags=(*OUTLIVING, "static"),
+        ),
+    )
+}
 # Of tensor parallelism: who sums.
 SUMS = {
     v.name: v

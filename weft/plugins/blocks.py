@@ -94,6 +94,7 @@ class Blocks:
                 overlap=self.settings.overlap,
                 combine_dtype=self.settings.combine_dtype,
                 fp8=layer.fp8,
+                missing="drop",  # ids are physical: who goes on without a rank names it no more
                 timeout=self.settings.timeout,
                 first_timeout=max(self.settings.timeout, FIRST),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from weft.memory import Group
@@ -20,11 +21,14 @@ PAUSE = 0.5
 class Watch:
     """A thread that hears soon of the end of a peer's process, and of a broken group.
 
-    It logs which, and ends the server after GRACE seconds if this rank is still there.
+    It logs which, and ends the server after GRACE seconds if this rank is still there and did not
+    go on without that peer.
 
     end: what ends the server.
     broken: says what broke the group, or nothing; for an engine that runs nothing of weft's while
         it replays graphs.
+    grace: seconds, in place of GRACE.
+    recovers: may the others go on without a rank?
     """
 
     def __init__(
@@ -34,9 +38,10 @@ class Watch:
         end: Callable[[], None],
         broken: Callable[[], str] | None = None,
         grace: float | None = None,
+        recovers: bool = False,
     ) -> None:
         self.group, self._grace = group, GRACE if grace is None else grace
-        self._end, self._broken = end, broken
+        self._end, self._broken, self._recovers = end, broken, recovers
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
         self._thread.start()
@@ -48,22 +53,33 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        gone: list[int] = []
-        said = ""
-        while not (gone or said):
+        while True:
+            said = ""
+            while not said:
+                if self._stopped.wait(PAUSE):
+                    return
+                said = self._wrong()
             if self._stopped.wait(PAUSE):
                 return
-            gone = sorted(self.group.ended)
-            said = "" if self._broken is None else self._broken()
-        if self._stopped.wait(PAUSE):
-            return
+            if self._recovers and not self._wrong():
+                continue
+            then = "so no layer can be served; this server ends"
+            if self._recovers:
+                then = f"and the others have {self._grace:g} s to go on without it"
+            _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, said, then)
+            end = time.monotonic() + self._grace
+            while time.monotonic() < end:
+                if self._stopped.wait(min(PAUSE, self._grace)):
+                    return
+                if self._recovers and not self._wrong():
+                    break
+            else:
+                self._end()
+                return
+
+    def _wrong(self) -> str:
+        """What is wrong now, or nothing."""
+        gone = sorted(self.group.ended)
         if gone:
-            said = f"the process of rank {', '.join(map(str, gone))} has ended"
-        _log.critical(
-            "rank %d of %d: %s, so no layer can be served; this server ends",
-            self.group.rank,
-            self.group.size,
-            said,
-        )
-        if not self._stopped.wait(self._grace):
-            self._end()
+            return f"the process of rank {', '.join(map(str, gone))} has ended"
+        return "" if self._broken is None else self._broken()

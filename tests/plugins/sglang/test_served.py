@@ -210,7 +210,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two batches": ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: leave that"),
     "compiled": ({"enable_torch_compile": True}, "--enable-torch-compile: leave that out"),
     "two streams": ({"enable_pdmux": True}, "--enable-pdmux: leave that out"),
-    "elastic": ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend: leave that out"),
+    "elastic": (
+        {"elastic_ep_backend": "mooncake"},
+        "--elastic-ep-backend mooncake: leave that out",
+    ),
     "context parallel": ({"attn_cp_size": 2}, "--attn-cp-size: leave that out"),
     "weights later": ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: leave"),
     "adapters of anything": ({"enable_lora": True}, "--lora-target-modules is not given: name"),

@@ -1,4 +1,5 @@
-"""weft inside SGLang: `--moe-a2a-backend weft`, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
+"""weft inside SGLang: `--moe-a2a-backend weft`, `--elastic-ep-backend weft` beside it for a server
+that outlives its ranks, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
 
 SGLang finds `register` by its entry point; docs/sglang.md says what is served. Importing this
 package imports nothing of SGLang.
@@ -14,7 +15,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add "weft" to the choices of --moe-a2a-backend, and the hooks that make it serve.
+    """Add "weft" to the choices of the two flags, and the hooks that make it serve.
 
     SGLang calls it before it parses its flags, in every process. Every name and signature is
     checked before anything is patched. Raises SetupError where SGLang is another, and

@@ -22,6 +22,7 @@ from weft.plugins.blocks import Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known, Parameters
 from weft.plugins.settings import Settings
+from weft.plugins.sglang import elastic
 from weft.plugins.sglang.hooks import Hook, check_applied, end_server, resolved
 from weft.plugins.sglang.settings import read
 from weft.plugins.sglang.weights import check_experts, layer_of
@@ -51,7 +52,8 @@ def choices() -> list[list[str]]:
     if shared is not None:
         return [shared]
     found = []
-    for field in ("moe_a2a_backend", "speculative_moe_a2a_backend"):  # 0.5.23: in annotations
+    # 0.5.23: in annotations
+    for field in ("moe_a2a_backend", "speculative_moe_a2a_backend", "elastic_ep_backend"):
         kept = _choices_of(server_args.ServerArgs, field)
         if not isinstance(kept, list) or _choices_of(server_args.ServerArgs, field) is not kept:
             raise SetupError(
@@ -202,10 +204,14 @@ def loaded(result: Any, runner: Any) -> None:
     """After ModelRunner.load_model: build, before free memory is measured or a graph captured."""
     global _blocks, _watch
     found = _layers(runner.model)
+    server_args = resolved(runner.server_args)
     if not found:
+        if server_args.elastic_ep_backend == elastic.NAME:
+            raise InvalidArgument(
+                "--elastic-ep-backend weft needs --moe-a2a-backend weft and a model with MoE layers"
+            )
         return
     check_applied(HOOKS)
-    server_args = resolved(runner.server_args)
     _check_server(server_args)
     settings = read()
     for layer, block in found:
@@ -222,7 +228,12 @@ def loaded(result: Any, runner: Any) -> None:
         if _blocks is None:
             group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
             _blocks = Blocks(group, _limits(server_args, settings), settings)
-            _watch = Watch(group, end=end_server(os.getppid()))
+            end = end_server(os.getppid())
+            if server_args.elastic_ep_backend is None:
+                _watch = Watch(group, end=end)
+            else:
+                _watch = Watch(group, end=end, grace=2 * elastic.TOGETHER, recovers=True)
+                elastic.follow(group, runner)
         for layer, block in found:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.exchange(layer_of(layer))
@@ -242,6 +253,7 @@ def loaded(result: Any, runner: Any) -> None:
 def close() -> None:
     """Give back all that `loaded` took. Local and idempotent; the end of a process does it too."""
     global _blocks, _watch
+    elastic.leave()
     if _watch is not None:
         _watch.close()
     if _blocks is not None:
@@ -282,9 +294,11 @@ def _check_server(server_args: Any) -> None:
         "enable_two_batch_overlap": "--enable-two-batch-overlap",
         "enable_torch_compile": "--enable-torch-compile",
         "enable_pdmux": "--enable-pdmux",
-        "elastic_ep_backend": "--elastic-ep-backend",
     }
     wrong = [flag for name, flag in flags.items() if getattr(server_args, name)]
+    backend = server_args.elastic_ep_backend
+    if backend not in (None, elastic.NAME):
+        wrong.append(f"--elastic-ep-backend {backend}")
     if server_args.attn_cp_size > 1:
         wrong.append("--attn-cp-size")
     if getattr(server_args, "startup_weight_load_mode", "serial") != "serial":
@@ -292,6 +306,12 @@ def _check_server(server_args: Any) -> None:
     if wrong:
         raise InvalidArgument(
             f"--moe-a2a-backend weft does not serve {', '.join(wrong)}: leave that out"
+        )
+    missing = [] if backend is None else list(elastic.wrong_flags(server_args))
+    if missing:
+        raise InvalidArgument(
+            f"--elastic-ep-backend weft needs {', '.join(missing)}: collectives of SGLang's over "
+            "all ranks, or results that a rank has used before all have theirs, outlive no rank"
         )
     # With these named, SGLang refuses an adapter of any other module.
     adapted = set(server_args.lora_target_modules or ())
@@ -367,10 +387,18 @@ def serve(
     return out.view(hidden_states.shape)
 
 
-def forwarded(result: Any, runner: Any, *args: Any, **given: Any) -> None:
-    """After ModelRunner.forward: raise what broke the group."""
+def forward(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **given: Any
+) -> Any:
+    """Around ModelRunner.forward: raise what broke the group, or go on without who is gone."""
+    if _blocks is not None and elastic.is_on():
+        return elastic.forward(
+            lambda: original(runner, forward_batch, *args, **given), _blocks.check, forward_batch
+        )
+    result = original(runner, forward_batch, *args, **given)
     if _blocks is not None:
         _blocks.check()
+    return result
 
 
 def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
@@ -519,11 +547,12 @@ HOOKS = (
     Hook(_SRT + "model_executor.model_runner.ModelRunner.load_model", "AFTER", loaded, "self"),
     Hook(
         _SRT + "model_executor.model_runner.ModelRunner.forward",
-        "AFTER",
-        forwarded,
+        "AROUND",
+        forward,
         "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
         "split_forward_count=",
     ),
+    *elastic.HOOKS,
 )
 # What the hooks call and read.
 _PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
@@ -533,6 +562,7 @@ _CHOOSE = (
 )
 _DISPATCHER = _SRT + "layers.moe.token_dispatcher."
 KNOWN = (
+    *elastic.KNOWN,
     Known(_SRT + "server_args.MOE_A2A_BACKEND_CHOICES", {"0.5.17": None}),
     Known(
         _SRT + "arg_groups.arg_utils.add_cli_args_from_dataclass",

@@ -24,6 +24,7 @@ class ServerArgs:
 
     moe_a2a_backend: Annotated[str, arg_utils.Arg(["none", "deepep", "deepep_v2"])]
     speculative_moe_a2a_backend: Annotated[str, arg_utils.Arg(["none", "deepep"])]
+    elastic_ep_backend: Annotated[str | None, arg_utils.Arg(["none", "mooncake", "nixl"])] = None
 
 
 class Bag(SimpleNamespace):
@@ -53,7 +54,7 @@ def initialize_moe_config() -> None:
 def seed(flags: Any) -> None:
     """Publish, then seed."""
     STATE.exec = SimpleNamespace(
-        moe=Bag(moe_a2a_backend=flags.moe_a2a_backend),
+        moe=Bag(moe_a2a_backend=flags.moe_a2a_backend, elastic_ep_backend=flags.elastic_ep_backend),
         overlap=Bag(enable_single_batch_overlap=flags.enable_single_batch_overlap),
     )
     STATE.parallel.attn_dp_enabled = STATE.parallel.enable_dp_attention

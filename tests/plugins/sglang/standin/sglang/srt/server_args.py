@@ -46,7 +46,6 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
     parser.add_argument("--enable-single-batch-overlap", action="store_true")
     given = parser.parse_args(argv)
     args = SimpleNamespace(
-        **vars(given),
         ep_size=1,
         attn_cp_size=1,
         disable_shared_experts_fusion=False,
@@ -57,6 +56,18 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         lora_target_modules=None,
         enable_pdmux=False,
         elastic_ep_backend=None,
+        disable_overlap_schedule=False,
+        enable_dp_lm_head=False,
+        moe_dense_tp_size=None,
+        moe_dp_size=1,
+        enable_dp_attention_local_control_broadcast=False,
+        tokenizer_worker_num=1,
+        disaggregation_mode="null",
+        speculative_algorithm=None,
+        max_ep_size=None,
+        ep_join_mode=None,
+        enable_elastic_expert_backup=False,
+        ep_dispatch_algorithm=None,
         speculative_num_draft_tokens=None,
         max_prefill_tokens=64,
         cuda_graph_config=SimpleNamespace(
@@ -64,6 +75,7 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
             prefill=SimpleNamespace(backend="breakable"),
         ),
     )
+    vars(args).update(vars(given))
     for resolve in (overrides._a2a_ep_size, overrides._a2a_fusion_adjustments):
         vars(args).update(resolve(args))
     vars(args).update(more)

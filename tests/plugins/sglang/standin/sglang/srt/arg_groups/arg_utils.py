@@ -20,4 +20,4 @@ def add_cli_args_from_dataclass(
     """A flag for each field."""
     for name, hint in get_type_hints(cls, include_extras=True).items():
         flag, choices = "--" + name.replace("_", "-"), hint.__metadata__[0].choices
-        parser.add_argument(flag, choices=choices, default="none")
+        parser.add_argument(flag, choices=choices, default=getattr(cls, name, "none"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.eplb import expert_location
 from sglang.srt.runtime_context import STATE
 
 
@@ -18,6 +19,13 @@ class ExpertLocationDispatchInfo:
     @classmethod
     def init_new(cls, layer_id: int) -> Any:
         """Of a layer; None without replicas."""
+        if expert_location._kept:
+            places = expert_location.get_global_expert_location_metadata()
+            if places.logical_to_rank_dispatch_physical_map is not None:
+                return cls(places.logical_to_rank_dispatch_physical_map[layer_id])
+            every, valid = places.logical_to_all_physical_map, torch.randint(0, 65536, (8,))
+            valid %= places.logical_to_all_physical_map_num_valid[layer_id]
+            return cls(every[layer_id].gather(1, valid[:, None])[:, 0])
         if not STATE.redundant:
             return None
         logical = STATE.logical

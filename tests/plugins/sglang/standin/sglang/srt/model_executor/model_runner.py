@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.srt.eplb.eplb_manager import EPLBManager
 from sglang.srt.layers.moe.utils import initialize_moe_config
 from sglang.srt.models.parts import fill
 from sglang.srt.runtime_context import STATE
@@ -39,6 +40,7 @@ class ModelRunner:
     def __init__(self, server_args: Any, kind: Callable[..., nn.Module], layers: int) -> None:
         self.server_args, self.kind, self.layers = server_args, kind, layers
         self.dtype, self.device, self.gpu_id = torch.float32, "cpu", 0
+        self.eplb_manager = EPLBManager()
         seed(server_args)
 
     def load_model(self) -> None:

@@ -23,3 +23,15 @@ class MLPSyncBatchInfo:
         said.copy_(torch.tensor([7, 7, 0]))
         said[active == 0] = fallback
         return said
+
+
+def exchange_sync_rows(global_flat: torch.Tensor, local_row: torch.Tensor, group: Any) -> None:
+    """What 0.5.23's ranks tell each other, by collectives that outlive no rank."""
+    raise AssertionError("SGLang's own exchange ran")
+
+
+def exchange(local: list[int], ranks: int) -> list[list[int]]:
+    """Every rank's row, as a pass begins; of a rank that says nothing, an idle one's."""
+    found = torch.tensor([[0, 0, 1]]).repeat(ranks, 1)
+    exchange_sync_rows(found.flatten(), torch.tensor(local), None)
+    return found.tolist()

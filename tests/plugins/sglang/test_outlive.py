@@ -1,0 +1,159 @@
+"""A server of the stand-in goes on when one of its ranks is killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+import weft
+from tests.plugins.sglang.server import alone, far, leave, tokens
+from tests.plugins.sglang.test_elastic import replicated
+from tests.plugins.sglang.test_served import Kept
+from weft.errors import SetupError
+from weft.memory.launch import launch
+from weft.plugins.faults import PAUSE, Watch
+
+CLOSE = 2e-5
+
+
+def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
+    """Rank 1 is killed before, in or after a pass, or stops; the others go on, and see the same."""
+    os.environ["WEFT_SGLANG_FORM"] = form
+    os.environ["WEFT_SGLANG_TIMEOUT"] = "3" if when == "stopped" else "600"
+    server = replicated(group, ep_dispatch_algorithm=way)
+    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.dp_attn import exchange
+
+    scheduler, errors = Scheduler(), []
+
+    def die(how: signal.Signals = signal.SIGKILL) -> None:
+        if group.rank == 1:
+            os.kill(os.getpid(), how)
+
+    def serve(number: int, fault: str = "") -> None:
+        assert scheduler.get_next_batch_to_run(None, None) == "batch"
+        count = (number + group.rank) % 4
+        if fault == "exchange":
+            die()
+        counts = [row[0] for row in exchange([count, 7, 0], group.size)]
+        if fault == "pass":
+            die()
+        if fault == "stopped":
+            die(signal.SIGSTOP)
+        if fault == "layer":
+            server.runner.model.blocks[1].register_forward_pre_hook(lambda *_: die())
+        x = tokens(count, 10 * number + group.rank)
+        errors.append(far(server.step(x, counts), alone(x, "qwen3")))
+        if fault == "after":
+            die()
+
+    serve(0)
+    serve(1, when)
+    for number in range(2, 6):
+        serve(number)
+    from weft.plugins.sglang import engine
+
+    assert engine._watch is not None
+    found = {
+        "far": max(errors),
+        "passes": len(errors),
+        "active": ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
+        "reported": scheduler.reported,
+        "moved": server.runner.eplb_manager.reason,
+        "watched": engine._watch._thread.is_alive(),
+    }
+    leave()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "way", "when"),
+    [
+        ("block", "static", "exchange"),
+        ("block", "static", "pass"),
+        ("block", "dynamic", "layer"),
+        ("block", "static", "after"),
+        ("block", "static", "stopped"),
+        ("dispatcher", "static", "layer"),
+    ],
+)
+def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
+    """The others' tokens are what they are without a death, in the pass that broke, too.
+
+    A rank that stops in a pass is killed by the others after the deadline.
+    """
+    found = launch(lasting, form, way, when, ranks=4, tolerate_deaths=True, timeout=3000.0)
+    assert found[1] is None
+    for said in (found[0], *found[2:]):
+        assert said["far"] < CLOSE
+        assert said["passes"] == 6
+        assert said["active"] == [1, 0, 1, 1]
+        assert said["reported"] == [[1, 0, 1, 1]]
+        assert said["moved"] == "rank 1 has died"
+        assert said["watched"]
+
+
+def shrinking(group: weft.Group) -> str:
+    """Ranks 0 and 2 have the only replicas of half of the experts."""
+    server = replicated(group)
+    from sglang.srt.managers.scheduler_components.dp_attn import exchange
+
+    for victim in (0, 2):
+        if group.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for number in range(3):
+                counts = [row[0] for row in exchange([2, 7, 0], group.size)]
+                x = tokens(2, number)
+                assert far(server.step(x, counts), alone(x, "qwen3")) < CLOSE
+        except SetupError as error:
+            return str(error)
+    return "served"
+
+
+def test_experts_that_died_with_both_replicas_end_the_server() -> None:
+    """In words; the first of the two deaths did not."""
+    found = launch(shrinking, ranks=4, tolerate_deaths=True, timeout=3000.0)
+    for said in (found[1], found[3]):
+        assert said.startswith("with rank 0, 2 gone no replica is left of 8 experts: 0 of layer 0,")
+
+
+def unrecovered(group: weft.Group) -> dict[str, Any]:
+    """Rank 1 is killed, and the others make no call that fails for a while."""
+    ended: list[bool] = []
+    kept = Kept()
+    logging.getLogger("weft").addHandler(kept)
+    end = lambda: ended.append(True)  # noqa: E731
+    patient = Watch(group, end=end, grace=3000.0, recovers=True)
+    hasty = Watch(group, end=end, grace=0.5, recovers=True)
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hasty._thread.join()
+    group.recover()
+    later = Watch(group, end=end, grace=0.0, recovers=True)
+    group.barrier()
+    time.sleep(4 * PAUSE)
+    found = {"ended": len(ended), "lines": kept.lines, "watch": patient._thread.is_alive()}
+    found["later"] = later._thread.is_alive()
+    for each in (patient, hasty, later):
+        each.close()
+    return found
+
+
+def test_a_server_that_does_not_recover_is_ended() -> None:
+    """A rank may wait in a collective of another library; one that went on is left alone."""
+    found = launch(unrecovered, ranks=3, tolerate_deaths=True, timeout=3000.0)
+    for said in (found[0], found[2]):
+        assert said["ended"] == 1
+        assert any(
+            "and the others have 0.5 s to go on without it" in line for line in said["lines"]
+        )
+        assert said["watch"]
+        assert said["later"]
