@@ -50,8 +50,11 @@ def least(*several: Series) -> Series:
 
 @functools.cache
 def load(name: str) -> Any:
-    """A file of benchmarks/."""
-    return json.loads((RECORDS / name).read_text())
+    """A file of benchmarks/; of one with a record in every line, a list of them."""
+    text = (RECORDS / name).read_text()
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in text.splitlines()]
+    return json.loads(text)
 
 
 def series(selector: str) -> Series:

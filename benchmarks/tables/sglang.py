@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
+from benchmarks.series import load
 from benchmarks.tables.sources import Tables
 
-FOLDER = Path(__file__).parents[1]
 SERVED, ASKED = "sglang-2xH200-2026-11-23.jsonl", "sglang-1xH200-2026-11-23.jsonl"
 
 
 def result(file: str, **sought: Any) -> dict[str, Any]:
     """The one line of a record that says all this of itself."""
-    lines = map(json.loads, (FOLDER / file).read_text().splitlines())
     (found,) = (
         line["result"]
-        for line in lines
+        for line in load(file)
         if all(line.get(name) == value for name, value in sought.items())
     )
     assert isinstance(found, dict)
