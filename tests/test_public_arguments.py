@@ -41,6 +41,8 @@ ELSEWHERE = {
     "Group.pid": "tests/runtime/test_culprits.py",
     "lease": "tests/test_leases.py",
     "Heap.write": "tests/runtime/test_culprits.py",
+    "Buffer.low_latency_query_mask_buffer": "tests/compat/test_masks.py",
+    "Buffer.low_latency_update_mask_buffer": "tests/compat/test_masks.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
 HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
@@ -48,7 +50,7 @@ HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 INTERNAL = {
     *("Expert.forward", "Group.noted"),
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
-    *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages"),
+    *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages", "WgmmaPlan.ctas_per_sm"),
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
     *("Buffer.clean_low_latency_buffer", "AllReduceFusionPattern", "QuantizationSFLayout"),
 }

@@ -125,11 +125,11 @@ def in_relaxed_mode(init: Init) -> Init:
 
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
-        device = getattr(group, "device", None)  # what is no group is for the constructor to refuse
-        if device is None:
+        noted = getattr(group, "creation", None)  # what is no group is for the constructor to refuse
+        if noted is None:
             init(self, group, *args, **given)
             return
-        with relaxed(device), plain_tensors(), group.creation() as creation:
+        with relaxed(group.device), plain_tensors(), noted() as creation:
             creation.add(self)
             init(self, group, *args, **given)
 
