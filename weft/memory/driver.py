@@ -125,7 +125,9 @@ def in_relaxed_mode(init: Init) -> Init:
 
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
-        noted = getattr(group, "creation", None)  # what is no group is for the constructor to refuse
+        noted = getattr(
+            group, "creation", None
+        )  # what is no group is for the constructor to refuse
         if noted is None:
             init(self, group, *args, **given)
             return
