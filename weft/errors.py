@@ -14,7 +14,7 @@
     │   ├── DriverError            a CUDA driver call failed
     │   ├── CompileError           NVRTC or the C++ compiler refused the source
     │   └── TorchTooOld            this torch lacks what weft calls; also an ImportError
-    └── GroupError                 the group broke while running; make a new one
+    └── GroupError                 the group broke while running; recover it, or make a new one
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── PeerDied               the process of a peer ended
         ├── PeerLeft               a peer raised or closed before it made its part of a call
@@ -92,7 +92,7 @@ class TorchTooOld(SetupError, ImportError):
 
 
 class GroupError(WeftError, RuntimeError):
-    """The group broke while running. Close it and make a new one."""
+    """The group broke while running. Call `recover`, or close it and make a new one."""
 
 
 class PeerTimeout(GroupError):

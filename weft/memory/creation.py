@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.memory.group import Group
@@ -12,18 +12,14 @@ if TYPE_CHECKING:
 Step = Callable[["Group"], object]
 
 
-class Made(Protocol):
-    """What is made: an operator, or a heap."""
-
-
 class Creation:
     """The control messages of one constructor, and what it made: the object and its heaps."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self._made: list[weakref.ref[Made]] = []
+        self._made: list[weakref.ref[object]] = []
 
-    def add(self, made: Made) -> None:
+    def add(self, made: object) -> None:
         """Belongs to this creation."""
         self._made.append(weakref.ref(made))
 
