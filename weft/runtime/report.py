@@ -125,7 +125,8 @@ def _gone(
     process = "the process" if pid is None else f"process {pid}"
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.wanted}{_finder(record)}. Its own output may say why; call group.recover() or make a new group."
+        f"{record.wanted}{_finder(record)}. Its own output may say why; call group.recover(), or "
+        "make a new group."
     )
 
 
