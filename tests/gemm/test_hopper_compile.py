@@ -104,9 +104,9 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
     assert room - 10 * 1024 < shared + 9 * 1024 + 132 * block_m <= room + 9 * 1024 + 132 * block_m
     assert (re.findall(r"Used (\d+) registers", log) == ["80"]) == two, log
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    # Of gated tiles of 160 rows, whose weights of two k blocks are in registers too: NVRTC 13.0
-    # spills 88, with SiTU 132.
-    assert sum(spills) <= (0 if block_m <= 128 else 144), log
+    # NVRTC 13.0 spills 12 to 28 for tiles of 96 rows, which have 80 registers a thread, and 88 to
+    # 132 for gated ones of 160, whose weights of two k blocks are in registers too.
+    assert sum(spills) <= {96: 32, 160: 144}.get(block_m, 0), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
     found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)

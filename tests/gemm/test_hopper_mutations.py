@@ -321,12 +321,18 @@ MUTATIONS = {
     ),
     "two CTAs an SM: sums and registers do not wait for wgmma": Mutation(
         {
-            "block.template promote<0>(sum);\n        hold_registers": (
-                "block.template promote<1>(sum);\n        hold_registers"
+            "block.template promote<0>(sum + first_row / 2)": (
+                "block.template promote<1>(sum + first_row / 2)"
             )
         },
         WRONG,
         block_m=64,
+        mxfp4=True,
+    ),
+    "two CTAs an SM: the other rows have the scales of the first": Mutation(
+        {"read_scales(operands, smem, stage, first_row)": "read_scales(operands, smem, stage, 0)"},
+        WRONG,
+        block_m=96,
         mxfp4=True,
     ),
     "packed weights are not awaited": Mutation(
@@ -423,7 +429,7 @@ def test_the_kernel_as_it_is_passes(
 ):
     bf16, mxfp4 = weights == "bf16", weights == "mxfp4"
     name = "gated_fp8" if epilogue == "gated" and not bf16 else epilogue
-    for block_m in {"fp8": (128, 256), "mxfp4": (64, 128), "bf16": (256,)}[weights]:
+    for block_m in {"fp8": (128, 256), "mxfp4": (64, 96, 128), "bf16": (256,)}[weights]:
         mutation = Mutation({}, "", name, block_m, bf16=bf16, mxfp4=mxfp4)
         make(mutation, tmp_path / str(block_m), monkeypatch, 3)
 

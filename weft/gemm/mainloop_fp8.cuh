@@ -37,13 +37,16 @@ template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbK
         issue_k_block<S.operand, N>(acc, operands.swap_a + descriptor_offset<S>(stage),
                                     operands.swap_b + descriptor_offset<S>(stage), false);
     }
-    WEFT_FN void read_scales(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage) {
-        scales = reinterpret_cast<const float4*>(smem.scales[stage].rows[0] + operands.swap_scales);
+    // first_row: of the block, among the tile's.
+    WEFT_FN void read_scales(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
+                             u32 first_row = 0) {
+        scales = reinterpret_cast<const float4*>(smem.scales[stage].rows[0] + first_row +
+                                                 operands.swap_scales);
 #pragma unroll
         for (u32 j = 0; j < ahead; ++j) first[j] = scales[4 * j];
     }
-    // `sum += acc * scale`, rounded once.
-    template <u32 pending> WEFT_FN void promote(float (&sum)[N / 2]) {
+    // `sum += acc * scale`, rounded once; sum is `[N / 2]`.
+    template <u32 pending> WEFT_FN void promote(float* sum) {
         wait_accumulator<pending>(acc);
 #pragma unroll
         for (u32 j = 0; j < N / 16; ++j) {

@@ -41,6 +41,22 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
+// Multiplies a k block where two CTAs share an SM. Of more than 64 rows, for which a thread has no
+// registers beside its sums, the last 48 come after the others.
+template <GemmShape S, u32 N, u32 first_row = 0>
+WEFT_FN void multiply_in_parts(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
+                               const WeightFragments& weights, float (&sum)[N / 2]) {
+    constexpr u32 left = N - first_row, rows = N > 64 && first_row == 0 ? N - 48 : left;
+    SwapAbKBlock<S, rows, (N <= 64 ? 2 : 1)> block;
+    issue_k_block<S.row_operand(), rows>(
+        block.acc, weights.a,
+        operands.swap_b + descriptor_offset<S>(stage) + first_row * (block_k_bytes / 16));
+    block.read_scales(operands, smem, stage, first_row);
+    block.template promote<0>(sum + first_row / 2);
+    if constexpr (rows < left)
+        multiply_in_parts<S, N, first_row + rows>(smem, stage, operands, weights, sum);
+}
+
 // Alone on its SM, a warp expands the next k block's weights while the tensor cores multiply one.
 // Two CTAs on an SM have registers for the weights of one k block each: while one expands, the
 // tensor cores work for the other.
@@ -48,8 +64,7 @@ template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
-    // What registers are left for.
-    constexpr u32 ahead = S.ctas_per_sm() == 2 ? 2 : N <= normal_m ? scales_read_ahead : 1;
+    constexpr u32 ahead = N <= normal_m ? scales_read_ahead : 1;  // what registers are left for
     WeightFragments weights;
     const auto load = [&](WeightFragments& to) {
         smem.full[pipeline.stage].wait(pipeline.parity);
@@ -69,9 +84,11 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
     };
     if constexpr (S.ctas_per_sm() == 2) {
 #pragma unroll 1
-        for (u32 k = 0; k < S.k_blocks(); ++k) {
+        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
             load(weights);
-            multiply([] {});
+            multiply_in_parts<S, N>(smem, pipeline.stage, operands, weights, sum);
+            hold_registers(weights.a);
+            release_stage(smem, pipeline.stage, rank);
         }
     } else {
         load(weights);

@@ -61,7 +61,7 @@ struct GemmShape {
     constexpr bool has_fp8_rows() const { return is_fp8() || is_mxfp4(); }
     // MXFP4 takes so many instructions a byte that one CTA leaves memory idle. A second one, half a
     // step apart, has room beside it where tiles are low.
-    constexpr u32 ctas_per_sm() const { return is_mxfp4() && block_m <= 64 ? 2 : 1; }
+    constexpr u32 ctas_per_sm() const { return is_mxfp4() && block_m <= 96 ? 2 : 1; }
     constexpr Operand row_operand() const { return is_mxfp4() ? Operand::fp8 : operand; }
     constexpr u32 n_blocks() const { return (n + cluster_n - 1) / cluster_n; }
     constexpr u32 chunk_n_blocks() const { return n_blocks() / column_chunks; }
