@@ -74,10 +74,11 @@ WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u3
 // Every CTA waits for the flags itself: the rows that it adds are ordered behind the flags that it
 // has seen.
 template <Shape S, u32 rank>
-WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochState& state) {
+WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochState& state,
+                          u32 living) {
     const Share<S>& own = own_share<S>(a.site);
     u32 token = blockIdx.x, destinations = token < a.tokens ? own.destinations[token] : 0;
-    if (!await_all<S>(team, a.site, Phase::combine, state.epoch)) return false;
+    if (!await_all<S>(team, a.site, living, Phase::combine, state.epoch)) return false;
     while (token < a.tokens) {
         const u32 next = token + gridDim.x,
                   next_destinations = next < a.tokens ? own.destinations[next] : 0;
@@ -94,13 +95,14 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochSt
 // Publishes that the peers' rows are in their inboxes, or in this rank's outbox. With gemm_push
 // earlier kernels have stored them.
 template <Shape S>
-WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState& state) {
+WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState& state,
+                       u32 living) {
     bool publishes = team.first();
     if constexpr (S.combine == Combine::push) {
         push_rows<S>(team, a);
         publishes = team.is_last_cta(&own_share<S>(a.site).header.arrived);
     }
-    if (publishes) publish<S>(team, a.site, Phase::combine, state.epoch, 0);
+    if (publishes) publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
 }
 
 // Every way but push_fp8: rows are summed once the flags of all peers have come.
@@ -111,16 +113,17 @@ WEFT_FN void combine_after_flags(const CombineArgs& a) {
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
+    const u32 living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
 
     if constexpr (part != PhasePart::recv) {
         mark_start(team, header, Phase::combine, state.epoch, start);
-        send_rows<S>(team, a, state);
+        send_rows<S>(team, a, state, living);
     }
     if constexpr (part != PhasePart::send) {
-        const bool received = receive_rows<S, rank>(team, a, state);
+        const bool received = receive_rows<S, rank>(team, a, state, living);
         if (received && team.lane() == 0) mark_end(header, Phase::combine, state.epoch);
         if (received && team.first() && team.lane() == 0)
             keep_record(header, Phase::combine, state.epoch, start, a.tokens);

@@ -173,7 +173,8 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, War
 // here reads the inbox any more. It has stored no row itself.
 // Order: lane 0 acquires all CTAs' counts, and the barrier gathers that to the lanes that release.
 template <Shape S>
-WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state) {
+WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state,
+                                u32 living) {
     Header& header = own_share<S>(a.site).header;
     bool read = true;
     if (team.lane() == 0) {
@@ -184,7 +185,7 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
         if (read) header.arrived = 0;
     }
     if (!team.all(read)) return false;
-    publish<S>(team, a.site, Phase::combine, state.epoch, 0);
+    publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
     return true;
 }
 
@@ -201,6 +202,7 @@ template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineAr
         max_tokens = max_source_tokens<S>(a.site);
     }
     const EpochState state = header.state;
+    const u32 living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
@@ -210,9 +212,10 @@ template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineAr
     if (roles.is<CtaRole::coordinator>()) {
         if constexpr (part != PhasePart::recv) {
             mark_start(team, header, Phase::combine, state.epoch, start);
-            if (!publish_inbox_read<S>(team, a, state)) return;
+            if (!publish_inbox_read<S>(team, a, state, living)) return;
         }
-        if (part == PhasePart::send || !await_all<S>(team, a.site, Phase::combine, state.epoch))
+        if (part == PhasePart::send ||
+            !await_all<S>(team, a.site, living, Phase::combine, state.epoch))
             return;
         if (team.lane() == 0) keep_record(header, Phase::combine, state.epoch, start, a.tokens);
     } else if constexpr (part != PhasePart::send) {

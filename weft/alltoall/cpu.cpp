@@ -53,7 +53,7 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
                 a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
         }
     for (u32 peer = 0; peer < S.ranks; ++peer) {
-        Route<S>& route = route_at<S>(a, peer, token);
+        Route<S>& route = route_at<S>(a, own_share<S>(a.site).header.living, peer, token);
         for (u32 k = 0; k < S.top_k; ++k) {
             const bool here = ids[k] >= 0 && location[k].rank == peer;
             route.expert[k] = here ? i32(location[k].local) : -1;
@@ -70,7 +70,8 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
 template <Shape S> void clear_rows(const DispatchArgs& a, u32 from, u32 until) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
         for (u32 token = from; token < until; ++token)
-            for (u32 k = 0; k < S.top_k; ++k) route_at<S>(a, peer, token).expert[k] = -1;
+            for (u32 k = 0; k < S.top_k; ++k)
+                route_at<S>(a, own_share<S>(a.site).header.living, peer, token).expert[k] = -1;
 }
 
 // Sends this rank's statistics to every living rank.
@@ -98,13 +99,13 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
         clear_rows<S>(a, count, slot_stride_changed ? a.source_rows : state.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish<S>(Solo{}, a.site, Phase::dispatch, wanted, count,
+        publish<S>(Solo{}, a.site, own.header.living, Phase::dispatch, wanted, count,
                    slot_stride_changed ? a.source_rows : 0);
         own.header.source_rows = a.source_rows;
         own.header.sending = count;
     }
     if constexpr (part != PhasePart::send) {
-        if (!await_tokens<S>(Solo{}, a, wanted)) return;
+        if (!await_tokens<S>(Solo{}, a, own.header.living, wanted)) return;
         own.header.state = {wanted, 0, own.header.sending};
         keep_record(own.header, Phase::dispatch, wanted, start, own.header.sending);
         mark_end(own.header, Phase::dispatch, wanted);
@@ -217,13 +218,13 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
         if constexpr (S.combine == Combine::push || S.combine == Combine::push_fp8) push_rows<S>(a);
-        publish<S>(Solo{}, a.site, Phase::combine, state.epoch, 0);
+        publish<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch, 0);
     }
     if constexpr (part != PhasePart::send) {
         // FP8 rows are summed as they arrive; the flags, which say that the peers have read their
         // inboxes, come last.
         if (S.combine == Combine::push_fp8 && !reduce_tokens<S>(a)) return;
-        if (!await_all<S>(Solo{}, a.site, Phase::combine, state.epoch)) return;
+        if (!await_all<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch)) return;
         if (S.combine != Combine::push_fp8 && !reduce_tokens<S>(a)) return;
         keep_record(own.header, Phase::combine, state.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, state.epoch);

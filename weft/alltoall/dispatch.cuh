@@ -45,12 +45,11 @@ WEFT_FN TokenFragment<S> load_fragment(const Block& team, const DispatchArgs& a,
 }
 
 template <Shape S>
-WEFT_FN Routing route_token(const DispatchArgs& a, const TokenFragment<S>& fragment, u32 token,
-                            u32 k, bool reports) {
+WEFT_FN Routing route_token(const DispatchArgs& a, u32 living, const TokenFragment<S>& fragment,
+                            u32 token, u32 k, bool reports) {
     Routing r{.destinations = 0, .rank = max_ranks, .local = -1, .weight = 0.0f, .id = -1};
     r.id = expert_id<S>(a, fragment.id, token, k, reports);
     ExpertLocation location{};
-    const u32 living = own_share<S>(a.site).header.living;
     if (r.id >= 0) location = living_location<S>(a, living, r.id, token, k, reports);
     if (r.id >= 0) {
         r.rank = location.rank;
@@ -80,7 +79,7 @@ template <Shape S> WEFT_FN uint4 route_vector(const Routing& r, u32 peer, u32 ve
 
 // One warp writes the token's Route to every rank and saves its destinations for combine.
 template <Shape S>
-WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routing& r) {
+WEFT_FN void send_route(const DispatchArgs& a, u32 living, u32 token, u32 lane, const Routing& r) {
     Share<S>& own = own_share<S>(a.site);
     constexpr u32 vectors = S.padded_top_k() / 2, total = S.ranks * vectors;
 #pragma unroll
@@ -88,7 +87,7 @@ WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routin
         const u32 j = first + lane, peer = j / vectors, vector = j % vectors;
         const uint4 words = route_vector<S>(r, peer, vector);
         if (j < total)
-            store(reinterpret_cast<uint4*>(&route_at<S>(a, peer, token)) + vector, words);
+            store(reinterpret_cast<uint4*>(&route_at<S>(a, living, peer, token)) + vector, words);
     }
     const u32 same = __match_any_sync(all_lanes, r.id);
     if (r.id >= 0 && (same & ((1u << lane) - 1u)) != 0)
@@ -103,24 +102,24 @@ WEFT_FN void send_route(const DispatchArgs& a, u32 token, u32 lane, const Routin
 }
 
 template <Shape S>
-WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 token,
+WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 living, u32 token,
                         const TokenFragment<S>& fragment) {
     const bool routes = blockIdx.y == 0 && team.warp() == 0;
-    const Routing r = route_token<S>(a, fragment, token, team.warp_lane(), routes);
+    const Routing r = route_token<S>(a, living, fragment, token, team.warp_lane(), routes);
     fragment.payload.push(RowSlice(team), a, token, r.destinations);
-    if (routes) send_route<S>(a, token, team.warp_lane(), r);
+    if (routes) send_route<S>(a, living, token, team.warp_lane(), r);
 }
 
 // Routes that the last round may have used and this one does not: their ids become -1, so no stale
 // token is ever read. Where the slots lie elsewhere than in the last round, any may be stale.
 template <Shape S>
-WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 until) {
+WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 living, u32 from, u32 until) {
     constexpr u32 vectors = S.padded_top_k() / 4, each = S.ranks * vectors;
     const u32 block = blockIdx.y * gridDim.x + blockIdx.x,
               total = until > from ? (until - from) * each : 0;
     for (u32 j = block * team.lanes() + team.lane(); j < total; j += team.teams() * team.lanes()) {
         const u32 token = from + j / each, peer = j % each / vectors, vector = j % vectors;
-        store(reinterpret_cast<uint4*>(&route_at<S>(a, peer, token)) + vector,
+        store(reinterpret_cast<uint4*>(&route_at<S>(a, living, peer, token)) + vector,
               make_uint4(~0u, ~0u, ~0u, ~0u));
     }
     for (u32 token = from + block * team.lanes() + team.lane(); token < a.tokens;
@@ -130,7 +129,7 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 from, u32 
 
 // This rank's statistics to every living rank, split over all CTAs. They are stored before
 // `is_last_cta`, as rows are, so its barriers order them before the flags.
-template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a) {
+template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a, u32 living) {
     if constexpr (S.stats != 0) {
         const u32 block = blockIdx.y * gridDim.x + blockIdx.x;
         for (u32 i = block * team.lanes() + team.lane(); i < S.stats;
@@ -140,7 +139,7 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
             for (u32 offset = 0; offset < S.ranks; ++offset) {
                 const u32 rank = a.site.rank + offset,
                           peer = rank < S.ranks ? rank : rank - S.ranks;
-                if (lives(own_share<S>(a.site).header.living, peer))
+                if (lives(living, peer))
                     store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], value);
             }
         }
@@ -150,16 +149,16 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
 // Sends all tokens of this rank; true in the team that finishes last, which then publishes for all.
 template <Shape S>
 WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const EpochState& state,
-                         u32 count, u32 stale, TokenFragment<S> fragment) {
+                         u32 living, u32 count, u32 stale, TokenFragment<S> fragment) {
     u32 token = blockIdx.x;
     while (token < count) {
         const TokenFragment<S> next = load_fragment<S>(team, a, token + gridDim.x);
-        send_token<S>(team, a, token, fragment);
+        send_token<S>(team, a, living, token, fragment);
         fragment = next;
         token += gridDim.x;
     }
-    clear_rows<S>(team, a, count, stale);
-    send_stats<S>(team, a);
+    clear_rows<S>(team, a, living, count, stale);
+    send_stats<S>(team, a, living);
     fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, state.epoch + 1);
     return team.is_last_cta(&own_share<S>(a.site).header.arrived);
 }
@@ -170,7 +169,8 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
-    const bool slot_stride_changed = header.source_rows != a.source_rows;  // loaded with the state
+    const u32 living = header.living;  // loaded with the state, as is this:
+    const bool slot_stride_changed = header.source_rows != a.source_rows;
     TokenFragment<S> fragment{};
     if constexpr (part != PhasePart::recv) fragment = load_fragment<S>(team, a, blockIdx.x);
     if (state.failed != 0) return;
@@ -181,8 +181,8 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
         if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
         count = token_count<S>(a, team.first() && team.lane() == 0);
         const u32 stale = slot_stride_changed ? a.source_rows : state.rows;
-        if (!send_tokens<S>(team, a, state, count, stale, fragment)) return;
-        publish<S>(team, a.site, Phase::dispatch, wanted, count,
+        if (!send_tokens<S>(team, a, state, living, count, stale, fragment)) return;
+        publish<S>(team, a.site, living, Phase::dispatch, wanted, count,
                    slot_stride_changed ? a.source_rows : 0);
         if (team.lane() == 0) {
             header.sending = count;
@@ -192,7 +192,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     // Only one team comes here: the last one of the whole kernel, or the only one of the receiving
     // kernel. So it alone advances the epoch.
     if constexpr (part != PhasePart::send) {
-        if (!await_tokens<S>(team, a, wanted)) return;
+        if (!await_tokens<S>(team, a, living, wanted)) return;
         if (team.lane() == 0) {
             header.state = {wanted, 0, count};
             keep_record(header, Phase::dispatch, wanted, start, count);

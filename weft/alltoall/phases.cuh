@@ -50,8 +50,9 @@ WEFT_FN ExpertLocation living_location(const DispatchArgs& a, u32 living, i32& i
 
 // The Route of one of this rank's tokens at a peer. It names no expert of a peer that is gone, and
 // goes to that peer's slot at this rank: its slots name none either when `source_rows` moves them.
-template <Shape S> WEFT_FN Route<S>& route_at(const DispatchArgs& a, u32 peer, u32 token) {
-    const bool alive = lives(own_share<S>(a.site).header.living, peer);
+template <Shape S>
+WEFT_FN Route<S>& route_at(const DispatchArgs& a, u32 living, u32 peer, u32 token) {
+    const bool alive = lives(living, peer);
     const u32 at = alive ? peer : a.site.rank, source = alive ? a.site.rank : peer;
     return share<S>(a.site, at).inbox.route[slot_of(a.source_rows, source, token)];
 }
@@ -82,10 +83,9 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
 // it is 0, the number of slots for each source. Order: each release covers everything that this
 // team wrote or acquired: the whole rank's payload, routes and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted, u32 count,
-                     u32 source_rows = 0) {
+WEFT_FN void publish(const Team& team, const Site& site, u32 living, Phase phase, u64 wanted,
+                     u32 count, u32 source_rows = 0) {
     Header& header = own_share<S>(site).header;
-    const u32 living = header.living;
     const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
@@ -106,9 +106,8 @@ WEFT_FN void publish(const Team& team, const Site& site, Phase phase, u64 wanted
 
 // Waits for every living peer's flag; false, for the whole team, when one wait has failed.
 template <Shape S, class Team>
-WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 wanted) {
+WEFT_FN bool await_all(const Team& team, const Site& site, u32 living, Phase phase, u64 wanted) {
     Share<S>& own = own_share<S>(site);
-    const u32 living = own.header.living;
     bool arrived = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         if (!lives(living, peer)) continue;
@@ -125,14 +124,14 @@ WEFT_FN bool await_all(const Team& team, const Site& site, Phase phase, u64 want
 // Waits for every peer's dispatch. Where the slots of sources lie closer than S.tokens, every peer
 // must place them likewise: if two ranks differ, one of them looks here.
 template <Shape S, class Team>
-WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, u64 wanted) {
-    if (!await_all<S>(team, a.site, Phase::dispatch, wanted)) return false;
+WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, u32 living, u64 wanted) {
+    if (!await_all<S>(team, a.site, living, Phase::dispatch, wanted)) return false;
     if (a.source_rows == S.tokens) return true;
     Share<S>& own = own_share<S>(a.site);
     bool equal = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         const u32 theirs = own.inbox.source_rows[peer];
-        if (theirs == a.source_rows || !lives(own.header.living, peer)) continue;
+        if (theirs == a.source_rows || !lives(living, peer)) continue;
         equal = false;
         fail_call(own.header, a.site, Code::other_rows, peer, Phase::dispatch, a.source_rows,
                   theirs);

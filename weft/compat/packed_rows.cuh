@@ -98,6 +98,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
+    const u32 living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
@@ -106,7 +107,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
         save_ranks<S>(a, token);
     return_pieces<S>(team, a);
     if (!team.is_last_cta(a.arrived)) return;
-    publish<S>(team, a.site, Phase::combine, state.epoch, 0);
+    publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
 }
 
 }  // namespace weft

@@ -209,7 +209,7 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
         else
             send_sum<S, G>(a, source, token);
     });
-    publish<S>(Solo{}, a.site, Phase::combine, state.epoch, 0);
+    publish<S>(Solo{}, a.site, header.living, Phase::combine, state.epoch, 0);
 }
 
 }  // namespace weft

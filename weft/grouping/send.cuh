@@ -140,13 +140,14 @@ template <Shape S, Grouping G, u32 chunks = 1> WEFT_FN void send(const GroupArgs
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
+    const u32 living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
     for_strips<S, G, chunks>(team, a, chunks - 1,
                              [&](const Strip<S>& strip) { send_strip<S>(a, strip); });
     if (!team.is_last_cta(a.arrived)) return;
-    publish<S>(team, a.site, Phase::combine, state.epoch, 0);
+    publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
 }
 
 template <Shape S, Grouping G> WEFT_FN void send_last(const GroupArgs& a) {
