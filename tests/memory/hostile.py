@@ -4,27 +4,20 @@ import json
 
 from hypothesis import strategies as st
 
-from weft.memory.wire import HEAD, MAGIC, Kind
-
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )
-
-
-def framed(body, kind=Kind.HELLO, carries=0):
-    return HEAD.pack(MAGIC, kind, carries, 0, len(body)) + body
-
-
 BODIES = st.one_of(
     st.binary(max_size=64),
     JSON_VALUES.map(lambda value: json.dumps(value).encode()),
     JSON_VALUES.map(lambda value: json.dumps({"nonce": value}).encode()),
     st.sampled_from(
         [
-            b'{"nonce":"\\ud800"}', b'{"nonce":NaN}', b'{"nonce":1e999}', b"[" * 4000,
+            b'{"nonce":"\\ud800"}', b'{"nonce":NaN}', b'{"nonce":1e999}', b"[" * 4000, b"{}", b"@",
             b'{"nonce":' + b"9" * 4000 + b"}", b'{"nonce":"' + b"\xff" * 64 + b'"}', b"",
+            b" " * 50_000,
         ]
     ),
 )  # fmt: skip

@@ -6,9 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from weft.errors import RendezvousFailed
-from weft.memory.meeting import ABI
-from weft.memory.rendezvous import meet
-from weft.memory.wire import encode
+from weft.memory.rendezvous import ABI, meet
+from weft.memory.wire import encode, receive
 
 LONG = 1000.0  # a deadline that no test waits for
 SOON = 300.0  # much less than that, and enough for a busy machine
@@ -31,13 +30,13 @@ def all_ranks(*calls):
         return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
-def connect(meeting):
-    """A connection to the hub, which may not listen yet."""
+def connect(meeting, rank=0):
+    """A connection to a rank, which may not listen yet."""
     until = time.monotonic() + 600
     while True:
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            stranger.connect(os.path.join(meeting.directory, "hub"))
+            stranger.connect(os.path.join(meeting.directory, str(rank)))
             return stranger
         except OSError:
             stranger.close()
@@ -46,7 +45,17 @@ def connect(meeting):
 
 
 def said(meeting, **changes):
+    """A hello."""
     hello = {
         "abi": ABI, "rank": 1, "size": 3, "device": "cpu", "nonce": meeting.nonce.hex()
     }  # fmt: skip
     return encode({**hello, **changes})
+
+
+def answer(connection):
+    """The next message, which is awaited."""
+    until = time.monotonic() + 600
+    while (message := receive(connection)) is None:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    return message.body

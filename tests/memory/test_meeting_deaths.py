@@ -12,26 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.memory.meetings import LONG, SOON, all_ranks, connect, gather
+from tests.memory.meetings import LONG, SOON, all_ranks, answer, connect, gather, said
 from weft.errors import RendezvousFailed
 from weft.memory import peers
 from weft.memory.rendezvous import meet
-from weft.memory.rendezvous_server import RendezvousServer
 
-HUB = """
+RANK = """
 import sys, time
 from weft.memory.rendezvous import Meeting, meet
-control = meet(Meeting(sys.argv[1], bytes.fromhex(sys.argv[2])), rank=0, size=int(sys.argv[3]),
-            device="cpu", timeout=300.0)
+control = meet(Meeting.at(sys.argv[1]), rank=int(sys.argv[2]), size=int(sys.argv[3]), device="cpu",
+               timeout=300.0)
 time.sleep(300)
 """
 
 
 @contextlib.contextmanager
-def hub_process(meeting, size):
-    """Rank 0 in a process of its own."""
-    arguments = [meeting.directory, meeting.nonce.hex(), str(size)]
-    process = subprocess.Popen([sys.executable, "-c", HUB, *arguments])
+def process_of(meeting, rank, size):
+    """A rank in a process of its own."""
+    arguments = [meeting.address, str(rank), str(size)]
+    process = subprocess.Popen([sys.executable, "-c", RANK, *arguments])
     try:
         yield process
     finally:
@@ -39,36 +38,38 @@ def hub_process(meeting, size):
         process.wait()
 
 
-def test_a_hub_that_is_killed_while_it_hosts_ends_the_meeting(meeting):
-    """For a rank that is in, for one that comes later, and for the directory."""
-    with hub_process(meeting, 3) as hub, ThreadPoolExecutor(1) as pool:
-        connect(meeting).close()
-        inside = pool.submit(gather, meeting, 1, 3, LONG)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
+    """For a rank that is there, for one that comes later, and for the directory."""
+    with process_of(meeting, victim, 4) as process, ThreadPoolExecutor(1) as pool:
+        connect(meeting, victim).close()
+        inside = pool.submit(gather, meeting, 1, 4, LONG)
         time.sleep(0.2)
-        hub.kill()
-        hub.wait()
+        process.kill()
+        process.wait()
         started = time.monotonic()
         assert re.search(
-            rf"rank 0 \(pid {hub.pid}\) left before all|rank 0 no longer listens",
+            rf"rank {victim} \(pid {process.pid}\) (left before all|died while)"
+            rf"|rank {victim} no longer listens",
             str(inside.result()),
         )
         assert not os.path.exists(meeting.directory)
-        assert "cannot be opened" in str(gather(meeting, 2, timeout=LONG))
+        assert "cannot be opened" in str(gather(meeting, 3, 4, LONG))
         assert time.monotonic() - started < SOON
 
 
-def test_a_name_where_nobody_listens_says_that_rank_0_is_gone(meeting):
-    with socket.socket(socket.AF_UNIX) as left:  # as a killed process leaves it
-        left.bind(f"{meeting.directory}/hub.bound")
+def test_a_name_where_nobody_listens_says_that_its_rank_is_gone(meeting):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:  # of a killed process
+        left.bind(f"{meeting.directory}/0.bound")
         left.listen()
-        os.link(f"{meeting.directory}/hub.bound", f"{meeting.directory}/hub")
+        os.link(f"{meeting.directory}/0.bound", f"{meeting.directory}/0")
     started = time.monotonic()
     assert "rank 0 no longer listens" in str(gather(meeting, 1, timeout=LONG))
     assert time.monotonic() - started < SOON
     assert not os.path.exists(meeting.directory)
 
 
-def test_a_hub_that_was_killed_before_it_listened_is_waited_for(meeting, monkeypatch):
+def test_a_rank_that_does_not_listen_yet_is_waited_for(meeting, monkeypatch):
     """The socket has a name then, but not the one that others look for."""
     listens = threading.Event()
     real = socket.socket.listen
@@ -79,9 +80,9 @@ def test_a_hub_that_was_killed_before_it_listened_is_waited_for(meeting, monkeyp
         real(self, backlog)
 
     monkeypatch.setattr(socket.socket, "listen", slowly)
-    hub, member = all_ranks(lambda: gather(meeting, 0, size=2), lambda: gather(meeting, 1, size=2))
+    ranks = [lambda r=r: gather(meeting, r, size=2) for r in range(2)]
+    assert all_ranks(*ranks) == [[0, 1]] * 2
     assert listens.is_set()
-    assert hub == member == [0, 1]
 
 
 @contextlib.contextmanager
@@ -89,9 +90,7 @@ def known_process():
     """A process that lives, and what a rank in it would send of itself."""
     process = subprocess.Popen(["sleep", "600"])
     try:
-        started = peers._started(process.pid)
-        namespace = peers._namespace()
-        yield process, {"pid": process.pid, "started": started, "namespace": namespace}
+        yield process, {**peers.identity(), "pid": process.pid}
     finally:
         process.kill()
         process.wait()
@@ -109,41 +108,41 @@ def with_peers(meeting, rank, told, **options):
         return "met"
 
 
-def test_a_member_that_dies_before_it_comes_ends_the_meeting(meeting):
+def test_a_rank_that_dies_before_it_comes_ends_the_meeting(meeting):
     with known_process() as (process, told), ThreadPoolExecutor(2) as pool:
         options = {"size": 3, "timeout": LONG}
-        hub = pool.submit(with_peers, meeting, 0, {2: told}, **options)
+        zero = pool.submit(with_peers, meeting, 0, {2: told}, **options)
         member = pool.submit(with_peers, meeting, 1, {}, **options)
         connect(meeting).close()
         time.sleep(0.1)
-        assert not hub.done()
+        assert not zero.done()
         started = time.monotonic()
         process.kill()
         text = f"rank 2 (pid {process.pid}) died before all ranks had met"
-        assert text in hub.result()
+        assert text in zero.result()
         assert text in member.result()
         assert time.monotonic() - started < SOON
     assert not os.path.exists(meeting.directory)
 
 
-def test_a_member_that_dies_after_half_a_hello_ends_the_meeting(meeting):
+def test_a_rank_that_dies_after_half_a_hello_ends_the_meeting(meeting):
     """Its connection says nothing: anybody's could end like that."""
     with known_process() as (process, told), ThreadPoolExecutor(1) as pool:
-        hub = pool.submit(with_peers, meeting, 0, {1: told}, size=2, timeout=LONG)
+        zero = pool.submit(with_peers, meeting, 0, {1: told}, size=2, timeout=LONG)
         half = connect(meeting)
-        half.sendall(b"weft" + b"\1\0\0\0")
+        half.send(said(meeting)[:40])
         half.close()
         time.sleep(0.1)
-        assert not hub.done()
+        assert not zero.done()
         process.kill()
-        assert "rank 1 (pid " in hub.result()
+        assert "rank 1 (pid " in zero.result()
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_hub_that_dies_before_it_listens_ends_the_meeting(meeting, bound):
+def test_a_rank_that_dies_before_it_listens_ends_the_meeting(meeting, bound):
     if bound:
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(f"{meeting.directory}/hub.bound")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+            left.bind(f"{meeting.directory}/0.bound")
     with known_process() as (process, told), ThreadPoolExecutor(1) as pool:
         member = pool.submit(with_peers, meeting, 1, {0: told}, size=2, timeout=LONG)
         time.sleep(0.1)
@@ -163,22 +162,14 @@ def test_ranks_of_another_namespace_have_the_deadline(meeting):
     assert "rank 1: it runs in another pid namespace" in found
 
 
-def test_a_process_id_that_went_to_another_process_is_no_rank(meeting):
-    with known_process() as (_, told):
-        told["started"] += 1
-        found = with_peers(meeting, 0, {1: told}, size=2, timeout=LONG)
-    assert "died before all ranks had met" in found
-
-
 @pytest.mark.parametrize(
-    "said",
-    [None, [], {}, {"pid": 0}, {"pid": "7", "started": 1}, {"pid": 1 << 40, "started": 1}],
+    "told", [None, [], {}, {"pid": 0}, {"pid": "7"}, {"pid": True}, {"pid": 1 << 40}]
 )
-def test_what_tells_of_no_process_is_not_watched(said):
+def test_what_tells_of_no_process_is_not_watched(told):
     with peers.Peers() as known:
-        known.watch(1, said)
-        assert not known.knows(1)
-        assert known.dead() == []
+        known.watch(1, told)
+        known.check()
+        assert known.pidfds() == []
 
 
 def test_peers_leave_no_descriptor():
@@ -188,45 +179,47 @@ def test_peers_leave_no_descriptor():
         known.watch(1, told)
         known.watch(2, peers.identity())
         assert len(os.listdir("/proc/self/fd")) == before + 2
-        assert known.dead() == []
+        known.check()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_whoever_started_the_ranks_can_end_the_meeting(meeting, monkeypatch):
-    admitted, admit = threading.Event(), RendezvousServer._admit
-
-    def admits(self, *hello):
-        admit(self, *hello)
-        admitted.set()
-
-    monkeypatch.setattr(RendezvousServer, "_admit", admits)
-    with ThreadPoolExecutor(3) as pool:
+def test_whoever_started_the_ranks_can_end_the_meeting(meeting):
+    with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(gather, meeting, r, 4, LONG) for r in (0, 1)]
-        connect(meeting).close()
-        assert admitted.wait(LONG)  # who comes later finds no meeting, and cannot know why
+        for rank in (0, 1):
+            connect(meeting, rank).close()
         started = time.monotonic()
-        meeting.end("rank 3 had no memory \ud800")
-        for rank in ranks:
-            assert "rank 3 had no memory" in str(rank.result())
+        meeting.remove()
+        for each in ranks:
+            assert "is over: another rank gave up, or the " in str(each.result())
         assert time.monotonic() - started < SOON
     assert not os.path.exists(meeting.directory)
-    meeting.end("it is over already")
+
+
+def test_nobody_returns_before_all_have_met(meeting):
+    """Rank 1 has met all, and leaves as soon as it may; the stranger to it is slow."""
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(gather, meeting, r, 3, LONG) for r in (0, 1)]
+        slow = [connect(meeting, rank) for rank in (0, 1)]
+        for each in slow:
+            each.send(said(meeting, rank=2))
+            assert answer(each)["nonce"] == meeting.nonce.hex()
+        time.sleep(0.2)
+        assert not any(rank.done() for rank in ranks)
+        for each in slow:  # it dies, and both are told
+            each.close()
+        for rank in ranks:
+            assert "rank 2 (pid " in str(rank.result())
     assert not os.path.exists(meeting.directory)
 
 
-def test_the_end_reaches_members_without_a_hub(meeting):
-    meeting.end("rank 0 had no memory")
-    assert str(gather(meeting, 1, timeout=LONG)) == "rank 0 had no memory"
-
-
-def test_a_killed_hub_is_named(meeting):
-    """The hub is another process; it dies after the meeting."""
-    with hub_process(meeting, 2) as hub:
+def test_a_killed_rank_is_named(meeting):
+    """After the meeting."""
+    with process_of(meeting, 0, 2) as process:
         control = meet(meeting, rank=1, size=2, device="cpu", timeout=LONG)
-        assert control.pids == [hub.pid, os.getpid()]
-        hub.kill()
-        with pytest.raises(RendezvousFailed, match=rf"rank 0 \(pid {hub.pid}\) died"):
-            control.gather("test", 1, LONG)
-        with pytest.raises(RendezvousFailed, match=r"rank 0 .* died"):
-            control.gather("test", 1, LONG)
+        assert control.pids == [process.pid, os.getpid()]
+        process.kill()
+        for _ in range(2):
+            with pytest.raises(RendezvousFailed, match=rf"rank 0 \(pid {process.pid}\) died"):
+                control.gather("test", 1, LONG)
         control.close()

@@ -263,10 +263,9 @@ def test_a_rank_that_left_and_lives_is_waited_for():
 
 def in_two_groups(group):
     meeting = Meeting.open() if group.rank == 0 else None
-    place = [meeting.directory, meeting.nonce.hex()] if meeting else None
-    directory, nonce = group.all_gather(place)[0]
+    address = group.all_gather(meeting.address if meeting else None)[0]
     second = weft.Group.from_meeting(
-        Meeting.received(directory, nonce),
+        Meeting.at(address),
         rank=3 - group.rank,
         size=4,
         device=torch.device("cpu"),

@@ -2,17 +2,15 @@
 
 import os
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.memory.meetings import all_ranks, connect, gather, said
+from tests.memory.meetings import LONG, all_ranks, answer, connect, gather, said
 from weft.errors import InvalidArgument, RendezvousFailed
-from weft.memory.meeting import ABI, Meeting
-from weft.memory.rendezvous import meet
-from weft.memory.wire import HELLO_LIMIT, Channel, Kind
+from weft.memory.meeting import Meeting
+from weft.memory.rendezvous import ABI, meet
 
 
 def test_all_ranks_meet_and_nothing_named_is_left(meeting):
@@ -21,12 +19,12 @@ def test_all_ranks_meet_and_nothing_named_is_left(meeting):
     assert not os.path.exists(meeting.directory)
 
 
-def test_one_rank_alone_needs_no_socket(meeting):
+def test_one_rank_meets_itself(meeting):
     assert gather(meeting, 0, size=1) == [0]
     assert not os.path.exists(meeting.directory)
 
 
-def test_names_are_gone_while_the_star_lives(meeting):
+def test_names_are_gone_while_the_sockets_live(meeting):
     with ThreadPoolExecutor(2) as pool:
         calls = [
             pool.submit(meet, meeting, rank=r, size=2, device="cpu", timeout=5.0) for r in (0, 1)
@@ -57,12 +55,12 @@ def test_the_directory_may_have_a_long_name(monkeypatch, tmp_path):
         ({"abi": 99}, f"abi {ABI} and 99"),
         ({"size": 4}, "size 3 and 4"),
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
-        ({"rank": 0}, "came as rank 0, which is not one of 1..2"),
-        ({"rank": 3}, "came as rank 3, which is not one of 1..2"),
-        ({"rank": "1"}, "came as rank '1', which is not one of"),
-        ({"rank": True}, "came as rank True, which is not one of"),
-        ({"rank": 1.0}, "came as rank 1.0, which is not one of"),
-        ({"rank": "\ud800"}, "came as rank '\\ud800', which is not one of"),
+        ({"rank": 0}, "came as rank 0, which does not connect to rank 0 of 3"),
+        ({"rank": 3}, "came as rank 3, which does not connect to rank 0 of 3"),
+        ({"rank": "1"}, "came as rank '1', which does not"),
+        ({"rank": True}, "came as rank True, which does not"),
+        ({"rank": 1.0}, "came as rank 1.0, which does not"),
+        ({"rank": "\ud800"}, "came as rank '\\ud800', which does not"),
         ({"abi": None}, f"abi {ABI} and None"),
         ({"size": 3.0}, "size 3 and 3.0"),
         ({"rank": 2}, "came as rank 2, which another process has taken"),
@@ -71,33 +69,26 @@ def test_the_directory_may_have_a_long_name(monkeypatch, tmp_path):
 def test_ranks_that_do_not_fit_together_all_learn_why(meeting, changes, text):
     def misfit():
         time.sleep(0.1)  # rank 2 is in by then
-        channel = Channel(connect(meeting), limit=HELLO_LIMIT)
-        channel.send(Kind.HELLO, said(meeting, **changes), time.monotonic() + 1)
-        frame = channel.receive(time.monotonic() + 3)
-        channel.close()
-        return frame.body
+        with connect(meeting) as connection:
+            connection.send(said(meeting, **changes))
+            return answer(connection)["fail"]
 
-    hub, member, told = all_ranks(lambda: gather(meeting, 0), lambda: gather(meeting, 2), misfit)
-    for each in (hub, member, told):
+    zero, member, told = all_ranks(lambda: gather(meeting, 0), lambda: gather(meeting, 2), misfit)
+    for each in (zero, member, told):
         assert text in str(each)
-    assert isinstance(hub, RendezvousFailed)
+    assert isinstance(zero, RendezvousFailed)
     assert isinstance(member, RendezvousFailed)
 
 
 def test_missing_ranks_are_named_at_the_deadline(meeting):
     started = time.monotonic()
-    hub, member = all_ranks(
+    for error in all_ranks(
         lambda: gather(meeting, 0, size=4, timeout=0.3),
         lambda: gather(meeting, 2, size=4, timeout=0.3),
-    )
-    assert "rank 1, 3 of 4 did not come" in str(hub)
-    assert "rank 1, 3 of 4 did not come" in str(member)
+    ):
+        assert "rank 1, 3 of 4 did not come" in str(error)
     assert time.monotonic() - started < 8.0
     assert not os.path.exists(meeting.directory)
-
-
-def test_without_a_hub_the_members_give_up(meeting):
-    assert "rank 0 did not listen" in str(gather(meeting, 1, timeout=0.1))
 
 
 def test_a_meeting_that_is_over_is_said_at_once(meeting):
@@ -109,14 +100,13 @@ def test_a_meeting_that_is_over_is_said_at_once(meeting):
 
 def test_a_rank_that_leaves_before_all_have_met(meeting):
     def leaver():
-        channel = Channel(connect(meeting), limit=HELLO_LIMIT)
-        channel.send(Kind.HELLO, said(meeting), time.monotonic() + 1)
-        time.sleep(0.1)
-        channel.close()
+        with connect(meeting) as connection:
+            connection.send(said(meeting))
+            time.sleep(0.1)
 
     started = time.monotonic()
-    hub, _ = all_ranks(lambda: gather(meeting, 0, timeout=30.0), leaver)
-    assert f"rank 1 (pid {os.getpid()}) left before all ranks had met" in str(hub)
+    zero, _ = all_ranks(lambda: gather(meeting, 0, timeout=30.0), leaver)
+    assert f"rank 1 (pid {os.getpid()}) died while the group was in the meeting" in str(zero)
     assert time.monotonic() - started < 5.0
 
 
@@ -134,14 +124,17 @@ def test_a_link_in_place_of_the_directory_is_refused(meeting, tmp_path):
     assert "cannot be opened" in str(gather(Meeting(str(link), meeting.nonce), 1, timeout=1.0))
 
 
-def test_a_second_hub_is_refused(meeting):
-    first = threading.Thread(target=gather, args=(meeting, 0, 3, 0.6))
-    first.start()
-    connect(meeting).close()
-    assert "cannot host the meeting" in str(gather(meeting, 0, timeout=0.5))
-    connect(meeting).close()
-    first.join()
-    # Nor is the first one's meeting harmed: it ends with its own directory gone.
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_second_process_of_a_rank_is_refused_and_harms_no_meeting(meeting, rank):
+    def second():
+        connect(meeting, rank).close()
+        error = gather(meeting, rank, timeout=LONG)
+        return error, gather(meeting, 1)
+
+    ranks = [lambda r=r: gather(meeting, r, timeout=LONG) for r in (0, 2)]
+    *met, (error, one) = all_ranks(*ranks, second)
+    assert f"rank {rank} is taken: another process has come to" in str(error)
+    assert [*met, one] == [[0, 1, 2]] * 3
     assert not os.path.exists(meeting.directory)
 
 
@@ -175,4 +168,4 @@ def test_a_proc_of_another_namespace_is_said(meeting, monkeypatch):
         os.path, "exists", lambda path: not str(path).startswith("/proc/self/fd/") and real(path)
     )
     with pytest.raises(RendezvousFailed, match=r"/proc does not show .*--mount-proc.*--pid=host"):
-        meeting.check()
+        meeting.enter()

@@ -225,14 +225,6 @@ def test_as_many_join_as_are_gone():
             assert "goes on without ranks [1], and ranks [1, 3] join" in text
 
 
-@pytest.mark.parametrize(
-    "address", ["", "/tmp/weft-x", "/tmp/weft-x:00", "relative/weft-x:" + 64 * "0"]
-)
-def test_what_is_no_address_is_refused(address):
-    with pytest.raises(InvalidArgument, match="the address of the meeting is not one"):
-        weft.Group.join(address, rank=0, size=2, device="cpu")
-
-
 ROUND = Round(tokens=(8, 3, 8, 5))
 LAYER = Case(CONFIGS["deepseek"], tokens=(8, 3, 8, 5))
 

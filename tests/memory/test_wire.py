@@ -1,4 +1,4 @@
-"""Frames: what a channel accepts, and what it refuses from a peer that breaks the rules."""
+"""Messages: what is taken from a socket, and what is refused from a peer that breaks the rules."""
 
 import array
 import os
@@ -9,113 +9,128 @@ from typing import Any
 import pytest
 
 from weft.memory.wire import (
-    HEAD,
-    MAGIC,
     TEXT_LIMIT,
-    Channel,
+    VALUE_LIMIT,
     Gone,
-    Kind,
     Malformed,
     decode,
     encode,
+    receive,
+    send,
     text_of,
 )
 
 
 @pytest.fixture
 def pair():
-    left, right = socket.socketpair()
-    ends = Channel(left, limit=1 << 20), Channel(right, limit=1 << 20)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     yield ends
     for end in ends:
         end.close()
-
-
-def soon():
-    return time.monotonic() + 600.0
 
 
 def open_fds():
     return len(os.listdir("/proc/self/fd"))
 
 
-def head(size, *, carries=0, kind=Kind.VALUE, magic=MAGIC):
-    return HEAD.pack(magic, kind, carries, 0, size)
+def with_fds(left, data, *fds):
+    """Send by hand."""
+    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    left.sendmsg([data], control)
 
 
-def test_frames_arrive_whole_and_in_order(pair):
+def taken(right, **options):
+    """The message that is there."""
+    message = receive(right, **options)
+    assert message is not None
+    return message
+
+
+def test_messages_arrive_whole_and_in_order(pair):
     left, right = pair
-    for value in ({"a": [1, 2.5, None]}, "text", 7):
-        left.send(Kind.VALUE, encode(value), soon())
-    assert [right.receive(soon()).body for _ in range(3)] == [{"a": [1, 2.5, None]}, "text", 7]
-
-
-def test_a_frame_in_pieces_is_put_together(pair):
-    left, right = pair
-    body = encode(list(range(50)))
-    for byte in head(len(body)) + body:
-        left.socket.sendall(bytes([byte]))
-        frame = right.pump()
-    assert frame is not None
-    assert frame.body == list(range(50))
-
-
-def test_a_descriptor_travels_with_its_own_frame(pair):
-    left, right = pair
-    left.send(Kind.VALUE, encode(1), soon())
-    with open("/proc/self/status", "rb") as file:
-        left.send(Kind.DESCRIPTOR, encode(2), soon(), fd=file.fileno())
-        assert right.receive(soon()).fd is None
-        frame = right.receive(soon())
-        assert frame.fd is not None
-        assert os.fstat(frame.fd).st_ino == os.fstat(file.fileno()).st_ino
-        assert not os.get_inheritable(frame.fd)
-        os.close(frame.fd)
-
-
-def test_a_second_descriptor_is_refused_and_none_leaks(pair):
-    left, right = pair
+    assert receive(right) is None
+    values: list[dict[str, Any]] = [{"a": [1, 2.5, None]}, {}, {"x": "y" * 100_000}]
     before = open_fds()
-    with open("/proc/self/status", "rb") as file:
-        both = array.array("i", [file.fileno(), file.fileno()])
-        left.socket.sendmsg([head(0, carries=1)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, both)])
-        with pytest.raises(Malformed, match="more than one descriptor.*ulimit -n"):
-            right.receive(soon())
+    for value in values:
+        assert send(left, encode(value))
+    assert [taken(right).body for _ in values] == values
+    assert receive(right) is None
     assert open_fds() == before
 
 
-def test_a_descriptor_that_was_not_announced_is_refused(pair):
+def test_a_full_socket_takes_no_more_and_nothing_waits(pair):
     left, right = pair
+    count = 0
+    while send(left, encode({"x": "y" * 20_000})):
+        count += 1
+    assert 2 <= count < 10_000
+    for _ in range(count):
+        assert len(taken(right).body["x"]) == 20_000
+    assert receive(right) is None
+
+
+def test_a_descriptor_travels_with_its_message(pair):
+    left, right = pair
+    send(left, b"{}")
     with open("/proc/self/status", "rb") as file:
-        one = array.array("i", [file.fileno()])
-        left.socket.sendmsg([head(0)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, one)])
-        with pytest.raises(Malformed, match="1 descriptors came with a frame of 0"):
-            right.receive(soon())
+        send(left, b"{}", file.fileno())
+        assert taken(right).fd is None
+        fd = taken(right).fd
+        assert os.fstat(fd).st_ino == os.fstat(file.fileno()).st_ino
+        assert not os.get_inheritable(fd)
+        os.close(fd)
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "not with"),
-        (head(0, kind=99), "not with"),
-        (head((1 << 20) + 1), "at most 1048576 are accepted"),
-        (head(3) + b"{]}", "not JSON"),
-        (head(100_000) + b"[" * 100_000, "not JSON"),
-        (head(2) + b"\xff\xfe", "not JSON"),
-        (head(6) + '"x"'.encode("utf-16-le"), "not JSON"),
-        (head(3) + b"NaN", "not JSON"),
-        (head(9) + b"-Infinity", "not JSON"),
-        (head(7) + b"[1e999]", "not JSON: 1e999 is no finite number"),
-        (head(5000) + b"9" * 5000, "not JSON"),
-        (head(0, carries=1), "0 descriptors"),
+        (b"GET / HTTP/1.1\r\n\r\n", "not JSON"),
+        (b"{]}", "not JSON"),
+        (b"[" * 20_000, "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        ('"x"'.encode("utf-16-le"), "not JSON"),
+        (b"NaN", "not JSON"),
+        (b'{"a":-Infinity}', "not JSON"),
+        (b'{"a":1e999}', "not JSON: 1e999 is no finite number"),
+        (b"9" * 5000, "not JSON"),
+        (b"@", "not JSON"),
+        (b"[1]", r"a message is \[1\], and no object"),
+        (b" " * 50_000, "a message of more than 32768 bytes"),
     ],
 )
-def test_what_no_rank_would_send_is_refused(pair, data, text):
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_what_no_rank_would_send_is_refused_and_no_descriptor_leaks(pair, data, text, count):
     left, right = pair
-    left.socket.setblocking(True)
-    left.socket.sendall(data)
-    with pytest.raises(Malformed, match=text):
-        right.receive(soon())
+    before = open_fds()
+    with open("/proc/self/status", "rb") as file:
+        if count:
+            with_fds(left, data, *[file.fileno()] * count)
+        else:
+            left.send(data)
+        if count == 2 and len(data) < 50_000:
+            text = "more than one descriptor.*ulimit -n"
+        with pytest.raises(Malformed, match=text):
+            receive(right, trusted=False)
+    assert open_fds() == before
+
+
+def test_memory_is_read_of_those_that_are_trusted_and_no_more_of_it_than_a_message(pair):
+    left, right = pair
+    before = open_fds()
+    for size, text in ((2 * VALUE_LIMIT, "more than 1052672 bytes"), (0, "not JSON")):
+        memory = os.memfd_create("test")
+        os.truncate(memory, size)
+        with_fds(left, b"@", memory)
+        os.close(memory)
+        with pytest.raises(Malformed, match=text):
+            receive(right)
+    reads, writes = os.pipe()
+    with_fds(left, b"@", reads)  # nothing that could be waited for
+    with pytest.raises(Malformed, match="cannot be read"):
+        receive(right)
+    os.close(reads)
+    os.close(writes)
+    assert open_fds() == before
 
 
 def test_only_what_can_be_told_on_is_encoded_and_decoded():
@@ -140,21 +155,17 @@ def test_a_text_of_a_peer_can_be_printed_whatever_it_is(said, text):
     assert len(text_of("x" * 10**6)) == TEXT_LIMIT
 
 
-def test_the_end_of_the_other_side_is_seen_at_once(pair):
+def test_last_words_are_read_before_the_end(pair):
+    """Also where the other end left what it was sent unread."""
     left, right = pair
-    left.socket.sendall(head(10) + b"123")
+    send(right, b"{}")
+    send(left, b'{"bye":null}')
     left.close()
-    with pytest.raises(Gone):
-        right.receive(soon())
-    with pytest.raises(Gone):
-        right.send(Kind.VALUE, encode(1), soon())
-
-
-def test_waits_end_at_their_deadline(pair):
-    left, right = pair
+    assert taken(right).body == {"bye": None}
     started = time.monotonic()
-    with pytest.raises(TimeoutError):
-        right.receive(time.monotonic() + 0.05)
-    with pytest.raises(TimeoutError):
-        left.send(Kind.VALUE, b"1" * (1 << 24), time.monotonic() + 0.05)
+    for _ in range(2):
+        with pytest.raises(Gone):
+            receive(right)
+        with pytest.raises(Gone):
+            send(right, b"{}")
     assert time.monotonic() - started < 100.0

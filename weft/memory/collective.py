@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.memory.store import listen, serve
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -36,7 +35,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _DESTROY_SECONDS = 5.0
-_LAST_WORDS = 0.5  # seconds to find out which rank's death ended a gather
 
 
 class TorchControl:
@@ -46,23 +44,13 @@ class TorchControl:
         self._process_group = process_group
         self._closed = False
 
-    def gather(
-        self,
-        op: str,
-        value: JSON,
-        timeout: float,
-        *,
-        watch: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same.
-
-        `watch` is called again and again while this rank waits, and raises to give up.
-        """
+    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
+        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
         body = encode_value(op, value, larger="as tensors through process_group()")
         frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
-        rows = gather_bytes(self._process_group, frame, timeout, watch=watch)
+        rows = gather_bytes(self._process_group, frame, timeout)
         said = [_message(rank, op, row) for rank, row in enumerate(rows)]
         for rank, each in enumerate(said):
             if each["op"] != op:
@@ -95,22 +83,13 @@ def _message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     return said
 
 
-def gather_bytes(
-    group: dist.ProcessGroup,
-    data: bytes,
-    timeout: float,
-    *,
-    watch: Callable[[], None] | None = None,
-) -> list[bytes]:
-    """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds.
-
-    `watch` is called again and again while this rank waits, and raises to give up.
-    """
+def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: float) -> list[bytes]:
+    """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds."""
     device = _message_device(group)
     size = dist.get_world_size(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
-    _all_gather(lengths, length, group, timeout, watch)
+    _all_gather(lengths, length, group, timeout)
     counts = [int(each.item()) for each in lengths]
     for rank, count in enumerate(counts):
         if not 0 < count <= VALUE_LIMIT + SLACK:
@@ -122,43 +101,22 @@ def gather_bytes(
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
     rows = [torch.empty_like(padded) for _ in range(size)]
-    _all_gather(rows, padded, group, timeout, watch)
+    _all_gather(rows, padded, group, timeout)
     return [bytes(row[:n].tolist()) for row, n in zip(rows, counts, strict=True)]
 
 
 def _all_gather(
-    out: list[torch.Tensor],
-    own: torch.Tensor,
-    group: dist.ProcessGroup,
-    timeout: float,
-    watch: Callable[[], None] | None,
+    out: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, timeout: float
 ) -> None:
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
             raise InvalidArgument("this process is no member of the given process group")
-        if watch is not None:
-            _watch(work, watch, timeout)
         work.wait(timedelta(seconds=timeout))
     except RuntimeError as error:
-        if isinstance(error, RendezvousFailed):
-            raise
-        until = time.monotonic() + _LAST_WORDS
-        while watch is not None and time.monotonic() < until:
-            watch()  # a dead rank's connections end a moment before its process
-            time.sleep(0.01)
         raise RendezvousFailed(
             f"torch.distributed could not gather within {timeout:g} s: {error}"
         ) from error
-
-
-def _watch(work: dist.Work, watch: Callable[[], None], timeout: float) -> None:
-    """Return when `work` is done, or is to be given up by its own deadline."""
-    deadline, pause = time.monotonic() + timeout, 0.0005
-    while not work.is_completed() and time.monotonic() < deadline:
-        watch()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
 
 
 def _message_device(group: dist.ProcessGroup) -> torch.device:
@@ -230,31 +188,20 @@ def _backend(device: torch.device, gather: Callable[[JSON], list[Any]]) -> str:
 def _meet_at_store(rank: int, gather: Callable[[JSON], list[Any]], timeout: float) -> TCPStore:
     """One TCPStore that every rank is connected to; rank 0 serves it."""
     store, port, problem = None, 0, ""
-    limit = timedelta(seconds=timeout)
     if rank == 0:
-        # Bound here, because the store would listen on every interface.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
+            listener = listen("127.0.0.1", 0)
+            assert listener is not None  # the system chooses a port that is free
             port = listener.getsockname()[1]
-            store = TCPStore(
-                "127.0.0.1",
-                port,
-                None,
-                True,
-                limit,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-        except (OSError, RuntimeError) as error:
-            listener.close()
+            store = serve(listener, timeout)
+        except RuntimeError as error:
             problem = str(error) or type(error).__name__
     offer = gather({"port": port, "problem": problem})[0]
     if offer["problem"]:
         raise RendezvousFailed(f"rank 0 cannot serve a store on 127.0.0.1: {offer['problem']}")
     if store is None:
         try:
+            limit = timedelta(seconds=timeout)
             store = TCPStore("127.0.0.1", offer["port"], None, False, limit, wait_for_workers=False)
         except RuntimeError as error:
             raise RendezvousFailed(

@@ -1,8 +1,11 @@
 """The control plane: a Unix socket between every two ranks of one host, kept after they met.
 
-Every collective is one frame from each rank to each other one. A rank that dies ends its sockets,
+Every collective is one message from each rank to each other one. A rank that dies ends its sockets,
 so all others know at once which rank it was, and none is more needed than another. Every wait has a
 deadline; a failed call breaks the group, until a recovery resumes it among the living.
+
+A message is a part of a call (`op`, `n` and a `value` or a descriptor), or says why the sender's
+group is broken (`fail`) or why it left (`bye`: null where it closed its group).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,36 +22,40 @@ from typing import Any, NoReturn
 from weft.errors import OutOfOrder, RendezvousFailed
 from weft.memory.wire import (
     JSON,
-    Channel,
-    Frame,
     Gone,
-    Kind,
     Malformed,
+    Message,
     decode,
     encode,
     encode_value,
-    milliseconds,
+    receive,
+    send,
     text_of,
 )
 
 
 class ControlPlane:
-    """The sockets of one rank after the meeting, one to each living peer.
+    """The sockets of one rank, one to each living peer; `meet` (rendezvous.py) adds them.
 
-    `pids[r]` is rank r's process id as the kernel reported it to rank 0.
+    `pids[r]` is rank r's process id as the kernel reports it here.
     """
 
-    def __init__(self, rank: int, size: int, channels: dict[int, Channel], pids: list[int]) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.pids = pids
-        self._channels = channels
+        self.pids = [0] * size
+        self.pids[rank] = os.getpid()
+        self.peers: dict[int, socket.socket] = {}
         self._owner = os.getpid()
         self._busy = threading.Lock()
-        self._era = 0  # of frames: those that a broken call left in a socket are of an older one
-        self._sequence = 0
+        self._era = 0  # of messages: those that a broken call left in a socket are of an older one
+        self._sequence = -1  # the end of the meeting is call 0
         self._broken: str | None = None
         self._closed = False
+
+    def add(self, rank: int, pid: int, connection: socket.socket) -> None:
+        """The socket to a peer, which is this object's from now on."""
+        self.peers[rank], self.pids[rank] = connection, pid
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
         """The `value` of every rank in rank order, None for one that is gone.
@@ -56,10 +64,8 @@ class ControlPlane:
         """
         body = encode_value(op, value, larger="through a Heap")
         with self._collective():
-            call = encode({"op": op, "n": self._sequence})
-            data = call[:-1] + b',"value":' + body + b"}"
-            frames = self._swap(Kind.VALUE, data, op, timeout)
-        values = {rank: frame.body["value"] for rank, frame in frames.items()}
+            found = self._swap(op, b',"value":' + body, timeout)
+        values = {rank: message.body["value"] for rank, message in found.items()}
         values[self.rank] = decode(body)  # equal on every rank
         return [values.get(rank) for rank in range(self.size)]
 
@@ -68,22 +74,21 @@ class ControlPlane:
 
         The own entry is a duplicate.
         """
-        op, own = "exchange_fds", os.dup(fd)
+        own = os.dup(fd)
         try:
             with self._collective():
-                call = encode({"op": op, "n": self._sequence})
-                frames = self._swap(Kind.DESCRIPTOR, call, op, timeout, fd=own)
+                found = self._swap("exchange_fds", b"", timeout, fd=own)
         except BaseException:
             os.close(own)
             raise
-        fds = {rank: frame.fd for rank, frame in frames.items()} | {self.rank: own}
+        fds = {rank: message.fd for rank, message in found.items()} | {self.rank: own}
         return [fds.get(rank) for rank in range(self.size)]
 
     def resume(self, era: int, living: set[int]) -> None:
         """Go on among `living` after a recovery, whose number `era` is the same on every rank."""
-        for rank in set(self._channels) - living:
-            self._channels.pop(rank).close()
-        self._era = era & 0xFFFF
+        for rank in set(self.peers) - living:
+            self.peers.pop(rank).close()
+        self._era = era
         self._sequence = 0
         self._broken = None
 
@@ -94,8 +99,24 @@ class ControlPlane:
     def abort(self, why: str) -> None:
         """Break the group from another thread of this process: a blocked call raises at once."""
         self._broken = self._broken or why
-        for channel in self._channels.values():
-            channel.shut()
+        for connection in self.peers.values():
+            with contextlib.suppress(OSError):  # the other end may have gone
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def fail(self, text: str) -> NoReturn:
+        """Break the group: send every peer the text, if its buffer has room, and raise it.
+
+        The first text stays: a rank that comes later learns the first cause.
+        """
+        self._broken = text
+        self._tell({"era": self._era, "fail": text_of(text)})
+        raise RendezvousFailed(text)
+
+    def hear_out(self, rank: int, op: str) -> NoReturn:
+        """Raise what a peer said last that has ended its socket."""
+        while (message := self._take(rank, op)) is not None:
+            message.drop()
+        self.fail(f"{self.name(rank)} broke the protocol in {op}: it reads no more")
 
     def close(self, why: str | None = None) -> None:
         """Close the sockets. Local: sends `why` to peers whose buffers have room, never waits.
@@ -106,132 +127,112 @@ class ControlPlane:
             return
         self._closed = True
         if os.getpid() == self._owner:  # a forked child must not speak for its parent
-            self._tell(Kind.BYE, b"" if why is None else encode(text_of(why)))
-        for channel in self._channels.values():
-            channel.close()
+            self._tell({"bye": None if why is None else text_of(why)})
+        for connection in self.peers.values():
+            connection.close()
 
     def _swap(
-        self, kind: Kind, body: bytes, op: str, timeout: float, *, fd: int | None = None
-    ) -> dict[int, Frame]:
-        """Send one frame to every peer and receive one of each."""
+        self, op: str, part: bytes, timeout: float, *, fd: int | None = None
+    ) -> dict[int, Message]:
+        """Send a message to every peer and receive one of each. part: what it has besides."""
         deadline = time.monotonic() + timeout
-        frames: dict[int, Frame] = {}
+        call = encode({"era": self._era, "op": op, "n": self._sequence})
+        data = call[:-1] + part + b"}"
+        unsent, found = set(self.peers), dict[int, Message]()
         try:
-            for channel in self._channels.values():
-                channel.post(kind, body, fd=fd, era=self._era)
-            ready = set(self._channels)
             while True:
-                for rank in sorted(ready):
-                    self._turn(rank, kind, op, frames)
-                waiting = [r for r, c in self._channels.items() if r not in frames or c.unsent]
+                for rank in sorted(unsent):
+                    self._send(rank, op, data, fd, unsent)
+                for rank in sorted(set(self.peers) - set(found)):
+                    message = self._take(rank, op)
+                    if message is not None:
+                        found[rank] = message
+                        self._check(rank, message, op, fd is None)
+                waiting = sorted((set(self.peers) - set(found)) | unsent)
                 if not waiting:
                     self._look_for_failure(op)
-                    return frames
+                    return found
                 if time.monotonic() >= deadline:
-                    self._fail(self._late(waiting, frames, op, timeout))
-                ready = self._ready(waiting, frames, deadline)
+                    self.fail(self._late(waiting, found, op, timeout))
+                poller = select.poll()
+                for rank in waiting:
+                    awaited = 0 if rank in found else select.POLLIN
+                    poller.register(
+                        self.peers[rank], awaited | (select.POLLOUT if rank in unsent else 0)
+                    )
+                poller.poll(milliseconds(deadline))
         except BaseException:
-            for frame in frames.values():
-                frame.drop()
+            for message in found.values():
+                message.drop()
             raise
 
-    def _turn(self, rank: int, kind: Kind, op: str, frames: dict[int, Frame]) -> None:
-        """Send and receive what can be now."""
-        channel = self._channels[rank]
-        left = False
+    def _send(self, rank: int, op: str, data: bytes, fd: int | None, unsent: set[int]) -> None:
         try:
-            channel.flush()
+            if send(self.peers[rank], data, fd):
+                unsent.remove(rank)
         except Gone:
-            left = True  # its last frames may still be in the socket's buffer
+            self.hear_out(rank, op)
         except OSError as error:
-            self._fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
-        if rank not in frames or left:
-            frame = self._pump(rank, op)
-            if frame is not None and rank in frames:
-                frame.drop()
-            elif frame is not None:
-                frames[rank] = frame
-                self._check(rank, frame, kind, op)
+            self.fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
 
-    def _pump(self, rank: int, op: str) -> Frame | None:
-        """The peer's next frame of this era. Raises RendezvousFailed if there will be none."""
+    def _take(self, rank: int, op: str) -> Message | None:
+        """The peer's next message of this era. Raises RendezvousFailed if there will be none."""
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
         try:
-            while (frame := self._channels[rank].pump()) is not None:
-                if frame.kind is Kind.BYE:
-                    frame.drop()
-                    self._fail(self._farewell(rank, frame, op))
-                if frame.era != self._era:
-                    frame.drop()
-                    continue
-                if frame.kind is Kind.FAIL:
-                    frame.drop()
-                    self._fail(text_of(frame.body))
-                return frame
+            while (message := receive(self.peers[rank])) is not None:
+                body = message.body
+                if "bye" not in body and body.get("era") == self._era and "fail" not in body:
+                    return message
+                message.drop()
+                if "bye" in body:
+                    self.fail(self._farewell(rank, body["bye"], op))
+                if body.get("era") == self._era:
+                    self.fail(text_of(body["fail"]))
         except Gone:
-            self._fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
+            self.fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
         except (Malformed, OSError) as error:
-            self._fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
+            self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None
 
     def _look_for_failure(self, op: str) -> None:
         """Fail as a peer did that sent its part and then gave up waiting for this rank."""
-        for rank, channel in self._channels.items():
+        for rank, connection in self.peers.items():
             with contextlib.suppress(OSError, Malformed):  # of the next call
-                frame = channel.peek()
-                if frame is not None and frame.kind is Kind.FAIL and frame.era == self._era:
-                    self._pump(rank, op)
+                body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+                if isinstance(body, dict) and "fail" in body and body.get("era") == self._era:
+                    self._take(rank, op)
 
-    def _ready(self, waiting: list[int], frames: dict[int, Frame], deadline: float) -> set[int]:
-        poller, ranks = select.poll(), {}
-        for rank in waiting:
-            channel = self._channels[rank]
-            awaited = 0 if rank in frames else select.POLLIN
-            poller.register(channel, awaited | (select.POLLOUT if channel.unsent else 0))
-            ranks[channel.fileno()] = rank
-        return {ranks[fd] for fd, _ in poller.poll(milliseconds(deadline))}
-
-    def _late(self, waiting: list[int], frames: dict[int, Frame], op: str, timeout: float) -> str:
-        missing = [self.name(rank) for rank in waiting if rank not in frames]
+    def _late(self, waiting: list[int], found: dict[int, Message], op: str, timeout: float) -> str:
+        missing = [self.name(rank) for rank in waiting if rank not in found]
         if missing:
             return f"{', '.join(missing)} did not enter {op} within {timeout:g} s"
         names = ", ".join(map(self.name, waiting))
         return f"{names} did not read its part of {op} within {timeout:g} s"
 
-    def _check(self, rank: int, frame: Frame, kind: Kind, op: str) -> None:
-        body = frame.body if isinstance(frame.body, dict) else {}
+    def _check(self, rank: int, message: Message, op: str, value: bool) -> None:
+        body = message.body
         if body.get("op") != op or body.get("n") != self._sequence:
             theirs = f"{text_of(body.get('op'))} (call {text_of(body.get('n'))})"
-            self._fail(
+            self.fail(
                 f"rank {self.rank} is in {op} (call {self._sequence}) and {self.name(rank)} is in "
                 f"{theirs}: every rank must make the same calls in the same order"
             )
-        complete = "value" in body if kind is Kind.VALUE else frame.fd is not None
-        if frame.kind is not kind or not complete:
-            self._fail(f"{self.name(rank)} sent {frame.kind.name} in {op}, not {kind.name}")
+        if ("value" in body, message.fd is None) != (value, value):
+            wanted, other = ("a value", "a descriptor") if value else ("a descriptor", "a value")
+            self.fail(
+                f"{self.name(rank)} broke the protocol in {op}: it sent {other}, not {wanted}"
+            )
 
-    def _farewell(self, rank: int, frame: Frame, op: str) -> str:
-        if frame.body is None:
+    def _farewell(self, rank: int, why: Any, op: str) -> str:
+        if why is None:
             return f"{self.name(rank)} closed its group while the others were in {op}"
-        return (
-            f"{self.name(rank)} left the group while the others were in {op}: {text_of(frame.body)}"
-        )
+        return f"{self.name(rank)} left the group while the others were in {op}: {text_of(why)}"
 
-    def _fail(self, text: str) -> NoReturn:
-        """Break the group: send every peer the text, if its buffer has room, and raise.
-
-        The first text stays: a rank that comes later learns the first cause.
-        """
-        self._broken = text
-        self._tell(Kind.FAIL, encode(text))
-        raise RendezvousFailed(text)
-
-    def _tell(self, kind: Kind, body: bytes) -> None:
-        for channel in self._channels.values():
+    def _tell(self, body: JSON) -> None:
+        for connection in self.peers.values():
             with contextlib.suppress(OSError):
-                channel.post(kind, body, era=self._era)
-                channel.flush()
+                send(connection, encode(body))
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
@@ -253,3 +254,8 @@ class ControlPlane:
             yield
         finally:
             self._busy.release()
+
+
+def milliseconds(deadline: float) -> int:
+    """Time until `deadline` (time.monotonic seconds) for poll(), rounded up, never negative."""
+    return max(0, int((deadline - time.monotonic()) * 1000) + 1)

@@ -1,10 +1,10 @@
 """Ranks that some launcher started find out whether they share a host, and meet.
 
-They can already exchange small values, through a torch process group or a store (`store.py`); that
+They can already exchange small values, through a store (`store.py`) or an engine's own means; that
 serves only to say who they are and to hand out the meeting's directory and nonce. A rank that does
 not see the directory, because it runs in a container with mounts of its own, reaches it through the
-root directory of rank 0's process. Where one cannot, all try /dev/shm instead. Either way they come
-to one Unix socket, so authentication, descriptors and liveness do not depend on the path.
+root directory of rank 0's process. Where one cannot, all meet in /dev/shm instead. Either way they
+come to Unix sockets, so authentication, descriptors and liveness do not depend on the path.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
 from weft.arguments import shown
 from weft.errors import InvalidArgument, RendezvousFailed
+from weft.memory.control_plane import ControlPlane
 from weft.memory.meeting import Meeting
 from weft.memory.peers import Peers, identity
 from weft.memory.rendezvous import meet
 from weft.memory.wire import JSON, text_of
 
-if TYPE_CHECKING:
-    from weft.memory.control_plane import ControlPlane
-
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 Exchange = Callable[[JSON], list[Any]]
 _REMEDY = (
     "Set TMPDIR to a directory that all ranks see, in containers a volume mounted at one path in "
@@ -56,14 +55,14 @@ def find(
             mine = Meeting.draw() if rank == 0 else None
         except RendezvousFailed as error:
             problem = f"rank 0: {error}"
-        # The directory is made after its name was sent: ranks that outlive rank 0 can remove it.
-        place = {"directory": mine.directory, "nonce": mine.nonce.hex()} if mine else None
+        # Directories are made after their name was sent: ranks that outlive rank 0 remove them.
+        place = mine.address if mine else None
         began = time.monotonic()
         said = exchange({**_host(), "place": place, "problem": problem})
         waited = time.monotonic() - began
         hosts = [_checked_host(r, each) for r, each in enumerate(said)]
         _log.debug("all %d ranks sent where they run within %.3f s", size, waited)
-        if hosts[0]["problem"] is not None:
+        if hosts[0].get("problem") is not None:
             raise RendezvousFailed(text_of(hosts[0]["problem"]))
         other = next((r for r, host in enumerate(hosts) if host["boot"] != hosts[0]["boot"]), None)
         if other is not None:
@@ -75,89 +74,77 @@ def find(
         for r, host in enumerate(hosts):
             if r != rank:
                 watched.watch(r, host)
-        first, problems = _meeting_of(hosts[0]["place"]), []
-        for meeting in (first, first.in_shared_memory()):
-            resolver = _PathResolver(meeting, rank, watched, held)
-            try:
-                _agree(exchange, meeting.make if rank == 0 else None, hosts)
-                _agree(exchange, resolver.find, hosts)
+        first = _meeting_of(hosts[0].get("place"))
+        places = first, first.in_shared_memory()
+        for each in places:  # without this rank the meeting cannot succeed, and rank 0 may die
+            held.callback(each.remove)
+        made = [_tried(each.make)[1] if rank == 0 else None for each in places]
+        _swapped(exchange, made)  # nobody looks for a directory before it is there
+        tried = [
+            (None, problem) if problem else _tried(_reached, each, rank, watched, held)
+            for each, problem in zip(places, made, strict=True)
+        ]
+        texts = _swapped(exchange, [problem for _, problem in tried])
+        unreached = []
+        for at, (meeting, _) in enumerate(tried):
+            culprit = next((r for r in range(size) if texts[r][at] is not None), None)
+            if culprit is None:
+                assert meeting is not None  # this rank said so
                 return meet(
-                    resolver.meeting,
-                    rank=rank,
-                    size=size,
-                    device=device,
-                    timeout=timeout,
-                    peers=watched,
+                    meeting, rank=rank, size=size, device=device, timeout=timeout, peers=watched
                 )
-            except BaseException as error:
-                # Without this rank the meeting cannot succeed, and rank 0 may have died.
-                resolver.meeting.remove()
-                if not isinstance(error, _NotHere):
-                    raise
-                problems.append(str(error))
-        raise RendezvousFailed(f"{problems[0]}; in /dev/shm, too: {problems[1]}. {_REMEDY}")
-
-
-class _NotHere(RendezvousFailed):
-    """Not every rank reaches this place. Every rank raises it, so all can try another one."""
-
-
-class _PathResolver:
-    """Where a rank reaches a meeting: at rank 0's path or, with other mounts, below rank 0's root.
-
-    `meeting` is the meeting as this rank reaches it; `held` closes what the path there needs.
-    """
-
-    def __init__(
-        self, meeting: Meeting, rank: int, peers: Peers, held: contextlib.ExitStack
-    ) -> None:
-        self.meeting = meeting
-        self._rank = rank
-        self._peers = peers
-        self._held = held
-
-    def find(self) -> None:
-        """Set `meeting`. Raises RendezvousFailed saying why neither path can be opened."""
-        try:
-            self.meeting.check()
-            return
-        except RendezvousFailed as unseen:
-            if self._rank == 0:
-                raise
-            try:
-                root = self._peers.root(0)
-                self._held.callback(os.close, root)
-                found = self.meeting.below(root)
-                found.check()
-            except RendezvousFailed as error:
-                raise RendezvousFailed(
-                    f"{unseen}; nor can it be opened through the process of rank 0: {error}"
-                ) from error
-        _log.debug(
-            "rank %d does not see %s and reaches it through the process of rank 0, as %s",
-            *(self._rank, self.meeting.directory, found.directory),
-        )
-        self.meeting = found
-
-
-def _agree(
-    exchange: Exchange, step: Callable[[], None] | None, hosts: list[dict[str, Any]]
-) -> None:
-    """Take a step of the meeting and raise _NotHere on every rank if one could not."""
-    problem = None
-    try:
-        if step is not None:
-            step()
-    except RendezvousFailed as error:
-        problem = str(error)
-    for rank, said in enumerate(exchange({"problem": problem})):
-        if not isinstance(said, dict) or "problem" not in said:
-            raise RendezvousFailed(f"rank {rank} said {said!r:.200} where it meets the others")
-        if said["problem"] is not None:
             where = ""
-            if hosts[rank]["host"] != hosts[0]["host"]:
-                where = f"; rank 0 is on {_named(hosts[0])}, rank {rank} on {_named(hosts[rank])}"
-            raise _NotHere(f"rank {rank}: {text_of(said['problem'])}{where}")
+            if hosts[culprit]["host"] != hosts[0]["host"]:
+                where = f"; rank 0 is on {_named(hosts[0])}, rank {culprit} on "
+                where += _named(hosts[culprit])
+            unreached.append(f"rank {culprit}: {text_of(texts[culprit][at])}{where}")
+        raise RendezvousFailed(f"{unreached[0]}; in /dev/shm, too: {unreached[1]}. {_REMEDY}")
+
+
+def _reached(meeting: Meeting, rank: int, peers: Peers, held: contextlib.ExitStack) -> Meeting:
+    """A meeting as a rank reaches it: at its path or, with other mounts, below rank 0's root.
+
+    `held` closes what the path there needs. Raises RendezvousFailed saying why neither opens.
+    """
+    try:
+        os.close(meeting.enter())
+        return meeting
+    except RendezvousFailed as unseen:
+        if rank == 0:
+            raise
+        try:
+            root = peers.root(0)
+            held.callback(os.close, root)
+            found = meeting.below(root)
+            os.close(found.enter())
+        except RendezvousFailed as error:
+            raise RendezvousFailed(
+                f"{unseen}; nor can it be opened through the process of rank 0: {error}"
+            ) from error
+    _log.debug(
+        "rank %d does not see %s and reaches it through the process of rank 0, as %s",
+        *(rank, meeting.directory, found.directory),
+    )
+    held.callback(found.remove)
+    return found
+
+
+def _tried(step: Callable[..., T], *given: Any) -> tuple[T | None, str | None]:
+    """What a step returned, or why it could not."""
+    try:
+        return step(*given), None
+    except RendezvousFailed as error:
+        return None, str(error)
+
+
+def _swapped(exchange: Exchange, problems: list[str | None]) -> list[list[Any]]:
+    """Of each rank, what keeps it from each place."""
+    said = exchange({"problems": problems})
+    for rank, each in enumerate(said):
+        texts = each.get("problems") if isinstance(each, dict) else None
+        if not isinstance(texts, list) or len(texts) != len(problems):
+            raise RendezvousFailed(f"rank {rank} said {each!r:.200} where it meets the others")
+    return [each["problems"] for each in said]
 
 
 def _host() -> dict[str, JSON]:
@@ -174,14 +161,13 @@ def _checked_host(rank: int, said: Any) -> dict[str, Any]:
             f"rank {rank} was to send where it runs and sent {said!r:.200}: it is no rank of this "
             "weft, or somebody else wrote in its place"
         )
-    return {"place": None, "problem": None, **said}
+    return said
 
 
 def _meeting_of(place: Any) -> Meeting:
-    said = place if isinstance(place, dict) else {}
     try:
-        return Meeting.received(said.get("directory"), said.get("nonce"))
-    except ValueError as error:
+        return Meeting.at(place if isinstance(place, str) else "")
+    except InvalidArgument as error:
         raise RendezvousFailed(
             f"rank 0 was to send where to meet, but {text_of(str(error))}: it is no rank of this "
             "weft, or somebody else wrote in its place"

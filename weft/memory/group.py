@@ -35,7 +35,12 @@ from weft.memory.meeting import Meeting
 from weft.memory.membership import Membership
 from weft.memory.peers import Peers
 from weft.memory.rendezvous import meet
-from weft.memory.store import StoreExchange, environment
+from weft.memory.store import (
+    StoreExchange,
+    environment,
+    store_of_environment,
+    store_of_group,
+)
 from weft.memory.wire import JSON, encode
 
 T = TypeVar("T")
@@ -151,9 +156,10 @@ class Group:
     ) -> Group:
         """The ranks of a torch process group (default: the world). Collective.
 
-        The process group only carries where to meet; it stays the caller's. `device` defaults to
-        the current CUDA device where there is one. `shared_memory=False` makes a group without
-        Unix sockets, for ranks on several hosts: it cannot hold a Heap.
+        The store of the process group only carries where to meet; the group stays the caller's, and
+        WEFT_SECRET authenticates as in `from_env`. `device` defaults to the current CUDA device
+        where there is one. `shared_memory=False` makes a group without Unix sockets, for ranks on
+        several hosts: it cannot hold a Heap.
         Raises RendezvousFailed when the ranks are on several hosts or do not meet.
         """
         timeout, where = seconds("timeout", timeout), default_device(device)
@@ -179,11 +185,10 @@ class Group:
                 process_group=group,
             )
 
-        peers = Peers()
-
-        def exchange(value: JSON) -> list[Any]:
-            return over_torch.gather("Group.from_torch", value, timeout, watch=peers.check)
-
+        store, peers = store_of_group(group), Peers()
+        exchange = StoreExchange(
+            store, "the store of the process group", rank, size, timeout, peers
+        )
         control = find(exchange, rank, size, where.type, timeout, peers)
         return cls(
             control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
@@ -204,13 +209,10 @@ class Group:
         default_device(device)
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
+        store, name = store_of_environment(rank, timeout)
         peers = Peers()
-        exchange = StoreExchange(rank, size, timeout, peers)
-        try:
-            control = find(exchange, rank, size, where.type, timeout, peers)
-        except Exception:
-            exchange.linger()
-            raise
+        exchange = StoreExchange(store, name, rank, size, timeout, peers)
+        control = find(exchange, rank, size, where.type, timeout, peers)
         return cls(control, rank=rank, size=size, device=where, timeout=timeout)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:

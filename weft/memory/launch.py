@@ -154,7 +154,8 @@ class _Threads:
             report = report_of(rank, group, lambda: fn(group, *args))
         except BaseException as error:
             report = Report.raised(rank, error)
-            self.meeting.end(report.line())
+            if rank not in self.groups:
+                self.meeting.remove()  # which ends it for the others
         self.reports.put(report)
 
     def collect(self, deadline: float) -> list[Report]:

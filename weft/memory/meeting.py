@@ -1,32 +1,29 @@
-"""Where the ranks of one job meet: a directory, what is in it, and who may enter."""
+"""Where the ranks of one job meet: a directory that only its user may enter, and a secret."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
+import re
 import secrets
 import socket
 import stat
 import struct
 import tempfile
 from dataclasses import dataclass
-from typing import Any
 
 from weft.errors import InvalidArgument, RendezvousFailed
-from weft.memory.wire import TEXT_LIMIT
 
-ABI = 2  # of the frames and of what a Heap promises its peers
-SOCKET = "hub"  # there once rank 0 listens
-BOUND = "hub.bound"  # the same socket before that
-LOOK = 0.05  # seconds between two looks for the note
 _PREFIX = "weft-"
-_NOTE = "ended"  # why the meeting is over, below the nonce
+_OURS = re.compile(r"\d+(\.bound)?")  # the sockets of the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of one job meet: a private directory and a secret of 32 bytes."""
+    """Where the ranks of one job meet: a private directory and a secret of 32 bytes.
+
+    A meeting whose directory is gone is over, for every rank that has not met the others yet.
+    """
 
     directory: str
     nonce: bytes
@@ -60,25 +57,20 @@ class Meeting:
 
     @classmethod
     def at(cls, address: str) -> Meeting:
-        """The meeting of an `address`. Raises InvalidArgument for what is none."""
-        directory, _, nonce = address.rpartition(":")
-        try:
-            return cls.received(directory, nonce)
-        except ValueError as error:
-            raise InvalidArgument(f"the address of the meeting is not one: {error}") from error
-
-    @classmethod
-    def received(cls, directory: Any, nonce: Any) -> Meeting:
-        """The meeting whose place rank 0 sent. Raises ValueError for what `draw` would not choose.
+        """The meeting of an `address`. Raises InvalidArgument for what `draw` would not choose.
 
         A false directory could otherwise have this process remove an empty one.
         """
-        if not isinstance(directory, str) or not os.path.isabs(directory) or "\0" in directory:
-            raise ValueError(f"{directory!r:.200} is no absolute path")
-        if not os.path.basename(directory).startswith(_PREFIX):
-            raise ValueError(f"{directory!r:.200} is no directory of a meeting")
-        if not isinstance(nonce, str) or len(nonce) != 64:
-            raise ValueError("the nonce is not 64 hex digits")
+        directory, _, nonce = address.rpartition(":")
+        why = ""
+        if not os.path.isabs(directory) or "\0" in directory:
+            why = f"{directory!r:.200} is no absolute path"
+        elif not os.path.basename(directory).startswith(_PREFIX):
+            why = f"{directory!r:.200} is no directory of a meeting"
+        elif re.fullmatch("[0-9a-f]{64}", nonce) is None:
+            why = "the nonce is not 64 hex digits"
+        if why:
+            raise InvalidArgument(f"the address of the meeting is not one: {why}")
         return cls(directory, bytes.fromhex(nonce))
 
     def make(self) -> None:
@@ -91,9 +83,39 @@ class Meeting:
                 "TMPDIR to a directory that is writable"
             ) from error
 
-    def check(self) -> None:
-        """Raise RendezvousFailed if this process cannot meet there."""
-        os.close(private_directory(self.directory))
+    def enter(self) -> int:
+        """An O_PATH descriptor of the directory, after checking that it is this user's alone.
+
+        Sockets are bound and reached through /proc/self/fd/N, which stays below the 108 bytes of a
+        Unix socket's address however long $TMPDIR is. Raises RendezvousFailed.
+        """
+        path = self.directory
+        try:
+            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise RendezvousFailed(
+                f"the meeting directory {path} cannot be opened ({error.strerror}): this rank does "
+                "not see it, or the meeting is over"
+            ) from error
+        try:
+            status = os.fstat(fd)
+            mode = stat.S_IMODE(status.st_mode)
+            if status.st_uid != os.geteuid() or mode & 0o077:
+                raise RendezvousFailed(
+                    f"the meeting directory {path} belongs to user {status.st_uid} with mode "
+                    f"{mode:04o}; it must belong to user {os.geteuid()} with mode 0700 (run all "
+                    "ranks as one user, containers in one user namespace)"
+                )
+            if not os.path.exists(f"/proc/self/fd/{fd}"):
+                raise RendezvousFailed(
+                    "/proc does not show this process, so its sockets have no address there: mount "
+                    "the /proc of this pid namespace (unshare --mount-proc), or share the host's "
+                    "(--pid=host)"
+                )
+        except RendezvousFailed:
+            os.close(fd)
+            raise
+        return fd
 
     def below(self, root: int) -> Meeting:
         """This meeting, reached from the root directory that the descriptor `root` names."""
@@ -103,84 +125,17 @@ class Meeting:
         """This meeting moved to /dev/shm, which containers of one IPC namespace share."""
         return Meeting(os.path.join("/dev/shm", os.path.basename(self.directory)), self.nonce)
 
-    def end(self, why: str) -> None:
-        """End the meeting for every rank that has not met yet, whatever it waits for.
-
-        For a launcher that sees a rank fail. After all have met it does nothing.
-        """
-        text = why[:TEXT_LIMIT].encode(errors="backslashreplace")
-        path = os.path.join(self.directory, _NOTE)
-        part = f"{path}.{secrets.token_hex(4)}"
-        with contextlib.suppress(FileNotFoundError):  # the directory has gone: they met, or failed
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, self.nonce.hex().encode() + text)
-            finally:
-                os.close(fd)
-            os.rename(part, path)
-
-    def ended(self) -> str | None:
-        """Why the meeting was ended by `end`, or None. What a stranger left there is ignored."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            fd = os.open(os.path.join(self.directory, _NOTE), flags)
-        except OSError:
-            return None
-        try:
-            data = os.read(fd, 64 + 8 * TEXT_LIMIT)
-        except OSError:  # a directory, or a pipe
-            return None
-        finally:
-            os.close(fd)
-        if not hmac.compare_digest(data[:64], self.nonce.hex().encode()):
-            return None
-        return data[64:].decode(errors="backslashreplace")
-
     def remove(self) -> None:
-        """Remove what the meeting has in the file system. Idempotent.
+        """Remove the directory and the ranks' names in it, which ends the meeting. Idempotent.
 
         What others put there stays, and the directory with it.
         """
-        names = []
-        with contextlib.suppress(OSError):
-            names = os.listdir(self.directory)
-        for name in names:
-            if name in (SOCKET, BOUND) or name.startswith(_NOTE):
-                with contextlib.suppress(OSError):  # two ranks may do this at the same time
-                    os.unlink(os.path.join(self.directory, name))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # two ranks may do this at the same time
+            while names := list(filter(_OURS.fullmatch, os.listdir(self.directory))):
+                for name in names:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(self.directory, name))
             os.rmdir(self.directory)
-
-
-def private_directory(path: str) -> int:
-    """An O_PATH descriptor of `path`, after checking that it is this user's alone.
-
-    Sockets are bound and reached through /proc/self/fd/N, which stays below the 108 bytes of a
-    Unix socket's address however long $TMPDIR is.
-    """
-    try:
-        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise RendezvousFailed(
-            f"the meeting directory {path} cannot be opened ({error.strerror}): this rank does "
-            "not see it, or the meeting is over"
-        ) from error
-    status = os.fstat(fd)
-    mode = stat.S_IMODE(status.st_mode)
-    if status.st_uid != os.geteuid() or mode & 0o077:
-        os.close(fd)
-        raise RendezvousFailed(
-            f"the meeting directory {path} belongs to user {status.st_uid} with mode {mode:04o}; "
-            f"it must belong to user {os.geteuid()} with mode 0700 (run all ranks as one user, "
-            "containers in one user namespace)"
-        )
-    if not os.path.exists(f"/proc/self/fd/{fd}"):
-        os.close(fd)
-        raise RendezvousFailed(
-            "/proc does not show this process, so its sockets have no address there: mount the "
-            "/proc of this pid namespace (unshare --mount-proc), or share the host's (--pid=host)"
-        )
-    return fd
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:

@@ -7,7 +7,6 @@ namespace; elsewhere the deadline alone remains, and errors say so.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import select
@@ -21,9 +20,8 @@ _ELSEWHERE = "it runs in another pid namespace"
 
 
 def identity() -> dict[str, JSON]:
-    """What this process sends of itself: its id, when it started, and where both are valid."""
-    pid = os.getpid()
-    return {"pid": pid, "started": _started(pid), "namespace": _namespace()}
+    """What this process sends of itself: its id, and where that is valid."""
+    return {"pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}
 
 
 class Peers:
@@ -40,48 +38,34 @@ class Peers:
 
         Only the first counts: a process keeps its identity.
         """
-        if rank in self._pids or not isinstance(said, dict):
-            return
-        pid, started = said.get("pid"), said.get("started")
-        if type(pid) is not int or type(started) is not int or not 0 < pid < 1 << 31:
+        pid = said.get("pid") if isinstance(said, dict) else None
+        if rank in self._pids or type(pid) is not int or not 0 < pid < 1 << 31:
             return
         self._pids[rank] = pid
-        if said.get("namespace") != _namespace():
+        if said.get("namespace") != identity()["namespace"]:
             self._unseen[rank] = _ELSEWHERE
             return
         try:
             self._pidfds[rank] = os.pidfd_open(pid)
-            if _started(pid) not in (0, started):  # the id went to another process
-                self._dead.add(rank)
         except ProcessLookupError:
             self._dead.add(rank)
         except OSError as error:
             self._unseen[rank] = f"pidfd_open: {error.strerror}"
 
-    def knows(self, rank: int) -> bool:
-        """Whether rank `rank` has sent its identity."""
-        return rank in self._pids
+    def pidfds(self) -> list[int]:
+        """Of the ranks that are watched: readable once the process ended."""
+        return list(self._pidfds.values())
 
-    def pidfds(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Of those of `ranks` that are watched: pidfd -> rank. Readable once the process ended."""
-        return {self._pidfds[r]: r for r in ranks if r in self._pidfds}
-
-    def dead(self) -> list[int]:
-        """The ranks that are known to have died, in rank order. Never waits."""
-        poller, by_fd = select.poll(), self.pidfds(self._pidfds)
-        for fd in by_fd:
+    def check(self, connected: Iterable[int] = ()) -> None:
+        """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
+        poller, ranks = select.poll(), {fd: rank for rank, fd in self._pidfds.items()}
+        for fd in ranks:
             poller.register(fd, select.POLLIN)
-        self._dead.update(by_fd[fd] for fd, _ in poller.poll(0))
-        return sorted(self._dead)
-
-    def check(self) -> None:
-        """Raise RendezvousFailed if a rank is known to have died."""
-        for rank in self.dead():
-            raise RendezvousFailed(self.died(rank))
-
-    def died(self, rank: int) -> str:
-        """The text that says so."""
-        return f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
+        self._dead.update(ranks[fd] for fd, _ in poller.poll(0))
+        for rank in sorted(self._dead.difference(connected)):
+            raise RendezvousFailed(
+                f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
+            )
 
     def unseen(self, ranks: Iterable[int]) -> str:
         """For an error at the deadline: of which of `ranks` it cannot be said that they live."""
@@ -133,22 +117,3 @@ class Peers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # Counted from the end of the name, which may hold anything, this is the 22nd field.
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-
-
-def _namespace() -> str:
-    """Where process ids and start times mean the same."""
-    found = []
-    for kind in ("pid", "time"):
-        with contextlib.suppress(FileNotFoundError):  # a kernel without time namespaces
-            found.append(os.readlink(f"/proc/self/ns/{kind}"))
-    return " ".join(found)
