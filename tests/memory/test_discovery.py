@@ -77,7 +77,7 @@ def blind(*places):
     def answers(said):
         nonlocal turn
         turn += 1
-        if turn < 3:
+        if turn < 4:
             return {**said, **({"host": "box"} if "host" in said else {})}
         text = "the meeting directory {} cannot be opened"
         return {"problems": [text.format(at) if at in places else None for at in range(2)]}

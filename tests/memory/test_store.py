@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -182,6 +184,30 @@ def test_a_seal_holds_for_one_key_alone(monkeypatch):
             exchange._turn = turn
             with pytest.raises(RendezvousFailed, match="not written with this rank's WEFT_SECRET"):
                 exchange._open(rank, data)
+
+
+SERVER = """
+import socket, sys, time
+from weft.memory.store import listen, serve
+store = serve(listen("127.0.0.1", int(sys.argv[1])), 60.0)
+time.sleep(600)
+"""
+
+
+def test_a_server_that_is_stopped_is_given_up_at_the_deadline():
+    port = free_port()
+    with subprocess.Popen([sys.executable, "-c", SERVER, str(port)]) as server:
+        try:
+            client = stranger(port)
+            os.kill(server.pid, signal.SIGSTOP)
+            with peers.Peers() as known:
+                exchange = store.StoreExchange(client, "the store", 1, 2, 0.2, known)
+                with pytest.raises(
+                    RendezvousFailed, match=r"the store did not answer rank 1 .*0.2"
+                ):
+                    exchange(1)
+        finally:
+            server.kill()
 
 
 def join_torch_afterwards(group, port):

@@ -55,7 +55,6 @@ def find(
             mine = Meeting.draw() if rank == 0 else None
         except RendezvousFailed as error:
             problem = f"rank 0: {error}"
-        # Directories are made after their name was sent: ranks that outlive rank 0 remove them.
         place = mine.address if mine else None
         began = time.monotonic()
         said = exchange({**_host(), "place": place, "problem": problem})
@@ -76,8 +75,10 @@ def find(
                 watched.watch(r, host)
         first = _meeting_of(hosts[0].get("place"))
         places = first, first.in_shared_memory()
-        for each in places:  # without this rank the meeting cannot succeed, and rank 0 may die
+        for each in places:  # without this rank the meeting cannot succeed
             held.callback(each.remove)
+        # All know the names before the directories are made: ranks that outlive rank 0 remove them.
+        _swapped(exchange, [None, None])
         made = [_tried(each.make)[1] if rank == 0 else None for each in places]
         _swapped(exchange, made)  # nobody looks for a directory before it is there
         tried = [

@@ -16,7 +16,9 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import queue
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -32,9 +34,9 @@ from weft.memory.wire import JSON, VALUE_LIMIT, Malformed, decode, encode, text_
 SECRET = "WEFT_SECRET"
 _LINGER = 2.0  # seconds that rank 0 keeps a store for ranks that have still to connect
 _LAST_WORDS = 0.5  # seconds: a dead rank's connections end a moment before its process
-# By address, until the process ends: other ranks may have still to read, and a later group, or
-# init_process_group in this process, goes on with the same server.
-_served: dict[str, TCPStore] = {}
+# By process and address, until the process ends: other ranks may have still to read, and a later
+# group, or init_process_group in this process, goes on with the same server.
+_served: dict[tuple[int, str], TCPStore] = {}
 
 
 def environment() -> tuple[int, int, int | None]:
@@ -57,13 +59,14 @@ def store_of_environment(rank: int, timeout: float) -> tuple[Store, str]:
     """
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     at = f"{address}:{port}"
+    served = os.getpid(), at
     try:
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            listener = None if at in _served else listen(address, port)
+            listener = None if served in _served else listen(address, port)
             if listener is not None:
-                _served[at] = serve(listener, timeout)
+                _served[served] = serve(listener, timeout)
         limit = timedelta(seconds=timeout)
-        store = _served.get(at) if rank == 0 else None
+        store = _served.get(served) if rank == 0 else None
         store = store or TCPStore(address, port, None, False, limit, wait_for_workers=False)
     except RendezvousFailed:
         raise
@@ -157,7 +160,31 @@ class StoreExchange:
         self._turn = 0
 
     def __call__(self, value: JSON) -> list[Any]:
-        """`value` of every rank, in rank order. Raises RendezvousFailed."""
+        """`value` of every rank, in rank order. Raises RendezvousFailed.
+
+        In a thread: no deadline ends a wait for a server whose process is stopped.
+        """
+        said: queue.SimpleQueue[list[Any] | Exception] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                said.put(self._ask(value))
+            except Exception as error:
+                said.put(error)
+
+        threading.Thread(target=ask, name="weft-store", daemon=True).start()
+        try:
+            found = said.get(timeout=self._timeout + _LINGER + 1.0)
+        except queue.Empty:
+            raise RendezvousFailed(
+                f"{self._where} did not answer rank {self._rank} within {self._timeout:g} s: look "
+                "whether the process that serves it, in most jobs rank 0, is stopped"
+            ) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _ask(self, value: JSON) -> list[Any]:
         try:
             self._group = self._group or self._store.add(f"{self._rank}/groups", 1)
             self._turn += 1

@@ -7,6 +7,7 @@ a descriptor of memory that holds it. Nothing here waits.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import math
 import os
@@ -125,7 +126,11 @@ def _send(connection: socket.socket, data: bytes, fd: int | None) -> bool:
         connection.sendmsg([data], control, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
-    except (BrokenPipeError, ConnectionResetError) as error:
+    except OSError as error:
+        if error.errno == errno.ETOOMANYREFS:  # descriptors of this user on their way
+            return False
+        if not isinstance(error, BrokenPipeError | ConnectionResetError):
+            raise
         raise Gone(str(error)) from error
     return True
 
