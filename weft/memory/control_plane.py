@@ -87,6 +87,11 @@ class ControlPlane:
         self._sequence = 0
         self._broken = None
 
+    def leave(self, why: str) -> None:
+        """Raise `why` in every call until `resume`, here and at peers that wait for this rank."""
+        self._broken = self._broken or why
+        self._tell(Kind.FAIL, encode(why))
+
     def name(self, rank: int) -> str:
         """For errors: the rank, and its process."""
         return f"rank {rank} (pid {self.pids[rank]})"
