@@ -524,7 +524,7 @@ class MoE:
         given: are there weights for it?
         """
         assert self._replicas is not None
-        if self._mixed and not given:
+        if self._mixed and not given and not self.exchange.broken:
             raise InvalidArgument(
                 "moving experts failed in the middle: no rank has their weights, pass weights="
             )
