@@ -32,7 +32,7 @@ from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
 MAX_AGREEING = 32  # ranks: bits of a set in a word
 SLOTS = 2
 _PAGE = mmap.PAGESIZE
-_LATE = 0.5  # seconds that a suspect has to come before it is killed
+_LATE = 0.5  # seconds that a suspect has to come to a round before it is killed
 _LOOK = 0.0005  # seconds between two looks at the pages
 _ROUND_LIMIT = (1 << 31) - 1
 _KEEP = 1 << 32
@@ -112,13 +112,12 @@ class Agreement:
         Raises RecoveryFailed at the deadline, or where a suspect cannot be killed. To be called
         again it goes on in the same round.
         """
-        fence_at = min(time.monotonic() + _LATE, deadline)
         if not self._published:
             self._keep = keep
         while True:
             if not self._published:
                 self._publish(processes)
-            said, gone = self._collect(processes, suspects, fence_at, deadline)
+            said, gone = self._collect(processes, suspects, deadline)
             self._published = False
             mine = self._dead, self._keep
             self._dead = self._dead.union(gone, *(dead for dead, _ in said))
@@ -145,12 +144,13 @@ class Agreement:
         self._published = True
 
     def _collect(
-        self, processes: Liveness, suspects: Collection[int], fence_at: float, deadline: float
+        self, processes: Liveness, suspects: Collection[int], deadline: float
     ) -> tuple[list[tuple[frozenset[int], bool]], set[int]]:
         """What the others published in this round, and which ranks ended without that."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
         said: list[tuple[frozenset[int], bool]] = []
         gone: set[int] = set()
+        fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
         while True:
             for rank in sorted(waiting):
                 ended = processes.ended(rank)  # first: after its end its page is final

@@ -405,7 +405,8 @@ class Group:
         return a value of each rank, a rank that is gone has None.
 
         suspects: ranks to kill if they do not call this, too, within half a second. Those that an
-        operator waited for in vain (PeerTimeout) are among them without being named. Nobody
+        operator waited for in vain (PeerTimeout) are among them without being named. One that
+        waits in a control message raises RendezvousFailed at once, so that it can come. Nobody
         else is killed, and no living rank is left out.
         timeout: seconds, in all.
 
@@ -425,6 +426,8 @@ class Group:
         if self._undecided and self._take_in(doubted, deadline):
             self._recoverable()[0].leave(f"rank {self.rank} gave up waiting in replace")
         control, liveness, agreement = self._recoverable()
+        if doubted:  # one of them may only wait for another, in a message with a longer deadline
+            control.interrupt(doubted, f"{control.name(self.rank)} left its calls to recover")
         while True:
             era, dead, _ = agreement.decide(liveness, doubted, deadline)
             with self._fate:
