@@ -183,16 +183,21 @@ def test_peers_leave_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_whoever_started_the_ranks_can_end_the_meeting(meeting):
+@pytest.mark.parametrize("why", [None, "rank 3 had no memory"])
+def test_whoever_started_the_ranks_can_end_the_meeting(meeting, why):
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(gather, meeting, r, 4, LONG) for r in (0, 1)]
         for rank in (0, 1):
             connect(meeting, rank).close()
         started = time.monotonic()
-        meeting.remove()
+        if why is None:
+            meeting.remove()
+        else:
+            meeting.end(why)
         for each in ranks:
-            assert "is over: another rank gave up, or the " in str(each.result())
+            assert (why or "is over: another rank gave up, or the ") in str(each.result())
         assert time.monotonic() - started < SOON
+    meeting.end("it is over already")
     assert not os.path.exists(meeting.directory)
 
 

@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 from weft.errors import OutOfOrder, RendezvousFailed
@@ -91,6 +91,15 @@ class ControlPlane:
         self._era = era
         self._sequence = 0
         self._broken = None
+
+    def leave(self, why: str) -> None:
+        """Raise `why` in every call until `resume`, here and at peers that wait for this rank."""
+        self._broken = self._broken or why
+        self._tell({"era": self._era, "fail": text_of(why)})
+
+    def interrupt(self, ranks: Collection[int], why: str) -> None:
+        """Raise `why` on these ranks, if they wait in a call, for whichever rank it is."""
+        self._tell({"era": self._era, "fail": text_of(why)}, ranks)
 
     def name(self, rank: int) -> str:
         """For errors: the rank, and its process."""
@@ -229,8 +238,10 @@ class ControlPlane:
             return f"{self.name(rank)} closed its group while the others were in {op}"
         return f"{self.name(rank)} left the group while the others were in {op}: {text_of(why)}"
 
-    def _tell(self, body: JSON) -> None:
-        for connection in self.peers.values():
+    def _tell(self, body: JSON, ranks: Collection[int] | None = None) -> None:
+        for rank, connection in self.peers.items():
+            if ranks is not None and rank not in ranks:
+                continue
             with contextlib.suppress(OSError):
                 send(connection, encode(body))
 

@@ -154,8 +154,7 @@ class _Threads:
             report = report_of(rank, group, lambda: fn(group, *args))
         except BaseException as error:
             report = Report.raised(rank, error)
-            if rank not in self.groups:
-                self.meeting.remove()  # which ends it for the others
+            self.meeting.end(report.line())
         self.reports.put(report)
 
     def collect(self, deadline: float) -> list[Report]:

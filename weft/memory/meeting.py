@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 
 from weft.errors import InvalidArgument, RendezvousFailed
+from weft.memory.wire import encode, send
 
 _PREFIX = "weft-"
 _OURS = re.compile(r"\d+(\.bound)?")  # the sockets of the ranks
@@ -124,6 +125,24 @@ class Meeting:
     def in_shared_memory(self) -> Meeting:
         """This meeting moved to /dev/shm, which containers of one IPC namespace share."""
         return Meeting(os.path.join("/dev/shm", os.path.basename(self.directory)), self.nonce)
+
+    def end(self, why: str) -> None:
+        """End the meeting for every rank that has not met the others yet: it raises `why`.
+
+        For a launcher that sees a rank fail. After all have met it does nothing.
+        """
+        with contextlib.suppress(RendezvousFailed, OSError):  # they met, or failed
+            directory = self.enter()
+            try:
+                for name in filter(str.isdigit, os.listdir(self.directory)):
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                        connection.setblocking(False)
+                        with contextlib.suppress(OSError):  # that one is gone
+                            connection.connect(f"/proc/self/fd/{directory}/{name}")
+                            send(connection, encode({"nonce": self.nonce.hex(), "fail": why}))
+            finally:
+                os.close(directory)
+        self.remove()
 
     def remove(self) -> None:
         """Remove the directory and the ranks' names in it, which ends the meeting. Idempotent.

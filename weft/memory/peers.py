@@ -52,6 +52,10 @@ class Peers:
         except OSError as error:
             self._unseen[rank] = f"pidfd_open: {error.strerror}"
 
+    def hold(self, rank: int, pid: int, fd: int) -> None:
+        """Watch rank `rank` by what `LivenessFd` gave its peers; duplicates `fd`."""
+        self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
+
     def pidfds(self) -> list[int]:
         """Of the ranks that are watched: readable once the process ended."""
         return list(self._pidfds.values())

@@ -103,7 +103,7 @@ def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
             grace = GRACE if ranks[r].met else GRACE_MEETING
             deadline = min(deadline, time.monotonic() + grace)
             if not ranks[r].met:
-                job.meeting.remove()  # which ends it for the others
+                job.meeting.end(report.line())
 
 
 def _hear(rank: int, each: _Rank) -> Report | None:

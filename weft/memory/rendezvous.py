@@ -7,9 +7,9 @@ As soon as all have met the directory is removed, so that nothing named is left 
 `kill -9`.
 
 A rank that dies ends the meeting for all: once connected by its socket, before that by its pidfd
-where its process is known (`peers.py`), or by its launcher, which removes the directory. A
-socket's name appears only when somebody listens, so a name where nobody listens says that a rank
-is gone. A rank that is stopped, and not dead, has the deadline.
+where its process is known (`peers.py`), or by its launcher, which tells the others and removes the
+directory. A socket's name appears only when somebody listens, so a name where nobody listens says
+that a rank is gone. A rank that is stopped, and not dead, has the deadline.
 """
 
 from __future__ import annotations
@@ -242,6 +242,8 @@ class _Rendezvous:
             if rank is not None:
                 self.control.fail(f"rank {rank} (pid {pid}): {why}")
             return
+        if "fail" in message.body:  # of the launcher (Meeting.end)
+            self.control.fail(text_of(message.body["fail"]))
         self._admit(connection, pid, message.body)
 
     def _admit(self, connection: socket.socket, pid: int, said: dict[str, Any]) -> None:

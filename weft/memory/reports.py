@@ -51,6 +51,12 @@ class Report:
             blamed=_blamed(rank, error),
         )
 
+    def line(self) -> str:
+        """The failure in one line, for the other ranks."""
+        if self.kind == "died":
+            return f"rank {self.rank} died: {self.text}"
+        return f"rank {self.rank} raised {self.name}: {self.text}"
+
     def packed(self) -> bytes:
         """The report for the launcher's own pipe; an error that cannot be pickled stays here."""
         if self.error is not None:
