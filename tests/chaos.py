@@ -1,28 +1,46 @@
-"""Ranks are killed and stopped at random in calls of every kind; survivors go on, and are right.
+"""Ranks are killed and stopped at random, wherever they are; the others go on, and are right.
 
-    python -m tests.chaos --seconds 3600 [--seed 17]
+    python -m tests.chaos --seconds 3600 [--seed 17] [--out build/chaos.txt]
 
-A seed says who dies, when and how, so a run that failed can be made again. Four ranks make rounds
-of an AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts each lie on three
-ranks. One or two of them are killed at a fault point of a kernel, at a random moment (of a round,
-of an agreement, of a recovery), or are stopped by SIGSTOP, as one that hangs. In half of the runs
-new processes then take their numbers, of which some are killed as well. Every result is compared
-with the reference over the living, and at the end nothing may be mapped that was not before.
+A seed says who dies, when and how, so a run that failed can be made again. In one of six runs the
+ranks are struck while they meet for the first time. In the others four ranks make rounds of an
+AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts are each on three ranks
+and move between calls. One or two ranks are killed, or stopped by SIGSTOP as ones that hang: at a
+fault point of a kernel, at a random moment, or at the n-th control message of a relocation, a
+recovery or a replacement. In half of these runs new processes take their numbers, and are struck as
+well.
+
+Every result is compared with the reference over the living. At the end the right ranks must live,
+and no descriptor, mapping, directory or process may be left. Every wait has a deadline of seconds;
+a run that lasts longer fails, with the stack of each rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
+import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 import weft
 from tests import lowlatency_rounds, sums
@@ -34,59 +52,138 @@ from tests.moe.test_moe_recovery import CASE as LAYER
 from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import plan_death
-from weft.errors import BadExpertId, CreationFailed, GroupError, RendezvousFailed
+from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
+from weft.memory import processes
 from weft.memory.launch import launch
+from weft.memory.meeting import Meeting
+from weft.memory.wire import Channel
+from weft.moe import ExpertWeights, Replicas
 
-RANKS, STEPS, REPLACED = 4, 24, 16
-KINDS = ("alltoall", "lowlatency", "reduce", "layer")
+RANKS, STEPS, REPLACED = 4, 30, 18
+KINDS = ("alltoall", "lowlatency", "reduce", "layer", "relocate")
 POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "reduce": range(8, 11)}
-LONG = 600.0
-HANGS = 8.0  # seconds until a stopped rank is given up: a busy machine is slow, too
+PLACES = (THRICE, Replicas(THRICE.logical[::-1], RANKS))
+CALL = 8.0  # seconds for a call or a control message: a busy machine is slow, too
+JOIN = 12.0  # for new processes to come, and each of their steps
+ARRIVE = 4.0  # for ranks to meet the first time
+RECOVER = 15.0
+LIMIT = 240.0  # for a run, which may compile kernels first
+MANY = 20  # failures that end all
+TRIES = 8  # recoveries one after the other
 BROKEN = (GroupError, RendezvousFailed, CreationFailed)
+IMPORTED = (sums.__name__, open_layer.__module__, "pytest", "sympy")  # sympy: by torch, in 5 s
+BEFORE_END = threading.Lock()  # held for good by a process that is struck no more
+REFUSED = 3  # exit code of a new process that was not taken in
 
 
 @dataclass(frozen=True)
 class Death:
-    """rank: who.   step: before which.   how: "point", "kill", "stop" or "recovery".
+    """How a process is struck.
 
-    after: seconds from there, for all but "point".
+    place: "meeting"; "round", before `step`; "recovery", "replacement": in the first that it takes
+        part in; "newcomer": from its start.
+    how: "point" (a fault point of a kernel), "kill", "stop".
+    after: seconds from there, or control messages, or the number of the fault point.
     """
 
-    rank: int
-    step: int
+    place: str
     how: str
     after: float
+    frames: bool = False
+    step: int = 0
+
+    def arm(self) -> None:
+        """Strike this process so much later."""
+        if self.frames:
+            self._at_frame()
+        else:
+            timer = threading.Timer(self.after, self._strike)
+            timer.daemon = True
+            timer.start()
+
+    def _strike(self) -> None:
+        with BEFORE_END:
+            os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
+
+    def _at_frame(self) -> None:
+        """Strike before that control message is sent: each goes to one peer."""
+        channel: Any = Channel
+        flush, left = channel.flush, [int(self.after)]
+
+        def counted(this: Channel) -> None:
+            if this.unsent:
+                left[0] -= 1
+                if left[0] == 0:
+                    self._strike()
+            flush(this)
+
+        channel.flush = counted
+
+    @property
+    def name(self) -> str:
+        """For the summary."""
+        when = "at a fault point" if self.how == "point" else "at a message" if self.frames else ""
+        return " ".join(filter(None, (self.place, "stop" if self.how == "stop" else "kill", when)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed says. newcomers: seconds after which each new process dies; None: it lives."""
+    """What a seed says.
+
+    deaths: of ranks.   newcomers: of new processes, in the order of their start; later ones live.
+    """
 
     seed: int
     way: str
-    deaths: tuple[Death, ...]
+    meets: bool
     replaces: bool
-    newcomers: tuple[float | None, ...]
+    deaths: dict[int, Death]
+    newcomers: tuple[Death | None, ...]
 
     @classmethod
     def of(cls, seed: int) -> Plan:
         """Draw everything."""
         draw = random.Random(seed)
+        meets, replaces = draw.random() < 1 / 6, draw.random() < 0.5
         victims = draw.sample(range(RANKS), draw.choice((1, 1, 2)))
-        deaths: list[Death] = []
+        deaths: dict[int, Death] = {}
         for rank in victims:
-            how = draw.choices(("point", "kill", "stop", "recovery"), (4, 4, 1, 2))[0]
-            if how == "recovery" and not deaths:
-                how = "kill"  # there is nothing to recover from before
-            deaths.append(Death(rank, draw.randrange(2, REPLACED - 4), how, draw.random() / 20))
-        late = [draw.choice((None, None, 3 * draw.random())) for _ in victims]
-        replaces = draw.random() < 0.5
-        return cls(seed, draw.choice(list(WAYS)), tuple(deaths), replaces, tuple(late))
+            places = ["round"] if not deaths else ["round", "recovery"] + ["replacement"] * replaces
+            place = "meeting" if meets else draw.choice(places)
+            deaths[rank] = drawn_death(draw, place)
+        newcomers = [
+            drawn_death(draw, "newcomer") if draw.random() < 0.7 else None
+            for _ in range(len(victims) + 1)
+        ]
+        return cls(seed, draw.choice(list(WAYS)), meets, replaces, deaths, tuple(newcomers))
 
-    @property
-    def timeout(self) -> float:
-        """Deadline of a call."""
-        return HANGS if any(each.how == "stop" for each in self.deaths) else LONG
+    def stops(self, place: str = "") -> bool:
+        """Is a process stopped there, or anywhere?"""
+        every = (*self.deaths.values(), *filter(None, self.newcomers))
+        return any(death.how == "stop" and place in ("", death.place) for death in every)
+
+    def __str__(self) -> str:
+        struck = [f"rank {rank}: {death}" for rank, death in self.deaths.items()]
+        new = [str(death) for death in self.newcomers] if self.replaces and not self.meets else []
+        return f"{self.way}; {'; '.join(struck)}" + "".join(f"; new: {each}" for each in new)
+
+
+def drawn_death(draw: random.Random, place: str) -> Death:
+    """How a process is struck at a place."""
+    how = "stop" if draw.random() < 0.2 else "kill"
+    if place == "round":
+        step = draw.randrange(2, REPLACED - 4)
+        kind = KINDS[step % len(KINDS)]
+        if kind == "relocate" and draw.random() < 0.8:
+            return Death(place, how, draw.randrange(1, 60), frames=True, step=step)
+        if kind in POINTS and how == "kill" and draw.random() < 0.5:
+            return Death(place, "point", draw.choice(POINTS[kind]), step=step)
+        return Death(place, how, draw.random() / 20, step=step)
+    frames = {"meeting": 14, "recovery": 10, "replacement": 40, "newcomer": 90}[place]
+    seconds = {"meeting": 0.03, "recovery": 0.02, "replacement": 0.5, "newcomer": 1.5}[place]
+    if draw.random() < 0.7:
+        return Death(place, how, draw.randrange(1, frames), frames=True)
+    return Death(place, how, seconds * draw.random())
 
 
 @dataclass
@@ -95,204 +192,505 @@ class Rank:
 
     group: weft.Group
     plan: Plan
-    step: int = 0
+    folder: Path
     new: bool = False  # took a dead rank's number
+    step: int | None = 0  # None: before it knows where the others are
     recoveries: int = 0
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     operators: dict[str, Any] = field(default_factory=dict)
 
     def open(self, stack: ExitStack) -> None:
         """Make everything, in the same order on all ranks."""
-        group, more = self.group, {"timeout": self.plan.timeout, "first_timeout": LONG}
+        group, more = self.group, {"timeout": CALL, "first_timeout": CALL}
         points: dict[str, Any] = {**more, "_defines": ("WEFT_FAULTS=1",)}
         sizes: dict[str, Any] = {
             "max_tokens": TOKENS,
             "top_k": ROUND.top_k,
             "num_experts": ROUND.experts,
         }
-        mode = Mode(more=points)
         made: dict[str, Any] = {
             "alltoall": weft.AllToAll(group, hidden=ROUND.hidden, **sizes, **points),
-            "lowlatency": mode.make(group, ROUND, TOKENS),
+            "lowlatency": Mode(more=points).make(group, ROUND, TOKENS),
             "reduce": weft.AllReduce(group, max_tokens=8, hidden=256, missing="drop", **points),
             "layer": open_layer(group, LAYER, THRICE, **WAYS[self.plan.way], **more),
         }
         for each in made.values():
             stack.enter_context(each)
         self.operators = made
+        group.timeout = CALL
 
     def run(self) -> None:
         """All steps, whatever happens."""
+        together = self.step is not None
         while True:
             try:
+                if not together:
+                    self.come_together()
+                    together = True
+                assert self.step is not None
                 if self.step >= REPLACED and self.plan.replaces and len(self.group.living) < RANKS:
+                    together = False
                     self.replace()
-                    continue
-                if self.step < STEPS:
+                elif self.step < STEPS:
                     self.disturb()
-                    self.one_step()
+                    self.one_step(self.step)
                     self.step += 1
-                    continue
-                if self.dying:  # somewhere before the others part
-                    time.sleep(LONG)
-                self.group.barrier(timeout=self.plan.timeout)
-                return
+                elif self.death is not None:
+                    time.sleep(CALL)
+                    raise AssertionError(f"rank {self.group.rank} still lives: {self.death}")
+                else:
+                    if self.new:  # who is struck in the last message may leave the others apart
+                        BEFORE_END.acquire(blocking=False)
+                    self.group.barrier()
+                    return
             except BROKEN:
+                together = False
                 self.recover()
 
     @property
-    def dying(self) -> bool:
-        """Is this rank to die?"""
-        return not self.new and any(d.rank == self.group.rank for d in self.plan.deaths)
+    def death(self) -> Death | None:
+        """Of this process, if it is a rank of the beginning."""
+        return None if self.new else self.plan.deaths.get(self.group.rank)
+
+    def strike(self, place: str) -> None:
+        """What the plan has for this process here."""
+        if self.death is not None and self.death.place == place:
+            self.death.arm()
 
     def disturb(self) -> None:
         """What the plan has for this rank before this step."""
-        for death in self.plan.deaths if self.dying else ():
-            if death.rank != self.group.rank or death.step != self.step:
-                continue
-            kind = KINDS[self.step % len(KINDS)]
-            if death.how == "point" and kind in POINTS:
-                points = POINTS[kind]
-                plan_death(self.operators[kind], points[self.plan.seed % len(points)])
-            elif death.how != "recovery":
-                end(death.after, signal.SIGSTOP if death.how == "stop" else signal.SIGKILL)
+        death = self.death
+        if death is None or death.place != "round" or death.step != self.step:
+            return
+        if death.how == "point":
+            plan_death(self.operators[KINDS[self.step % len(KINDS)]], int(death.after))
+        else:
+            death.arm()
 
-    def one_step(self) -> None:
+    def one_step(self, step: int) -> None:
         """A call of every kind in turn, compared with the reference over the living."""
-        kind, living, seed = KINDS[self.step % len(KINDS)], list(self.group.living), self.step
+        kind, living = KINDS[step % len(KINDS)], list(self.group.living)
+        if kind == "relocate":
+            self.operators["layer"].relocate(PLACES[step // len(KINDS) % 2])
+            return
         operator = self.operators[kind]
         if kind == "alltoall":
-            case = ROUND.next(seed=seed)
-            one_round(operator, case, living, "pull", rows=None, halves=False)
+            one_round(operator, ROUND.next(seed=step), living, "pull", rows=None, halves=False)
         elif kind == "lowlatency":
-            case, mode = ROUND.next(seed=seed), Mode()
-            lowlatency_rounds.play(operator, mode, case, living=living, checks=False)
+            case = ROUND.next(seed=step)
+            lowlatency_rounds.play(operator, Mode(), case, living=living, checks=False)
         elif kind == "reduce":
-            sums.play(operator, sums.Sum(tokens=5, seed=seed), "auto", None, living)
+            sums.play(operator, sums.Sum(tokens=5, seed=step), "auto", None, living)
         else:
-            x, logits = LAYER.next(seed=seed).of(self.group.rank, self.group.device)
-            hold(operator, LAYER, operator(x, logits), seed)
+            x, logits = LAYER.next(seed=step).of(self.group.rank, self.group.device)
+            hold(operator, LAYER, operator(x, logits), step)
         if len(living) == RANKS:
             operator.check()
             return
-        with suppress(BadExpertId):  # of a rank that is gone; said once for each
+        with suppress(BadExpertId):  # of a rank that is gone; raised once for each
             operator.check()
 
     def recover(self) -> None:
-        """Go back to where all of the living are."""
-        for death in self.plan.deaths if self.dying else ():
-            if death.rank == self.group.rank and death.how == "recovery":
-                end(death.after, signal.SIGKILL)
-        suspects = [d.rank for d in self.plan.deaths if d.how == "stop"]
-        while True:
+        """Go on without ranks that are gone."""
+        self.strike("recovery")
+        suspects = [rank for rank, death in self.plan.deaths.items() if death.how == "stop"]
+        if self.plan.stops("newcomer"):
+            suspects = list(self.plan.deaths)
+        last: Exception | None = None
+        for _ in range(TRIES):
             try:
-                self.group.recover(suspects=suspects, timeout=LONG)
-                said = self.group.all_gather(self.step, timeout=self.plan.timeout)
-                self.step = min(said[rank] for rank in self.group.living)
-                self.recoveries += 1
-                return
-            except BROKEN:
+                self.group.recover(suspects=suspects, timeout=RECOVER)
+            except (ExpertsLost, CreationFailed) as error:
+                last = error
+                if "moving experts failed" not in str(error):
+                    continue
+            except BROKEN as error:
+                last = error
                 continue
+            self.recoveries += 1
+            return
+        raise AssertionError(f"{TRIES} recoveries failed, the last one by: {last}") from last
+
+    def come_together(self) -> None:
+        """Go back to where all old ranks are, with the weights of one placement."""
+        layer = self.operators["layer"]
+        said = self.group.all_gather([self.step, layer._mixed])
+        known = [said[rank] for rank in self.group.living]
+        step = min(each[0] for each in known if each[0] is not None)
+        if any(mixed or at is None for at, mixed in known):
+            place, rank = PLACES[step % 2], self.group.rank
+            mine = [LAYER.expert(e) for e in place.local(rank)]
+            weights = ExpertWeights.stack(LAYER.config, mine, self.group.device)
+            layer.relocate(place, weights=weights)
+        self.step = step
 
     def replace(self) -> None:
-        """Take in new processes, until all live."""
+        """Take in new processes for all ranks that are gone."""
         group = self.group
+        self.strike("replacement")
         meeting = group.open_meeting()
-        gone = [rank for rank in range(RANKS) if rank not in group.living]
         if group.rank == group.living[0]:
-            for at, rank in enumerate(gone):
-                once = not self.processes[at:]  # the second one of a number lives
-                dies = self.plan.newcomers[at] if once else None
-                self.processes.append(start(meeting.address, rank, self.plan.seed, dies))
-        group.replace(meeting, timeout=LONG)
-        self.go_on_with_all()
-
-    def go_on_with_all(self) -> None:
-        """After a replacement: the new ranks hear where the old ones are."""
-        self.step = max(self.group.all_gather(self.step, timeout=LONG))
-
-
-def end(after: float, how: signal.Signals) -> None:
-    """This process, some time from now."""
-    threading.Timer(after, os.kill, (os.getpid(), how)).start()
-
-
-def start(address: str, rank: int, seed: int, dies: float | None) -> subprocess.Popen[bytes]:
-    """A new process that is to be rank `rank`."""
-    given = [address, str(rank), str(seed), "never" if dies is None else str(dies)]
-    code = "import sys; from tests.chaos import newcomer; newcomer(*sys.argv[1:])"
-    return subprocess.Popen([sys.executable, "-c", code, *given])
-
-
-def newcomer(address: str, rank: str, seed: str, dies: str) -> None:
-    """What a new process does."""
-    if dies != "never":
-        end(float(dies), signal.SIGKILL)
-    with ExitStack() as stack:
-        group = weft.Group.join(address, rank=int(rank), size=RANKS, device="cpu", timeout=LONG)
-        stack.enter_context(group)
-        this = Rank(group, Plan.of(int(seed)), new=True)
-        this.open(stack)
-        group.enter(timeout=LONG)
+            gone = [rank for rank in range(RANKS) if rank not in group.living]
+            ask(self.folder, "start", meeting.address, gone)
         try:
-            this.go_on_with_all()
+            group.replace(meeting, timeout=JOIN)
         except BROKEN:
-            this.step = REPLACED
-            this.recover()
-        this.run()
+            ask(self.folder, "end", meeting.address)
+            raise
 
 
-def rank_body(group: weft.Group, seed: int) -> dict[str, Any]:
-    """A rank of the beginning; what a survivor has to say."""
-    before = state()
-    this = Rank(group, Plan.of(seed))
-    with ExitStack() as stack:
-        this.open(stack)
-        this.run()
-    codes = [process.wait(LONG) for process in this.processes]
+def ask(folder: Path, what: str, address: str, ranks: list[int] | None = None) -> None:
+    """Ask the driver to start new processes, or to end them."""
+    path = folder / f"{time.monotonic_ns()}.{os.getpid()}"
+    path.write_text(json.dumps([what, address, ranks]))
+    path.rename(path.with_suffix(".ask"))
+
+
+class Started(NamedTuple):
+    """A new process."""
+
+    address: str
+    process: BaseProcess
+    death: Death | None
+
+
+class Newcomers:
+    """New processes, which the driver starts and ends, since any rank may die. A context manager.
+
+    A thread does what ranks `ask` for. One that ends, ends its meeting, as a launcher does.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan, self._folder, self._stop = plan, folder, threading.Event()
+        self._late = iter(plan.newcomers)
+        self.started: list[Started] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def _serve(self) -> None:
+        ended: set[int] = set()
+        try:
+            while not self._stop.wait(0.01):
+                for path in sorted(self._folder.glob("*.ask")):
+                    what, address, ranks = json.loads(path.read_text())
+                    path.unlink()
+                    for rank in ranks or ():
+                        self._start(address, rank)
+                    if what == "end":
+                        self._end(address)
+                for at, each in enumerate(self.started):
+                    if at not in ended and each.process.exitcode is not None:
+                        ended.add(at)
+                        Meeting.at(each.address).end(f"{each.process.name} ended")
+        except BaseException as error:
+            self._error = error
+
+    def _start(self, address: str, rank: int) -> None:
+        death = next(self._late, None)
+        process = fork_server().Process(
+            target=newcomer,
+            args=(address, rank, self._plan.seed, death, str(self._folder), len(self.started)),
+            name=f"the new process of rank {rank}",
+        )
+        process.start()
+        self.started.append(Started(address, process, death))
+
+    def _end(self, address: str) -> None:
+        for each in self.started:
+            if each.address == address and each.process.exitcode is None:
+                each.process.kill()
+
+    def __enter__(self) -> Newcomers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        deadline = time.monotonic() + CALL
+        for each in self.started:
+            each.process.join(max(0.0, deadline - time.monotonic()))
+        self._stop.set()
+        self._thread.join()
+        stuck = [e.process.name for e in self.started if e.process.exitcode is None]
+        for each in self.started:
+            each.process.kill()
+            each.process.join()
+        if self._error is not None:
+            raise self._error
+        assert not stuck, f"{', '.join(stuck)} did not end"
+
+
+def newcomer(
+    address: str, rank: int, seed: int, death: Death | None, folder: str, number: int
+) -> None:
+    """What a new process does."""
+    plan = Plan.of(seed)
+    with stacks(Path(folder), f"newcomer {rank} {number}"):
+        before = state()
+        if death is not None:
+            death.arm()
+        try:
+            group = weft.Group.join(address, rank=rank, size=RANKS, device="cpu", timeout=JOIN)
+        except BROKEN:
+            sys.exit(REFUSED)
+        with group, ExitStack() as stack:
+            this = Rank(group, plan, Path(folder), new=True, step=None)
+            group.timeout = JOIN
+            try:
+                this.open(stack)
+                group.enter(timeout=JOIN)
+            except BROKEN:
+                sys.exit(REFUSED)
+            this.run()
+        tell(Path(folder), f"newcomer {rank} {number}", {**outcome(this, before), "number": number})
+
+
+@contextlib.contextmanager
+def stacks(folder: Path, name: str) -> Iterator[None]:
+    """Within, a process that lives too long writes where its threads are; so does an error."""
+    torch.set_num_threads(1)
+    path = folder / f"{name}.stack"
+    with path.open("w") as file:
+        file.write(f"pid {os.getpid()}\n")
+        file.flush()
+        faulthandler.dump_traceback_later(LIMIT - 10.0, file=file)
+        try:
+            yield
+        except Exception:
+            file.write(traceback.format_exc())
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    path.unlink()
+
+
+def outcome(this: Rank, before: tuple[int, int, int]) -> dict[str, Any]:
+    """What a rank has to say at the end, when its operators are closed."""
     after = state()
     return {
-        "living": group.living,
+        "living": this.group.living,
         "recoveries": this.recoveries,
-        "codes": codes,
         "mapped": after[1] - before[1],
         "files": after[0] - before[0],
     }
 
 
-def one_run(seed: int) -> None:
-    """Raises AssertionError, or what a rank raised, with the seed in its text."""
-    plan = Plan.of(seed)
-    victims = {death.rank for death in plan.deaths}
+def tell(folder: Path, name: str, said: dict[str, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(said))
+
+
+def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
+    """A rank of the beginning; what a survivor has to say."""
+    with stacks(Path(folder), f"rank {group.rank}"):
+        before = state()
+        this = Rank(group, Plan.of(seed), Path(folder))
+        with ExitStack() as stack:
+            this.open(stack)
+            this.run()
+        return outcome(this, before)
+
+
+def arrive(address: str, rank: int, seed: int, folder: str) -> None:
+    """A rank that meets the others for the first time, while some are struck."""
+    death = Plan.of(seed).deaths.get(rank)
+    with stacks(Path(folder), f"rank {rank}"):
+        before, began = state(), time.monotonic()
+        if death is not None:
+            death.arm()
+        said, text = "met", ""
+        try:
+            group = weft.Group.from_meeting(
+                Meeting.at(address),
+                rank=rank,
+                size=RANKS,
+                device=torch.device("cpu"),
+                timeout=ARRIVE,
+            )
+            with group:
+                group.barrier()
+        except RendezvousFailed as error:
+            said, text = "RendezvousFailed", str(error)
+        took, after = time.monotonic() - began, state()
+        found = {"said": said, "text": text, "seconds": took}
+        tell(
+            Path(folder),
+            f"rank {rank}",
+            {**found, "files": after[0] - before[0], "mapped": after[1] - before[1]},
+        )
+        if death is not None:
+            os.kill(os.getpid(), signal.SIGKILL)  # it was over before
+
+
+def meet(plan: Plan, folder: Path) -> None:
+    """Ranks are struck while they meet: survivors raise what says so, in time, and keep nothing."""
+    meeting = Meeting.open()
+    context = fork_server()
+    arriving = [
+        context.Process(target=arrive, args=(meeting.address, rank, plan.seed, str(folder)))
+        for rank in range(RANKS)
+    ]
     try:
-        told = launch(rank_body, seed, ranks=RANKS, timeout=LONG, tolerate_deaths=True)
-    except Exception as error:
-        raise AssertionError(f"chaos of seed {seed} ({plan}): {error}") from error
-    survivors = {rank for rank, each in enumerate(told) if each is not None}
-    assert survivors == set(range(RANKS)) - victims, f"seed {seed}: {plan}: {told}"
+        for process in arriving:
+            process.start()
+        launches = plan.seed % 2 == 0  # as a launcher that sees a rank end does
+        deadline = time.monotonic() + LIMIT
+        survivors = set(range(RANKS)) - set(plan.deaths)
+        while any(arriving[rank].exitcode is None for rank in survivors):
+            assert time.monotonic() < deadline, "ranks still meet"
+            for rank, process in enumerate(arriving):
+                if launches and process.exitcode not in (None, 0):
+                    meeting.end(f"rank {rank} ended")
+            time.sleep(0.01)
+        codes = {rank: arriving[rank].exitcode for rank in survivors}
+        assert set(codes.values()) == {0}, f"exit codes of survivors: {codes}"
+    finally:
+        for process in arriving:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        meeting.remove()
     for rank in survivors:
-        each = told[rank]
+        said = json.loads((folder / f"rank {rank}.json").read_text())
+        assert said["files"] == said["mapped"] == 0, f"rank {rank}: {said}"
+        # Two waits one after the other: to meet, then for each other.
+        assert said["seconds"] < 2 * ARRIVE + CALL, f"rank {rank}: {said}"
+        assert said["said"] == "met" or "rank" in said["text"], f"rank {rank}: {said}"
+
+
+def work(plan: Plan, folder: Path) -> Counter[str]:
+    """Ranks are struck in rounds, recoveries and replacements; who was struck as a new process."""
+    with Newcomers(plan, folder) as new:
+        told = launch(
+            rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True
+        )
+    survivors = {rank for rank, each in enumerate(told) if each is not None}
+    assert survivors == set(range(RANKS)) - set(plan.deaths), f"{told}"
+    said = {f"rank {rank}": told[rank] for rank in survivors}
+    for path in folder.glob("newcomer *.json"):
+        said[path.stem] = json.loads(path.read_text())
+    joined = {int(name.split()[1]) for name in said if name.startswith("newcomer")}
+    assert joined == (set(plan.deaths) if plan.replaces else set()), f"{said}"
+    for name, each in said.items():
         expected = range(RANKS) if plan.replaces else sorted(survivors)
-        assert each["living"] == tuple(expected), f"seed {seed}: {plan}: {told}"
-        assert each["recoveries"] >= 1, f"seed {seed}: {plan}: {told}"
-        assert each["mapped"] == 0, f"seed {seed}: {plan}: {told}"
-        assert each["files"] <= 0, f"seed {seed}: {plan}: {told}"
-        assert set(each["codes"]) <= {0, -signal.SIGKILL}, f"seed {seed}: {plan}: {told}"
+        assert list(each["living"]) == list(expected), f"{name}: {said}"
+        assert each["recoveries"] >= 1 or name.startswith("newcomer"), f"{name}: {said}"
+        assert each["mapped"] == 0, f"{name}: {said}"
+        assert each["files"] <= 0, f"{name}: {said}"
+    ends = {each.process.name: each.process.exitcode for each in new.started}
+    assert {*ends.values()} <= {0, -signal.SIGKILL, REFUSED}, f"{ends}"
+    return Counter(
+        each.death.name
+        for each in new.started
+        if each.death is not None and each.process.exitcode == -signal.SIGKILL
+    )
+
+
+def one_run(seed: int) -> Counter[str]:
+    """Who was struck where. Raises AssertionError with the seed, and stacks where a rank stands."""
+    plan = Plan.of(seed)
+    fork_server()  # whose own directory is not one of this run
+    shared = in_shared_memory()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as place, temporary(Path(place, "tmp")):
+        folder = Path(place)
+        try:
+            struck = Counter(death.name for death in plan.deaths.values())
+            if plan.meets:
+                meet(plan, folder)
+            else:
+                struck += work(plan, folder)
+            left = os.listdir(folder / "tmp")
+            assert not left, f"directories are left: {left}"
+            deadline = time.monotonic() + CALL
+            while (children := of_fork_server()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not children, f"processes are left: {children}"
+            kept = in_shared_memory() - shared
+            while kept and time.monotonic() < deadline:  # another program's, perhaps
+                time.sleep(0.1)
+                kept &= in_shared_memory()
+            assert not kept, f"shared memory is left: {kept}"
+        except Exception as error:
+            where = [f"{path.stem}: {path.read_text()}" for path in folder.glob("*.stack")]
+            text = "\n".join([f"chaos of seed {seed} ({plan}): {error}", *sorted(where)])
+            raise AssertionError(text) from error
+    return struck
+
+
+@contextlib.contextmanager
+def temporary(folder: Path) -> Iterator[None]:
+    """Within, ranks meet in directories below `folder`."""
+    folder.mkdir()
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    variable = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = variable
+
+
+def fork_server() -> ForkServerContext:
+    """What starts processes, with everything imported that they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*processes._PRELOAD, *IMPORTED])
+    forkserver.ensure_running()
+    return context
+
+
+def in_shared_memory() -> set[str]:
+    """What weft has put into /dev/shm."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("weft")}
+
+
+def of_fork_server() -> list[str]:
+    """The processes that were started for ranks, and live."""
+    server: Any = forkserver
+    parent, found = server._forkserver._forkserver_pid, []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found.append(f"{path.parent.name} ({fields[0]})")
+    return found
 
 
 def main() -> None:
-    """Run seed after seed for so long."""
+    """Run seed after seed for so long; a line for each, and a summary."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0, help="the first; each run takes the next")
+    parser.add_argument("--out", type=Path, help="a file for the lines, as well as stdout")
     given = parser.parse_args()
     began, seed = time.monotonic(), given.seed
-    while time.monotonic() - began < given.seconds:
-        print(seed, Plan.of(seed), flush=True)
-        one_run(seed)
-        seed += 1
-    print(f"{seed - given.seed} runs, seeds {given.seed} to {seed - 1}, all right")
+    struck: Counter[str] = Counter()
+    failed: list[int] = []
+    with ExitStack() as stack:
+        file = stack.enter_context(given.out.open("a")) if given.out else None
+
+        def say(text: str) -> None:
+            for each in (sys.stdout, file):
+                if each is not None:
+                    print(text, file=each, flush=True)
+
+        while time.monotonic() - began < given.seconds and len(failed) < MANY:
+            start, result = time.monotonic(), "right"
+            try:
+                struck += one_run(seed)
+            except AssertionError as error:
+                failed.append(seed)
+                result = f"FAILED\n{error}"
+            say(f"{seed} {time.monotonic() - start:.1f} s: {Plan.of(seed)}: {result}")
+            seed += 1
+        took = time.monotonic() - began
+        say(f"seeds {given.seed} to {seed - 1} in {took:.0f} s, {len(failed)} failed: {failed}")
+        for name, count in sorted(struck.items()):
+            say(f"{count:6} {name}")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    from tests import chaos  # so that processes find what they run by its name
+
+    chaos.main()

@@ -54,7 +54,8 @@ def _own_cache(
 def _ranks_find_their_tests_imports() -> Iterator[None]:
     """Ranks import the modules of their tests: half of the time that a small one runs."""
     with pytest.MonkeyPatch.context() as patch:
-        preload = [*processes._PRELOAD, "pytest", "hypothesis", patience.__name__]
+        # sympy: torch imports it in a rank's first MoE layer, for seconds.
+        preload = [*processes._PRELOAD, "pytest", "hypothesis", "sympy", patience.__name__]
         patch.setattr(processes, "_PRELOAD", preload)
         yield
 

@@ -1,4 +1,4 @@
-"""A short form of tests/chaos.py: a death at a fault point of each of three seeds, one replaced."""
+"""A short form of tests/chaos.py: seeds in which nobody is stopped, since that takes a deadline."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import pytest
 
 from tests import chaos
 
+SEEDS = [seed for seed in range(40) if not chaos.Plan.of(seed).stops()][:8]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_survivors_are_right_whoever_dies(seed):
+    print(seed, chaos.Plan.of(seed))
     chaos.one_run(seed)

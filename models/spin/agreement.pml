@@ -10,10 +10,16 @@
  * who finish it, with one set, or by none (`decided`); nobody who lives is left out (`ended`); no word is overwritten
  * before all have read it (`word`). A rank that waits for ever is an invalid end state.
  *
+ * With SWAP each rank enters an agreement with new pages or without: new processes have met all survivors, some or
+ * none, for one may die in the middle. A bit of the word carries it; one that is not set takes it from all. Where it
+ * is decided all go on with the new pages, else all with the old ones; only one that has them decides so (`has`).
+ *
  *   SLOTS      words of a page; a round has the one of its number, modulo.
  *   ONCE       wrong: the page is not read again after the end was seen.
  *   EXPEL      wrong: SUSPECT is not killed, but counted among the dead.
  *   HASTY      wrong: a rank decides on its own set, if nobody died unpublished.
+ *   SWAP       with new pages or without.
+ *   ALONE      wrong: who has new pages goes on with them, without an agreement.
  */
 #ifndef N
 #define N 3
@@ -31,16 +37,23 @@
 #define ROUNDS 8
 #define ME (1 << me)
 #define IN(set, rank) (((set) >> (rank)) & 1)
-#define ROUND(value) ((value) >> N)
-#define SET(value) ((value) & ((1 << N) - 1))
+#define ROUND(value) ((value) >> (N + 1))
+#define SET(value) ((value) & ((1 << (N + 1)) - 1)) /* and the bit */
+#define BIT (1 << N)
+#define KEPT(bit) ((bit) << N)
+#ifdef ALONE
+#define PAGE(rank) word[((has) * N + (rank)) * SLOTS + number % SLOTS]
+short word[2 * N * SLOTS]; /* of both kinds of pages */
+#else
 #define PAGE(rank) word[(rank) * SLOTS + number % SLOTS]
+short word[N * SLOTS]; /* round, bit and set; 0 at first */
+#endif
 #define OPEN 255
 #define NONE 254
 
 bool alive[N] = true;
 byte ended = 0;          /* the set of those that are not alive */
 byte killed = 0;         /* how many death() has taken */
-short word[N * SLOTS];   /* round and set; 0 at first */
 byte decided[ROUNDS];    /* the set of a round, once a rank has decided, or that it has none */
 
 inline end_of(rank) {
@@ -51,8 +64,9 @@ inline end_of(rank) {
 /* Takes what a peer has published in this round. */
 inline take() {
     assert(ROUND(PAGE(peer)) == number);
-    found = found | SET(PAGE(peer));
-    equal = equal && SET(PAGE(peer)) == dead
+    found = found | (SET(PAGE(peer)) & ~BIT);
+    all = all && (SET(PAGE(peer)) & BIT) != 0;
+    equal = equal && SET(PAGE(peer)) == (dead | KEPT(keep))
 }
 
 proctype rank(byte me) {
@@ -62,15 +76,26 @@ proctype rank(byte me) {
     byte gone = 0;   /* who ended unpublished */
     byte peer = 0;
     bool equal = true;
+    bool has = false;  /* new pages */
+    bool keep = false; /* what this rank publishes of them */
+    bool all = false;  /* what it learns in the round */
 
+enter:
+#ifdef SWAP
+    if
+    :: has = true
+    :: has = false
+    fi;
+    keep = has;
+#endif
 begin:
     if
     :: atomic { alive[me] ->
            dead = dead | ended;
            number++;
            assert(number < ROUNDS);
-           PAGE(me) = number << N | dead;
-           found = 0; gone = 0; equal = true; peer = 0
+           PAGE(me) = number << (N + 1) | KEPT(keep) | dead;
+           found = 0; gone = 0; equal = true; all = keep; peer = 0
        }
     :: !alive[me] -> goto stopped
     fi;
@@ -121,14 +146,16 @@ begin:
 #else
            :: gone == 0 && equal ->
 #endif
-              assert(decided[number] == OPEN || decided[number] == dead);
-              decided[number] = dead;
+              assert(decided[number] == OPEN || decided[number] == (dead | KEPT(keep)));
+              decided[number] = dead | KEPT(keep);
+              assert(!keep || has);
               assert((dead & ~ended) == 0);
               assert(!IN(dead, me))
            :: else ->
               assert(decided[number] == OPEN || decided[number] == NONE);
               decided[number] = NONE;
               dead = dead | found | gone;
+              keep = all;
               assert((dead & ~ended) == 0);
               goto begin
            fi
@@ -138,7 +165,7 @@ begin:
 
 end_idle: /* with nothing to do until another one dies */
     if
-    :: atomic { alive[me] && (ended & ~dead) != 0 -> goto begin }
+    :: atomic { alive[me] && (ended & ~dead) != 0 -> goto enter }
     :: !alive[me] -> skip
     fi;
 stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -170,8 +171,14 @@ def test_a_second_death_during_recovery_is_agreed_on_in_the_same_call(when):
     assert results[0] is results[2] is None
 
 
+def all_here(group):
+    """A barrier, after which a suspect may hear that a peer, which is through, recovers."""
+    with contextlib.suppress(RendezvousFailed):
+        group.barrier()
+
+
 def stopped(group, suspects):
-    group.barrier()
+    all_here(group)
     if group.rank == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
     found = group.recover(suspects=suspects.get(group.rank, ()), timeout=LONG)
@@ -184,9 +191,30 @@ def test_a_stopped_rank_is_killed_if_one_suspects_it(suspects):
     assert run(stopped, suspects) == [(3,)] * 3 + [None]
 
 
+def in_a_message(group):
+    """Rank 1 waits for a stopped rank longer than its peers, who suspect both."""
+    agreement._LATE = 5.0
+    all_here(group)
+    if group.rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if group.rank == 1:
+        kind, text, _ = raised(group.all_gather, 1, timeout=LONG)
+        assert kind == RendezvousFailed.__name__
+        assert "left its calls to recover" in text
+    else:
+        time.sleep(0.2)
+    found = group.recover(suspects=[] if group.rank == 1 else [1, 3], timeout=LONG)
+    together(group)
+    return found.dead
+
+
+def test_a_suspect_that_waits_in_a_message_for_another_is_called_and_lives():
+    assert run(in_a_message) == [(3,)] * 3 + [None]
+
+
 def woken(group):
     agreement._LATE = LONG
-    group.barrier()
+    all_here(group)
     if group.rank == 3:
         time.sleep(0.2)
     found = group.recover(suspects=[(group.rank + 1) % 4, 3], timeout=2 * LONG)
@@ -222,7 +250,7 @@ def refused(group):
 
     system: Any = signal
     real, system.pidfd_send_signal = signal.pidfd_send_signal, send
-    group.barrier()
+    all_here(group)
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     error = raised(group.recover, suspects=[1], timeout=LONG)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +17,9 @@ from tests.memory.baseline import raised, shares_mapped
 from tests.memory.test_recovery import LONG, Operator, die, run
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.rounds import Round, play
-from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.errors import InvalidArgument, OutOfOrder, RecoveryFailed, RendezvousFailed
 from weft.memory import Heap
+from weft.memory.control_plane import ControlPlane
 from weft.memory.launch import launch
 from weft.memory.meeting import Meeting
 
@@ -146,6 +149,118 @@ def test_a_replacement_that_dies_is_replaced(when):
     assert run(loses_it_again, when) == [0, None, None, None]
 
 
+def meets_some(address, rank, how):
+    """A new process that ends when rank 0 has its part of the first message, and no other has."""
+    plane: Any = ControlPlane
+    turn = plane._turn
+
+    def one_turn(self, peer, kind, op, frames):
+        turn(self, peer, kind, op, frames)
+        if op == "replace":
+            die() if how == "dies" else os.kill(os.getpid(), signal.SIGSTOP)
+
+    plane._turn = one_turn
+    join(address, rank)
+
+
+def start_may_take_long():
+    """Deadlines of this rank begin where all have met: a new process imports torch before."""
+    groups: Any = weft.memory.group
+    meet = groups.meet
+    groups.meet = lambda *place, **given: meet(*place, **{**given, "timeout": LONG})
+
+
+def meets_only_some(group, how):
+    """All survivors take a new process in, or none does; then another takes the number."""
+    plane: Any = ControlPlane
+    turn = plane._turn
+    operator = Operator(group)
+    group.barrier()
+    if group.rank == 3:
+        die()
+    group.recover(timeout=LONG)
+
+    def late_turn(self, peer, kind, op, frames):
+        """Has sent its part before it hears of the end, which rank 0 must not hear from it."""
+        if op == "replace":
+            for channel in self._channels.values():
+                channel.flush()
+            time.sleep(0.5)
+        turn(self, peer, kind, op, frames)
+
+    if group.rank > 0:
+        plane._turn = late_turn
+    meeting = group.open_meeting()
+    process = start(meets_some, meeting.address, 3, how) if group.rank == 0 else None
+    met = []
+    meet_again = group._meet_again
+
+    def noted(*given):
+        met.append(meet_again(*given))
+        return met[0]
+
+    group._meet_again = noted
+    start_may_take_long()
+    wait = {"dies": LONG, "stops": 2.0, "rank 0 gives up": 4.0 if group.rank else 1.0}[how]
+    error, text, _ = raised(group.replace, meeting, timeout=wait)
+    gave_up = how == "rank 0 gives up" and group.rank == 0
+    assert error == (RecoveryFailed if gave_up else RendezvousFailed).__name__, text
+    if gave_up:  # and finds out in its recovery that none has taken it in
+        assert "neither called recover nor ended" in text
+    else:
+        assert "rank 3 (pid " in text or "another survivor did not meet all" in text
+    if process is not None:
+        process.kill()
+        process.wait()
+    plane._turn = turn
+    del group._meet_again
+    dead = group.recover(timeout=LONG).dead
+    assert group.all_gather(bool(met)) == [True, False, False, None]
+    meeting = group.open_meeting()
+    process = start(lives_on, meeting.address, 3) if group.rank == 0 else None
+    group.replace(meeting, timeout=LONG)
+    assert ("recover", 0b1111) in operator.asked
+    group.barrier()
+    return dead, process.wait() if process else 0
+
+
+@pytest.mark.parametrize("how", ["dies", "stops", "rank 0 gives up"])
+def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(how):
+    assert run(meets_only_some, how)[:3] == [((3,), 0)] * 3
+
+
+def gives_up(group):
+    """Rank 0 gives up waiting for the others, who then have met the new process as well."""
+    operator = Operator(group)
+    group.barrier()
+    if group.rank == 3:
+        die()
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    process = start(lives_on, meeting.address, 3) if group.rank == 0 else None
+    take_in = group._take_in
+
+    def late(*given):
+        time.sleep(2.5)
+        return take_in(*given)
+
+    if group.rank > 0:
+        group._take_in = late
+    start_may_take_long()
+    wait = LONG if group.rank else 1.0
+    error, text, _ = raised(group.replace, meeting, timeout=wait)
+    assert error == ("RendezvousFailed" if group.rank else "RecoveryFailed"), text
+    assert ("rank 0 gave up waiting" if group.rank else "neither called recover") in text
+    dead = group.recover(timeout=LONG).dead
+    assert group.all_gather(group.rank) == [0, 1, 2, None]
+    assert operator.asked[-1] == ("recover", 0b0111)
+    return dead, process.wait() if process else 0
+
+
+def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have():
+    assert run(gives_up)[:3] == [((3,), 1), ((3,), 0), ((3,), 0)]
+
+
 def of_other_sizes(address, rank):
     group = join(address, rank)
     assert raised(Heap.create, group, 8192)[0] == "GeometryMismatch"
@@ -184,6 +299,8 @@ def with_nobody(group):
     late = raised(group.replace, Meeting.at(address), timeout=0.3)
     if meeting is not None:
         meeting.remove()
+    assert raised(group.all_gather, 1)[0] == RendezvousFailed.__name__
+    assert group.recover(timeout=LONG).dead == (3,)
     assert group.all_gather(1) == [1, 1, 1, None]
     return early, late[:2]
 

@@ -13,9 +13,16 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.test_relocation import hold, open_layer
-from tests.recovery import Survivors, dropped, run_survivors, surviving, until_broken
-from weft.errors import BadExpertId, ExpertsLost, InvalidArgument
-from weft.moe import ExpertWeights, MoE, Replicas, balance, route
+from tests.recovery import PATIENCE, Survivors, dropped, run_survivors, surviving, until_broken
+from weft.errors import (
+    BadExpertId,
+    CreationFailed,
+    ExpertsLost,
+    InvalidArgument,
+    RendezvousFailed,
+)
+from weft.memory.launch import launch
+from weft.moe import ExpertWeights, MoE, Replicas, balance, replicas, route
 from weft.moe.replicas import moves
 
 RANKS, ORDER = 4, (2, 0)
@@ -116,6 +123,47 @@ def test_without_replicas_experts_are_lost(ranks, tmp_path, missing, way):
         tmp_path,
         [0, 1, 3],
     )
+
+
+def interrupted(group: weft.Group, when: str) -> None:
+    """Rank 2 dies while experts move; then weights of the caller make the layer whole."""
+    turned = Replicas(THRICE.logical[::-1], RANKS)
+    with open_layer(group, CASE, THRICE, **WAYS["throughput"]) as layer:
+        call(layer, 0)
+        steps = {"before": 0, "copied out": 1, "copied in": 2}[when]
+        done: list[torch.device] = []
+
+        def dies(device: torch.device) -> None:
+            done.append(device)
+            if len(done) == steps + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank == 2:
+                patch.setattr(replicas, "synchronize_stream", dies)
+            with pytest.raises((CreationFailed, RendezvousFailed)):
+                layer.relocate(turned)
+        with pytest.raises(ExpertsLost, match="moving experts failed in the middle"):
+            group.recover(timeout=PATIENCE)
+        for again in (lambda: call(layer, 1), layer.check):
+            with pytest.raises(ExpertsLost, match="relocate with weights="):
+                again()
+        with pytest.raises(InvalidArgument, match="no rank has their weights"):
+            layer.relocate(turned)
+        mine = [CASE.expert(e) for e in turned.local(group.rank)]
+        layer.relocate(turned, weights=ExpertWeights.stack(CASE.config, mine, group.device))
+        for seed in range(4):
+            call(layer, seed)
+        layer.relocate(THRICE)  # among the living, who hold all experts
+        for seed in range(4):
+            call(layer, seed)
+        layer.check()
+        group.barrier()
+
+
+@pytest.mark.parametrize("when", ["before", "copied out", "copied in"])
+def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(when):
+    launch(interrupted, when, ranks=RANKS, timeout=600.0, tolerate_deaths=True)
 
 
 def test_a_table_names_replicas_of_the_living():

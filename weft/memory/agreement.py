@@ -6,6 +6,9 @@ that set has published. A rank that ends instead is read once more: after its en
 So all survivors read the same values of a round. If all are equal and nobody ended unpublished, the
 set is decided, by all who finish the round; else the next round begins with the union.
 
+A bit beside the set says whether this rank has met new processes, whom all survivors take in or
+none (`Group.replace`); a rank that has not takes it from all, as a rank that is gone joins the set.
+
 A rank is gone only when the kernel says that its process has ended: its address space and its
 GPU context are torn down before that, so nothing that it stored can still arrive. A rank that is
 suspected and does not publish is killed first. models/spin/agreement.pml has the protocol, and
@@ -20,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.errors import RecoveryFailed
 from weft.memory.liveness import Liveness
@@ -28,9 +32,11 @@ from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
 MAX_AGREEING = 32  # ranks: bits of a set in a word
 SLOTS = 2
 _PAGE = mmap.PAGESIZE
-_LATE = 0.5  # seconds that a suspect has to come before it is killed
+_LATE = 0.5  # seconds that a suspect has to come to a round before it is killed
 _LOOK = 0.0005  # seconds between two looks at the pages
-_ROUND_LIMIT = (1 << 32) - 1
+_ROUND_LIMIT = (1 << 31) - 1
+_KEEP = 1 << 32
+_ROUND_AT = 33  # the bit of a word where the round begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,18 @@ class Recovery:
     seconds: float
 
 
+class Decision(NamedTuple):
+    """round: in which the survivors decided.   dead: who is gone.   keep: what all of them have."""
+
+    round: int
+    dead: frozenset[int]
+    keep: bool
+
+
 class Agreement:
     """This rank's page, and those of its peers. Owns its mappings.
 
-    A word of a page is a round in the upper half and a set of ranks in the lower one.
+    A word of a page is, from the top, a round of 31 bits, `keep`, and a set of ranks in 32 bits.
     """
 
     def __init__(self, rank: int, size: int, name: Callable[[int], str]) -> None:
@@ -63,6 +77,7 @@ class Agreement:
         self._round = 0
         self._published = False  # in this round, which is not over
         self._dead: frozenset[int] = frozenset()
+        self._keep = False
         self._pages: dict[int, int] = {}
         self._fd = sealed_memfd("weft-page", _PAGE)
         try:
@@ -83,22 +98,32 @@ class Agreement:
             self._pages[rank] = map_shared(fd, _PAGE, writable=False)
 
     def decide(
-        self, processes: Liveness, suspects: Collection[int], deadline: float
-    ) -> tuple[int, frozenset[int]]:
-        """The round in which the survivors decided, and which ranks are gone.
+        self,
+        processes: Liveness,
+        suspects: Collection[int],
+        deadline: float,
+        *,
+        keep: bool = False,
+    ) -> Decision:
+        """What the survivors decided.
+
+        keep: does this rank have new processes to take in? Counts where a decision begins.
 
         Raises RecoveryFailed at the deadline, or where a suspect cannot be killed. To be called
         again it goes on in the same round.
         """
-        fence_at = min(time.monotonic() + _LATE, deadline)
+        if not self._published:
+            self._keep = keep
         while True:
             if not self._published:
                 self._publish(processes)
-            sets, gone = self._collect(processes, suspects, fence_at, deadline)
+            said, gone = self._collect(processes, suspects, deadline)
             self._published = False
-            decided, self._dead = self._dead, self._dead.union(gone, *sets)
-            if not gone and all(each == decided for each in sets):
-                return self._round, decided
+            mine = self._dead, self._keep
+            self._dead = self._dead.union(gone, *(dead for dead, _ in said))
+            self._keep = self._keep and all(keep for _, keep in said)
+            if not gone and all(each == mine for each in said):
+                return Decision(self._round, *mine)
 
     def close(self) -> None:
         """Give the pages back. Idempotent; a forked child does nothing."""
@@ -114,30 +139,31 @@ class Agreement:
         self._round += 1
         if self._round > _ROUND_LIMIT:
             raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
-        word = self._round << 32 | sum(1 << rank for rank in self._dead)
-        self._word(self._rank).value = word
+        word = self._round << _ROUND_AT | sum(1 << rank for rank in self._dead)
+        self._word(self._rank).value = word | (_KEEP if self._keep else 0)
         self._published = True
 
     def _collect(
-        self, processes: Liveness, suspects: Collection[int], fence_at: float, deadline: float
-    ) -> tuple[list[frozenset[int]], set[int]]:
-        """The sets of this round, and which ranks ended without one."""
+        self, processes: Liveness, suspects: Collection[int], deadline: float
+    ) -> tuple[list[tuple[frozenset[int], bool]], set[int]]:
+        """What the others published in this round, and which ranks ended without that."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
-        sets: list[frozenset[int]] = []
+        said: list[tuple[frozenset[int], bool]] = []
         gone: set[int] = set()
+        fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
         while True:
             for rank in sorted(waiting):
                 ended = processes.ended(rank)  # first: after its end its page is final
                 found = self._read(rank)
                 if found is not None:
-                    sets.append(found)
+                    said.append(found)
                 elif ended:
                     gone.add(rank)
                 else:
                     continue
                 waiting.remove(rank)
             if not waiting:
-                return sets, gone
+                return said, gone
             now = time.monotonic()
             if now >= fence_at:
                 for rank in waiting.intersection(suspects):
@@ -146,17 +172,19 @@ class Agreement:
                 raise RecoveryFailed(self._late(waiting))
             time.sleep(_LOOK)
 
-    def _read(self, rank: int) -> frozenset[int] | None:
+    def _read(self, rank: int) -> tuple[frozenset[int], bool] | None:
         """What `rank` has published in this round."""
         word = self._word(rank).value
-        if word >> 32 > self._round:
+        number = word >> _ROUND_AT
+        if number > self._round:
             raise RecoveryFailed(
-                f"{self._name(rank)} is in round {word >> 32} of the agreement and this rank in "
+                f"{self._name(rank)} is in round {number} of the agreement and this rank in "
                 f"round {self._round}: it has not waited for this rank; make a new group"
             )
-        if word >> 32 < self._round:
+        if number < self._round:
             return None
-        return frozenset(each for each in range(self._size) if word >> each & 1)
+        dead = frozenset(each for each in range(self._size) if word >> each & 1)
+        return dead, bool(word & _KEEP)
 
     def _word(self, rank: int) -> ctypes.c_uint64:
         """One load or store of eight bytes: a word is never seen half."""

@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 from weft.errors import OutOfOrder, RendezvousFailed
@@ -86,6 +86,15 @@ class ControlPlane:
         self._era = era & 0xFFFF
         self._sequence = 0
         self._broken = None
+
+    def leave(self, why: str) -> None:
+        """Raise `why` in every call until `resume`, here and at peers that wait for this rank."""
+        self._broken = self._broken or why
+        self._tell(Kind.FAIL, encode(why))
+
+    def interrupt(self, ranks: Collection[int], why: str) -> None:
+        """Raise `why` on these ranks, if they wait in a call, for whichever rank it is."""
+        self._tell(Kind.FAIL, encode(why), ranks)
 
     def name(self, rank: int) -> str:
         """For errors: the rank, and its process."""
@@ -227,8 +236,10 @@ class ControlPlane:
         self._tell(Kind.FAIL, encode(text))
         raise RendezvousFailed(text)
 
-    def _tell(self, kind: Kind, body: bytes) -> None:
-        for channel in self._channels.values():
+    def _tell(self, kind: Kind, body: bytes, ranks: Collection[int] | None = None) -> None:
+        for rank, channel in self._channels.items():
+            if ranks is not None and rank not in ranks:
+                continue
             with contextlib.suppress(OSError):
                 channel.post(kind, body, era=self._era)
                 channel.flush()

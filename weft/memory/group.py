@@ -112,6 +112,8 @@ class Group:
         self.joining: frozenset[int] = frozenset()  # ranks that new processes take now
         self._process: LivenessFd | None = None
         self._membership: Membership | None = None
+        self._fresh: Membership | None = None  # with new ranks, until all take them in or none
+        self._undecided = False  # whether they do, because the deadline was over
         # A group that is dropped unclosed gives its sockets back without a warning. At exit the
         # system does.
         weakref.finalize(self, control.close).atexit = False
@@ -403,7 +405,8 @@ class Group:
         return a value of each rank, a rank that is gone has None.
 
         suspects: ranks to kill if they do not call this, too, within half a second. Those that an
-        operator waited for in vain (PeerTimeout) are among them without being named. Nobody
+        operator waited for in vain (PeerTimeout) are among them without being named. One that
+        waits in a control message raises RendezvousFailed at once, so that it can come. Nobody
         else is killed, and no living rank is left out.
         timeout: seconds, in all.
 
@@ -415,13 +418,18 @@ class Group:
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
-        control, liveness, agreement = self._recoverable()
+        self._recoverable()
         with self._fate:
             members = self._attached()
         doubted |= {rank for member in members for rank in member._suspects()}
         deadline = began + timeout
+        if self._undecided and self._take_in(doubted, deadline):
+            self._recoverable()[0].leave(f"rank {self.rank} gave up waiting in replace")
+        control, liveness, agreement = self._recoverable()
+        if doubted:  # one of them may only wait for another, in a message with a longer deadline
+            control.interrupt(doubted, f"{control.name(self.rank)} left its calls to recover")
         while True:
-            era, dead = agreement.decide(liveness, doubted, deadline)
+            era, dead, _ = agreement.decide(liveness, doubted, deadline)
             with self._fate:
                 self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
             control.resume(era, set(self.living))
@@ -462,7 +470,9 @@ class Group:
 
         Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
         dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
-        Then end the new processes and call `recover`.
+        RecoveryFailed where a survivor does not come. Then end the new processes and call
+        `recover`. A new process that ends before it has come is only noticed if the process that
+        started it calls `meeting.end`, which says why; else at the deadline.
         """
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
@@ -470,21 +480,17 @@ class Group:
         gone = frozenset(range(self.size)) - set(self.living)
         if not gone:
             raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
-        control = meet(
-            meeting, rank=self.rank, size=self.size, device=self.device.type, timeout=timeout
-        )
-        fresh = self._watch(control, timeout)
+        problem: Exception | None = None
         try:
-            said = fresh.control.gather("replace", sorted(gone), timeout)
-            _check_joining(said)
-        except BaseException as error:
-            fresh.close(str(error))
-            raise
-        with self._fate:
-            members = self._attached()
-        for member in members:  # before its memory changes
-            member._quiesce()
-        self._move(fresh)
+            self._fresh = self._meet_again(meeting, gone, timeout)
+        except Exception as error:
+            problem = error
+        # Another survivor that waits for a new process does so for `timeout`, and then comes.
+        if not self._take_in((), time.monotonic() + 2 * timeout):
+            raise problem or RendezvousFailed(
+                f"another survivor did not meet all new processes, for ranks {sorted(gone)}: end "
+                "them, call recover and begin again"
+            )
         self.joining, before, self.timeout = gone, self.timeout, timeout
         try:
             for creation in [each for each in self._creations if each.exists]:
@@ -528,6 +534,54 @@ class Group:
     def enter(self, *, timeout: float = 120.0) -> None:
         """Begin to take calls, after `join` and the constructors. Collective with `replace`."""
         self._go_on(time.monotonic() + seconds("timeout", timeout))
+
+    def _meet_again(self, meeting: Meeting, gone: frozenset[int], timeout: float) -> Membership:
+        """This rank's sockets and pages with the other survivors and new processes for `gone`."""
+        control, liveness, _ = self._recoverable()
+        with Peers() as peers:
+            for rank in self.living:
+                if rank != self.rank:
+                    peers.hold(rank, control.pids[rank], liveness.fd(rank))
+            control = meet(
+                meeting,
+                rank=self.rank,
+                size=self.size,
+                device=self.device.type,
+                timeout=timeout,
+                peers=peers,
+            )
+        fresh = self._watch(control, timeout)
+        try:
+            _check_joining(fresh.control.gather("replace", sorted(gone), timeout))
+        except BaseException as error:
+            fresh.close(str(error))
+            raise
+        return fresh
+
+    def _take_in(self, suspects: Collection[int], deadline: float) -> bool:
+        """Go on with new processes, if every survivor has met them: all survivors do, or none.
+
+        A new process that dies may have met some of them only. Raises RecoveryFailed.
+        """
+        control, liveness, agreement = self._recoverable()
+        self._undecided = True
+        decided = agreement.decide(liveness, suspects, deadline, keep=self._fresh is not None)
+        self._undecided = False
+        fresh, self._fresh = self._fresh, None
+        if not decided.keep:
+            if fresh is not None:
+                fresh.close("went on without new processes, which not every survivor had met")
+            # A survivor that has given up waiting is in this era already, in a recovery.
+            control.resume(decided.round, set(self.living) - decided.dead)
+            control.leave(f"rank {self.rank} could not take in new processes; call recover")
+            return False
+        assert fresh is not None
+        with self._fate:
+            members = self._attached()
+        for member in members:  # before its memory changes
+            member._quiesce()
+        self._move(fresh)
+        return True
 
     def _move(self, fresh: Membership) -> None:
         """Go on with all ranks, on new sockets."""
@@ -691,8 +745,9 @@ class Group:
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
         self._control.close(None if why is None else f"it {why}")
-        if self._membership is not None:
-            self._membership.close()
+        for each in (self._membership, self._fresh):
+            if each is not None:
+                each.close()
         if self._process is not None:
             self._process.close()
         if self._own is not None:

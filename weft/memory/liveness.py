@@ -65,6 +65,10 @@ class Liveness:
         poller.register(self._fds[rank], select.POLLIN)
         return bool(poller.poll(0))
 
+    def fd(self, rank: int) -> int:
+        """What becomes readable when the process of a rank ends; stays this object's."""
+        return self._fds[rank]
+
     def kill(self, rank: int) -> None:
         """End the process of a rank. Raises OSError where the kernel refuses, or without pidfds."""
         with contextlib.suppress(ProcessLookupError):

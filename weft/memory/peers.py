@@ -58,6 +58,10 @@ class Peers:
         except OSError as error:
             self._unseen[rank] = f"pidfd_open: {error.strerror}"
 
+    def hold(self, rank: int, pid: int, fd: int) -> None:
+        """Watch rank `rank` by what `LivenessFd` gave its peers; duplicates `fd`."""
+        self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
+
     def knows(self, rank: int) -> bool:
         """Whether rank `rank` has sent its identity."""
         return rank in self._pids

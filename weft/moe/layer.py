@@ -170,7 +170,10 @@ class MoE:
         Returns how many physical experts became replicas of another one. Raises InvalidArgument,
         GeometryMismatch, CreationFailed and OutOfOrder (within a round of this layer), after which
         the layer is as it was. Where it fails after weights began to move, no rank has usable
-        weights: every later call raises Aborted or PeerLeft, on all ranks.
+        weights: every later call raises Aborted or PeerLeft, on all ranks. After a recovery
+        (`Group.recover`, which raises ExpertsLost or CreationFailed) this with `weights`, on all
+        ranks, makes the layer whole; so it does after `Group.replace`, since a new process has the
+        placement that the layer was made with.
         """
         workspace, group, old = self._workspace, self.exchange.group, self._replicas
         with ExitStack() as stack:
@@ -192,13 +195,17 @@ class MoE:
 
             group.together(begin, doing="relocating experts")
             assert old is not None
-            group.agree({"logical": list(replicas.logical)}, what="the placement of experts")
+            # Without weights ranks must know equally where each expert is now.
+            now = list(old.logical) if weights is None else None
+            placement = {"logical": list(replicas.logical), "now": now}
+            group.agree(placement, what="the placement of experts")
             synchronize_device(group.device)
             staged = None
             if weights is None:
                 tensors, living = self._weights.tensors, self.exchange._living
                 staged = Relocation(group, tensors, old, replicas, living)
                 stack.enter_context(staged)
+            self._mixed = True
             try:
                 if staged is not None:
                     staged.run()
@@ -209,6 +216,7 @@ class MoE:
                 self._fill_table(replicas)
                 synchronize_stream(group.device)
                 group.barrier()  # a call of any rank sends by the new table
+                self._mixed = False
             except BaseException as error:
                 self.exchange._leave(f"failed while relocating experts: {reason(error)}")
                 raise
@@ -293,7 +301,7 @@ class MoE:
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_call(self, x, given, rows, num_tokens, out)
         workspace = self._workspace
-        if self._closed or self._lost:
+        if self._closed or self._lost or self._mixed:
             self._check_served()
         rounds = self._check_call(x, given, rows, num_tokens, out)
         workspace.begin("a call")
@@ -406,6 +414,7 @@ class MoE:
         device, config = self.exchange.group.device, self.config
         self._replicas, self._table = replicas, None
         self._lost: list[int] = []  # experts that no living rank holds
+        self._mixed = False  # weights of two placements, since moving them has failed
         self.exchange._on_recovery(self._find_experts)
 
         def check() -> ExpertWeights:
@@ -457,6 +466,11 @@ class MoE:
     def _check_served(self) -> None:
         """Raise OutOfOrder after close, and ExpertsLost."""
         self._check_open()
+        if self._mixed and not self.exchange.broken:
+            raise ExpertsLost(
+                "moving experts failed in the middle, and their weights are of no placement: call "
+                "relocate with weights=, from a checkpoint, on all ranks"
+            )
         if self._lost and self._workspace.options.missing == "error":
             living = self.exchange._living
             gone = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
@@ -510,6 +524,10 @@ class MoE:
         given: are there weights for it?
         """
         assert self._replicas is not None
+        if self._mixed and not given and not self.exchange.broken:
+            raise InvalidArgument(
+                "moving experts failed in the middle: no rank has their weights, pass weights="
+            )
         living, drops = self.exchange._living, self._workspace.options.missing == "drop"
         held, wanted = self._replicas.on(living), replicas.on(living)
         away = [e for e, found in enumerate(wanted) if not found]

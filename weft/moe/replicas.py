@@ -327,10 +327,10 @@ class Relocation:
             widest = max(row.shape[1] for row in self._rows)
             self._piece = max(16, min(widest, STAGING_BYTES // slots) // 16 * 16)
             self._heap = Heap.create(group, slots * self._piece)
-            self._staging = [
-                self._heap.tensor((slots, self._piece), torch.uint8, rank=rank)
-                for rank in range(old.ranks)
-            ]
+            self._staging = {
+                rank: self._heap.tensor((slots, self._piece), torch.uint8, rank=rank)
+                for rank in group.living
+            }
 
     def run(self) -> None:
         """Move them; waits for the device and for all ranks.
