@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.alltoall.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
+from tests.faults import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids, settle
 from tests.patience import hurry
 from tests.rounds import Round, bits, combining
