@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.programs import compile_program
+from tests.programs import run_program
 from tests.recorded import reads
 
 SOURCE = Path(__file__).with_name("race.cpp")
 # Every run tries a few interleavings; the long campaign runs when these files change.
 CAMPAIGN = reads("tests/alltoall/race.cpp")
 SANITIZED = ("-fsanitize=thread", "-g", "-O1")
-# The first report is the verdict; to print all of them takes seconds.
-ENVIRONMENT = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
 
 
 def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[int, str]:
-    program = compile_program(SOURCE, name=name, options=options)
-    done = subprocess.run(
-        [str(program), str(rounds), str(first_epoch)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    return done.returncode, done.stdout + done.stderr
+    return run_program(SOURCE, rounds, first_epoch, name=name, options=options)
 
 
 def test_no_race_with_ranks_as_threads():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.programs import compile_program
+from tests.programs import run_program
 from tests.recorded import reads
 
 SOURCE = Path(__file__).with_name("lowlatency_race.cpp")
@@ -24,14 +23,7 @@ CHOICES = [
 
 
 def run(name: str, *options: str, rounds: int, first_epoch: int = 0) -> tuple[int, str]:
-    program = compile_program(SOURCE, name=name, options=options)
-    done = subprocess.run(
-        [str(program), str(rounds), str(first_epoch)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    return run_program(SOURCE, rounds, first_epoch, name=name, options=options)
 
 
 @pytest.mark.parametrize(("group", "reduce", "split_phase"), CHOICES)
