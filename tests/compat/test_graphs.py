@@ -1,4 +1,4 @@
-"""Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 ranks.
+"""Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 GPUs.
 
 A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the
 same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
@@ -35,7 +35,6 @@ Tensors = tuple[torch.Tensor, ...]
 _four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 PLACES = [
     pytest.param(2, "threads"),
-    pytest.param(4, "threads"),
     pytest.param(2, "cuda", marks=pytest.mark.gpu),
     pytest.param(4, "cuda", marks=[pytest.mark.gpu, _four]),
 ]

@@ -50,13 +50,14 @@ def play_some(group: weft.Group, names: list[str]) -> None:
             play(a2a, mode, case.next(seed=2))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("cpu", marks=reads(tools=(TORCH,))), *KINDS[1:]])
+@reads(tools=(TORCH,))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_of_every_case(ranks, kind):
     ranks(3, kind)(play_some, list(CASES))
 
 
 def blank_again(group: weft.Group) -> None:
-    """Behind rows that end in half a vector, too: 3 scales, 7 weights."""
+    """Also after rows that end in half a vector: 3 scales, 7 weights."""
     case = UNEVEN.next(hidden=384, top_k=7)
     for mode in (REDUCED, CHOICES, Mode(combine_dtype="fp8"), Mode(quantize=None, reduce="sender")):
         with mode.make(group, case, 16) as a2a:
