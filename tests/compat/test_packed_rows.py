@@ -149,8 +149,8 @@ def packed(group: weft.Group, folder: str) -> None:
         (finding,) = buffer._normal._finding.values()
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
         sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
-        ranks = rank_layout.announcement_in_torch(
-            (), None, rank_layout.layout_in_torch(mine.ids, 12, 2), None
+        ranks = rank_layout.announcement(
+            (), None, rank_layout.dispatch_layout(mine.ids, 12, 2), None
         )[1]
         finding.run(sent, ranks, [t[:room] for t in into])
         if group.rank == 1:
