@@ -14,6 +14,7 @@ import torch
 
 import weft
 from tests.compat.reduces import poison
+from tests.compat.test_engine_calls import Mapping
 from weft import reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 from weft.compat.deep_ep import Buffer
@@ -163,14 +164,6 @@ def triton_dist_layer(group: weft.Group) -> None:
 @pytest.mark.parametrize(("count", "kind"), PLACES)
 def test_triton_dist_in_a_graph(ranks, count, kind):
     ranks(count, kind)(triton_dist_layer)
-
-
-class Mapping:
-    """What engines make: the ranks of one host that share the experts."""
-
-    def __init__(self, group: weft.Group) -> None:
-        self.moe_ep_rank, self.moe_ep_size = group.rank, group.size
-        self.moe_ep_group = list(range(group.size))
 
 
 def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
