@@ -83,7 +83,7 @@ def settle(device: torch.device) -> None:
 
 
 def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) -> None:
-    """Gather and scatter what lies in the inbox; compare every byte."""
+    """Gather and scatter what is in the inbox; compare every byte."""
     d, experts, tokens = a2a.group.device, a2a.num_local_experts, a2a.max_tokens
     for rows in groups._buffers.rows:
         rows.view(torch.uint8).fill_(MARK)

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 import weft
-from weft.memory.header import HEADER_BYTES, Fault, Header
+from tests.faults import FAULTS
 
-ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
-DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = 1, 2, 3, 4, 5, 6
 # Fault points of device/fault.cuh, and those of them that are passed once for each peer.
 POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "allreduce": range(8, 12)}
 FOR_EACH_PEER = {"alltoall": (3, 6), "lowlatency": (3,), "allreduce": (10, 11)}
@@ -31,7 +29,7 @@ class Kind:
         if self.name != "allreduce":
             sizes |= {"top_k": TOP_K, "num_experts": EXPERTS}
         if faults:
-            sizes["_defines"] = ("WEFT_FAULTS=1",)
+            sizes["_defines"] = FAULTS
         sizes |= {"max_tokens": TOKENS} | self.options | more
         made: Any
         match self.name:
@@ -107,12 +105,3 @@ class Operator:
     def _ids(self) -> torch.Tensor:
         t = torch.arange(TOKENS, device=self.made.group.device)
         return torch.stack([t * 3 % EXPERTS, (t * 3 + 5) % EXPERTS], dim=1)
-
-    def plan(
-        self, point: int, action: int, *, peer: int = ANY_PEER, epoch: int = ANY_EPOCH
-    ) -> None:
-        """Let this rank do something at a fault point; needs `faults`."""
-        fault = Fault(point=point, action=action, peer=peer, epoch=epoch)
-        raw = torch.frombuffer(bytearray(fault), dtype=torch.uint8)
-        view = self.made.heap.tensor((HEADER_BYTES,), torch.uint8)
-        view[Header.fault.offset : Header.fault.offset + len(raw)].copy_(raw)

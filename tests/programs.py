@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,3 +17,17 @@ def compile_program(source: Path, *, name: str, options: Sequence[str] = ()) -> 
     program = compile_file(source.read_text(), name=name, options=options, cache=Cache())
     program.chmod(0o700)
     return program
+
+
+def run_program(
+    source: Path, *arguments: object, name: str, options: Sequence[str]
+) -> tuple[int, str]:
+    """Its exit status and what it printed. Of data races the first report is the verdict."""
+    done = subprocess.run(
+        [str(compile_program(source, name=name, options=options)), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    return done.returncode, done.stdout + done.stderr

@@ -15,15 +15,13 @@ import pytest
 import torch
 
 import weft
+from tests.faults import DIE, plan_fault
 from tests.patience import HasHeap
 from tests.rounds import Round
 from weft.errors import GroupError, RankFailed
 from weft.memory import processes
-from weft.memory.header import HEADER_BYTES, Fault, Header
 
 _libc = ctypes.CDLL(None, use_errno=True)
-DIE = 6  # weft::Action
-ANY_PEER, ANY_EPOCH = 32, (1 << 64) - 1
 DONE = "done"
 PATIENCE = 60.0  # seconds, for a peer on a busy machine
 ROUNDS = 5  # a death is noticed in so many rounds, or never
@@ -96,12 +94,9 @@ def wait_for(met: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def plan_death(operator: Any, point: int) -> None:
+def plan_death(operator: HasHeap, point: int) -> None:
     """This rank ends at a fault point of the next call that passes it."""
-    fault = Fault(point=point, action=DIE, peer=ANY_PEER, epoch=ANY_EPOCH)
-    at, raw = Header.fault.offset, torch.frombuffer(bytearray(fault), dtype=torch.uint8)
-    view = operator.heap.tensor((HEADER_BYTES,), torch.uint8)
-    view[at : at + len(raw)].copy_(raw)
+    plan_fault(operator, point, DIE)
 
 
 def until_broken(one_round: Callable[[], object]) -> str:

@@ -99,29 +99,21 @@ def test_bench_layer_and_lowlatency(weft_command, threads, tmp_path):
 
 
 class _Wrong(weft.AllToAll):
-    """Spoils what rank 1 gets back, after some good rounds."""
-
-    rounds = good_rounds = 0
+    """Spoils what rank 1 gets back."""
 
     def combine(self, *args, **kwargs):
         out = super().combine(*args, **kwargs)
-        self.rounds += 1
-        if self.rank == 1 and self.rounds > self.good_rounds:
-            out[0, 0] += 1
+        out[:1, 0] += self.rank == 1
         return out
 
 
-@pytest.mark.parametrize(
-    ("good_rounds", "text"), [(0, "1 tokens: rank 1"), (2, "after timing, rank 1")]
-)
-def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path, good_rounds, text):
-    threads.setattr(_Wrong, "good_rounds", good_rounds)
+def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path):
     threads.setattr(moe, "AllToAll", _Wrong)
     target = tmp_path / "all.json"
     code, out, err = weft_command(*SMALL, "--ranks", "2", "--iters", "2", "--json", str(target))
     assert code == 1
     assert "check failed" in err
-    assert text in " ".join(err.split())
+    assert "1 tokens: rank 1" in " ".join(err.split())
     assert "median" not in out
     assert not target.exists()
 
@@ -134,13 +126,9 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
     [
         ([*MOE, "--model", "gpt-9"], "choose one of deepseek-v3"),
         ([*MOE, "--device", "tpu"], "'tpu': choose one of auto, cpu, cuda"),
-        ([*MOE, "--routing", "best"], "choose one of uniform, perfect"),
-        ([*MOE, "--tokens", "8", "--max-tokens", "4"], "do not fit"),
         ([*MOE, "--tokens", "many"], "'many' is no size"),
-        ([*MOE, "--hidden", "250"], "pad hidden to 256"),
         ([*MOE, "--ranks", "99"], "ranks is 99"),
         ([*MOE, "--ranks", "-1"], "--ranks"),
-        ([*MOE, "--num-sms", "8"], "num_sms is 8 on cpu ranks"),
         ([*MOE, "--dtype", "fp64"], "'fp64': choose one of bf16, fp16, fp32"),
         ([*REDUCE, "--backend", "auto,nccl"], "'nccl': choose some of oneshot, twoshot"),
         ([*MOE, "--plot", "pair.txt"], "its suffix chooses the format"),
@@ -157,7 +145,6 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
         ([*LAYER, "--dtype", "fp4"], "'fp4': choose one of bf16, fp8"),
         ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),
         ([*LAYER, "--ranks", "99"], "ranks is 99"),
-        ([*LAYER, "--tokens", "99999999"], "tokens is 99999999"),
         ([*LAYER, "--combine-dtype", "mail"], "'mail': choose one of"),
         ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, grouped"),
     ],

@@ -61,19 +61,26 @@ def differ(got: Results, want: Results) -> list[int]:
     return [number for number, equal in enumerate(same) if not equal]
 
 
-def under_hostile_defaults(group: weft.Group, names: list[str], device: str) -> dict[str, Any]:
-    """Which results of each object differ from those under torch's own defaults."""
-    found = {}
+def differing(group: weft.Group, names: list[str], device: str) -> dict[str, list[list[int]]]:
+    """Which results of each object differ under other defaults; then in inference mode, as in a
+    warm-up, and outside of it afterwards."""
+    found: dict[str, list[list[int]]] = {}
     for name in names:
         plain = MODES[name](group)
         want = plain.call()
         plain.give_back()
+        found[name] = []
         for dtype in DTYPES:
             with defaults(device, dtype):
                 made = MODES[name](group)
                 got = made.call()
                 made.give_back()
-            found[f"{name}, {dtype}"] = differ(got, want)
+            found[name].append(differ(got, want))
+        with torch.inference_mode():
+            made = MODES[name](group)
+            first = made.call()
+        found[name] += [differ(first, want), differ(made.call(), want)]
+        made.give_back()
     return found
 
 
@@ -172,39 +179,11 @@ def test_no_meaning_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
     ("device", "default"),
     [("cpu", "meta"), pytest.param("cuda", "cuda", marks=pytest.mark.gpu)],
 )
-def test_no_object_depends_on_torchs_defaults(
+def test_no_object_depends_on_torchs_defaults_or_inference_mode(
     ranks: Callable[..., Any], family: str, device: str, default: str
 ) -> None:
     names = [name for name in MODES if name.split()[0] == family]
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each rank")
-    for found in ranks(2, device)(under_hostile_defaults, names, default, timeout=900.0):
-        assert found == {f"{name}, {dtype}": [] for name in names for dtype in DTYPES}
-
-
-def first_in_inference_mode(group: weft.Group, names: list[str]) -> dict[str, Any]:
-    """Which results of each object differ that was made and first called there, as in a warm-up."""
-    found = {}
-    for name in names:
-        plain = MODES[name](group)
-        want = plain.call()
-        plain.give_back()
-        with torch.inference_mode():
-            made = MODES[name](group)
-            first = made.call()
-        again = made.call()
-        made.give_back()
-        found[name] = differ(first, want) + differ(again, want)
-    return found
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_objects_made_in_inference_mode_serve_outside(
-    ranks: Callable[..., Any], family: str, device: str
-) -> None:
-    names = [name for name in MODES if name.split()[0] == family]
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each rank")
-    for found in ranks(2, device)(first_in_inference_mode, names, timeout=900.0):
-        assert found == {name: [] for name in names}
+    for found in ranks(2, device)(differing, names, default, timeout=900.0):
+        assert found == {name: [[]] * (len(DTYPES) + 2) for name in names}

@@ -154,10 +154,10 @@ def listed(allowed: Iterable[object]) -> str:
     return ", ".join(map(repr, allowed))
 
 
-def instance(name: str, value: object, kind: type[T], mend: str = "") -> T:
-    """`value`, which must be a `kind`; `mend` says where one comes from."""
+def instance(name: str, value: object, kind: type[T], fix: str = "") -> T:
+    """`value`, which must be a `kind`; `fix` says where one comes from."""
     if not isinstance(value, kind):
-        refuse(name, value, f"a {_public(kind)}" + (f": {mend}" if mend else ""))
+        refuse(name, value, f"a {_public(kind)}" + (f": {fix}" if fix else ""))
     return value
 
 

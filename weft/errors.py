@@ -1,28 +1,5 @@
-"""Every error weft raises, as one tree.
-
-    WeftError
-    ├── UsageError                 the call or its data is wrong; no peer was harmed
-    │   ├── InvalidArgument        a tensor or option has the wrong dtype, shape, device or stride
-    │   ├── TokenOverflow          more tokens than the workspace was built for
-    │   ├── BadExpertId            an expert id is out of range or stands twice in a row
-    │   └── OutOfOrder             no dispatch before combine, or the reverse; use after close
-    ├── SetupError                 the group, its memory or its kernels could not be made
-    │   ├── RendezvousFailed       the ranks did not find or did not trust each other
-    │   ├── CreationFailed         one rank could not do its part, so no rank goes on
-    │   ├── PeerAccessDenied       two GPUs cannot reach each other's memory
-    │   ├── HandleUnsupported      the driver cannot export memory in a form that peers can import
-    │   ├── DriverError            a CUDA driver call failed
-    │   ├── CompileError           NVRTC or the C++ compiler refused the source
-    │   └── TorchTooOld            this torch lacks what weft calls; also an ImportError
-    └── GroupError                 the group broke while running; recover it, or make a new one
-        ├── PeerTimeout            a peer's flag did not arrive before the deadline
-        ├── PeerDied               the process of a peer ended
-        ├── PeerLeft               a peer raised or closed before it made its part of a call
-        ├── ExpertsLost            no living rank holds some of a layer's experts
-        ├── GeometryMismatch       a peer called with another geometry
-        ├── Aborted                a rank asked the group to stop
-        ├── RecoveryFailed         the survivors of a death could not go on yet; the text says why
-        └── RankFailed             a launched rank raised or died
+"""Every error weft raises, as one tree: of the call (UsageError), of what could not be made
+(SetupError), and of a group that broke while running (GroupError).
 
 Each text says what was wrong, with both values, and how to fix it.
 """
@@ -52,7 +29,7 @@ class TokenOverflow(UsageError):
 
 
 class BadExpertId(UsageError):
-    """An expert id is out of range, or stands twice in one row."""
+    """An expert id is out of range, or repeated in one row."""
 
 
 class OutOfOrder(UsageError):

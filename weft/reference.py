@@ -1,6 +1,6 @@
 """What each operation means, in plain torch: the specification, and the oracle of every test.
 
-All ranks' tensors are given as lists indexed by rank; results lie on the device of the inputs.
+All ranks' tensors are given as lists indexed by rank; results are on the device of the inputs.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Shape:
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
     combine: how rows are returned: "pull", "push", "push_fp8" or "gemm_push".
     quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
-    mapped: experts lie where a table says instead of in contiguous blocks.
+    mapped: experts are where a table says instead of in contiguous blocks.
     stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
 
     Raises InvalidArgument naming the size and its limits.

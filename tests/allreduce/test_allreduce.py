@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -19,11 +20,16 @@ def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.A
     return weft.AllReduce(group, timeout=600.0, first_timeout=600.0, **given)  # type: ignore[arg-type]
 
 
+def place(case: Sum) -> dict[str, str]:
+    """The epilogue is at the receiver where each rank has a residual and weight of its own."""
+    return {"epilogue_at": "receiver" if case.differ else "owner"}
+
+
 def epilogues(group: weft.Group, case: Sum, sizes: tuple[int, ...]) -> None:
-    with make(group, max(sizes), case) as ar:
+    with make(group, max(sizes), case, **place(case)) as ar:
         for seed, tokens in enumerate(sizes):
-            for quant in quants(group.device, case.hidden):
-                for backend in BACKENDS:
+            for quant in quants(group.device, case.hidden, group.rank if case.differ else 0):
+                for backend in (*BACKENDS, "auto"):
                     if fits(ar, backend, tokens):
                         play(ar, case.next(tokens=tokens, seed=seed), backend, quant)
 
@@ -35,10 +41,13 @@ SHAPES = [
     Sum(0, 1152, torch.float32, special=True, bias=1.0),
     Sum(0, 7168, special=True, weight_dtype=torch.float32, bias=1.0),
 ]
+SHAPES += [case.next(differ=True) for case in SHAPES[:4]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{case.hidden} {case.dtype}")
+@pytest.mark.parametrize(
+    "case", SHAPES, ids=lambda case: f"{case.hidden} {case.dtype}{' own' * case.differ}"
+)
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_backend_and_epilogue_has_the_bits_of_the_reference(ranks, kind, case, count):
     sizes = (0, 1, count - 1, count, count + 1, 7, 9, 33) if case.hidden < 1000 else (1, count + 1)
@@ -46,8 +55,9 @@ def test_every_backend_and_epilogue_has_the_bits_of_the_reference(ranks, kind, c
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_eight_ranks(ranks, kind):
-    ranks(8, kind)(epilogues, Sum(0, 512, special=True), (1, 7, 8, 9))
+@pytest.mark.parametrize("differ", [False, True])
+def test_eight_ranks(ranks, kind, differ):
+    ranks(8, kind)(epilogues, Sum(0, 512, special=True, differ=differ), (1, 7, 8, 9))
 
 
 def smallest(group: weft.Group) -> None:
@@ -88,11 +98,14 @@ def test_sizes_around_the_limits(ranks, kind):
 
 
 def sequence(group: weft.Group, calls: int) -> None:
-    """Backends and sizes in any order share slots; a second object runs in between."""
-    order, case = random.Random(7), Sum(0, 128)
-    with make(group, 24, case) as first, make(group, 24, case) as second:
+    """Backends and sizes in any order share slots; other objects run in between."""
+    order = random.Random(7)
+    cases = [Sum(0, 128), Sum(0, 128), Sum(0, 128, differ=True)]
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(make(group, 24, case, **place(case))) for case in cases]
         for call in range(calls):
-            ar = first if order.random() < 0.7 else second
+            number = order.choice((0, 0, 1, 2, 2))
+            ar, case = made[number], cases[number]
             tokens = order.choice((0, 1, 2, 3, 5, 8, 13, 24))
             backend = order.choice((*BACKENDS, "auto"))
             drawn = case.next(tokens=tokens, seed=call, special=order.random() < 0.2)
@@ -101,7 +114,7 @@ def sequence(group: weft.Group, calls: int) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "threads"])
 def test_backends_and_sizes_in_any_order(ranks, kind):
-    ranks(3, kind)(sequence, 150)
+    ranks(3, kind)(sequence, 250)
 
 
 @pytest.mark.parametrize("first_epoch", [(1 << 40) - 20, (1 << 32) - 20, (1 << 24) - 20])
@@ -143,12 +156,13 @@ def test_a_row_of_a_batch_is_the_row_alone(ranks, kind):
     ranks(4, kind)(alone)
 
 
-def subsets(group: weft.Group) -> None:
+def subsets(group: weft.Group, differ: bool) -> None:
     """Outputs that nobody asked for are not made; inputs may be overwritten in place."""
-    case = Sum(5, 256)
+    case = Sum(5, 256, differ=differ)
     xs = [case.rows(rank, group.device) for rank in range(group.size)]
-    residual, weight = case.shared(group.device)
-    with make(group, 8, case) as ar:
+    residual, weight = case.shared(group.device, group.rank)
+    want = weft.reference.allreduce_fused(xs, residual, weight)
+    with make(group, 8, case, **place(case)) as ar:
         for backend in BACKENDS:
             x = xs[group.rank].clone()
             got = ar.fused(x, backend=backend)
@@ -158,6 +172,8 @@ def subsets(group: weft.Group) -> None:
             got = ar.fused(x, residual=residual, backend=backend)
             assert got.out is None
             same(got, weft.reference.allreduce_fused(xs, residual))
+            got = ar.fused(x, residual=residual, out=True, backend=backend)
+            same(got, weft.reference.allreduce_fused(xs, residual))
             got = ar.fused(x, weight=weight, out=True, backend=backend)
             same(got, weft.reference.allreduce_fused(xs, None, weight))
             got = ar.fused(
@@ -165,7 +181,7 @@ def subsets(group: weft.Group) -> None:
                 quant=FP8Token(), quant_out=False, scale_out=False, backend=backend,
             )  # fmt: skip
             assert (got.residual, got.quant, got.scale) == (None,) * 3
-            same(got, weft.reference.allreduce_fused(xs, residual, weight))
+            same(got, want)
             kept = residual.clone()
             got = ar.fused(
                 x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend=backend
@@ -173,7 +189,15 @@ def subsets(group: weft.Group) -> None:
             settle(group)
             assert got.norm is x
             assert got.residual is kept
-            same(got, weft.reference.allreduce_fused(xs, residual, weight))
+            same(got, want)
+            x, kept = xs[group.rank].clone(), residual.clone()
+            got = ar.fused(
+                x, residual=kept, weight=weight, out=x, residual_out=False, norm_out=kept,
+                backend=backend,
+            )  # fmt: skip
+            settle(group)
+            assert got.out is x
+            same(got, want)
             x = xs[group.rank].clone()
             assert ar.fused(x, out=x, backend=backend).out is x
             settle(group)
@@ -181,14 +205,15 @@ def subsets(group: weft.Group) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_subset_of_outputs_also_in_place(ranks, kind):
-    ranks(3, kind)(subsets)
+@pytest.mark.parametrize("differ", [False, True])
+def test_any_subset_of_outputs_also_in_place(ranks, kind, differ):
+    ranks(3, kind)(subsets, differ)
 
 
-def finalized(group: weft.Group, dtype: torch.dtype) -> None:
-    case = Sum(9, 256, dtype)
-    residual, weight = case.shared(group.device)
-    with make(group, 16, case) as ar:
+def finalized(group: weft.Group, dtype: torch.dtype, differ: bool) -> None:
+    case = Sum(9, 256, dtype, differ=differ)
+    residual, weight = case.shared(group.device, group.rank)
+    with make(group, 16, case, **place(case)) as ar:
         prologues = [expert_rows(case, rank, group.device) for rank in range(group.size)]
         xs = [weft.reference.finalize_moe(p) for p in prologues]
         want = weft.reference.allreduce_fused(xs, residual, weight)
@@ -213,9 +238,12 @@ def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_made_of_experts_rows(ranks, kind, dtype):
-    ranks(3, kind)(finalized, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "differ"),
+    [*((t, False) for t in (torch.bfloat16, torch.float16, torch.float32)), (torch.bfloat16, True)],
+)
+def test_rows_made_of_experts_rows(ranks, kind, dtype, differ):
+    ranks(3, kind)(finalized, dtype, differ)
 
 
 def dropped(group: weft.Group) -> str:

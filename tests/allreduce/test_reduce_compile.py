@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator.test_profile_compile import frames
+from tests.emulator.machine_code import frames
 from tests.recorded import NVRTC, reads
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import KERNELS, MOE, RESIDENT, cuda_program

@@ -13,16 +13,17 @@ import torch
 
 import weft
 from tests.allreduce.test_allreduce import expert_rows, make
-from tests.allreduce.test_allreduce_failures import (
+from tests.emulator.emulate import EmulatedEntries, compile_emulated
+from tests.emulator.watch import watching, ways
+from tests.faults import (
     AFTER_ROWS,
     BEFORE_ROWS,
-    ENTER,
+    DIE,
     JITTER,
+    REDUCE_ENTER,
     STAY_AWAY,
     plan_fault,
 )
-from tests.emulator.emulate import EmulatedEntries, compile_emulated
-from tests.emulator.watch import watching, ways
 from tests.patience import hurry
 from tests.recorded import reads
 from tests.sums import Sum, play, quants, same
@@ -34,7 +35,6 @@ from weft.memory.header import HEADER_BYTES
 pytestmark = reads("tests/emulator/*.hpp")
 
 TOKENS = 13
-DIE = 6
 CASE = Sum(TOKENS, 640, special=True, bias=1.0)  # 80 vectors: two warps and a half
 
 
@@ -157,7 +157,7 @@ def late(group: weft.Group, library: str, shapes: list[Shape], count: int) -> No
     order = random.Random(3)
     with make(group, TOKENS, CASE, _first_epoch=(1 << 40) - count) as ar:
         shapes[group.rank].install(ar, library)
-        for turn, point in enumerate((ENTER, AFTER_ROWS, BEFORE_ROWS)):
+        for turn, point in enumerate((REDUCE_ENTER, AFTER_ROWS, BEFORE_ROWS)):
             if group.rank == turn % group.size:
                 plan_fault(ar, point, JITTER, argument=200_000)
             for call in range(count):
@@ -177,7 +177,7 @@ def absent(group: weft.Group, library: str) -> str:
         play(ar, CASE, "oneshot")
         hurry(ar, 1.0)
         if group.rank == 1:
-            plan_fault(ar, ENTER, STAY_AWAY)
+            plan_fault(ar, REDUCE_ENTER, STAY_AWAY)
         group.barrier()
         said, x = "", CASE.rows(group.rank, group.device)
         try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import weft
+from tests.alltoall.test_alltoall import make
 from tests.rounds import Round, bits, combining
 from weft.errors import InvalidArgument, OutOfOrder
 
@@ -18,18 +19,6 @@ CASES = [
     Round(tokens=(3, 1, 7), hidden=384, router="one-hot", dtype=torch.float32),
     Round(tokens=(4, 5, 6), hidden=7168, top_k=8, experts=256),
 ]
-
-
-def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
-    return weft.AllToAll(
-        group,
-        max_tokens=16,
-        top_k=case.top_k,
-        num_experts=case.experts,
-        hidden=case.hidden,
-        dtype=case.dtype,
-        **options,  # type: ignore[arg-type]
-    )
 
 
 def return_rows(group: weft.Group, way: str, split_phase: bool) -> None:
@@ -191,8 +180,6 @@ def test_halves_come_in_turn(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"combine": "carrier pigeon"}, ("carrier pigeon", "'pull', 'push', 'gemm_push'")),
-        ({"quantize": "int4"}, ("int4", "'fp8', 'mxfp8'")),
         ({"quantize": "fp8", "hidden": 96}, ("96", "pad hidden to 128")),
         ({"combine_dtype": "fp8", "hidden": 200}, ("200", "pad hidden to 256")),
         (

@@ -38,10 +38,13 @@ CPU = torch.device("cpu")
     "changes",
     [
         {},
-        {"model": "gpt-oss-120b", "routing": "zipf:1.2"},
-        {"model": "glm-4.5-air", "quantize": "fp8", "combine_dtype": "fp8", "shared": False},
-        {"mode": "low_latency", "dtype": "fp8"},
-        {"model": "gpt-oss-120b", "dtype": "mxfp4"},
+        {"tokens": (6,), "model": "gpt-oss-120b", "routing": "zipf:1.2"},
+        {
+            **{"tokens": (6,), "model": "glm-4.5-air", "shared": False},
+            **{"quantize": "fp8", "combine_dtype": "fp8"},
+        },
+        {"tokens": (6,), "mode": "low_latency", "dtype": "fp8"},
+        {"tokens": (6,), "model": "gpt-oss-120b", "dtype": "mxfp4"},
     ],
 )
 def test_a_run_is_checked_timed_and_reported(threads, changes):
@@ -50,8 +53,8 @@ def test_a_run_is_checked_timed_and_reported(threads, changes):
     assert report.problem is None
     found = [(each.tokens, each.variant) for each in report.measured]
     assert found == sorted(found, key=lambda each: (each[0], OVERLAPS.index(each[1])))
-    assert len(set(found)) + len(report.refused) == 2 * len(OVERLAPS)
-    assert {(1, "none"), (6, "none")} <= set(found)
+    assert len(set(found)) + len(report.refused) == len(case.tokens) * len(OVERLAPS)
+    assert {(tokens, "none") for tokens in case.tokens} <= set(found)
     assert ((6, "shared_expert") in found) == (case.config.shared > 0)
     assert all("InvalidArgument" in text for text in report.refused)
     for each in report.measured:

@@ -1,8 +1,6 @@
-"""Other libraries beside ours: found or not, right or not; and the adapters against stand-ins that
-keep to the other libraries' documented calls and layouts.
-
-Stand-ins show that arguments, layouts and sums fit together; what the libraries themselves do, only
-a machine that has them shows.
+"""Other libraries beside ours: found or not, right or not; and the adapters, which here meet
+weft.compat's version of the other libraries' calls. What the libraries themselves do, only a
+machine that has them shows: each is checked there before it is timed.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import torch
 import weft
 from tests.bench.test_allreduce import SMALL
 from tests.bench.test_moe import SETTINGS
+from tests.compat.calls import Backend
 from weft import reference
 from weft.bench.allreduce import make_rows
 from weft.bench.rivals import (
@@ -34,8 +33,9 @@ from weft.bench.rivals import (
     measure_rivals,
     rival_body,
 )
+from weft.compat.deep_ep import Buffer
+from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import DriverError
-from weft.placement import Placement
 
 SIZES = replace(SETTINGS, ranks=2, tokens=(3, 5), hidden=128, top_k=3, experts=4, samples=2)
 NAMED = {each.name: each for each in (*PAIRS, *REDUCES)}
@@ -171,130 +171,16 @@ def test_torch_all_reduce_is_measured(ranks):
             assert list(found["samples_us"]) == [1, 5]
 
 
-def _gathered(group: weft.Group, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's tensor; all numbers here are exact in float32."""
-    parts = group.all_gather(tensor.float().tolist())
-    return [torch.tensor(part).to(tensor.dtype) for part in parts]
-
-
-def _owners(group: weft.Group, experts: int) -> torch.Tensor:
-    return torch.tensor(Placement.blocks(experts, group.size).ranks)
-
-
-class MoeAlltoAll:
-    """Rank-major; a source's tokens lie in compact slots, here in reverse order."""
-
-    def __init__(
-        self, mapping, max_num_tokens, top_k, num_experts, *, hidden_size, mnnvl_config
-    ) -> None:
-        self.group = mnnvl_config.comm_backend.group
-        assert (mapping.rank, mapping.world_size) == (self.group.rank, self.group.size)
-        assert mapping.moe_ep_size == mapping.tp_size == self.group.size
-        self.max, self.experts, self.hidden = max_num_tokens, num_experts, hidden_size
-        self.phase = "idle"
-
-    def dispatch(self, ids, payloads, runtime_max):
-        assert self.phase == "idle"
-        assert ids.dtype == torch.int32
-        assert runtime_max <= self.max
-        self.phase, self.ids = "dispatched", ids
-        everyone = [_gathered(self.group, payload) for payload in payloads]
-        owners = _owners(self.group, self.experts)
-        views = [
-            torch.full((self.group.size, runtime_max, *p.shape[1:]), 77).to(p.dtype)
-            for p in payloads
-        ]
-        self.slots = []
-        for source, chosen in enumerate(_gathered(self.group, ids)):
-            mine = (owners[chosen.long()] == self.group.rank).any(dim=1).nonzero().flatten()
-            self.slots.append(mine.flip(0).tolist())
-            for view, parts in zip(views, everyone, strict=True):
-                for slot, token in enumerate(self.slots[-1]):
-                    view[source, slot] = parts[source][token]
-        self.answers = torch.full((self.group.size, runtime_max, self.hidden), float("nan"))
-        return views
-
-    def get_combine_payload_tensor_in_workspace(self, runtime_max, hidden, dtype):
-        assert self.phase == "dispatched"
-        assert self.answers.shape == (self.group.size, runtime_max, hidden)
-        self.answers = self.answers.to(dtype)
-        return self.answers
-
-    def combine(self, payload, runtime_max, payload_in_workspace=False):
-        assert payload_in_workspace
-        assert payload is self.answers
-        self.phase = "idle"
-        out = torch.zeros(len(self.ids), self.hidden)
-        slots = self.group.all_gather(self.slots)
-        for rank, answers in enumerate(_gathered(self.group, payload.nan_to_num(1e4))):
-            for slot, token in enumerate(slots[rank][self.group.rank]):
-                out[token] += answers[self.group.rank, slot].float()
-        return out.to(payload.dtype)
-
-
-class Buffer:
-    """Expert-major: every local expert has ranks x most rows; weights are applied in combine."""
-
-    def __init__(
-        self, group, num_nvl_bytes, num_rdma_bytes, *, low_latency_mode, num_qps_per_rank
-    ) -> None:
-        assert low_latency_mode
-        assert (num_nvl_bytes, num_rdma_bytes, num_qps_per_rank) == (0, 4321, 2)
-        self.group = group
-
-    @staticmethod
-    def get_low_latency_rdma_size_hint(most, hidden, ranks, experts):
-        assert (most, hidden, ranks, experts) == (8, 128, 2, 4)
-        return 4321
-
-    def low_latency_dispatch(self, x, ids, most, experts, *, use_fp8):
-        assert (x.dtype, ids.dtype) == (torch.bfloat16, torch.int64)
-        size, hidden = self.group.size, x.shape[1]
-        first = self.group.rank * (experts // size)
-        rows = torch.zeros(experts // size, size * most, hidden, dtype=torch.bfloat16)
-        count, places = [0] * (experts // size), []
-        everyone = zip(_gathered(self.group, x), _gathered(self.group, ids), strict=True)
-        for source, (xs, chosen) in enumerate(everyone):
-            for token, experts_of in enumerate(chosen.tolist()):
-                for expert in experts_of:
-                    local = expert - first
-                    if 0 <= local < len(count):
-                        rows[local, count[local]] = xs[token]
-                        places.append((source, token, expert, local, count[local]))
-                        count[local] += 1
-        received: Any = rows
-        if use_fp8:
-            grouped = rows.float().view(*rows.shape[:2], -1, 128)
-            scales = grouped.abs().amax(dim=-1).clamp_min(1e-4) / 448
-            values = (grouped / scales[..., None]).to(torch.float8_e4m3fn).flatten(2)
-            received = (values, scales.transpose(1, 2).contiguous().transpose(1, 2))
-        return received, torch.tensor(count), (places, len(x)), SimpleNamespace(), None
-
-    def low_latency_combine(self, answers, ids, weights, handle):
-        assert answers.dtype == torch.bfloat16
-        places, tokens = handle
-        returned = [
-            (source, token, expert, answers[local, row].float().tolist())
-            for source, token, expert, local, row in places
-        ]
-        out = torch.zeros(tokens, answers.shape[2])
-        for rows in self.group.all_gather(returned):
-            for source, token, expert, row in rows:
-                if source == self.group.rank:
-                    place = ids[token].tolist().index(expert)
-                    out[token] += weights[token, place] * torch.tensor(row)
-        return out.bfloat16(), SimpleNamespace(), None
-
-
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Both libraries, for ranks that are threads."""
+    """Both libraries' calls as weft.compat has them, for ranks that are threads."""
+
+    def mapping(**given: int) -> SimpleNamespace:
+        return SimpleNamespace(**given, moe_ep_rank=given["rank"])
+
     comm: dict[str, dict[str, Any]] = {
-        "mnnvl": {
-            "TorchDistBackend": lambda group: SimpleNamespace(group=group),
-            "MnnvlConfig": SimpleNamespace,
-        },
-        "mapping": {"Mapping": SimpleNamespace},
+        "mnnvl": {"TorchDistBackend": Backend, "MnnvlConfig": SimpleNamespace},
+        "mapping": {"Mapping": mapping},
         "trtllm_moe_alltoall": {"MoeAlltoAll": MoeAlltoAll},
     }
     for name, content in comm.items():

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
-import os
 import struct
-import subprocess
-import sys
 import tarfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_vllm import write_tree
 from tests.recorded import TORCH, reads
 from weft.plugins.settings import Settings
@@ -24,8 +19,6 @@ from weft.plugins.vllm.settings import read
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "vllm"
-SHARED = ROOT / "benchmarks" / "engines"
-Ran = tuple[int, str, list[dict[str, Any]]]
 pytestmark = reads(
     "benchmarks/engines/*.*",
     "benchmarks/vllm/*.*",
@@ -37,43 +30,14 @@ pytestmark = reads(
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[..., Ran]:
-    """`measure("decode", *options, NAME=value)` -> exit status, what was printed, the results."""
-    write_tree(tmp_path / "pack")
-
-    def run(*arguments: str, **environment: str) -> Ran:
-        places = {"PACK": tmp_path / "pack", "PACK_SITE": tmp_path / "pack"}
-        places |= {"OUT": tmp_path / "out", "PACK_HOME": tmp_path / "home"}
-        set_ = {name: str(place) for name, place in places.items()}
-        kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        ended = subprocess.run(
-            [str(FOLDER / "run.sh"), *arguments],
-            env=kept | set_ | {"PYTHON": sys.executable, **environment},
-            capture_output=True,
-            text=True,
-            timeout=1200,
-            check=False,
-        )
-        results = tmp_path / "out" / "results.jsonl"
-        lines = results.read_text().splitlines() if results.exists() else []
-        return ended.returncode, ended.stdout + ended.stderr, [json.loads(one) for one in lines]
-
-    return run
+    return measuring("vllm", write_tree, tmp_path)
 
 
 @pytest.fixture
 def script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], types.ModuleType]]:
-    """`script("report")` imports a script as its folder's modules import each other."""
-    monkeypatch.setenv("OUT", str(tmp_path))
-    for place in (FOLDER, FOLDER / "pack", SHARED):
-        monkeypatch.syspath_prepend(str(place))
-    before = set(sys.modules)
-
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(FOLDER), str(SHARED))):
-            del sys.modules[name]
+    yield from importing(monkeypatch, tmp_path, FOLDER, FOLDER / "pack")
 
 
 TINY = ("--model", "tiny")

@@ -15,7 +15,7 @@ from weft.compat.flashinfer import (
 )
 
 Pattern = AllReduceFusionPattern
-RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS = 2, 6, 256, 2, 3
+RANKS, TOKENS, HIDDEN = 2, 6, 256
 BF16 = torch.bfloat16
 
 

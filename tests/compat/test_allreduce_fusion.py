@@ -1,4 +1,4 @@
-"""flashinfer.comm's all-reduce calls on weft: the documented use, right to the bit."""
+"""flashinfer.comm's all-reduce calls on weft: every pattern, right to the bit."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import pytest
 import torch
 
 import weft
-from tests.compat.calls import refused
 from tests.compat.reduces import (
-    BF16,
-    EXPERTS,
     HIDDEN,
     RANKS,
     TOKENS,
-    TOP_K,
     Pattern,
     make,
     poison,
     rows_for,
     same,
 )
+from tests.sums import Sum
 from weft import reference
-from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
-from weft.compat.flashinfer import allreduce_fusion
-from weft.errors import InvalidArgument
+from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
+from weft.compat.flashinfer import AllReduceFusionWorkspace, allreduce_fusion
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+# Five groups of 128 columns: the second packed word is padded.
+WIDE, MOST, TOP_K = 640, 33, 3
+WITH_NORM = (1, 4, 6, 7, 9, 11)
 
 
 def documented(group: weft.Group) -> None:
@@ -96,210 +95,129 @@ def test_results_may_replace_the_inputs(ranks, kind):
     ranks(RANKS, kind)(in_place)
 
 
-def quantised(group: weft.Group) -> None:
-    """Patterns 2, 4, 8 to 11: bytes and scales; with the norm where the pattern says Out."""
-    scale = torch.tensor([0.03125], device=group.device)
-    kinds: list[tuple[int, Any, dict[str, Any]]] = [
-        (2, FP8Static(scale), {"scale_factor": scale}),
-        (4, FP8Static(scale), {"scale_factor": scale}),
-        (2, FP8Static(scale), {"scale_factor": 0.03125}),
-        (8, FP8Group(128, scale="ue8m0"), {"block_quant_group_size": 128}),
-        (9, FP8Group(128, scale="ue8m0"), {"block_quant_group_size": 128}),
+def specs(device: torch.device, rank: int) -> list[tuple[int, Quant | None, dict[str, Any]]]:
+    """(pattern, what it quantises, its arguments), with a static scale of this rank's own."""
+    scale = torch.tensor([0.03125 * (1 + rank)], device=device)
+    static = FP8Static(scale)
+    ue8m0, grouped = FP8Group(128, scale="ue8m0"), {"block_quant_group_size": 128}
+    return [
+        (1, None, {}),
+        (2, static, {"scale_factor": scale}),
+        (2, static, {"scale_factor": 0.03125 * (1 + rank)}),
+        (4, static, {"scale_factor": scale}),
+        (8, ue8m0, grouped),
+        (9, ue8m0, grouped),
         (10, FP8Token(), {}),
         (11, FP8Token(), {}),
     ]
-    with make(group) as workspace:
-        for tokens in (5, 1):
-            rows = rows_for(group.device, tokens, seed=9)
-            for pattern, quant, given in kinds:
-                want = reference.allreduce_fused(
-                    rows.xs, rows.residual, rows.weight, weight_bias=1.0, quant=quant
-                )
-                out = outputs(group.device, pattern, tokens)
-                answer = allreduce_fusion(
-                    rows.xs[group.rank],
-                    workspace,
-                    pattern,
-                    residual_in=rows.residual,
-                    rms_gamma=rows.weight,
-                    weight_bias=1.0,
-                    **given,
-                    **out,
-                )
-                check_quantised(pattern, answer, out, want)
-                bare = allreduce_fusion(
-                    rows.xs[group.rank],
-                    workspace,
-                    pattern,
-                    residual_in=rows.residual,
-                    rms_gamma=rows.weight,
-                    weight_bias=1.0,
-                    **given,
-                )
-                same(bare, want.norm if "norm_out" in out else want.quant)
 
 
 def outputs(device: torch.device, pattern: int, tokens: int) -> dict[str, Any]:
-    """Tensors as flashinfer.comm wants them."""
-    fp8 = torch.float8_e4m3fn
-    found: dict[str, Any] = {
-        "residual_out": poison(device, tokens, HIDDEN),
-        "quant_out": poison(device, tokens, HIDDEN, dtype=fp8),
-    }
-    if pattern in (4, 9, 11):
-        found["norm_out"] = poison(device, tokens, HIDDEN)
+    """Every tensor that a pattern writes, poisoned."""
+    made: dict[str, Any] = {"residual_out": poison(device, tokens, WIDE)}
+    if pattern in WITH_NORM:
+        made["norm_out"] = poison(device, tokens, WIDE)
+    if pattern not in (1, 6, 7):
+        made["quant_out"] = poison(device, tokens, WIDE, dtype=torch.float8_e4m3fn)
     if pattern in (8, 9):
-        columns, pitch = -(-HIDDEN // 512), -(-tokens // 4) * 4
-        found["scale_out"] = poison(device, columns, pitch, dtype=torch.int32).t()[:tokens]
-        assert found["scale_out"].stride() == (1, pitch)
+        columns, pitch = -(-WIDE // 512), -(-tokens // 4) * 4
+        whole = poison(device, columns * pitch, dtype=torch.int32)
+        if pattern == 9:  # as torch.empty_strided makes it: no room behind the last token
+            whole = whole[: (columns - 1) * pitch + tokens].clone()
+        made["scale_out"] = whole.as_strided((tokens, columns), (1, pitch))
     if pattern in (10, 11):
-        found["scale_out"] = poison(device, tokens, 1, dtype=torch.float32)
-    return found
+        made["scale_out"] = poison(device, tokens, 1, dtype=torch.float32)
+    return made
 
 
-def check_quantised(
-    pattern: int, answer: torch.Tensor, out: dict[str, torch.Tensor], want: Reduced
-) -> None:
-    assert answer is out.get("norm_out", out["quant_out"])
-    same(out["residual_out"], want.residual)
-    same(out["quant_out"], want.quant)
-    if "norm_out" in out:
-        same(out["norm_out"], want.norm)
-    if "scale_out" in out:
-        same(out["scale_out"], want.scale)
-        if pattern in (8, 9):
-            scales = out["scale_out"]
-            columns, pitch = scales.shape[1], scales.stride(1)
-            padding = scales.as_strided((columns, pitch), (pitch, 1))[:, len(scales) :]
-            assert padding.numel()
-            assert not padding.any()
-    else:
-        assert pattern in (2, 4)
+def compare(out: dict[str, torch.Tensor], want: weft.Reduced) -> None:
+    for name, made in out.items():
+        same(made, getattr(want, name.removesuffix("_out")))
+    scales = out.get("scale_out")
+    if scales is not None and scales.dtype == torch.int32:
+        columns, pitch = scales.shape[1], -(-len(scales) // 4) * 4
+        held = scales.untyped_storage().nbytes() // 4 // pitch
+        padding = scales.as_strided((held, pitch), (pitch, 1))[:, len(scales) :]
+        assert held >= columns - 1
+        assert not padding.any(), "what follows the last token is zero"
 
 
-@pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_fp8_patterns(ranks, kind):
-    ranks(RANKS, kind)(quantised)
+def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
+    """Every pattern that brings rows, once; with `way` left open also into new outputs."""
+    group, device = workspace.group, workspace.group.device
+    xs = [case.rows(rank, device) for rank in range(group.size)]
+    residual, weight = case.shared(device, group.rank)
+    for pattern, quant, given in specs(device, group.rank):
+        given |= {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
+        given |= {"weight_bias": case.bias, "use_oneshot": way}
+        out = outputs(device, pattern, case.tokens)
+        answer = allreduce_fusion(xs[group.rank], workspace, pattern, **given, **out)
+        want = reference.allreduce_fused(xs, residual, weight, case.eps, case.bias, quant)
+        assert answer is out.get("norm_out", out.get("quant_out"))
+        compare(out, want)
+        if way is None:
+            bare = allreduce_fusion(xs[group.rank], workspace, pattern, **given)
+            same(bare, want.norm if pattern in WITH_NORM else want.quant)
 
 
-def without_a_last_padding(group: weft.Group) -> None:
-    """Scales in memory that ends with the last token's: all padding before it becomes zero."""
-    pattern = Pattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant
-    wide = 4 * HIDDEN  # two columns of four scales
-    generator = torch.Generator().manual_seed(7)
-    with make(group, hidden_dim=wide) as workspace:
-        for tokens in (1, 3, 4, 6):
-            xs = [torch.randn((tokens, wide), generator=generator).to(BF16) for _ in range(RANKS)]
-            xs = [x.to(group.device) for x in xs]
-            residual, weight = torch.zeros_like(xs[0]), torch.ones_like(xs[0][0])
-            quant = FP8Group(128, scale="ue8m0")
-            want = reference.allreduce_fused(xs, residual, weight, quant=quant)
-            pitch = -(-tokens // 4) * 4
-            scales = torch.empty_strided(
-                (tokens, 2), (1, pitch), dtype=torch.int32, device=group.device
-            )
-            memory = scales.as_strided((pitch + tokens,), (1,))
-            assert scales.untyped_storage().nbytes() == memory.nbytes
-            memory.fill_(0x7F7F7F7F)
-            allreduce_fusion(
-                xs[group.rank], workspace, pattern, residual_in=residual, rms_gamma=weight,
-                scale_out=scales, block_quant_group_size=128,
-            )  # fmt: skip
-            assert want.scale is not None
-            same(scales.contiguous(), want.scale.contiguous())
-            assert not memory[tokens:pitch].any()
+def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
+    """Patterns 6 and 7, whose rows are made of experts' rows."""
+    group, device, tokens = workspace.group, workspace.group.device, case.tokens
+    residual, weight = case.shared(device, group.rank)
+    given: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
+    given["use_oneshot"] = way
+    rows = [case.next(tokens=TOP_K * tokens, seed=r).rows(r, device) for r in range(group.size)]
+    shared = [case.next(seed=50).rows(rank, device) for rank in range(group.size)]
+    generator = torch.Generator(device=device).manual_seed(tokens)
+    scales = torch.rand((TOP_K, tokens), generator=generator, device=device)
+    places = torch.arange(TOP_K * tokens, device=device).view(TOP_K, tokens).t().int()
+
+    def wanted(index: torch.Tensor, *, scaled: bool = True, adds: bool = True) -> weft.Reduced:
+        made = [
+            MoEFinalize(each, index, scales.t() if scaled else None, shared=extra if adds else None)
+            for each, extra in zip(rows, shared, strict=True)
+        ]
+        xs = [reference.finalize_moe(each) for each in made]
+        return reference.allreduce_fused(xs, residual, weight, case.eps)
+
+    out, total = outputs(device, 6, tokens), poison(device, tokens, WIDE)
+    allreduce_fusion(
+        shared[group.rank], workspace, Pattern.kMoEReductionARResidualRMSNorm, output=total,
+        moe_reduction_device_num_experts=TOP_K, moe_reduction_scale_input=scales,
+        moe_reduction_active_experts_token_input=rows[group.rank],
+        moe_reduction_token_input=shared[group.rank], **given, **out,
+    )  # fmt: skip
+    compare(out | {"out": total}, wanted(places))
+    places = places.contiguous()
+    places[0, 0] = -1
+    for scaled, adds in ((True, True), (False, True), (True, False)):
+        out = outputs(device, 7, tokens)
+        allreduce_fusion(
+            rows[group.rank], workspace, Pattern.kMoEFinalizeARResidualRMSNorm,
+            expanded_idx_to_permuted_idx=places,
+            expert_scale_factor=scales.t().contiguous() if scaled else None,
+            shared_expert_output=shared[group.rank] if adds else None, **given, **out,
+        )  # fmt: skip
+        compare(out, wanted(places, scaled=scaled, adds=adds))
 
 
-@pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_padding_of_scales_whose_memory_ends_with_the_last(ranks, kind):
-    ranks(RANKS, kind)(without_a_last_padding)
-
-
-def finalized(group: weft.Group) -> None:
-    """Pattern 7: every token gathers its experts' rows, and its shared expert's."""
-    generator = torch.Generator().manual_seed(3)
-    index = torch.randint(0, TOKENS * TOP_K, (TOKENS, TOP_K), generator=generator).int()
-    index[1, 0] = -1
-    index = index.to(group.device)
-    weights = torch.rand((TOKENS, TOP_K), generator=generator).to(group.device, BF16)
-    permuted = [rows_for(group.device, TOKENS * TOP_K, seed=10 + r).xs[0] for r in range(RANKS)]
-    rows = rows_for(group.device, TOKENS)
-    with make(group) as workspace:
-        for scales in (weights, None):
-            for shared in (rows.xs[0], None):
-                moe = [MoEFinalize(each, index, scales, shared=shared) for each in permuted]
-                want = reference.allreduce_fused(
-                    [reference.finalize_moe(each) for each in moe], rows.residual, rows.weight
-                )
-                norm, residual = (
-                    poison(group.device, TOKENS, HIDDEN),
-                    poison(group.device, TOKENS, HIDDEN),
-                )
-                answer = allreduce_fusion(
-                    permuted[group.rank],
-                    workspace,
-                    Pattern.kMoEFinalizeARResidualRMSNorm,
-                    residual_in=rows.residual,
-                    rms_gamma=rows.weight,
-                    norm_out=norm,
-                    residual_out=residual,
-                    expanded_idx_to_permuted_idx=index,
-                    expert_scale_factor=scales,
-                    shared_expert_output=shared,
-                )
-                assert answer is norm
-                same(norm, want.norm)
-                same(residual, want.residual)
-
-
-@pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_moe_finalize(ranks, kind):
-    ranks(RANKS, kind)(finalized)
-
-
-def reduced(group: weft.Group) -> None:
-    """Pattern 6: every token adds what all experts of this rank made of it."""
-    rows = rows_for(group.device, TOKENS)
-    made = [rows_for(group.device, EXPERTS * TOKENS, seed=20 + r).xs[0] for r in range(RANKS)]
-    numbers = torch.rand((EXPERTS, TOKENS), generator=torch.Generator().manual_seed(4))
-    scale = numbers.to(group.device)
-    brought = []
-    for each in made:
-        index = torch.arange(EXPERTS * TOKENS, device=group.device).view(EXPERTS, TOKENS).t().int()
-        moe = MoEFinalize(each, index, scale.t(), shared=rows.xs[1])
-        brought.append(reference.finalize_moe(moe))
-    want = reference.allreduce_fused(brought, rows.residual, rows.weight)
-    given: dict[str, Any] = {
-        "residual_in": rows.residual,
-        "rms_gamma": rows.weight,
-        "moe_reduction_device_num_experts": EXPERTS,
-        "moe_reduction_scale_input": scale,
-        "moe_reduction_active_experts_token_input": made[group.rank],
-        "moe_reduction_token_input": rows.xs[1],
+def own(group: weft.Group, sizes: tuple[int, ...]) -> None:
+    changes: dict[str, Any] = {
+        "world_size": group.size,
+        "hidden_dim": WIDE,
+        "max_token_num": MOST,
     }
-    with make(group) as workspace:
-        call = Pattern.kMoEReductionARResidualRMSNorm
-        output = poison(group.device, TOKENS, HIDDEN)
-        same(allreduce_fusion(rows.xs[1], workspace, call, output=output, **given), want.norm)
-        same(output, want.out)
-        same(allreduce_fusion(rows.xs[1], workspace, call, **given), want.norm)
-        for name in given:
-            wrong = {**given, name: None}
-            refused(
-                InvalidArgument,
-                lambda wrong=wrong: allreduce_fusion(rows.xs[1], workspace, call, **wrong),  # type: ignore[misc]
-                f"{name} is None",
-                call.name,
-            )
-        short = {**given, "moe_reduction_scale_input": scale[1:]}
-        refused(
-            InvalidArgument,
-            lambda: allreduce_fusion(rows.xs[1], workspace, call, **short),
-            "moe_reduction_scale_input is a tensor [2, 6]",
-            "need 18",
-        )
+    with make(group, **changes) as workspace:
+        for seed, tokens in enumerate(sizes):
+            for way in (True, False, None):
+                case = Sum(tokens, WIDE, seed=seed, bias=float(seed % 2), differ=True)
+                one(workspace, case, way)
+                moe(workspace, case, way)
+        workspace.check()
 
 
 @pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_moe_reduction(ranks, kind):
-    ranks(RANKS, kind)(reduced)
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_every_pattern_applies_each_ranks_own(ranks, kind, count):
+    sizes = (1, count + 1, MOST) if count < 8 else (1, 9)
+    ranks(count, kind)(own, sizes)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from tests.compat.calls import Mapping
 from tests.hostile import (
     ANY_DTYPE,
     COUNT,
@@ -24,7 +25,7 @@ from tests.hostile import (
     listed,
     refuses,
 )
-from tests.test_arguments import pytestmark, tried
+from tests.test_arguments import inputs, pytestmark, tried
 from weft.compat import deep_ep, flashinfer, triton_dist
 from weft.compat.flashinfer import allreduce_fusion, create_allreduce_fusion_workspace
 
@@ -36,20 +37,6 @@ NONE = listed(7, "x", True, [], torch.zeros(2)).optional()  # refused whatever i
 WANTS_TRUE = listed(False, 1, "yes", None, [], torch.tensor(True)).optional()
 WANTS_FALSE = listed(True, 0, "no", None, [], torch.tensor(False)).optional()
 NAME = listed("cutlass", 7, True, [], torch.zeros(2))
-
-
-class Mapping:
-    """As much of a mapping as is needed."""
-
-    def __init__(self, rank: Any, size: Any) -> None:
-        self.moe_ep_rank, self.moe_ep_size = rank, size
-
-
-def inputs(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(group.rank)
-    x = torch.randn((TOKENS, HIDDEN), generator=generator).to(BF16)
-    ids = torch.tensor([[0, 3], [2, -1], [1, 2]], dtype=torch.int32)
-    return x, ids, torch.rand((TOKENS, TOP_K), generator=generator)
 
 
 def moe_alltoall(group: weft.Group) -> None:

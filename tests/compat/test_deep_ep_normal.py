@@ -9,8 +9,7 @@ import torch
 
 import weft
 from tests.rounds import bits
-from tests.test_defaults import defaults
-from weft.compat.deep_ep import Buffer, Config, EventOverlap
+from weft.compat.deep_ep import Buffer, Config
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -35,7 +34,7 @@ class Batch(NamedTuple):
     def fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers, and scales that are column-major, as DeepGEMM's callers have them.
 
-        By the CPU wherever they lie: a GPU divides by a constant otherwise.
+        By the CPU wherever they are: a GPU divides by a constant otherwise.
         """
         blocks = self.x.cpu().float().unflatten(-1, (-1, 128))
         scales = blocks.abs().amax(dim=-1).clamp(min=1e-4) / 448
@@ -629,83 +628,6 @@ def sglangs(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_sglangs_calls(ranks, kind):
     ranks(2, kind)(sglangs)
-
-
-def vllms(group: weft.Group) -> None:
-    """vLLM's high-throughput prepare and finalize, two microbatches with a handle each."""
-    buffer = Buffer(
-        group=group.process_group() if group.device.type == "cpu" else group,
-        num_nvl_bytes=1 << 30,
-        num_rdma_bytes=0,
-        low_latency_mode=False,
-        num_qps_per_rank=1,
-    )
-    inside = buffer._group
-    Buffer.set_num_sms(Buffer.num_sms)
-    parts = []
-    for seed in (0, 1):
-        batches = [batch(r, TOKENS, seed) for r in range(group.size)]
-        mine, want = on(inside, batches[group.rank]), wanted(batches, group.rank)
-        previous: EventOverlap | None = buffer.capture() if seed else None
-        per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
-            topk_idx=mine.ids,
-            num_experts=EXPERTS,
-            previous_event=previous,
-            async_finish=False,
-            allocate_on_comm_stream=False,
-        )
-        got, ids, weights, counts, handle, event = buffer.dispatch(
-            x=mine.x,
-            handle=None,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_rdma_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=mine.ids,
-            topk_weights=mine.weights,
-            expert_alignment=1,
-            config=buffer.get_dispatch_config(group.size),
-            previous_event=previous,
-            async_finish=not seed,
-            allocate_on_comm_stream=False,
-        )
-        if event.event is not None:
-            event.current_stream_wait()
-        same(whole(got), want.x)
-        same(ids, want.ids)
-        same(weights, want.weights)
-        assert counts == want.counts
-        parts.append((whole(got), handle, batches[group.rank]))
-    for x, handle, mine in reversed(parts):
-        assert handle is not None
-        out, _, event = buffer.combine(
-            x=x,
-            handle=handle,
-            topk_weights=None,
-            config=buffer.get_combine_config(group.size),
-            previous_event=None,
-            async_finish=True,
-            allocate_on_comm_stream=False,
-        )
-        if event.event is not None:
-            event.current_stream_wait()
-        same(out, summed(mine, group.size))
-    buffer.destroy()
-    group.barrier()
-
-
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_vllms_calls(ranks, kind):
-    ranks(2, kind)(vllms)
-
-
-def under_defaults(group: weft.Group) -> None:
-    with defaults("cpu", torch.bfloat16):
-        own_test(group, TOKENS)
-
-
-def test_torchs_defaults_change_nothing(ranks):
-    ranks(1, "cpu")(under_defaults)
 
 
 def captured(group: weft.Group) -> None:

@@ -29,6 +29,7 @@ from weft.reference import dequantize
 
 FORMATS: tuple[dict[str, Any], ...] = (
     {"use_fp8": False},
+    {"use_fp8": False, "round_scale": True},  # which says nothing of rows without scales
     {"use_fp8": True},
     {"use_fp8": True, "round_scale": True},
     {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
@@ -62,6 +63,17 @@ def settle(event: EventOverlap, hook: Any) -> None:
         event.current_stream_wait()
 
 
+def check_scales(scales: torch.Tensor, counts: torch.Tensor, fmt: dict[str, Any]) -> None:
+    """In the original's layout: column-major, as TMA wants them; powers of two where asked for."""
+    packed = fmt.get("use_ue8m0", False)
+    assert scales.dtype == (torch.int32 if packed else torch.float32)
+    assert scales.shape[2] == HIDDEN // (512 if packed else 128)
+    assert scales.stride()[1] == 1
+    if fmt.get("round_scale") and not packed:
+        powers = torch.log2(scales[0, : int(counts[0])])
+        assert torch.equal(powers, powers.round())
+
+
 def own_test(group: weft.Group) -> Iterator[torch.Tensor]:
     """Every form in one buffer, each second one dispatched twice, its first result dropped, and
     both ways to hand rows back with one handle: the order of calls of deep_ep's own test."""
@@ -80,18 +92,17 @@ def own_test(group: weft.Group) -> Iterator[torch.Tensor]:
         x, ids, weights = inputs(group, seed)
         ids, everyone = ids.to(topk_idx_t), all_ids(group, seed)
         mode: dict[str, Any] = {"async_finish": not hooks, "return_recv_hook": hooks}
+        stats = torch.zeros(EXPERTS // group.size, dtype=torch.int, device=group.device)
         for _ in range(2 - times % 2):
-            stats = torch.zeros(EXPERTS // group.size, dtype=torch.int, device=group.device)
             numbers, counts, handle, event, hook = buffer.low_latency_dispatch(
                 x, ids, MOST, EXPERTS, cumulative_local_expert_recv_stats=stats, **fmt, **mode
             )
             settle(event, hook)
-        assert torch.equal(stats, counts)
+        assert torch.equal(stats, counts * (2 - times % 2)), "added up"
         if not isinstance(numbers, torch.Tensor):
-            assert numbers[1].dtype == (torch.int32 if fmt.get("use_ue8m0") else torch.float32)
+            check_scales(numbers[1], counts, fmt)
             numbers = numbers[0], numbers[1].contiguous()
-        if not fmt.get("round_scale"):
-            check_rows(group, numbers, counts, handle, everyone)
+        check_rows(group, numbers, counts, handle, everyone)
         y = widened(numbers)
         want = expected(group, seed, fmt, weights)
         for zero_copy in (False, True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -201,40 +200,3 @@ def vllm(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", ["threads", CUDA])
 def test_vllm(ranks, kind):
     ranks(RANKS, kind)(vllm)
-
-
-def graphs(group: weft.Group) -> None:
-    """Engines run a batch size before they capture it; all sizes share one workspace."""
-    a2a, device = make(group), group.device
-    placed, inputs, mine = [], [], experts_of(group.rank).to(device)
-    for size in (1, 4, 8):
-        values, given = numbers("none", size, group.rank, size)
-        ids, weights = routing(size, group.rank, size)
-        x, ids_here, weights_here = (t.to(device) for t in (given[0], ids, weights))
-        inputs.append((x, ids_here, weights_here))  # whose addresses the graphs hold
-
-        def call(x: Any = x, ids: Any = ids_here, weights: Any = weights_here) -> torch.Tensor:
-            got = a2a.dispatch(ids, [x, ids, weights], len(x), -1, 1)
-            here = torch.isin(got[1], mine)
-            y = (got[0].float() * (got[2] * here).sum(dim=2, keepdim=True)).to(BF16)
-            return a2a.combine(torch.where(here.any(dim=2, keepdim=True), y, 0), len(x))
-
-        eager = call()
-        graph: Any = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        group.barrier()
-        with torch.cuda.graph(graph):
-            out = call()
-        placed.append((graph, out, eager))
-    for _ in range(3):
-        for graph, out, eager in (*placed, *placed[::-1]):
-            out.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(out, eager)
-    a2a.check()
-    a2a.close()
-
-
-@pytest.mark.gpu
-def test_graphs_of_several_sizes(ranks):
-    ranks(RANKS, "cuda")(graphs)

@@ -9,14 +9,12 @@ import weft
 from tests.compat.calls import (
     EXPERTS,
     HIDDEN,
-    INVALID,
     MAX,
     PLAIN,
     QUANTISED,
     RANKS,
     TOP_K,
     Mapping,
-    experts,
     experts_of,
     make,
     play,
@@ -61,25 +59,6 @@ def one_rank(group: weft.Group) -> None:
 
 def test_payloads_of_any_type_come_back_in_order(ranks):
     ranks(1, "threads")(one_rank)
-
-
-def flat(group: weft.Group) -> None:
-    """What engines do: flatten what was received, and let kernels write a flattened result."""
-    ids, weights = routing(0, group.rank, 4)
-    x = torch.ones((4, HIDDEN), dtype=torch.bfloat16)
-    placement = weft.Placement.blocks(EXPERTS, RANKS)
-    right = reference.identity_round_trip(x, ids, weights, placement, ranks=RANKS)
-    with make(group) as a2a:
-        received = a2a.dispatch(ids, [x, ids, weights], 4, INVALID, 1)
-        assert [t.view(-1, t.shape[-1]).shape[0] for t in received] == [RANKS * 4] * 3
-        y = a2a.get_combine_payload_tensor_in_workspace(4, HIDDEN, torch.bfloat16)
-        y.view(-1, HIDDEN).copy_(experts(received, group.rank).view(-1, HIDDEN))
-        out = a2a.combine(y.view(-1, HIDDEN).view(RANKS, 4, HIDDEN), 4, payload_in_workspace=True)
-        assert torch.equal(out, right)
-
-
-def test_results_can_be_flattened(ranks):
-    ranks(RANKS, "threads")(flat)
 
 
 def untouched(group: weft.Group) -> None:

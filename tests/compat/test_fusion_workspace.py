@@ -101,6 +101,16 @@ def refusals(group: weft.Group) -> None:
         call(8, "block_quant_group_size is None", **normed)
         call(7, "expanded_idx_to_permuted_idx is None", **normed)
         call(7, "moe_finalize_backend is 'cake'", moe_finalize_backend="cake", **normed)
+        made = {
+            "moe_reduction_device_num_experts": 3,
+            "moe_reduction_scale_input": torch.ones((3, 2)),
+            "moe_reduction_active_experts_token_input": torch.ones((6, HIDDEN), dtype=BF16),
+            "moe_reduction_token_input": x,
+        }
+        for name in made:
+            call(6, f"{name} is None", Pattern(6).name, **normed, **made | {name: None})
+        made["moe_reduction_scale_input"] = torch.ones((2, 2))
+        call(6, "scale_input is a tensor [2, 2]", "need 6", **normed, **made)
     for name in ("world_size", "rank", "max_token_num", "hidden_dim", "dtype"):
         refused(InvalidArgument, lambda name=name: make(group, **{name: None}), f"{name} is None")  # type: ignore[misc]
     refused(InvalidArgument, lambda: make(group, backend="mnnvl"), "multicast")

@@ -1,4 +1,4 @@
-"""Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 ranks.
+"""Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 GPUs.
 
 A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the
 same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
@@ -14,6 +14,7 @@ import torch
 
 import weft
 from tests.compat.reduces import poison
+from tests.compat.test_engine_calls import Mapping
 from weft import reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 from weft.compat.deep_ep import Buffer
@@ -35,7 +36,6 @@ Tensors = tuple[torch.Tensor, ...]
 _four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 PLACES = [
     pytest.param(2, "threads"),
-    pytest.param(4, "threads"),
     pytest.param(2, "cuda", marks=pytest.mark.gpu),
     pytest.param(4, "cuda", marks=[pytest.mark.gpu, _four]),
 ]
@@ -164,14 +164,6 @@ def triton_dist_layer(group: weft.Group) -> None:
 @pytest.mark.parametrize(("count", "kind"), PLACES)
 def test_triton_dist_in_a_graph(ranks, count, kind):
     ranks(count, kind)(triton_dist_layer)
-
-
-class Mapping:
-    """What engines make: the ranks of one host that share the experts."""
-
-    def __init__(self, group: weft.Group) -> None:
-        self.moe_ep_rank, self.moe_ep_size = group.rank, group.size
-        self.moe_ep_group = list(range(group.size))
 
 
 def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 _KERNEL = re.compile(r'^\s*\.section\s+\.text\."?(?:weft_[a-z]+_)?([\w$]+)', re.MULTILINE)
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^\n]*;")
+FRAME_SIZE = 0x11  # attribute of a kernel in .nv.info: bytes of local memory, where spills go
 _ACCESS = re.compile(r"(LD|ST|ATOM|RED)G?\.(.*)")
 
 
@@ -30,6 +31,31 @@ def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
         if elf[heads[names][1] + name :].startswith(symbol + b"\0"):
             return struct.unpack_from(f"<{extent // 8}Q", elf, heads[section][1] + value)
     raise AssertionError(f"no symbol {symbol!r}")
+
+
+def frames(cubin: bytes) -> dict[str, int]:
+    """Bytes of local memory of each kernel in a cubin, by its entry."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    heads = [struct.unpack_from("<IIQQQQII", cubin, start + size * i) for i in range(count)]
+    names = heads[names_at][4]
+    by_name = {_text(cubin, names + head[0]): head for head in heads}
+    symbols = next(head for head in heads if head[1] == 2)
+    strings = heads[symbols[6]][4]
+    at, found = by_name[".nv.info"][4], {}
+    end = at + by_name[".nv.info"][5]
+    while at < end:
+        kind, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        if kind == 4 and attribute == FRAME_SIZE:
+            symbol, value = struct.unpack_from("<II", cubin, at + 4)
+            (name,) = struct.unpack_from("<I", cubin, symbols[4] + 24 * symbol)
+            found[re.sub(r"^weft_[a-z]+_", "", _text(cubin, strings + name))] = value
+        at += 4 + (length if kind == 4 else 0)
+    return found
+
+
+def _text(raw: bytes, at: int) -> str:
+    return raw[at : raw.index(b"\0", at)].decode()
 
 
 def disassemble(cubin: bytes) -> str:

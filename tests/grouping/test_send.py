@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.alltoall.test_failures import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
+from tests.faults import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids, settle
 from tests.patience import hurry
 from tests.rounds import Round, bits, combining
@@ -56,14 +56,12 @@ def same_bits(
         for layout in layouts:
             option = GROUPS[layout]
             groups, others = ExpertGroups(a2a, **option), ExpertGroups(plain, **option)  # type: ignore[arg-type]
-            for case in rounds:
-                for seed in range(2):
-                    turned = case.tokens[seed:] + case.tokens[:seed]
-                    now = case.next(seed=seed, tokens=turned)
-                    wanted = round_trip(plain, others, now, scattered)
-                    for name, give_back in returns.items():
-                        got = round_trip(a2a, groups, now, give_back)
-                        assert torch.equal(bits(got), bits(wanted)), (case, layout, name)
+            for seed, case in enumerate(rounds):
+                now = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
+                wanted = round_trip(plain, others, now, scattered)
+                for name, give_back in returns.items():
+                    got = round_trip(a2a, groups, now, give_back)
+                    assert torch.equal(bits(got), bits(wanted)), (now, layout, name)
             groups.close()
             others.close()
             settle(group.device)
@@ -115,7 +113,7 @@ def test_rows_of_any_length(ranks, kind):
 
 
 def profiled(group: weft.Group) -> None:
-    """A send stands in the timeline as the first half of combine."""
+    """A send is in the timeline as the first half of combine."""
     case = Round(tokens=(4, 9), hidden=512)
     with make(group, case, combine="push", profile=True) as a2a:
         round_trip(a2a, ExpertGroups(a2a), case, sent)

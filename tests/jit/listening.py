@@ -46,7 +46,6 @@ class Driver:
             "cuStreamCreate": (44,),
             "cuStreamIsCapturing": (self.capturing,),
             "cuModuleGetFunction": (22,),
-            "cuDriverGetVersion": (13000,),
             "cuFuncGetParamInfo": (0, ctypes.sizeof(Args)),
             "cuFuncGetAttribute": (40,),
             "cuOccupancyMaxActiveBlocksPerMultiprocessor": (3,),

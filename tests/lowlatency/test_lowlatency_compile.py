@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.emulator.test_profile_compile import frames
+from tests.emulator.machine_code import frames
 from tests.recorded import NVRTC, reads
 from weft.errors import CompileError
 from weft.lowlatency.config import CHUNK_TOKENS, LowShape

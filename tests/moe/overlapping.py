@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import weft
-from tests.alltoall.test_failures import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
+from tests.faults import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from tests.moe.layers import EXPERTS, WIDER, Case, bound
 from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,16 +31,8 @@ def _dispatch(
 
 
 @_dispatch.register_fake
-def _(
-    payloads: list[torch.Tensor],
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    num_tokens: torch.Tensor | None,
-    stats: torch.Tensor | None,
-    rows: int,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
+def _(*given: Any) -> None:
+    payloads, topk_ids, topk_weights, num_tokens, stats, _, _, handle = given
     owner: AllToAll = find(handle)
     config, device = owner.config, owner.group.device
     with tracing():

@@ -17,7 +17,7 @@ from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.args import Site
-from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.runtime.check import check_alignment, check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
@@ -259,10 +259,7 @@ class AllToAllConfig:
 
         Raises InvalidArgument and TokenOverflow for what the host can see.
         """
-        top_k, id_dtypes = self.shape.top_k, (torch.int32, torch.int64)
-        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=id_dtypes, device=device)
-        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
-        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
+        tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.shape.tokens)
         if len(tensors) != len(self.inputs):
             raise InvalidArgument(
@@ -274,10 +271,6 @@ class AllToAllConfig:
             row = (tokens, *payload.shape)
             check_tensor(name, tensor, shape=row, dtypes=(payload.dtype,), device=device)
             check_alignment(name, tensor, payload.row_bytes)
-        if topk_weights is not None:
-            row, floats = (tokens, top_k), (torch.float32,)
-            check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
-            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
         if num_tokens is not None:
             count = (torch.int32,)
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)

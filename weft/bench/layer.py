@@ -230,7 +230,7 @@ class LayerInputs:
         """float32 `[sample, hidden]`: weft.reference.moe_layer, expert by expert.
 
         Each expert is drawn again, on every rank, and multiplies in float32 with the numbers
-        that its stored weights stand for.
+        that its stored weights encode.
         """
         if self._wanted is not None:
             return self._wanted
@@ -425,7 +425,7 @@ def draw(case: LayerCase, expert: int, device: torch.device) -> dict[str, torch.
 
 
 def wide(drawn: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """float32 `[1, rows, columns]`: the numbers that a stored weight stands for."""
+    """float32 `[1, rows, columns]`: the numbers that a stored weight encodes."""
     stored, scale = drawn[name], drawn.get(f"{name}_scale")
     if stored.dtype == MXFP4 and scale is not None:
         return unpack_mxfp4(stored.unsqueeze(0), scale.unsqueeze(0))

@@ -20,7 +20,7 @@ def describe_code() -> dict[str, Any]:
     """Return what was measured, as JSON: version, commit, and the sha256 of the kernels' headers.
 
     commit: what WEFT_COMMIT says; else that of the checkout that this package is imported from,
-    with "-dirty" behind it where tracked files differ from it; None where neither is there.
+    with "-dirty" after it where tracked files differ from it; None where neither is there.
     """
     from weft import __version__
 

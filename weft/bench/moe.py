@@ -151,7 +151,7 @@ class MoECase(PairCase):
         return pair_floor_us(rows * self.sent_bytes, rows * self.returned_bytes, gpus)
 
     def notes(self, found: Sequence[Measured]) -> list[str]:
-        """The bytes behind floor and wire where a row is not simply hidden x dtype."""
+        """The bytes that floor and wire count, where a row is not simply hidden x dtype."""
         row = f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back"
         return [f"{row}; other libraries' rows come back as {self.dtype}."]
 

@@ -63,7 +63,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -
 
 
 def plain(axes: Axes) -> None:
-    """Quiet axes: two spines, a faint grid behind the data."""
+    """Quiet axes: two spines, a faint grid below the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):

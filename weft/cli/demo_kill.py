@@ -46,7 +46,7 @@ class Survivor:
     """What one rank wrote.
 
     texts: by the question's number.   tokens: written.
-    stopped: tokens of each sentence that stood when the survivors had agreed.
+    stopped: tokens of each sentence that were kept when the survivors had agreed.
     begun: the first sentence's text then.
     recovery, pause: seconds of `group.recover`, and from one token to the next across it.
     """

@@ -114,20 +114,23 @@ def allreduce_fusion(
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
-    check_layout(layout_code)
+    if layout_code is not None:  # of NVFP4's scales, which no pattern here has
+        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     experts = moe_reduction_device_num_experts, moe_reduction_scale_input
     made = moe_reduction_active_experts_token_input, moe_reduction_token_input
     prologue = None
     if call is _FINALIZED:
+        _need(call, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
         routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
-        prologue = moe_finalize(input, *routed)
+        prologue = MoEFinalize(input, *routed)  # type: ignore[arg-type]
     elif call is _REDUCTION:
-        prologue = moe_reduction(workspace, *experts, *made)
+        prologue = _moe_reduction(workspace, *experts, *made)
     epilogue: dict[str, Any] = {}
     if call is not _Pattern.kAllReduce:
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
-        epilogue = _norm(call, residual_in, rms_gamma) | {"eps": rms_eps, "quant": quant}
-        epilogue["weight_bias"] = weight_bias
+        _need(call, residual_in=residual_in, rms_gamma=rms_gamma)
+        epilogue = {"residual": residual_in, "weight": rms_gamma, "eps": rms_eps}
+        epilogue |= {"quant": quant, "weight_bias": weight_bias}
     wanted = outputs.wanted(call, input)
     tokens = len(input if residual_in is None else residual_in)
     backend = workspace.backend_for(
@@ -229,8 +232,8 @@ def _quant(
 ) -> FP8Static | FP8Token | FP8Group | None:
     """The quantisation of a pattern."""
     if call in _STATIC:
-        if scale is None:
-            raise InvalidArgument(f"scale_factor is None; pattern {call.name} needs it")
+        _need(call, scale_factor=scale)
+        assert scale is not None
         return FP8Static(scale if isinstance(scale, torch.Tensor) else workspace.scale(scale))
     if call in _GROUPED:
         why = "scales are for 128 columns, as DeepGEMM reads them"
@@ -239,38 +242,14 @@ def _quant(
     return FP8Token() if call in _DYNAMIC else None
 
 
-def _norm(
-    call: _Pattern, residual: torch.Tensor | None, weight: torch.Tensor | None
-) -> dict[str, Any]:
-    """What every pattern but the sum needs."""
-    for name, tensor in (("residual_in", residual), ("rms_gamma", weight)):
-        if tensor is None:
+def _need(call: _Pattern, **arguments: object) -> None:
+    """Raises InvalidArgument for an argument that a pattern needs and did not get."""
+    for name, value in arguments.items():
+        if value is None:
             raise InvalidArgument(f"{name} is None; pattern {call.name} needs it")
-    return {"residual": residual, "weight": weight}
 
 
-def check_layout(layout_code: int | None) -> None:
-    """Raises InvalidArgument for what is no layout of NVFP4's scales, which no pattern here has."""
-    if layout_code is not None:
-        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
-
-
-def moe_finalize(
-    rows: torch.Tensor,
-    index: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    routed_scaling_factor: float = 1.0,
-) -> MoEFinalize:
-    """Pattern 7: each token gathers its experts' rows."""
-    if index is None:
-        raise InvalidArgument(
-            f"expanded_idx_to_permuted_idx is None; pattern {_FINALIZED.name} needs it"
-        )
-    return MoEFinalize(rows, index, scales, shared, routed_scaling_factor)
-
-
-def moe_reduction(
+def _moe_reduction(
     workspace: AllReduceFusionWorkspace,
     experts: int | None,
     scales: torch.Tensor | None,
@@ -278,14 +257,13 @@ def moe_reduction(
     shared: torch.Tensor | None,
 ) -> MoEFinalize:
     """Pattern 6: each token adds the rows of all experts here, which are ordered by expert."""
-    for name, value in (
-        ("moe_reduction_device_num_experts", experts),
-        ("moe_reduction_scale_input", scales),
-        ("moe_reduction_active_experts_token_input", rows),
-        ("moe_reduction_token_input", shared),
-    ):
-        if value is None:
-            raise InvalidArgument(f"{name} is None; pattern {_REDUCTION.name} needs it")
+    _need(
+        _REDUCTION,
+        moe_reduction_device_num_experts=experts,
+        moe_reduction_scale_input=scales,
+        moe_reduction_active_experts_token_input=rows,
+        moe_reduction_token_input=shared,
+    )
     assert experts is not None
     assert scales is not None
     assert rows is not None

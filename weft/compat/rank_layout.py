@@ -1,7 +1,6 @@
 """What deep_ep's normal mode derives from chosen experts: counts, ranks of tokens, local ids.
 
-One kernel each on a GPU (rank_layout.cuh); the functions in torch are what they must do, and run on
-CPU ranks.
+One kernel each on a GPU (rank_layout.cuh), which do what torch does for CPU ranks.
 """
 
 from __future__ import annotations
@@ -109,7 +108,15 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) ->
     """
     device, (tokens, top_k) = topk_idx.device, topk_idx.shape
     if device.type != "cuda":
-        return layout_in_torch(topk_idx, num_experts, num_ranks)
+        ids = topk_idx.long()
+        ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+        # Entries that name no expert fall into a column of their own.
+        in_rank = torch.zeros((tokens, num_ranks + 1), dtype=torch.bool, device=device)
+        in_rank.scatter_(1, ids // (num_experts // num_ranks), True)
+        in_rank = in_rank[:, :num_ranks].contiguous()
+        counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+        counts.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=torch.int32))
+        return Layout(in_rank.sum(0, dtype=torch.int32), counts[:-1].contiguous(), in_rank)
     in_rank = torch.empty((tokens, num_ranks), dtype=torch.bool, device=device)
     counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=device)
     args = LayoutArgs(
@@ -124,20 +131,6 @@ def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) ->
     )
     LAYOUT.enqueue("", args, device, ctas(tokens), THREADS)
     return Layout(counts[:num_ranks], counts[num_ranks:], in_rank)
-
-
-def layout_in_torch(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """`dispatch_layout` in torch's operations."""
-    ids, tokens = topk_idx.long(), len(topk_idx)
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    device = ids.device
-    # Entries that name no expert fall into a column of their own.
-    in_rank = torch.zeros((tokens, num_ranks + 1), dtype=torch.bool, device=device)
-    in_rank.scatter_(1, ids // (num_experts // num_ranks), True)
-    in_rank = in_rank[:, :num_ranks].contiguous()
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    per_expert.scatter_add_(0, ids.flatten(), torch.ones_like(ids.flatten(), dtype=torch.int32))
-    return Layout(in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts].contiguous(), in_rank)
 
 
 def announcement(
@@ -155,9 +148,18 @@ def announcement(
     int32 `[tokens, ranks]` with the rank where in_rank is True, else -1.
     """
     device, (tokens, ranks) = layout.in_rank.device, layout.in_rank.shape
-    if device.type != "cuda":
-        return announcement_in_torch(words, topk_idx, layout, refused)
     experts = len(layout.per_expert)
+    if device.type != "cuda":
+        bad = torch.zeros(1, dtype=torch.int32, device=device)
+        if topk_idx is not None:
+            bad += ((topk_idx < -1) | (topk_idx >= experts)).sum(dtype=torch.int32)
+        if refused is not None:
+            refused += bad
+        told = torch.tensor(list(words), dtype=torch.int32, device=device)
+        flagged = layout.in_rank.sum(0, dtype=torch.int32)
+        rank = torch.arange(ranks, dtype=torch.int32, device=device)
+        numbers = torch.cat((told, bad, layout.per_rank, flagged, layout.per_expert))
+        return numbers, torch.where(layout.in_rank, rank, -1)
     rank_ids = torch.empty((tokens, ranks), dtype=torch.int32, device=device)
     size = WORDS + 1 + 2 * ranks + experts
     numbers = torch.zeros(size, dtype=torch.int32, device=device)
@@ -180,26 +182,6 @@ def announcement(
     return numbers, rank_ids
 
 
-def announcement_in_torch(
-    words: Sequence[int],
-    topk_idx: torch.Tensor | None,
-    layout: Layout,
-    refused: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`announcement` in torch's operations."""
-    device, experts = layout.in_rank.device, len(layout.per_expert)
-    bad = torch.zeros(1, dtype=torch.int32, device=device)
-    if topk_idx is not None:
-        bad += ((topk_idx < -1) | (topk_idx >= experts)).sum(dtype=torch.int32)
-    if refused is not None:
-        refused += bad
-    told = torch.tensor(list(words), dtype=torch.int32, device=device)
-    flagged = layout.in_rank.sum(0, dtype=torch.int32)
-    rank = torch.arange(layout.in_rank.shape[1], dtype=torch.int32, device=device)
-    numbers = torch.cat((told, bad, layout.per_rank, flagged, layout.per_expert))
-    return numbers, torch.where(layout.in_rank, rank, -1)
-
-
 def localize(
     topk: tuple[torch.Tensor, torch.Tensor] | None,
     slots: torch.Tensor,
@@ -216,7 +198,13 @@ def localize(
     Returns int32 `[rows]`, each row's token at its source, or -1.
     """
     if slots.device.type != "cuda":
-        return localize_in_torch(topk, slots, max_tokens, first, count)
+        if topk is not None:
+            ids, weights = topk
+            others = (ids < first) | (ids >= first + count)
+            ids -= first
+            ids.masked_fill_(others, -1)
+            weights.masked_fill_(others, 0.0)
+        return torch.where(slots < 0, -1, slots % max_tokens)
     tokens = torch.empty_like(slots)
     entries = 0 if topk is None else topk[0].numel()
     args = LocalArgs(
@@ -233,23 +221,6 @@ def localize(
     )
     LOCAL.enqueue("", args, slots.device, ctas(max(entries, len(slots))), THREADS)
     return tokens
-
-
-def localize_in_torch(
-    topk: tuple[torch.Tensor, torch.Tensor] | None,
-    slots: torch.Tensor,
-    max_tokens: int,
-    first: int,
-    count: int,
-) -> torch.Tensor:
-    """`localize` in torch's operations."""
-    if topk is not None:
-        ids, weights = topk
-        others = (ids < first) | (ids >= first + count)
-        ids -= first
-        ids.masked_fill_(others, -1)
-        weights.masked_fill_(others, 0.0)
-    return torch.where(slots < 0, -1, slots % max_tokens)
 
 
 def ctas(threads: int) -> int:

@@ -385,7 +385,7 @@ class ExpertGroups(RowGroups):
 
 
 def _check_a2a(a2a: AllToAll) -> None:
-    instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll lie by expert as they come")
+    instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll are grouped by expert already")
     a2a._check_open()
 
 

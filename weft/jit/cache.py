@@ -43,8 +43,7 @@ def key_of(**parts: str | Sequence[str]) -> str:
 def default_path() -> Path:
     """Return `$WEFT_CACHE`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`.
 
-    Raises:
-        SetupError: none of them is set and there is no home directory.
+    Raises SetupError where none of them is set and there is no home directory.
     """
     if chosen := os.environ.get("WEFT_CACHE"):
         return Path(chosen).absolute()
@@ -71,14 +70,11 @@ class Entry:
 class Cache:
     """Compiled code on disk; safe to use from many processes and threads at once.
 
-    Args:
-        path: the directory, made with mode 0700 if absent; default `default_path()`.
-        lock_timeout: seconds to wait for another process that builds the same entry.
+    path: the directory, made with mode 0700 if absent; default `default_path()`.
+    lock_timeout: seconds to wait for another process that builds the same entry.
 
-    Links are followed once, here; `self.path` is the directory itself.
-
-    Raises:
-        SetupError: the directory cannot be made, belongs to another user, or others may write it.
+    Links are followed once, here; `self.path` is the directory itself. Raises SetupError where it
+    cannot be made, belongs to another user, or others may write it.
     """
 
     def __init__(self, path: Path | None = None, *, lock_timeout: float = 300.0) -> None:
@@ -95,10 +91,8 @@ class Cache:
         `meta` (name, kind, arch, compiler) is written down after `build` returned, so `build` may
         add to it.
 
-        Raises:
-            SetupError: the directory cannot be written, or another process held the entry longer
-                than `lock_timeout`.
-            Whatever `build` raises; the next process then tries for itself.
+        Raises SetupError where the directory cannot be written, or another process held the entry
+        longer than `lock_timeout`; and what `build` raises: the next process then tries for itself.
         """
         began = time.monotonic()
         what = f"{meta['name']} ({meta['kind']}, {meta['arch']})"
@@ -136,10 +130,7 @@ class Cache:
     def clear(self) -> int:
         """Remove every entry and return how many there were. What is being built appears later.
 
-        Files that weft did not write stay.
-
-        Raises:
-            SetupError: a file cannot be removed.
+        Files that weft did not write stay. Raises SetupError where one cannot be removed.
         """
         removed = 0
         for path in self.path.glob("*"):

@@ -48,17 +48,11 @@ def compile_shared(
 
     Calls through it release the interpreter lock, so ranks that are threads can wait in it.
 
-    Args:
-        entry: C++20 with `extern "C"` functions; headers are `<weft/device/header.cuh>`.
-        name: shown in errors and by the cache's listing.
-        options: more compiler options; they come last and win.
-        defines: macros, each `"NAME"` or `"NAME=VALUE"`.
-        cache: where to look and store; default `Cache()`.
+    entry: C++20 with `extern "C"` functions; headers are `<weft/device/header.cuh>`.
+    name, defines, cache: as in `compile_cubin`.   options: more of the compiler's; the last win.
 
-    Raises:
-        InvalidArgument: `name` cannot be used.
-        CompileError: there is no compiler, it refused, or the library cannot be loaded.
-        SetupError: the cache cannot be used.
+    Raises InvalidArgument for the name; CompileError without a compiler, where it refuses, or where
+    the library cannot be loaded; SetupError where the cache cannot be used.
     """
     options = ("-fPIC", "-shared", *(f"-D{define}" for define in defines), *options)
     path = compile_file(entry, name=name, options=options, cache=cache or Cache())
@@ -74,8 +68,7 @@ def compile_shared(
 def compile_file(entry: str, *, name: str, options: Sequence[str], cache: Cache) -> Path:
     """Return the file in the cache that the compiler makes of an entry, with these options.
 
-    Raises:
-        InvalidArgument, CompileError, SetupError: as `compile_shared`.
+    Raises InvalidArgument, CompileError, SetupError.
     """
     checked_name(name)
     command = find_compiler()
@@ -99,8 +92,7 @@ def compile_file(entry: str, *, name: str, options: Sequence[str], cache: Cache)
 def find_compiler() -> tuple[str, ...]:
     """Return the compiler's command: `$CXX` if set, else the first of c++, g++ and clang++.
 
-    Raises:
-        CompileError: `$CXX` names nothing that can be run, or none of them is installed.
+    Raises CompileError where it is not installed.
     """
     if chosen := shlex.split(os.environ.get("CXX", "")):
         found = shutil.which(chosen[0])
@@ -117,8 +109,7 @@ def find_compiler() -> tuple[str, ...]:
 def compiler_identity(command: tuple[str, ...]) -> str:
     """Return the command, the first line of its `--version` and this machine's architecture.
 
-    Raises:
-        CompileError: it cannot be asked.
+    Raises CompileError where it does not answer.
     """
     result = _run((*command, "--version"), timeout=30.0, cwd=None)
     if result.returncode != 0 or not result.stdout.strip():

@@ -20,16 +20,14 @@ class Launcher:
     enters the driver, which has taken its own copy when the call returns. Calls must not overlap:
     give each thread a launcher of its own.
 
-    Args:
-        function: the kernel; its module must stay loaded.
-        struct: the ctypes mirror of the kernel's one argument.
-        programmatic: let the kernel start before the previous one in its stream has ended
-            (programmatic dependent launch); it must then wait by itself where it needs to.
-        cluster: blocks in x that share a cluster; the grid must be a multiple of it.
+    function: the kernel; its module must stay loaded.
+    struct: the ctypes mirror of the kernel's one argument.
+    programmatic: let the kernel start before the previous one in its stream has ended
+        (programmatic dependent launch); it must then wait by itself where it needs to.
+    cluster: blocks in x that share a cluster; the grid must be a multiple of it.
 
-    Raises:
-        InvalidArgument: struct and kernel argument differ in size.
-        DriverError: cuda.bindings is not installed.
+    Raises InvalidArgument where struct and kernel argument differ in size, DriverError without
+    cuda.bindings.
     """
 
     __slots__ = (
@@ -55,7 +53,7 @@ class Launcher:
         cluster: int = 1,
     ) -> None:
         size = ctypes.sizeof(struct)
-        if function.argument_bytes is not None and function.argument_bytes != size:
+        if function.argument_bytes != size:
             raise InvalidArgument(
                 f"kernel {function.name!r} takes {function.argument_bytes} bytes, "
                 f"{struct.__name__} has {size}; make the mirror that of the kernel's argument"
@@ -78,15 +76,11 @@ class Launcher:
     ) -> None:
         """Launch the kernel; returns before it has run.
 
-        Args:
-            args: an instance of the struct; may be changed as soon as this returns.
-            grid: blocks in x, y and z.
-            block: threads of each block.
-            stream: a CUstream's address, e.g. `torch.cuda.current_stream().cuda_stream`.
+        args: an instance of the struct; may be changed as soon as this returns.
+        grid: blocks in x, y and z.   block: threads of each.   stream: a CUstream's address.
 
-        Raises:
-            InvalidArgument: `args` is of another type, or `grid` or `block` is out of range.
-            DriverError: the driver refused, or an earlier kernel failed.
+        Raises InvalidArgument for another type or a size out of range; DriverError where the driver
+        refuses, or an earlier kernel failed.
         """
         # This is the path of every call: no more than it needs.
         if (grid, block, stream) != self._last:

@@ -19,7 +19,7 @@ class Function:
     name: str
     handle: Any  # CUfunction
     shared: int  # dynamic shared memory of each block, bytes
-    argument_bytes: int | None  # size of the one kernel argument; None if the driver cannot say
+    argument_bytes: int  # size of the one kernel argument
     owner: object = None  # its module, kept alive with it
 
 
@@ -35,13 +35,9 @@ def cluster_attribute(cuda: Any, cluster: int) -> Any:
 class CudaModule:
     """A cubin in the current CUDA context.
 
-    Args:
-        image: the cubin, as `compile_cubin` returns it.
-        name: for error texts.
-        stays: it is never unloaded.
+    image: as `compile_cubin` returns it.   name: for error texts.   stays: it is never unloaded.
 
-    Raises:
-        DriverError: there is no current context, or the driver refused the code.
+    Raises DriverError without a current context, or where the driver refuses the code.
     """
 
     def __init__(self, image: bytes, *, name: str, stays: bool = False) -> None:
@@ -52,9 +48,6 @@ class CudaModule:
         # system frees it.
         if not stays:
             weakref.finalize(self, self._code.free).atexit = False
-        # cuFuncLoad and cuFuncGetParamInfo came with CUDA 12.4; an older driver knows neither.
-        version = call("cuDriverGetVersion", doing="asking the driver's version")
-        self._modern = version >= 12040
         self._handles: dict[str, Any] = {}
         self._shared: dict[str, int] = {}  # the most that each kernel was given
 
@@ -64,14 +57,11 @@ class CudaModule:
         Loading is done here and not at the first launch: a lazy load waits until the GPU is idle,
         which it never is while a kernel spins on the flag of a peer that is still loading.
 
-        Args:
-            name: the `extern "C"` name.
-            shared: dynamic shared memory of each block, bytes; the sum with the kernel's static
-                shared memory may be up to 227 KiB on sm_90 and sm_100.
+        name: the `extern "C"` name.   shared: dynamic shared memory of each block, bytes; with the
+            kernel's static shared memory up to 227 KiB on sm_90 and sm_100.
 
-        Raises:
-            DriverError: there is no such kernel, or the memory is more than the GPU has.
-            OutOfOrder: the module was unloaded.
+        Raises DriverError for an unknown kernel, or more memory than the GPU has; OutOfOrder after
+        `unload`.
         """
         handle = self._handle(name)
         if shared > self._shared.get(name, 0):  # never lower what an earlier caller was given
@@ -87,18 +77,14 @@ class CudaModule:
                 f"static ones; a block may have {limit} in all)",
             )
             self._shared[name] = shared
-        size = None
-        if self._modern:
-            doing = f"asking for the argument of {name!r}"
-            _, size = call("cuFuncGetParamInfo", handle, 0, doing=doing)
+        doing = f"asking for the argument of {name!r}"
+        _, size = call("cuFuncGetParamInfo", handle, 0, doing=doing)
         return Function(name, handle, shared, argument_bytes=size, owner=self)
 
     def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
         """Return how many blocks of `block` threads and `shared` dynamic bytes fit on one SM.
 
-        Raises:
-            DriverError: there is no such kernel.
-            OutOfOrder: the module was unloaded.
+        Raises DriverError, OutOfOrder.
         """
         handle = self.function(name, shared=shared).handle
         doing = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
@@ -108,11 +94,7 @@ class CudaModule:
     def resident_clusters(self, name: str, block: int, cluster: int) -> int:
         """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
 
-        0 where the GPU cannot form such clusters.
-
-        Raises:
-            DriverError: there is no such kernel, or the driver refused the question.
-            OutOfOrder: the module was unloaded.
+        0 where the GPU cannot form such clusters. Raises DriverError, OutOfOrder.
         """
         handle, cuda = self.function(name).handle, driver()
         config = cuda.CUlaunchConfig()
@@ -133,11 +115,7 @@ class CudaModule:
         have ended; waits for none.
 
         The copy has a stream of its own: the default stream would be an error while one that blocks
-        with it is captured.
-
-        Raises:
-            DriverError: there is no such variable.
-            OutOfOrder: the module was unloaded.
+        with it is captured. Raises DriverError, OutOfOrder.
         """
         self._check_loaded()
         doing = f"reading variable {name!r} of {self.name!r}"
@@ -159,12 +137,9 @@ class CudaModule:
         Waits until the GPU has done all its work, graphs included; any thread may call it at any
         moment, whatever is being captured there or elsewhere.
 
-        Args:
-            after: another CUstream to wait for, unless it is being captured.
+        after: another CUstream to wait for, unless it is being captured.
 
-        Raises:
-            DriverError: the driver refused, for example because a kernel failed before; every step
-                was tried.
+        Raises DriverError, for example because a kernel failed before; every step was tried.
         """
         self._handles.clear()
         self._shared.clear()
@@ -177,8 +152,7 @@ class CudaModule:
             with relaxed():
                 module = self._code.module
                 handle = call("cuModuleGetFunction", module, name.encode(), doing=doing)
-                if self._modern:  # on older drivers cuModuleGetFunction has loaded it already
-                    call("cuFuncLoad", handle, doing=doing)
+                call("cuFuncLoad", handle, doing=doing)
             self._handles[name] = handle
         return self._handles[name]
 
@@ -244,8 +218,7 @@ class _Code:
 def require_context(doing: str) -> Any:
     """Return this thread's current CUDA context, torch's in practice.
 
-    Raises:
-        DriverError: it has none, or there is no NVIDIA driver.
+    Raises DriverError where it has none, or without an NVIDIA driver.
     """
     call("cuInit", 0, doing=doing)
     context = call("cuCtxGetCurrent", doing=doing)
@@ -260,8 +233,7 @@ def require_context(doing: str) -> Any:
 def current_arch() -> str:
     """Return the architecture of the current context's GPU, for `compile_cubin`: `"sm_90a"`.
 
-    Raises:
-        DriverError: there is no current context.
+    Raises DriverError without a current context.
     """
     require_context("asking for the GPU's architecture")
     major = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")

@@ -30,18 +30,13 @@ def compile_cubin(
 ) -> bytes:
     """Return the cubin of a generated entry, from the cache if it was compiled before.
 
-    Args:
-        entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
-        name: shown in errors and by the cache's listing, e.g. `"dispatch"`.
-        arch: a real architecture, e.g. `"sm_90a"`.
-        options: more NVRTC options, e.g. `("--maxrregcount=64", "-lineinfo")`.
-        defines: macros, each `"NAME"` or `"NAME=VALUE"`.
-        cache: where to look and store; default `Cache()`.
+    entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
+    name: shown in errors and by the cache's listing.   arch: a real one, e.g. `"sm_90a"`.
+    options: more NVRTC options, e.g. `("--maxrregcount=64", "-lineinfo")`.
+    defines: macros, each `"NAME"` or `"NAME=VALUE"`.   cache: default `Cache()`.
 
-    Raises:
-        InvalidArgument: `name` or `arch` cannot be used.
-        CompileError: NVRTC is not there, or refused; the text shows the entry and the log.
-        SetupError: the cache cannot be used.
+    Raises InvalidArgument for name or arch; CompileError, which shows the entry and the log, where
+    NVRTC is missing or refuses; SetupError where the cache cannot be used.
     """
     if not _ARCH.fullmatch(arch):
         raise InvalidArgument(f"arch is {arch!r}; pass a real architecture such as 'sm_90a'")
@@ -77,8 +72,7 @@ def compile_cubin(
 def nvrtc_version() -> str:
     """Return NVRTC's version, e.g. `"NVRTC 13.0"`.
 
-    Raises:
-        CompileError: cuda.bindings or libnvrtc is not installed.
+    Raises CompileError without cuda.bindings or libnvrtc.
     """
     nvrtc = _bindings()
     try:

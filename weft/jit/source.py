@@ -32,11 +32,7 @@ def header_digest() -> str:
 
 
 def checked_name(name: str) -> str:
-    """Return `name` if it can name a file.
-
-    Raises:
-        InvalidArgument: it cannot.
-    """
+    """Return `name` if it can name a file. Raises InvalidArgument."""
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
             f"entry name {name!r} cannot name a file; use letters, digits, '_', '.' and '-', "

@@ -1,6 +1,6 @@
 """LowLatencyAllToAll in compiled graphs: its operators of torch.library (runtime/library.py).
 
-In a graph what a dispatch brings lies in tensors of its own, which the kernel writes: nothing is
+In a graph what a dispatch brings is in tensors of its own, which the kernel writes: nothing is
 copied, and a compiler sees when it is read for the last time. What only combine needs stays in the
 slot. Which slot that is, a graph cannot know: a traced handle says which of the results that graphs
 keep alive it is, a number that is the same in every call.
@@ -8,13 +8,13 @@ keep alive it is, a number that is the same in every call.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.lowlatency.results import ExpertRows, Handle
-from weft.runtime.check import check_tensor, tracing
+from weft.runtime.check import check_choices, check_tensor, tracing
 from weft.runtime.library import find, plain
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class TracedHandles:
     """The results that graphs keep alive.
 
     taken: while tracing, by number; written when a graph has run, as any attribute is.
-    alive: while running, the dispatch behind each number.
+    alive: while running, the dispatch of each number.
     """
 
     def __init__(self, slots: int) -> None:
@@ -79,14 +79,8 @@ def _dispatch(
 
 
 @_dispatch.register_fake
-def _(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    number: int,
-    order: torch.Tensor,
-    handle: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(*given: Any) -> FiveTensors:
+    x, topk_ids, topk_weights, _, _, handle = given
     owner: LowLatencyAllToAll = find(handle)
     with tracing():
         owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
@@ -118,22 +112,13 @@ def _combine(
 
 
 @_combine.register_fake
-def _(
-    y: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    out: torch.Tensor,
-    add: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    number: int,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
+def _(*given: Any) -> None:
+    y, topk_ids, topk_weights, out, add, _, _, _, handle = given
     owner: LowLatencyAllToAll = find(handle)
     config, device = owner.config, owner.group.device
     dtypes, shape = (owner.dtype,), config.shape
     with tracing():
-        tokens = config.check_choices(topk_ids, topk_weights, device)
+        tokens = check_choices(topk_ids, topk_weights, shape.top_k, device)
     for name, tensor in (("out", out), ("add", add)):
         if tensor is not None:
             size = (tokens, shape.hidden)

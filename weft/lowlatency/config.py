@@ -18,7 +18,7 @@ from weft.memory.header import HEADER_BYTES, RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.args import Site
-from weft.runtime.check import check_alignment, check_tensor, check_tokens
+from weft.runtime.check import check_alignment, check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
@@ -199,7 +199,7 @@ class LowShape:
 
     @property
     def rows_bytes(self) -> tuple[int, int]:
-        """Bytes of an inbox where dispatched rows lie, and where returned rows do."""
+        """Bytes of an inbox for dispatched rows, and for returned rows."""
         back_rows = self.ranks if self.reduce == "sender" else self.top_k
         return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
 
@@ -215,7 +215,7 @@ class LowShape:
 
 @dataclass(frozen=True, slots=True)
 class LowOffsets:
-    """Where the parts of a share lie, in bytes; flags stand before `tokens`.
+    """Where the parts of a share are, in bytes; flags come before `tokens`.
 
     tokens: the first word that is all ones while it is blank; so is everything after it.
     """
@@ -354,31 +354,17 @@ class LowLatencyConfig:
 
         Raises InvalidArgument and TokenOverflow for what the host can see.
         """
-        tokens = self.check_choices(topk_ids, topk_weights, device)
+        tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.shape.tokens)
         shape = (tokens, self.shape.hidden)
         check_tensor("x", x, shape=shape, dtypes=(self.dtype,), device=device)
         check_alignment("x", x, 16)
         return tokens
 
-    def check_choices(
-        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, device: torch.device
-    ) -> int:
-        """Return the number of tokens that ids and weights are of."""
-        top_k, integers = self.shape.top_k, (torch.int32, torch.int64)
-        check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
-        check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
-        tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
-        if topk_weights is not None:
-            row, floats = (tokens, top_k), (torch.float32,)
-            check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
-            check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
-        return tokens
-
     def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every tensor that one slot of a rank with `own` experts holds, by name.
 
-        Column-major scales are laid out here as they lie in memory.
+        Column-major scales are shaped here as memory has them.
         """
         s = self.shape
         padded, words = -(-s.rows // 4) * 4, -(-s.blocks // 4)
@@ -402,7 +388,7 @@ class LowLatencyConfig:
         }
 
     def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:
-        """Scales as callers see them, from how they lie in memory; None where there are none."""
+        """Scales as callers see them, from how memory has them; None where there are none."""
         if not self.shape.group:
             return None
         return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]

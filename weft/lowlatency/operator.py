@@ -29,7 +29,7 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import HEADER_BYTES, Header
 from weft.placement import Placed
-from weft.runtime.check import check_alignment, check_tensor
+from weft.runtime.check import check_alignment, check_choices, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import Operator, one_call
@@ -340,7 +340,7 @@ class LowLatencyAllToAll(Placed, Operator):
         """
         self._check_handle(handle, entry)
         device, dtypes = self.group.device, (self.dtype,)
-        tokens = self.config.check_choices(topk_ids, topk_weights, device)
+        tokens = check_choices(topk_ids, topk_weights, self.config.shape.top_k, device)
         if tokens != handle.tokens:
             raise InvalidArgument(
                 f"topk_ids has {tokens} rows, dispatch {handle.number} had {handle.tokens}: pass "

@@ -1,6 +1,6 @@
 """What the low-latency all-to-all means, in plain torch: the specification, and the tests' oracle.
 
-All ranks' tensors are given as lists indexed by rank; results lie on the device of the inputs.
+All ranks' tensors are given as lists indexed by rank; results are on the device of the inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Expected:
 
 
 def choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int64 `[tokens, top_k]`: the ids, -1 for what is no expert or stands earlier in its row."""
+    """int64 `[tokens, top_k]`: the ids, -1 for what is no expert or appears earlier in its row."""
     ids = topk_ids.long()
     known = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
     for k in range(1, known.shape[1]):

@@ -31,7 +31,7 @@ class Handle:
 class ExpertRows:
     """What a dispatch brought to this rank's experts; `R = ep_size * max_tokens` rows for each.
 
-    Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those behind hold
+    Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those after hold
     what earlier calls left. All of it is this rank's own memory, valid until `handle` is combined.
 
     x: `[local_experts, R, hidden]`, float8_e4m3fn, or what was sent where quantize is None.

@@ -79,7 +79,7 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     tracks = tracks.cpu()
     words = tracks.view(torch.int64)
     epochs, starts = (words[..., name.offset // 8] for name in _STAMPS)
-    # Where an operation has fewer teams, those of an earlier one stand behind them.
+    # Where an operation has fewer teams, those of an earlier one follow them.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
     used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
     lines = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in used]

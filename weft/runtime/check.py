@@ -92,7 +92,7 @@ def _fits(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
 def tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list[int]]:
     """Everything that a check reads of tensors except for where they are, and their addresses.
 
-    Of an address only its alignment to 16 bytes counts. None, True and False stand for themselves,
+    Of an address only its alignment to 16 bytes counts. None, True and False are their own keys,
     at address 0. The key is None where anything else is not a dense tensor with memory, or wants a
     gradient: the check says what is wrong with it.
     """
@@ -178,6 +178,21 @@ def _check_fake(name: str) -> None:
             f"{name} is a FakeTensor, which holds no numbers to send; what a call would return is "
             "found by torch.compile alone"
         )
+
+
+def check_choices(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, top_k: int, device: torch.device
+) -> int:
+    """Return the number of tokens that ids and weights are of. Raises InvalidArgument."""
+    integers, floats = (torch.int32, torch.int64), (torch.float32,)
+    check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
+    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+    tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
+    if topk_weights is not None:
+        row = (tokens, top_k)
+        check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
+        check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+    return tokens
 
 
 def check_tokens(tokens: int, max_tokens: int) -> None:

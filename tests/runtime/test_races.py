@@ -1,0 +1,121 @@
+"""Each protocol under ThreadSanitizer with ranks as threads, with its mutations, and for long.
+
+Every run tries a few interleavings; the long campaign runs when these files change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run_program
+from tests.recorded import reads
+
+TESTS = Path(__file__).parents[1]
+A2A, LOW, REDUCE = (
+    "alltoall/race.cpp",
+    "lowlatency/lowlatency_race.cpp",
+    "allreduce/reduce_race.cpp",
+)
+COUNTED = {A2A: ("rounds", "words"), LOW: ("rounds", "words"), REDUCE: ("calls", "numbers")}
+SANITIZED = ("-fsanitize=thread", "-g", "-O1", "-ffp-contract=off")
+WRAP = 2**40  # epochs have so many values
+
+
+def campaign(program: str, *given: object) -> object:
+    """A case that runs when its program has changed."""
+    return pytest.param(program, *given, marks=reads(f"tests/{program}"))
+
+
+def run(program: str, rounds: int, *options: str, first_epoch: int = 0) -> tuple[int, str]:
+    name = Path(program).stem
+    return run_program(TESTS / program, rounds, first_epoch, name=name, options=options)
+
+
+def require_right(found: tuple[int, str], program: str, rounds: int, ranks: int = 4) -> None:
+    status, text = found
+    assert status == 0, text
+    unit, wrong = COUNTED[program]
+    assert f"{rounds} {unit} of {ranks} ranks: 0 wrong {wrong}" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "rounds", "ranks", "options"),
+    [
+        (A2A, 3000, 4, ""),
+        *(
+            campaign(A2A, 400, ranks, f"-DCOMBINE={combine} -DSPLIT_PHASE={split_phase}")
+            for combine in ("pull", "push", "push_fp8", "gemm_push")
+            for ranks, split_phase in ((1, 1), (4, 1), (9, 0))
+        ),
+        (LOW, 600, 4, "-DREDUCE=receiver -DSPLIT_PHASE=1"),
+        campaign(LOW, 600, 4, "-DREDUCE=receiver -DSPLIT_PHASE=0"),
+        campaign(LOW, 600, 4, "-DREDUCE=sender -DSPLIT_PHASE=1"),
+        campaign(LOW, 600, 3, "-DREDUCE=sender -DSPLIT_PHASE=0"),
+        campaign(LOW, 600, 1, "-DREDUCE=receiver -DSPLIT_PHASE=1"),
+        campaign(LOW, 600, 3, "-DGEMM_PUSH=1"),
+        (REDUCE, 1500, 4, ""),
+        (REDUCE, 1500, 4, "-DEPILOGUE_AT=receiver"),
+        campaign(REDUCE, 1500, 2, ""),
+        campaign(REDUCE, 1500, 5, ""),
+    ],
+)
+def test_no_race_with_ranks_as_threads(program, rounds, ranks, options):
+    found = run(program, rounds, *SANITIZED, f"-DRANKS={ranks}", *options.split())
+    require_right(found, program, rounds, ranks)
+
+
+@pytest.mark.parametrize(
+    ("program", "combine"),
+    [(A2A, "pull"), *(campaign(A2A, combine) for combine in ("push", "push_fp8", "gemm_push"))],
+)
+def test_a_weakened_release_is_reported(program, combine):
+    """x86 hides the missing order from the data; the sanitizer must see it or proves nothing."""
+    weak = (f"-DCOMBINE={combine}", "-DWEFT_WEAK_FLAGS=1")
+    status, text = run(program, 300, *SANITIZED, *weak)
+    assert status != 0
+    assert "ThreadSanitizer: data race" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "rounds", "options"),
+    [
+        (LOW, 20_000, "-DWEFT_NO_GRANTS=1 -DSPLIT_PHASE=0"),
+        (LOW, 20_000, "-DWEFT_NO_GRANTS=1 -DSPLIT_PHASE=1"),
+        (REDUCE, 200_000, "-DWEFT_ONE_SIDE=1"),
+    ],
+)
+def test_without_credits_or_with_one_buffer_rows_are_lost(program, rounds, options):
+    status, text = run(program, rounds, *options.split())
+    assert status != 0
+    assert ": 0 wrong" not in text
+
+
+# Epochs of 40 bits wrap in the middle of these.
+@pytest.mark.parametrize(
+    ("program", "rounds", "first_epoch"),
+    [
+        (A2A, 2_000, WRAP - 1_000),
+        (LOW, 2_000, WRAP - 1_000),
+        (REDUCE, 1_000, WRAP - 500),
+        *(campaign(A2A, 500_000, first) for first in (0, WRAP - 250_000)),
+        *(campaign(LOW, 200_000, first) for first in (0, WRAP - 50_000)),
+        *(campaign(REDUCE, 100_000, first) for first in (0, WRAP - 50_000)),
+    ],
+)
+def test_many_rounds_and_the_wrap(program, rounds, first_epoch):
+    require_right(run(program, rounds, first_epoch=first_epoch), program, rounds)
+
+
+@pytest.mark.parametrize(
+    ("program", "rounds", "options"),
+    [
+        campaign(A2A, 2000, ""),
+        campaign(LOW, 1000, "-DSPLIT_PHASE=1"),
+        campaign(REDUCE, 2000, ""),
+    ],
+)
+def test_undefined_behaviour_and_bounds(program, rounds, options):
+    found = run(program, rounds, "-fsanitize=address,undefined", "-g", *options.split())
+    require_right(found, program, rounds)
