@@ -69,31 +69,23 @@ def entries(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["", MOE])
-def test_one_shot_stays_where_it_does_not_fit_at_once(entries, monkeypatch, end):
-    """One CTA an SM: waves hold 66 rows of two CTAs at once, and a resident grid 132 of one."""
-    two = ReduceConfig.of(ranks=2, max_tokens=512, hidden=7168, dtype=torch.bfloat16)
+def test_one_shot_of_clusters_stays_where_it_does_not_fit_at_once(entries, monkeypatch, end):
+    """One CTA an SM: waves hold 66 rows of two CTAs at once, and a grid that stays 132 of one."""
     monkeypatch.setattr(Module, "resident_clusters", lambda *asked: 132 // asked[-1])
-    waves = reduce_kernels.CudaReduceKernels(two, Build())
-    stays = reduce_kernels.CudaReduceKernels(two, Build(), resident=True)
-    assert set(stays._program.entry_points) - set(waves._program.entry_points) == {
-        "oneshot_resident",
-        "oneshot_resident" + MOE,
-    }
-    for tokens in (1, 2, 16, 17, 66, 67, 128, 132, 133, 512):
-        found = []
-        for kernels in (waves, stays):
+    for hidden in (4096, 7168):
+        two = ReduceConfig.of(ranks=2, max_tokens=512, hidden=hidden, dtype=torch.bfloat16)
+        kernels = reduce_kernels.CudaReduceKernels(two, Build())
+        for tokens in (1, 2, 16, 17, 66, 67, 128, 132, 133, 512):
             launch: Any = kernels._find("oneshot" + end, tokens)
-            found.append((launch.launcher.what, launch.grid, launch.threads))
-        (kernel, early, cluster), grid, _ = found[0]
-        assert kernel == "weft_allreduce_oneshot" + end
-        assert grid == (tokens * cluster, 1, 1)
-        if tokens <= 66:
-            assert found[1] == found[0]
-        else:
-            kernel = "weft_allreduce_oneshot_resident" + end
-            assert found[1] == ((kernel, early, 1), (min(tokens, 132), 1, 1), 448)
-        for name in ("twoshot", "twoshot_bulk"):
-            assert stays._find(name + end, tokens).grid == waves._find(name + end, tokens).grid
+            kernel, early, cluster = launch.launcher.what
+            if hidden == 7168 and tokens > 66:
+                assert kernel == "weft_allreduce_oneshot_resident" + end
+                assert (early, cluster) == (False, 1)
+                assert (launch.grid, launch.threads) == ((min(tokens, 132), 1, 1), 448)
+            else:
+                assert kernel == "weft_allreduce_oneshot" + end
+                assert launch.grid == (tokens * cluster, 1, 1)
+                assert cluster > 1 or hidden == 4096
 
 
 @pytest.mark.parametrize("name", ["oneshot", "twoshot", "twoshot_bulk"])

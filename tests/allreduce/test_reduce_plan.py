@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.allreduce.kernels import plan_oneshot, plan_twoshot
+from weft.allreduce.kernels import plan_oneshot, plan_resident, plan_twoshot
 from weft.errors import InvalidArgument
 
 SMS = 132
@@ -40,6 +40,16 @@ def test_two_shots_fit_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
     assert p.pushers_finish
 
 
+@pytest.mark.parametrize("vectors", [640, 896, 1792, 4096])
+def test_a_one_shot_that_stays_fits_on_the_gpu_at_once(vectors):
+    for tokens in (67, 131, 512):
+        p = plan_resident(tokens, vectors, pieces=2, resident=resident)
+        assert vectors <= 2 * p.threads * p.cluster
+        assert p.ctas % p.cluster == 0
+        assert p.cluster <= p.ctas <= min(tokens * p.cluster, resident(p.threads, p.cluster))
+        assert p.cluster == (1 if vectors <= 1024 else -(-vectors // 1024))
+
+
 def test_few_tokens_are_spread_over_many_sms():
     assert plan_oneshot(1, 896, sms=SMS, resident=resident).ctas >= 7
     assert plan_oneshot(16, 896, sms=SMS, resident=resident).ctas >= 112
@@ -59,5 +69,7 @@ def test_a_gpu_that_forms_only_powers_of_two():
 def test_a_gpu_without_such_clusters_is_named():
     with pytest.raises(InvalidArgument, match="no cluster of this GPU holds a row of 14336 bytes"):
         plan_oneshot(1, 896, sms=SMS, resident=lambda threads, cluster: 0)
+    with pytest.raises(InvalidArgument, match="no cluster of this GPU"):
+        plan_resident(67, 896, pieces=2, resident=lambda threads, cluster: 0)
     with pytest.raises(InvalidArgument, match="no cluster of this GPU"):
         plan_twoshot(1, 896, 8, pieces=1, resident=lambda threads, cluster: 0)

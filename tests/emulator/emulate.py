@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.emulator.instructions import translated
 from weft.allreduce.config import ReduceConfig
-from weft.allreduce.kernels import KERNELS, MOE, RESIDENT, ReducePlan
+from weft.allreduce.kernels import KERNELS, MOE, ReducePlan
 from weft.jit.host import find_compiler
 from weft.jit.source import INCLUDE_ROOT, PACKAGE
 
@@ -76,7 +76,7 @@ def compile_emulated(reduction: ReduceConfig, folder: Path, *, defines: Sequence
         "emulated::launch(emulated::seen_from(a->site, R.ranks, "
         "{shape[0], 1, shape[1], shape[2]}), [a] { "
         f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
-        for name, kernel in (KERNELS | RESIDENT).items()
+        for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
     )
     includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))

@@ -95,10 +95,9 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
         "combine": LOW | {"acquire LD.64.SYS": 1},
     },
     "all-reduce": {
-        name + end: SUM for name in reduce_kernels.KERNELS for end in ("", reduce_kernels.MOE)
-    },
-    "all-reduce, resident": {
-        name + end: OWN_SUM for name in reduce_kernels.RESIDENT for end in ("", reduce_kernels.MOE)
+        name + end: OWN_SUM if name == "oneshot_resident" else SUM
+        for name in reduce_kernels.KERNELS
+        for end in ("", reduce_kernels.MOE)
     },
     "all-reduce, receiver": {
         name + end: SUM if name == "oneshot" else OWN_SUM
@@ -118,9 +117,8 @@ def compiled(name: str, arch: str) -> bytes:
     """The kernels of an operator."""
     kind, _, rest = name.partition(", ")
     if kind == "all-reduce":
-        resident = rest == "resident"
         reduction = REDUCTIONS["8 ranks, receiver" if rest == "receiver" else "8 ranks"]
-        return reduce_kernels.cuda_program(reduction, resident=resident).cubin(arch)
+        return reduce_kernels.cuda_program(reduction).cubin(arch)
     if kind == "low latency":
         shape = LOW_SHAPES[rest or "deepseek-v3"]
         program = lowlatency_kernels.cuda_program(shape, split_phase=not shape.gemm_push)

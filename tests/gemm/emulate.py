@@ -12,7 +12,7 @@ from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
 from tests.emulator.instructions import translated
 from weft.gemm import Push, WgmmaPlan, kernels
 from weft.gemm.call import GemmCall
-from weft.gemm.config import CLUSTER_N, StoreColumns
+from weft.gemm.config import CLUSTER_N
 from weft.gemm.kernels import THREADS
 
 HERE = Path(__file__).parents[1] / "emulator"
@@ -112,15 +112,11 @@ extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
 
 
 def compile_gemms(
-    shapes: Iterable[kernels.GemmShape],
-    folder: Path,
-    mutation: Mapping[str, str] | None = None,
-    more: str = "",
+    shapes: Iterable[kernels.GemmShape], folder: Path, mutation: Mapping[str, str] | None = None
 ) -> Path:
     """The shared library of the kernels of some shapes.
 
     mutation: texts of the kernel, and what they become, wherever they stand in it.
-    more: source that follows all of this.
     """
     root = emulated_tree(folder)
     for name, bodies in BODIES.items():
@@ -139,9 +135,7 @@ def compile_gemms(
     )
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
     includes = "#include <weft/gemm/wgmma.cuh>\n", "#include <weft/gemm/grouped_gemm.cuh>\n"
-    return build_library(
-        root, f"{emulator}{LATE_MEMORY}{includes[0]}{WGMMA}{includes[1]}{entries}{more}"
-    )
+    return build_library(root, f"{emulator}{LATE_MEMORY}{includes[0]}{WGMMA}{includes[1]}{entries}")
 
 
 def _mutate(kernels: Path, old: str, new: str) -> None:
@@ -169,10 +163,8 @@ class EmulatedGemms:
         args, broken = kernels.Arguments(call).at(call.addresses), (ctypes.c_uint32 * len(RULES))()
         self._write_late(call)
         number = self.shapes.index(kernels.GemmShape.of(call, plan))
-        columns = call.epilogue if isinstance(call.epilogue, StoreColumns) else None
-        ctas = columns.ctas if columns else min(self.sms // 2, clusters) * 2
         getattr(self.library, f"grouped_gemm_{number}")(
-            ctypes.byref(args), ctas, self.seed, self.policy, broken
+            ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
         )
         assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
 

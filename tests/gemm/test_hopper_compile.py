@@ -77,22 +77,6 @@ def test_every_shape_compiles_into_registers_and_shared_memory(
     assert "serialized" not in log, log
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [fp8_shape("store", 64), fp8_shape("store", 160), fp8_shape("store", 256)]
-    + [mxfp4_shape("store", 160)],
-    ids=lambda shape: f"{shape.operand}, {shape.plan.block_m}",
-)
-def test_columns_in_chunks_spill_no_more(shape: GemmShape, tmp_path: Path):
-    logs = []
-    for chunks in (1, 4):
-        folder = tmp_path / str(chunks)
-        logs.append(compiled(replace(shape, column_chunks=chunks), folder)[1])
-        assert "serialized" not in logs[-1]
-    one, more = (sum(map(int, re.findall(r"(\d+) bytes spill stores", log))) for log in logs)
-    assert more <= one, logs
-
-
 @pytest.mark.parametrize("block_m", MXFP4_BLOCK_MS)
 @pytest.mark.parametrize("epilogue", GATED_BY_SITU)
 def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tmp_path: Path):

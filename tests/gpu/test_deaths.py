@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import weft
-from tests.operators import HIDDEN, KINDS, TOKENS, TOP_K
+from tests.operators import HIDDEN, KINDS, TOKENS, TOP_K, Kind
 from weft.errors import PeerDied, PeerTimeout, RankFailed
+from weft.grouping.operator import ExpertGroups
 
 pytestmark = pytest.mark.gpu
 CALLS = 50
+SEND = Kind("alltoall", {"combine": "push", "split_phase": True})  # and ExpertGroups
 
 
 def captured(op, group: weft.Group) -> torch.cuda.CUDAGraph:
@@ -29,10 +31,17 @@ def captured(op, group: weft.Group) -> torch.cuda.CUDAGraph:
     x = torch.ones((TOKENS, HIDDEN), dtype=torch.bfloat16, device=device)
     ids = torch.arange(TOKENS * TOP_K, device=device).view(TOKENS, TOP_K) % 12
     out = torch.empty_like(x)
+    if op.kind is SEND:
+        op.groups = groups = ExpertGroups(made)  # as long as the graph
+        y = torch.ones(groups._y_shape, dtype=torch.bfloat16, device=device)
 
     def one() -> None:
         if op.kind.name == "allreduce":
             made.fused(x, out=out)
+        elif op.kind is SEND:
+            groups.gather(made.dispatch(x, ids))
+            groups.send(y)
+            made.combine_recv(out=out)
         elif op.kind.name == "alltoall":
             made.dispatch(x, ids)
             made.combine(out=out)
@@ -53,8 +62,8 @@ def captured(op, group: weft.Group) -> torch.cuda.CUDAGraph:
 
 
 def ended(group: weft.Group, kind: str, how: int, folder: str) -> None:
-    op = KINDS[kind].open(group, timeout=60.0 if how == signal.SIGKILL else 2.0, first_timeout=60.0)
-    with op:
+    timeout = 60.0 if how == signal.SIGKILL else 2.0
+    with (KINDS | {"send": SEND})[kind].open(group, timeout=timeout, first_timeout=60.0) as op:
         graph = captured(op, group)
         moment = Path(folder, "moment")
         if group.rank == 1:
@@ -80,7 +89,9 @@ def replay_for_ever(op, graph: torch.cuda.CUDAGraph) -> None:
         op.made.check()
 
 
-@pytest.mark.parametrize("kind", ["pull", "fp8", "receiver", "sender", "oneshot", "twoshot"])
+@pytest.mark.parametrize(
+    "kind", ["pull", "fp8", "send", "receiver", "sender", "oneshot", "twoshot"]
+)
 def test_a_rank_that_is_killed_in_a_replay_is_named_within_a_tenth_of_a_second(
     ranks, kind, tmp_path
 ):

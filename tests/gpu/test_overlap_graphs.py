@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 BF16: dict[str, Any] = {"gemm": "grouped"}
 FP8: dict[str, Any] = {"gemm": "grouped", "fp8": True, "quantize": "fp8"}
+FP8_HOME: dict[str, Any] = FP8 | {"combine_dtype": "fp8"}  # which gemm_push does not have
 SOUND = dict.fromkeys(MODES, 0)
 LEFT_SMS = 8  # that a filler leaves to everyone else
 
@@ -33,17 +34,19 @@ def count() -> int:
     return min(8, gpus)
 
 
-def both_dtypes(group: weft.Group, replays: int) -> dict[str, dict[str, int]]:
+def every_dtype(group: weft.Group, replays: int) -> dict[str, dict[str, int]]:
     return {
         "bf16": replay(group, Plan(replays), BF16),
         "fp8": replay(group, Plan(replays // 4), FP8),
+        "fp8 home": replay(group, Plan(replays // 10, ("shared_expert",)), FP8_HOME),
     }
 
 
 def test_a_hundred_thousand_replays_have_the_bits_of_no_overlap(ranks):
     ranks_of = count()
-    told = ranks(ranks_of, "cuda")(both_dtypes, 100_000, timeout=140.0)
-    assert told == [{"bf16": SOUND, "fp8": SOUND}] * ranks_of
+    told = ranks(ranks_of, "cuda")(every_dtype, 100_000, timeout=140.0)
+    sound = {"bf16": SOUND, "fp8": SOUND, "fp8 home": {"shared_expert": 0}}
+    assert told == [sound] * ranks_of
 
 
 def every_odd_round(group: weft.Group) -> list[dict[str, int]]:

@@ -10,7 +10,7 @@ import torch
 from tests.emulator.emulate import build_library, emulated_tree
 from weft.alltoall.config import CombineArgs
 from weft.grouping.config import GroupConfig
-from weft.grouping.kernels import COUNTING, columns, results
+from weft.grouping.kernels import COUNTING, results
 from weft.grouping.operator import ExpertGroups
 from weft.shape import Shape
 
@@ -24,7 +24,7 @@ ENTRY = (
 
 def compile_groups(shape: Shape, grouping: GroupConfig, folder: Path) -> Path:
     """The shared library of all kernels of one Grouping, and of combine's receiving half."""
-    names = ("group", "gather", *results(shape, True), *columns(grouping))
+    names = ("group", "gather", *results(shape, True))
     entries = [ENTRY.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in names]
     # Rows in FP8 are read by assembly.
     if shape.combine != "push_fp8":

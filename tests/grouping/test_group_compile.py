@@ -12,7 +12,7 @@ import pytest
 from tests.emulator.machine_code import disassemble
 from tests.recorded import NVRTC, reads
 from weft.grouping.config import GroupConfig
-from weft.grouping.kernels import BOUNDS, columns, cuda_program, results
+from weft.grouping.kernels import cuda_program, results
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.shape import Shape
@@ -21,7 +21,6 @@ pytestmark = reads(tools=(NVRTC,))
 
 DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
 PUSHED = replace(DEEPSEEK, tokens=128, combine="push")
-IN_CHUNKS = GroupConfig("contiguous", 32, 8 * 128 * 8, 16, column_chunks=4, gemm_ctas=124)
 CASES: dict[str, tuple[Shape, GroupConfig]] = {
     "deepseek-v3": (DEEPSEEK, GroupConfig("contiguous", 32, 8 * 4096 * 8, 1)),
     "fp8, masked": (
@@ -29,8 +28,6 @@ CASES: dict[str, tuple[Shape, GroupConfig]] = {
         GroupConfig("masked", 32, 1024, 128),
     ),
     "pushed": (PUSHED, GroupConfig("contiguous", 32, 8 * 128 * 8, 16)),
-    "in chunks": (PUSHED, IN_CHUNKS),
-    "fp8, in chunks": (replace(PUSHED, combine="push_fp8"), IN_CHUNKS),
     "fp8 of fp32": (
         replace(PUSHED, combine="push_fp8", dtype="fp32"),
         GroupConfig("masked", 32, 1024, 16),
@@ -68,27 +65,15 @@ def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) ->
     (sidecar,) = tmp_path.rglob("*.json")
     log = sidecar.read_text()
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
-    names = (*results(shape, sends), *columns(grouping))
-    assert spills == [("0", "0")] * (2 + len(names)), log
-    if columns(grouping):
-        used = re.search(r"weft_grouping_send_columns'.*?Used (\d+) registers", log, re.DOTALL)
-        assert used
-        assert int(used[1]) * BOUNDS["send_columns"][0] > 1 << 15, "two CTAs would share an SM"
+    assert spills == [("0", "0")] * (2 + len(results(shape, sends))), log
 
 
-@pytest.mark.parametrize(
-    ("combine", "name"),
-    [
-        *((combine, "send") for combine in ("push", "push_fp8", "gemm_push")),
-        *((combine, "send_columns") for combine in ("push", "push_fp8")),
-    ],
-)
-def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str, name: str) -> None:
+@pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
+def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
     shape = replace(PUSHED, combine=combine)
-    config = IN_CHUNKS if name == "send_columns" else GroupConfig("contiguous", 32, 8192, 1)
-    program = cuda_program(shape, config, sends=True)
+    program = cuda_program(shape, GroupConfig("contiguous", 32, 8192, 1), sends=True)
     cubin = compile_cubin(program.source, name="group", arch="sm_90a", options=CUDA_OPTIONS)
-    code = disassemble(cubin).partition(f".text.{program.kernel(name)}:")[2]
+    code = disassemble(cubin).partition(f".text.{program.kernel('send')}:")[2]
     code = code.partition(".text.")[0]
     used = re.search(r"\bSTG\.E\.NA\.128|\bFMUL", code)
     assert used

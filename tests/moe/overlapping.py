@@ -32,9 +32,6 @@ MODES: dict[str, dict[str, Any]] = {
     "shared_expert": {"overlap": "shared_expert"},
     "gemm_push": {"overlap": "gemm_push"},
 }
-# Not public: columns are sent while others are computed, in rows of whole clusters' columns.
-COLUMNS = {"columns": {"overlap": "shared_expert", "_send_columns": 4}}
-WIDE = replace(CONFIG, hidden=1024)
 SIZES = (1, 10, 40)  # tokens a rank
 MOST_TOKENS = max(SIZES)
 LEAN = 30.0  # of logits, that outdoes any that is drawn
@@ -108,7 +105,7 @@ class Layers:
             return self._stack.enter_context(case.open(group, **options, **given))
 
         self.plain = opened(PLAIN)
-        self.others = {name: opened((MODES | COLUMNS)[name]) for name in modes}
+        self.others = {name: opened(MODES[name]) for name in modes}
         every = (self.plain, *self.others.values())
         self.poisons = {id(layer): Poisoned(layer) for layer in every}
         self.fp8, self.fp8_home = bool(options.get("fp8")), "combine_dtype" in options
@@ -212,7 +209,6 @@ class Plan:
     replays: int
     modes: tuple[str, ...] = tuple(MODES)
     graphs: bool = True
-    config: MoEConfig = CONFIG
 
 
 def replay(
@@ -222,7 +218,7 @@ def replay(
     beside: Callable[[int], None] = lambda done: None,
 ) -> dict[str, int]:
     """Graphs of every mode and size in an order that all ranks know, eager calls between them."""
-    case = Case(plan.config, tokens=(10,) * group.size)
+    case = Case(CONFIG, tokens=(10,) * group.size)
     if group.device.type == "cuda":
         torch.cuda.manual_seed(group.rank)
     with Layers(group, case, plan.modes, options) as layers:

@@ -10,7 +10,7 @@ import torch
 import weft
 from tests.moe import overlapping
 from tests.moe.layers import Case
-from tests.moe.overlapping import CONFIG, MODES, WIDE, Layers, Plan, Step, odd, odd_round, replay
+from tests.moe.overlapping import CONFIG, MODES, Layers, Plan, Step, odd, odd_round, replay
 from weft.moe import Expert
 
 TILED: dict[str, Any] = {"gemm": "grouped"}
@@ -19,11 +19,6 @@ SOUND = dict.fromkeys(MODES, 0)
 
 def test_rounds_of_every_overlap_in_any_order(ranks):
     assert ranks(2, "threads")(replay, Plan(30), {**TILED, "fp8": True}) == [SOUND] * 2
-
-
-def test_rounds_with_columns_asked_for_where_no_gemm_makes_chunks(ranks):
-    plan = Plan(12, ("columns",), config=WIDE)
-    assert ranks(2, "threads")(replay, plan, TILED) == [{"columns": 0}] * 2
 
 
 def test_late_ranks_and_odd_routing(ranks):

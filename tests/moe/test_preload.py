@@ -13,7 +13,7 @@ import torch
 from weft.gemm import GemmPlan, WgmmaPlan, reference
 from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
-from weft.gemm.config import FP8, MXFP4, StoreColumns
+from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
 from weft.gemm.mxfp4 import UNIT_BYTES
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
@@ -142,25 +142,3 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
             assert heights == {kind.plan.block_m for kind in used}, "none is loaded in vain"
         many = (experts > 1 or masked) and not (fp8 and config.biased)
         assert bool(used) == (many or (fp8 and not config.biased) or stored == MXFP4)
-
-
-def test_a_down_projection_in_chunks_is_loaded_too(loaded: set[GemmShape], used: set[GemmShape]):
-    config = replace(PLAIN, routing=replace(PLAIN.routing, top_k=1), hidden=512, intermediate=256)
-    weights, rows = weights_of(config, 3, FP8), rows_of(config, (24,), 3, fp8=True)
-    layer = grouped_experts.GroupedExperts(
-        config,
-        (24,),
-        3,
-        fp8=True,
-        ranks=config.routing.num_experts,
-        max_tokens=5000,
-        programmatic=True,
-        device=torch.device("cpu"),
-        columns=StoreColumns(2, 16, 4),
-    )
-    layer.prepare(weights)
-    for hint in HINTS:
-        layer.up(weights, rows, tokens=hint)
-        layer.down(weights)
-    assert used <= loaded
-    assert {s.column_chunks for s in used if s.epilogue == "store"} == {2}

@@ -5,7 +5,6 @@ Launches are local to a rank: peers may choose differently, and no choice change
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -40,11 +39,10 @@ class Kernel:
 
 KERNELS = {
     "oneshot": Kernel("oneshot<R, {moe}>", 1, 512, 1),
+    "oneshot_resident": Kernel("oneshot_resident<R, {moe}, 2>", 2, 512, 1),
     "twoshot": Kernel("twoshot<R, {moe}, 1, false>", 1, 512, 1),
     "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2, 512, 1),
 }
-# One shot of more tokens than fit at once, where `_resident_oneshot` asks for it.
-RESIDENT = {"oneshot_resident": Kernel("oneshot_resident<R, {moe}, 2>", 2, 512, 1)}
 MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
 
@@ -60,9 +58,11 @@ def cpu_program(config: ReduceConfig) -> Program:
     return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries, names)
 
 
-def cuda_program(config: ReduceConfig, *, resident: bool = False) -> Program:
-    """The generated CUDA entries; resident: also those of RESIDENT."""
-    kernels = _served(config, KERNELS) | (RESIDENT if resident else {})
+def cuda_program(config: ReduceConfig) -> Program:
+    """The generated CUDA entries."""
+    kernels = _served(config, KERNELS)
+    if not _larger_stays(config):
+        del kernels["oneshot_resident"]
     entries = "".join(
         f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
         f"weft_allreduce_{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
@@ -77,7 +77,18 @@ def cuda_program(config: ReduceConfig, *, resident: bool = False) -> Program:
 def _served(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
     """What belongs to the backends of a config."""
     alone = config.missing == "drop"
-    return {k: v for k, v in by_backend.items() if k == "oneshot" or not alone}
+    return {k: v for k, v in by_backend.items() if k.startswith("oneshot") or not alone}
+
+
+def _larger_stays(config: ReduceConfig) -> bool:
+    """Is one shot of more tokens than fit on the GPU at once a grid that stays, or waves of CTAs?
+
+    It stays where a row of the waves is a cluster of several CTAs, whose barrier waits for every
+    store in flight. With norm, 2 x H200, 2026-11-24, us in waves / staying: hidden 7168 in bf16,
+    two CTAs, 9.22 / 8.06 at 67 tokens, 20.96 / 18.4 at 256, 39.3 / 35.4 at 512; hidden 4096, one
+    CTA, 9.87 / 9.7 at 192, 11.3 / 11.3 at 256, 14.94 / 16.5 at 384, 18.5 / 19.7 at 512.
+    """
+    return config.vectors > LARGEST_CTA
 
 
 def _program(config: ReduceConfig, headers: str, entries: str, names: Iterable[str]) -> Program:
@@ -102,9 +113,9 @@ DECIDED = ("pushers", "reducers", "pushers_finish")  # by the plan
 class CudaReduceKernels(CudaKernels):
     """The kernels of one config."""
 
-    def __init__(self, config: ReduceConfig, build: Build, *, resident: bool = False) -> None:
-        super().__init__(cuda_program(config, resident=resident), build)
-        self._config, self._resident_oneshot = config, resident
+    def __init__(self, config: ReduceConfig, build: Build) -> None:
+        super().__init__(cuda_program(config), build)
+        self._config = config
         self._functions = {
             name: self._module.function(self._program.kernel(name))
             for name in self._program.entry_points
@@ -137,20 +148,12 @@ class CudaReduceKernels(CudaKernels):
         backend = name.removesuffix(MOE)
         p = self._plan(backend, tokens)
         early = self._build.programmatic and self._overlaps(backend, tokens, p)
-        if self._resident_oneshot and backend == "oneshot":
-            name, p = self._stays(name, tokens, p)
+        stays = backend == "oneshot" and _larger_stays(self._config)
+        if stays and p.ctas > self.resident(backend, p.threads, p.cluster):
+            p = self._plan("oneshot_resident", tokens)
+            name = name.replace(backend, "oneshot_resident")
         fields = tuple((field, int(getattr(p, field))) for field in DECIDED)
         return Launch(self._launcher(name, p.cluster, early), (p.ctas, 1, 1), p.threads, fields)
-
-    def _stays(self, name: str, tokens: int, p: ReducePlan) -> tuple[str, ReducePlan]:
-        """The resident form of a launch of one shot that does not fit on the GPU at once."""
-        entry = next(iter(RESIDENT))
-        share = -(-self._config.vectors // RESIDENT[entry].pieces)
-        threads, cluster, room = _roomy(share, 1, functools.partial(self.resident, entry))
-        if p.ctas <= self.resident("oneshot", p.threads, p.cluster) or not room:
-            return name, p
-        name = entry + name.removeprefix("oneshot")
-        return name, ReducePlan(min(tokens * cluster, room), threads, cluster)
 
     def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
         key = (name, cluster, early)
@@ -161,7 +164,7 @@ class CudaReduceKernels(CudaKernels):
         return self._launchers[key]
 
     def _plan(self, name: str, tokens: int) -> ReducePlan:
-        """The launch of a backend on so many tokens."""
+        """The launch of a kernel on so many tokens."""
 
         def resident(threads: int, cluster: int) -> int:
             return self.resident(name, threads, cluster)
@@ -170,20 +173,17 @@ class CudaReduceKernels(CudaKernels):
         if name == "oneshot":
             return plan_oneshot(tokens, vectors, sms=self._sms, resident=resident)
         pieces = KERNELS[name].pieces
+        if name == "oneshot_resident":
+            return plan_resident(tokens, vectors, pieces=pieces, resident=resident)
         return plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
 
 
-def load_kernels(
-    device: torch.device, config: ReduceConfig, build: Build, *, resident: bool = False
-) -> Kernels:
-    """Compile and load all backends of a config for one rank's device.
-
-    resident: one shot of more tokens than fit on the GPU at once is a grid that stays.
-    """
+def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Kernels:
+    """Compile and load all backends of a config for one rank's device."""
     if device.type == "cpu":
         return CpuKernels(cpu_program(config), build)
     with loading(device):
-        return CudaReduceKernels(config, build, resident=resident)
+        return CudaReduceKernels(config, build)
 
 
 WARP = 32
@@ -216,6 +216,14 @@ def plan_oneshot(tokens: int, vectors: int, *, sms: int, resident: Resident) -> 
             if resident(threads, cluster) >= cluster:
                 return ReducePlan(tokens * cluster, threads, cluster)
     raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+
+
+def plan_resident(tokens: int, vectors: int, *, pieces: int, resident: Resident) -> ReducePlan:
+    """One shot of clusters that all fit at once and take one token after the other."""
+    threads, cluster, room = _roomy(-(-vectors // pieces), 1, resident)
+    if room == 0:
+        raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
+    return ReducePlan(min(tokens * cluster, room), threads, cluster)
 
 
 def plan_twoshot(

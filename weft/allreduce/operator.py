@@ -84,7 +84,6 @@ class AllReduce(Operator):
         programmatic_launch: bool = True,
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
-        _resident_oneshot: bool = False,  # see RESIDENT in kernels.py; may differ from rank to rank
     ) -> None:
         self.backends: tuple[str, ...] = ()
 
@@ -100,7 +99,7 @@ class AllReduce(Operator):
                 missing=missing,
             )
             build = Build(programmatic=programmatic_launch, defines=_defines)
-            return config, load_kernels(group.device, config, build, resident=_resident_oneshot)
+            return config, load_kernels(group.device, config, build)
 
         self.config = self._create(
             group,

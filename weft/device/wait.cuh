@@ -247,19 +247,6 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
     return await_flag(header, site, flag, peer, phase, wanted, wanted);
 }
 
-// Waits until `ctas` CTAs of a kernel of this rank have added 1 to a counter.
-// Order: after `true`, this thread may read what they wrote before that, and so may its team once
-// it has met in `all`.
-WEFT_FN bool await_ctas(Header& header, const Site& site, u32* counter, u32 ctas, Phase phase,
-                        u64 epoch) {
-    SpinWait spin;
-    for (u32 seen; (seen = load_acquire_local(counter)) < ctas;) {
-        const Wait wait{site.rank, phase, epoch, u64(ctas) << 32 | seen};
-        if (!spin.keep_waiting(header, site, wait)) return false;
-    }
-    return true;
-}
-
 // Writes the record that peers and tools read after this rank has died. Returns its end time.
 WEFT_FN u64 keep_record(Header& header, Phase phase, u64 epoch, u64 start_ns, u32 tokens) {
     const u64 end_ns = now_ns();

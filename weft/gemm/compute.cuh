@@ -85,17 +85,6 @@ WEFT_FN void compute_split(const GemmArgs& a, GemmShared<S>& smem, const Operand
     }
 }
 
-// Counts this CTA in the chunks of columns before `chunk`: its part of them is stored.
-// Order: the barrier gathers the stores of all math threads to the one whose add releases them.
-template <GemmShape S>
-WEFT_FN void count_stored_chunks(const GemmArgs& a, u32& counted, u32 chunk) {
-    if (counted == chunk) return;
-    sync_math_warps();
-#pragma unroll 1
-    for (; counted < chunk; ++counted)
-        if (math_thread() == 0) add_acq_rel(&a.progress[counted], 1);
-}
-
 template <GemmShape S>
 WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
     if constexpr (S.prefetch_weights) pdl_wait();
@@ -104,10 +93,7 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
     PipelineState<S.stages> pipeline;
     Tile tile;
     u32 exchanges = 0;  // of amax with the other CTA, so far
-    u32 counted = 0;    // chunks of columns
     while (scheduler.next(tile)) {
-        if constexpr (S.column_chunks > 1)
-            count_stored_chunks<S>(a, counted, tile.n_block / S.chunk_n_blocks());
         if constexpr (S.has_split_m()) {
             if (tile.is_split<S>()) {
                 compute_split<S>(a, smem, operands, pipeline, tile, rank);
@@ -124,7 +110,6 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
         constexpr u32 highest = highest_is_normal ? lower_swap_ab_m<S>(normal_m) : S.cta_m();
         compute_swap_ab<S, highest>(a, smem, operands, pipeline, tile, rank, exchanges);
     }
-    if constexpr (S.column_chunks > 1) count_stored_chunks<S>(a, counted, S.column_chunks - 1);
 }
 
 }  // namespace weft

@@ -51,22 +51,6 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreColumns(Store):
-    """Store, in chunks of columns one after the other, for kernels that read them meanwhile.
-
-    Not public; by a WgmmaPlan only.
-    chunks: n must be a multiple of 256 of them.
-    progress: address of `chunks - 1` counters, uint32 and 0. Each CTA that has stored its part of a
-        chunk adds 1, with release at GPU scope. The last chunk ends with the kernel.
-    ctas: CTAs of the grid, an even number, in place of num_sms.
-    """
-
-    chunks: int
-    progress: int
-    ctas: int
-
-
-@dataclass(frozen=True, slots=True)
 class GateNumbers:
     """The numbers of `g * sigmoid(alpha * gate) * (u + offset)`; limit of gate and up, or None.
 

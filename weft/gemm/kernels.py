@@ -29,7 +29,6 @@ from weft.gemm.config import (
     Gated,
     GatedQuant,
     Push,
-    StoreColumns,
     WgmmaPlan,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
@@ -122,15 +121,14 @@ class GemmArgs(ctypes.Structure):
         ("weights", c_uint64),
         ("row_scale_stride", c_int64),
         ("k_scale_stride", c_int64),
-        ("progress", c_uint64),
+        ("beta", c_float),
+        ("linear_beta", c_float),
         ("max_rows", c_uint32),
         ("rows", c_uint32),
         ("alpha", c_float),
         ("offset", c_float),
         ("limit", c_float),
-        ("beta", c_float),
-        ("linear_beta", c_float),
-        ("reserved", c_uint32 * 15),
+        ("reserved", c_uint32),
     )
 
 
@@ -203,9 +201,6 @@ def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
         return f"gates FP8 with GatedQuant, other dtypes with Gated; a is {call.a.dtype}"
     if call.out_dtype not in DTYPES_16BIT and not (call.gated and fp8):
         return f"stores bfloat16 or float16; out is {call.out_dtype}"
-    columns = call.epilogue if isinstance(call.epilogue, StoreColumns) else None
-    if columns and n % (CLUSTER_N * columns.chunks):
-        return f"has {columns.chunks} chunks of n in multiples of {CLUSTER_N} columns; n is {n}"
     return ""
 
 
@@ -225,7 +220,6 @@ class GemmShape:
     operand: dtype of a and b, "fp8", "bf16" or "fp16"; "mxfp4" where a is FP8 and b MXFP4.
     bias: "none", "bf16", "fp16" or "fp32".
     prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.   situ: gating has betas.
-    column_chunks: as in `StoreColumns`.
     """
 
     experts: int
@@ -239,13 +233,11 @@ class GemmShape:
     prefetch_weights: bool = False
     flag_in_data: bool = False
     situ: bool = False
-    column_chunks: int = 1
 
     @classmethod
     def of(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
         """The shape of the kernel that serves a call."""
         push = call.epilogue if isinstance(call.epilogue, Push) else None
-        columns = call.epilogue if isinstance(call.epilogue, StoreColumns) else None
         gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
         return cls(
             *(*call.sizes, plan, gated if call.gated else "push" if push else "store"),
@@ -255,7 +247,6 @@ class GemmShape:
             prefetch_weights=call.prefetch_weights,
             flag_in_data=push is not None and push.flag_in_data,
             situ=isinstance(call.epilogue, Gated) and call.epilogue.situ,
-            column_chunks=columns.chunks if columns else 1,
         )
 
     @property
@@ -266,7 +257,7 @@ class GemmShape:
         enums = {"Epilogue": self.epilogue, "DType": self.out_dtype, "Operand": self.operand}
         words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
         flags = self.prefetch_weights, self.flag_in_data, self.situ
-        last = ", ".join((*(str(flag).lower() for flag in flags), str(self.column_chunks)))
+        last = ", ".join(str(flag).lower() for flag in flags)
         return f"{{{sizes}, {', '.join(words)}, {last}}}"
 
     def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
@@ -313,8 +304,6 @@ class Arguments:
             args.limit = math.inf if call.epilogue.limit is None else call.epilogue.limit
             args.beta = call.epilogue.beta or 0.0
             args.linear_beta = call.epilogue.linear_beta or 0.0
-        if isinstance(call.epilogue, StoreColumns):
-            args.progress = call.epilogue.progress
         row_bytes = k * call.a.itemsize
         experts, n, _ = call.sizes
         self._rows, self._weights = (rows, row_bytes), (experts, n, row_bytes, call.gated)
@@ -352,10 +341,7 @@ class HopperLaunch:
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
         # A second CTA on an SM may get another SM: with num_sms there are no more CTAs than SMs.
         most = num_sms or _sms(self._device) * plan.ctas_per_sm(shape.operand)
-        ctas = min(max(most, 2) // 2, clusters) * 2
-        if isinstance(call.epilogue, StoreColumns):
-            ctas = call.epilogue.ctas
-        self._grid = ctas, 1, 1
+        self._grid = min(max(most, 2) // 2, clusters) * 2, 1, 1
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Enqueue the kernel in the current stream. Raises DriverError."""

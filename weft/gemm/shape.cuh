@@ -54,7 +54,6 @@ struct GemmShape {
     bool prefetch_weights;  // counts and weights were written before the previous kernel started
     bool flag_in_data;      // push: the owner polls the rows themselves
     bool situ;              // gated: gate and up are squashed by tanh
-    u32 column_chunks;      // store: chunks of the columns, one after the other
 
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
     constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
@@ -64,7 +63,6 @@ struct GemmShape {
     constexpr u32 ctas_per_sm() const { return is_mxfp4() && block_m <= 96 ? 2 : 1; }
     constexpr Operand row_operand() const { return is_mxfp4() ? Operand::fp8 : operand; }
     constexpr u32 n_blocks() const { return (n + cluster_n - 1) / cluster_n; }
-    constexpr u32 chunk_n_blocks() const { return n_blocks() / column_chunks; }
     constexpr u32 k_blocks() const {
         const u32 bytes = k * (has_fp8_rows() ? 1 : 2);
         return (bytes + block_k_bytes - 1) / block_k_bytes;
@@ -101,11 +99,10 @@ struct GemmArgs {
     const i32 *counts, *starts;
     const u8* weights;  // what weights_map describes; MXFP4: units, without a map
     i64 row_scale_stride, k_scale_stride;
-    u32* progress;  // several chunks: of each but the last, how many CTAs have stored their part
+    float beta, linear_beta;     // situ
     u32 max_rows, rows;          // of an expert; of all
     float alpha, offset, limit;  // limit: infinite for none
-    float beta, linear_beta;     // situ
-    u32 reserved[15];            // to a multiple of 64 bytes
+    u32 reserved;                // to a multiple of 64 bytes
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }

@@ -93,33 +93,25 @@ WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
 // some would get only the high ones. (Simulated, 32 experts of about 512 rows by chance: the
 // busiest of 66 clusters has 5 % more than the mean, 10 % in boustrophedon order.) M-blocks that
 // share weights are adjacent, for L2 reuse; all M-blocks of an expert but the last are equally
-// high. Where the columns are in chunks, all tiles of a chunk come before those of the next, and a
-// round may have tiles of both.
+// high.
 template <GemmShape S> struct TileScheduler {
     const GemmShared<S>& smem;
     u32 position = 0, round = 0;
 
     WEFT_FN bool next(Tile& tile) {
-        constexpr u32 n_blocks = S.chunk_n_blocks();
+        constexpr u32 n_blocks = S.n_blocks();
         const u32 clusters = gridDim.x / 2, self = blockIdx.x / 2;
         u32 place = round % 2 == 0 ? self : clusters - 1 - self;
         if constexpr (S.has_split_m()) place = (self + round) % clusters;
-        u32 tile_idx = round * clusters + place;
+        const u32 tile_idx = round * clusters + place;
         ++round;
-        if (tile_idx >= smem.block_ends[S.experts - 1] * S.n_blocks()) return false;
-        u32 chunk = 0;
-        if constexpr (S.column_chunks > 1) {
-            const u32 tiles = smem.block_ends[S.experts - 1] * n_blocks;
-            chunk = tile_idx / tiles;
-            tile_idx -= chunk * tiles;
-            if (position != 0 && tile_idx < smem.block_ends[position - 1] * n_blocks) position = 0;
-        }
+        if (tile_idx >= smem.block_ends[S.experts - 1] * n_blocks) return false;
         while (tile_idx >= smem.block_ends[position] * n_blocks) ++position;
         const u32 before = position == 0 ? 0 : smem.block_ends[position - 1];
         const u32 m_blocks = smem.block_ends[position] - before;
         const u32 offset = tile_idx - before * n_blocks, m_block = offset % m_blocks;
         tile.expert = smem.expert_order[position];
-        tile.n_block = chunk * n_blocks + offset / m_blocks;
+        tile.n_block = offset / m_blocks;
         const u32 count = smem.counts[tile.expert];
         const u32 full_m = S.is_fp8()
                                ? S.full_m()

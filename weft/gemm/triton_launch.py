@@ -11,16 +11,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.gemm.call import GemmCall
-from weft.gemm.config import (
-    BLOCK_N,
-    FP8,
-    MXFP4,
-    Gated,
-    GatedQuant,
-    GemmPlan,
-    Push,
-    StoreColumns,
-)
+from weft.gemm.config import BLOCK_N, FP8, MXFP4, Gated, GatedQuant, GemmPlan, Push
 
 
 def check_plan(call: GemmCall, plan: GemmPlan) -> None:
@@ -37,8 +28,6 @@ def check_plan(call: GemmCall, plan: GemmPlan) -> None:
         raise InvalidArgument(
             f"{call.out_columns} columns, block_n {plan.block_n}: FP8 needs a multiple"
         )
-    if isinstance(call.epilogue, StoreColumns):
-        raise InvalidArgument(f"{plan} stores no chunks of columns: use a WgmmaPlan")
     push = isinstance(call.epilogue, Push) and call.epilogue
     if push and push.flag_in_data and call.a.device.type == "cuda":
         raise InvalidArgument(

@@ -39,7 +39,6 @@ class GroupArgs(ctypes.Structure):
         ("dst_addr", c_uint64),
         ("source_rows", c_uint32),
         ("row_limit", c_uint32),
-        ("progress", c_uint64),
     )
 
 
@@ -53,8 +52,6 @@ class GroupConfig:
     packing: "contiguous" or "masked".
     groups: local experts.   align: groups start at multiples of it.
     rows: contiguous: rows that all groups share; otherwise rows of each group.
-    column_chunks, gemm_ctas: of the GEMM whose results are sent, where it makes them in chunks of
-        columns; otherwise 1 and 0.
     """
 
     packing: Annotated[str, Choice("packing", PACKINGS, "weft::Packing")]
@@ -62,8 +59,6 @@ class GroupConfig:
     rows: int
     align: int
     tile: int = TILE
-    column_chunks: int = 1
-    gemm_ctas: int = 0
 
     @property
     def total(self) -> int:

@@ -219,8 +219,6 @@ template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
     if (team.any(failed != 0)) return;  // a barrier, which keeps the loads in front of it
     count_tile<S, G>(team, a, tile, scratch);
     clear_row_metadata<S, G>(team, a);
-    if constexpr (G.column_chunks > 1)
-        if (blockIdx.x == 0 && team.lane() + 1 < G.column_chunks) a.progress[team.lane()] = 0;
     if (!team.is_last_cta(a.arrived)) return;
     scan_tiles<S, G>(team, a, scratch);
     if (team.warp() == 0) compute_offsets<S, G>(a, scratch, team.warp_lane());

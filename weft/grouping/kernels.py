@@ -17,7 +17,6 @@ COUNTING = 512  # threads of a CTA that counts
 GATHERING = 512  # most threads of a CTA that copies rows
 SUMMING = 256  # threads of a CTA that sums rows, or sends them
 STRIP_BYTES = 512  # of a row, that one warp takes at a time
-SENDING = 640  # threads of a CTA that sends columns: its SM has no room for another
 IN_FLIGHT = 4  # vectors that a copying thread holds
 # Threads of a CTA, and CTAs that fit on one SM.
 BOUNDS = {
@@ -25,14 +24,12 @@ BOUNDS = {
     "gather": (GATHERING, 2),
     "scatter": (SUMMING, 3),
     "send": (SUMMING, 3),
-    "send_columns": (SENDING, 1),
-    "send_last": (SUMMING, 3),
 }
 
 
 def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated CUDA entries."""
-    names = ("group", "gather", *results(shape, sends), *columns(config))
+    names = ("group", "gather", *results(shape, sends))
     entries = "".join(
         'extern "C" __global__ void __launch_bounds__({}, {})\n'.format(*BOUNDS[name])
         + f"weft_grouping_{name}(const __grid_constant__ weft::GroupArgs a) "
@@ -104,13 +101,8 @@ class CudaGroupKernels(CudaKernels):
             threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
             padding = config.groups * (config.align - 1)
             ctas = min(max(slots, padding), self._resident(name, threads))
-        elif name == "send_columns":
-            ctas, threads = self._sms - config.gemm_ctas, SENDING  # one on each SM
         else:
-            strips = -(-shape.out_bytes // STRIP_BYTES)
-            if name == "send_last":
-                strips //= config.column_chunks
-            threads, warps = SUMMING, slots * strips
+            threads, warps = SUMMING, slots * -(-shape.out_bytes // STRIP_BYTES)
             ctas = min(-(-warps * 32 // threads), self._resident(name, threads))
         function, early = (
             self._module.function(self._program.kernel(name)),
@@ -136,11 +128,6 @@ def results(shape: Shape, sends: bool) -> tuple[str, ...]:
     """The entries that take the experts' results. Choices have addresses: nothing is scattered."""
     scatter = () if shape.combine == "gemm_push" else ("scatter",)
     return (*scatter, "send") if sends else scatter
-
-
-def columns(config: GroupConfig) -> tuple[str, ...]:
-    """The entries that send results of a GEMM which makes their columns in chunks."""
-    return ("send_columns", "send_last") if config.column_chunks > 1 else ()
 
 
 def _threads(wanted: int, most: int) -> int:

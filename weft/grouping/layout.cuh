@@ -11,7 +11,7 @@ enum class Packing : u32 {
     masked = 1,      // each group in a block of its own, with the same number of rows
 };
 
-constexpr Phase grouping_phase = Phase(3), columns_phase = Phase(5);  // in error records
+constexpr Phase grouping_phase = Phase(3);  // in error records
 constexpr u32 max_groups = 1024;
 constexpr u32 no_group = ~0u;
 
@@ -21,8 +21,6 @@ struct Grouping {
     u32 rows;    // contiguous: of all groups together; otherwise of each group
     u32 align;   // groups start at multiples of it, and are padded with zero rows up to one
     u32 tile;    // tokens of one source that one CTA counts
-    // Results of a GEMM that makes their columns in chunks: how many there are, and its CTAs.
-    u32 column_chunks, gemm_ctas;
 
     constexpr u32 total() const { return packing == Packing::contiguous ? rows : groups * rows; }
     constexpr u32 padded(u32 count) const { return (count + align - 1) / align * align; }
@@ -50,7 +48,6 @@ struct GroupArgs {
     i64* dst_addr;    // gemm_push: [total] address of each row's slot at its owner, or 0
     u32 source_rows;  // as in the dispatch
     u32 row_limit;    // contiguous: rows that this call's buffers hold, at most total
-    u32* progress;    // several chunks: of each but the last, the GEMM's CTAs that have stored it
 };
 
 // The end of a group's rows at the latest, in the buffers of this call.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -83,7 +83,6 @@ class Buffers(NamedTuple):
     within: torch.Tensor
     before: torch.Tensor
     arrived: torch.Tensor
-    progress: torch.Tensor
     dst_addr: torch.Tensor
 
     @classmethod
@@ -121,7 +120,6 @@ class Buffers(NamedTuple):
             within=zeros(*(entries if on_gpu else (0,))),
             before=zeros(config.tiles(shape) if on_gpu else 0, config.groups),
             arrived=zeros(1),
-            progress=zeros(config.column_chunks - 1),
             dst_addr=zeros(total if shape.combine == "gemm_push" else 0, dtype=torch.int64),
         )
 
@@ -163,8 +161,8 @@ class RowGroups:
     def _start_anew(self) -> None:
         """Forget what a broken round had counted, and addresses at ranks that are gone."""
         if self._kernels is not None:
-            for counter in (self._buffers.arrived, self._buffers.progress, self._buffers.dst_addr):
-                counter.zero_()
+            self._buffers.arrived.zero_()
+            self._buffers.dst_addr.zero_()
             self._gathered = 0
 
     @one_call("gather")
@@ -239,14 +237,11 @@ class ExpertGroups(RowGroups):
         align: int = 1,
         layout: Layout = "contiguous",
         programmatic_launch: bool = True,
-        _column_chunks: int = 1,  # these two as in GroupConfig
-        _gemm_ctas: int = 0,
     ) -> None:
         flags(programmatic_launch=programmatic_launch)
         _check_a2a(a2a)
         self.layout, self.num_local_experts = layout, a2a.num_local_experts
         config = by_expert(a2a.config, self.num_local_experts, max_rows, align, layout)
-        config = replace(config, column_chunks=_column_chunks, gemm_ctas=_gemm_ctas)
         super().__init__(a2a, config, programmatic_launch)
         self.max_rows, self.align = config.rows, config.align
         experts, buffers = self.num_local_experts, self._buffers
@@ -320,24 +315,11 @@ class ExpertGroups(RowGroups):
         `combine_recv` is the next call. Needs `split_phase=True` and rows that are not pulled.
         Raises InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
         """
-        self._run_sends(y, "send")
-
-    @one_call("send")
-    def _send_beside(self, y: torch.Tensor) -> None:
-        """`send`, most of it beside the GEMM in front, which makes y in chunks of columns.
-
-        The GEMM counts in `_buffers.progress`, once in a gather; then both must be launched with
-        programmatic dependent launch, or the columns wait for the end of the GEMM.
-        """
-        self._run_sends(y, "send_columns", "send_last")
-
-    def _run_sends(self, y: torch.Tensor, *names: str) -> None:
         kernels = self._open("send")
         self._check_combine("send", ("push", "push_fp8", "gemm_push"))
         self._a2a._expect(State.RECEIVED, "send")
         self._take(y, "send")
-        for name in names:
-            kernels.run(name, self._args, 0)
+        kernels.run("send", self._args, 0)
         self._a2a._sent()
         self._gathered = 0
 

@@ -1,10 +1,8 @@
 // Experts' results on their way to the tokens' owners. `scatter` stores the sum of a token's rows
 // into the outbox, in top-k order. `send` is that and the sender of combine in one kernel: it
 // stores the sum straight into the owner's inbox or, with gemm_push, copies the rows there one by
-// one; its last CTA publishes the flags. Where a GEMM makes the columns of y in chunks,
-// `send_columns` sends every chunk but the last beside it, and `send_last` is `send` for that one.
-// A warp takes 32 vectors of one token at a time, one per lane, so that all rows of a token are in
-// flight at once and small batches still fill the GPU.
+// one; its last CTA publishes the flags. A warp takes 32 vectors of one token at a time, one per
+// lane, so that all rows of a token are in flight at once and small batches still fill the GPU.
 #pragma once
 #include <weft/device/row.cuh>
 #include <weft/grouping/rows.cuh>
@@ -32,14 +30,12 @@ template <Shape S> struct Strip {
 };
 
 // Tokens in the order (token, source), each rank starting with itself, so that ranks do not store
-// to the same peer at once. After the last token there are no entries. Of each row come the strips
-// of one of `chunks` chunks.
-template <Shape S, Grouping G, u32 chunks>
-WEFT_FN Strip<S> find_strip(const GroupArgs& a, u32 chunk, u32 unit, u32 k) {
-    constexpr u32 strips = Strip<S>::count / chunks;
-    const u32 slot = unit / strips, token = slot / S.ranks, source = (a.site.rank + slot) % S.ranks;
+// to the same peer at once. After the last token there are no entries.
+template <Shape S, Grouping G> WEFT_FN Strip<S> find_strip(const GroupArgs& a, u32 unit, u32 k) {
+    const u32 slot = unit / Strip<S>::count, token = slot / S.ranks,
+              source = (a.site.rank + slot) % S.ranks;
     Strip<S> strip{.at = {source, token},
-                   .first = (chunk * strips + unit % strips) * warp_lanes,
+                   .first = unit % Strip<S>::count * warp_lanes,
                    .entry = {no_group, 0.0f},
                    .row = -1};
     if (token >= tokens_from<S>(own_share<S>(a.site).inbox, source)) return strip;
@@ -48,12 +44,10 @@ WEFT_FN Strip<S> find_strip(const GroupArgs& a, u32 chunk, u32 unit, u32 k) {
     return strip;
 }
 
-// Calls visit(strip) for every strip of a chunk of every token that has entries here, each in one
-// warp. The indices of the next strip are loaded before this one is visited.
-template <Shape S, Grouping G, u32 chunks = 1, class Visit>
-WEFT_FN void for_strips(const Block& team, const GroupArgs& a, u32 chunk, Visit visit) {
-    constexpr u32 strips = Strip<S>::count / chunks;
-    static_assert(chunks == 1 || S.out_bytes() % (chunks * sizeof(uint4) * warp_lanes) == 0);
+// Calls visit(strip) for every strip of every token that has entries here, each in one warp. The
+// indices of the next strip are loaded before this one is visited.
+template <Shape S, Grouping G, class Visit>
+WEFT_FN void for_strips(const Block& team, const GroupArgs& a, Visit visit) {
     static_assert(u64(S.tokens) * S.ranks * (Strip<S>::count + 1) < 1ull << 31, "units are a u32");
     const u32 lane = team.warp_lane(), warps = team.lanes() / warp_lanes;
     u32 max_tokens = 0;
@@ -61,11 +55,11 @@ WEFT_FN void for_strips(const Block& team, const GroupArgs& a, u32 chunk, Visit 
     for (u32 source = 0; source < S.ranks; ++source)
         max_tokens = max(max_tokens, tokens_from<S>(own_share<S>(a.site).inbox, source));
     u32 unit = blockIdx.x * warps + team.warp();
-    Strip<S> next = find_strip<S, G, chunks>(a, chunk, unit, lane);
-    while (unit < max_tokens * S.ranks * strips) {
+    Strip<S> next = find_strip<S, G>(a, unit, lane);
+    while (unit < max_tokens * S.ranks * Strip<S>::count) {
         const Strip<S> strip = next;
         unit += gridDim.x * warps;
-        next = find_strip<S, G, chunks>(a, chunk, unit, lane);
+        next = find_strip<S, G>(a, unit, lane);
         if (strip.has_entries()) visit(strip);
     }
 }
@@ -108,7 +102,7 @@ template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
     launch_dependents();
     Share<S>& own = own_share<S>(a.site);
     if (own.header.state.failed != 0) return;
-    for_strips<S, G>(team, a, 0, [&](const Strip<S>& strip) {
+    for_strips<S, G>(team, a, [&](const Strip<S>& strip) {
         strip.store_to(own.outbox.row[strip.at.in_inbox(a)], sum_rows<S>(strip, a.y));
     });
 }
@@ -133,8 +127,7 @@ template <Shape S> WEFT_FN void send_strip(const GroupArgs& a, const Strip<S>& s
     }
 }
 
-// The last of `chunks` chunks, which is all where there is one, and the flags.
-template <Shape S, Grouping G, u32 chunks = 1> WEFT_FN void send(const GroupArgs& a) {
+template <Shape S, Grouping G> WEFT_FN void send(const GroupArgs& a) {
     const Block team;
     Header& header = own_share<S>(a.site).header;
     griddep_wait();
@@ -144,36 +137,9 @@ template <Shape S, Grouping G, u32 chunks = 1> WEFT_FN void send(const GroupArgs
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;
-    for_strips<S, G, chunks>(team, a, chunks - 1,
-                             [&](const Strip<S>& strip) { send_strip<S>(a, strip); });
+    for_strips<S, G>(team, a, [&](const Strip<S>& strip) { send_strip<S>(a, strip); });
     if (!team.is_last_cta(a.arrived)) return;
     publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
-}
-
-template <Shape S, Grouping G> WEFT_FN void send_last(const GroupArgs& a) {
-    send<S, G, G.column_chunks>(a);
-}
-
-// Runs beside the GEMM: it starts (PDL) once all CTAs of the GEMM have, on the SMs that those leave
-// free, so that what it waits for never waits for it. Launched in any other way it is right too.
-// Order: the GEMM starts after everything else that is read here was written. The epoch is read
-// past L1; all else is read after the first wait.
-template <Shape S, Grouping G> WEFT_FN void send_columns(const GroupArgs& a) {
-    static_assert(S.combine == Combine::push || S.combine == Combine::push_fp8);
-    const Block team;
-    Header& header = own_share<S>(a.site).header;
-    launch_dependents();
-    const u64 epoch = load_relaxed(&header.state.epoch);
-    bool sends = !team.any(load_relaxed(&header.state.failed) != 0);
-    for (u32 chunk = 0; sends && chunk + 1 < G.column_chunks; ++chunk) {
-        const bool stored = team.lane() != 0 || await_ctas(header, a.site, a.progress + chunk,
-                                                           G.gemm_ctas, columns_phase, epoch);
-        sends = team.all(stored);
-        if (sends)
-            for_strips<S, G, G.column_chunks>(
-                team, a, chunk, [&](const Strip<S>& strip) { send_strip<S>(a, strip); });
-    }
-    griddep_wait();  // the end of this kernel then is one of the GEMM, too
 }
 
 }  // namespace weft

@@ -137,4 +137,4 @@ HEADER_BYTES = ctypes.sizeof(Header)
 MAILBOX_BYTES = 4096
 HOST_ASKS_TO_LEAVE = 1 << 63  # in Mailbox.host_word, above one bit for each rank that has ended
 LAST_WORDS_BYTES = Header.last_words.size
-PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce", 5: "send_columns"}
+PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce"}

@@ -30,11 +30,6 @@ PUSHED_TOKENS = {"throughput": 1024, "low_latency": 512}
 # One rank: nothing crosses NVLink, and gemm_push takes 5 % more than "none" at 512 and 1024 tokens
 # of DeepSeek-V3, 2 to 3 % less at 8 and 64 (1 x H200, 2026-11-23).
 PUSHED_TOKENS_ALONE = 256
-# Chunks of columns of the down projection in mode="throughput" without gemm_push, and the SMs that
-# it leaves to those who send all chunks but the last while it computes the next. 1: all are sent
-# after it. On one GPU, 2 chunks beside 12 SMs take 1 to 3 % less at 1024 tokens and up to 1 % more
-# at 2048 and 4096, with 8 SMs more (DeepSeek-V3, H100 and H200, 2026-11-24); several were not run.
-COLUMN_CHUNKS, SENDER_SMS = 1, 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.gemm import WgmmaPlan
-from weft.gemm.config import CLUSTER_N, best_plan
+from weft.gemm.config import best_plan
 from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
 from weft.memory import Group
-from weft.moe.choice import AUTO, COLUMN_CHUNKS, MODES, OVERLAPS
+from weft.moe.choice import AUTO, MODES, OVERLAPS
 from weft.moe.experts import FP8
 from weft.moe.models import MoEConfig
 from weft.moe.replicas import Replicas
@@ -28,7 +28,6 @@ from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
 GEMMS = (AUTO, "grouped", "torch")
 MISSING = ("error", "drop")
 MAX_SMS = 1 << 16
-MAX_COLUMN_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +120,6 @@ class LayerPlan:
     """What a rank's layer does. All ranks have the same but for the GEMM.
 
     gemm: "grouped" or "torch".   quantize: what dispatch makes of rows.
-    column_chunks: of the down projection, where the Hopper kernel makes it in mode "throughput":
-        sums of all chunks but the last are sent while it runs.
     """
 
     mode: str
@@ -130,7 +127,6 @@ class LayerPlan:
     gemm: str
     quantize: str | None
     combine_dtype: str | None
-    column_chunks: int = 1
 
     @property
     def gemm_push(self) -> bool:
@@ -139,15 +135,13 @@ class LayerPlan:
 
 
 def plans_of(
-    group: Group, config: MoEConfig, options: LayerOptions, column_chunks: int | None
+    group: Group, config: MoEConfig, options: LayerOptions
 ) -> dict[tuple[str, str], LayerPlan]:
     """The plans that serve on this rank, by mode and overlap, whatever overlap was asked for.
 
-    column_chunks: of the plans, by a rule if None; it may differ from rank to rank. Raises
-    InvalidArgument where none serves that was asked for.
+    Raises InvalidArgument where none serves that was asked for.
     """
     options.check(instance("config", config, MoEConfig))
-    chunks = _column_chunks(config, column_chunks)
     modes = MODES if options.mode == AUTO else (options.mode,)
     found: dict[tuple[str, str], LayerPlan] = {}
     refused: dict[tuple[str, str], InvalidArgument] = {}
@@ -156,8 +150,7 @@ def plans_of(
             continue  # there would be nothing to overlap
         asked = replace(options, mode=mode, overlap=overlap)
         try:
-            plan = plan_for(asked, config, group.device)
-            found[mode, overlap] = replace(plan, column_chunks=chunks)
+            found[mode, overlap] = plan_for(asked, config, group.device)
         except InvalidArgument as error:
             # Without its traceback: that holds this frame, which holds the error.
             refused[mode, overlap] = error.with_traceback(None)
@@ -250,18 +243,6 @@ def pushes_in_place(
     sizes = experts, 1, config.hidden, config.intermediate, dtype
     given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
     return isinstance(best_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
-
-
-def _column_chunks(config: MoEConfig, given: int | None) -> int:
-    if given is None:
-        return COLUMN_CHUNKS if config.hidden % (CLUSTER_N * COLUMN_CHUNKS) == 0 else 1
-    chunks = integer("_send_columns", given, 1, MAX_COLUMN_CHUNKS)
-    if chunks > 1 and config.hidden % (CLUSTER_N * chunks):
-        raise InvalidArgument(
-            f"_send_columns is {chunks}: chunks are multiples of {CLUSTER_N} columns, and hidden "
-            f"is {config.hidden}"
-        )
-    return chunks
 
 
 def _check_low_latency(options: LayerOptions) -> None:

@@ -16,14 +16,7 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.config import (
-    COARSE_ROWS,
-    DTYPES_16BIT,
-    STORE,
-    StoreColumns,
-    best_plan,
-    is_hopper,
-)
+from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
 from weft.gemm.kernels import OPERANDS, GemmShape, preload
 from weft.moe.experts import FP8, ExpertWeights
 from weft.moe.models import MoEConfig
@@ -48,7 +41,7 @@ class GroupedExperts:
 
     rows: `[max_rows]`, or `[experts, max_rows]` of expert-major rows, which their owners poll when
     they are pushed.   max_tokens: of a rank in one call.   gemm_push: `push` is called and never
-    `down`, so no results are kept.   columns: how `down` stores; then its plans are WgmmaPlans.
+    `down`, so no results are kept.
     """
 
     _plan: Plans  # of the call that `up` began
@@ -65,14 +58,13 @@ class GroupedExperts:
         programmatic: bool,
         device: torch.device,
         gemm_push: bool = False,
-        columns: StoreColumns | None = None,
     ) -> None:
         self._config, self._experts, self._fp8 = config, experts, fp8
         self._masked = len(rows) == 2
         self._programmatic = programmatic
         kind = GatedQuant if fp8 else Gated
         self._epilogue = kind(**asdict(config.gating))
-        self._pushes, self._columns = gemm_push, columns
+        self._pushes = gemm_push
         self._act, self._scales, self._y = self.make_buffers(
             config, rows, fp8=fp8, gemm_push=gemm_push, device=device
         )
@@ -132,8 +124,6 @@ class GroupedExperts:
                     shape = GemmShape(experts, hidden, inner, down, epilogue, out, *operands)
                     flag_in_data = epilogue == "push" and self._masked
                     prefetch = self._programmatic
-                    if epilogue == "store" and self._columns is not None:
-                        shape = replace(shape, column_chunks=self._columns.chunks)
                     shapes.add(replace(shape, prefetch_weights=prefetch, flag_in_data=flag_in_data))
         with torch.cuda.device(self._act.device):
             preload(shapes)
@@ -182,7 +172,7 @@ class GroupedExperts:
     def down(self, weights: ExpertWeights) -> torch.Tensor:
         if self._pushes:
             raise InvalidArgument("these rows are pushed as they are made; nothing keeps them")
-        self._multiply(weights, self._plan.down, out=self._y, epilogue=self._columns or STORE)
+        self._multiply(weights, self._plan.down, out=self._y)
         return self._y
 
     def push(self, weights: ExpertWeights) -> None:

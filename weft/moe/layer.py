@@ -115,12 +115,11 @@ class MoE:
         num_sms: int | None = None,
         programmatic_launch: bool = True,
         profile: bool = False,
-        _send_columns: int | None = None,  # LayerPlan.column_chunks; may differ from rank to rank
     ) -> None:
         options = LayerOptions.of(locals())
         check_group(group)
         plans = group.together(
-            lambda: plans_of(group, config, options, _send_columns), doing="preparing an MoE layer"
+            lambda: plans_of(group, config, options), doing="preparing an MoE layer"
         )
         group.agree(options.manifest(config), what="MoE layer")
         choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)

@@ -8,13 +8,10 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.errors import OutOfOrder
-from weft.gemm import WgmmaPlan
-from weft.gemm.config import StoreColumns, best_plan
 from weft.grouping.config import Layout
 from weft.grouping.operator import ExpertGroups
-from weft.moe.choice import SENDER_SMS
 from weft.moe.config import LayerPlan, exchange_sizes
-from weft.moe.experts import FP8, ExpertWeights
+from weft.moe.experts import ExpertWeights
 from weft.moe.router import Routed
 from weft.moe.torch_experts import torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
@@ -57,9 +54,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
                 experts.push(weights)
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
-        if some and self._columns is not None:
-            groups._send_beside(experts.down(weights))
-        elif some:
+        if some:
             groups.send(experts.down(weights))
         else:
             exchange.combine_send()
@@ -99,36 +94,17 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         return layout_of(self.plan, self.group.device)
 
     def _open_rows(self) -> tuple[int, ...]:
-        chunks, ctas = self._column_chunks()
         self._groups = groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
             layout=self._layout,
             programmatic_launch=self.options.programmatic_launch,
-            _column_chunks=chunks,
-            _gemm_ctas=ctas,
         )
-        if chunks > 1:
-            self._columns = StoreColumns(chunks, groups._buffers.progress.data_ptr(), ctas)
         self._max_rows = groups.max_rows
         experts = self.exchange.num_local_experts
         if self._layout == "masked":
             return (experts, groups.max_rows)
         return (groups.max_rows if experts else 0,)
-
-    def _column_chunks(self) -> tuple[int, int]:
-        """Chunks in which the down projection's columns are sent, and its CTAs; else 1 and 0."""
-        config, options, plan = self.config, self.options, self.plan
-        experts, device = self.exchange.num_local_experts, self.group.device
-        if plan.column_chunks == 1 or plan.gemm_push or plan.gemm != "grouped":
-            return 1, 0
-        dtype, out = FP8 if options.fp8 else config.dtype, config.dtype
-        sizes = experts, 1, config.hidden, config.intermediate, dtype
-        best = best_plan(*sizes, biased=config.biased, out=out, device=device)
-        if not experts or not options.programmatic_launch or not isinstance(best, WgmmaPlan):
-            return 1, 0
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        return plan.column_chunks, (sms - SENDER_SMS) // 2 * 2
 
     def _rows_bytes(self) -> int:
         return ExpertGroups.memory_bytes(

@@ -14,7 +14,6 @@ import torch
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.errors import OutOfOrder
-from weft.gemm.config import StoreColumns
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
@@ -86,7 +85,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
     side_stream: SideStream
     _experts: Experts
     _weighed: torch.Tensor
-    _columns: StoreColumns | None = None  # how the down projection stores, if in chunks
 
     def __init__(
         self,
@@ -260,7 +258,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
                 programmatic=options.programmatic_launch,
                 device=device,
                 gemm_push=plan.gemm_push and plan.mode == "low_latency",
-                columns=self._columns,
             )
         else:
             self._experts = TorchExperts(config, rows, quantize=plan.quantize, device=device)

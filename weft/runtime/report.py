@@ -23,7 +23,7 @@ BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
 OTHER_RESULT, PEER_DIED, PEER_LEFT, OTHER_ROWS = 9, 10, 11, 12
 GONE_RANK, GONE_UNMASKED = 13, 14
-COMBINE, GROUPING, ALL_REDUCE, COLUMNS = 2, 3, 4, 5  # phases
+COMBINE, GROUPING, ALL_REDUCE = 2, 3, 4  # phases
 
 
 def _signed(value: int) -> int:
@@ -174,13 +174,6 @@ def breakage(
         return _seen_by_peer(record, who, option)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
         return _in_all_reduce(record, who, option)
-    if record.phase == COLUMNS and record.code == PEER_TIMEOUT:
-        return PeerTimeout(
-            f"{who}, epoch {record.wanted}: {record.seen & 0xFFFFFFFF} of {record.seen >> 32} CTAs "
-            "of this rank's down projection stored a chunk of its columns within "
-            f"{record.elapsed_ns / 1e9:.2f} s. The GPU is stopped, or slower than the deadline; "
-            f"raise {option}= if it was only slow, then make a new group."
-        )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
