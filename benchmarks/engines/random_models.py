@@ -33,13 +33,14 @@ HEADS = {"head_dim": 32}
 DENSE = {"intermediate_size": 256, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
 SIGMOID = DENSE | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1}
 SIGMOID |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
-LATENT = SIGMOID | {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64}
-LATENT |= {"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# Latent rows of 512 + 64, the only ones that vLLM's attention on CPUs has.
+LATENT = SIGMOID | {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512}
+LATENT |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 SPARSE = LATENT | {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 512}
 MANY = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 64}
 LINEAR = HEADS | MANY | {"shared_expert_intermediate_size": 64, "intermediate_size": 256}
 LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "norm_topk_prob": True}
-LINEAR |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 LINEAR |= {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
 OSS = HEADS | {"intermediate_size": 128, "num_local_experts": 16, "num_experts_per_tok": 4}
 OSS |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 128}

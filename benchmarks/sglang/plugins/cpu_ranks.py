@@ -41,6 +41,8 @@ def register() -> None:
             f"{native}.forward_extend": without_sinks,
             f"{native}.forward_decode": without_sinks,
         }
+        gated = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+        HookRegistry.register(gated, add_gated, HookType.REPLACE)
     for target, function in around.items():
         HookRegistry.register(target, function, HookType.AROUND)
     # What SGLang calls when it moves experts; a CUDA build of torch 2.14 says CUDA without a GPU.
@@ -69,6 +71,11 @@ def attention_of_models(original: Callable[..., Any], view: Any) -> Any:
 def without_sinks(original: Callable[..., Any], *args: Any, sinks: Any = None, **given: Any) -> Any:
     """Around plain torch's attention, which does not know them."""
     return original(*args, **given)
+
+
+def add_gated(x: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    """Add a shared expert's rows by their gate, `[1, hidden]`."""
+    out += torch.sigmoid(x @ gate.view(-1, 1)) * shared
 
 
 def module_of(original: Callable[..., Any], device: Any = None) -> Any:

@@ -155,9 +155,9 @@ def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: s
     assert max(ranks(2, "cpu")(padded, form, release)) < CLOSE
 
 
-def moved(group: weft.Group, form: str) -> tuple[float, float]:
+def moved(group: weft.Group, form: str, redundant: int) -> tuple[float, float]:
     """All weights are written over in place, as EPLB moves them; then the layer loads again."""
-    worker, x = Worker(group, form), tokens(6, group.rank)
+    worker, x = Worker(group, form, redundant=redundant), tokens(6, group.rank)
     before = far(worker.step(x, [6, 6]), alone(x))
     for layer, runner in enumerate(worker.runners):
         worker.fill(runner.routed_experts, layer + 7)
@@ -168,9 +168,10 @@ def moved(group: weft.Group, form: str) -> tuple[float, float]:
 
 
 @FORMS
-def test_weights_that_move_in_place(ranks: Any, form: str) -> None:
-    """Nothing was copied."""
-    for before, after in ranks(2, "cpu")(moved, form):
+@pytest.mark.parametrize("redundant", [0, 2])
+def test_physical_ids_and_weights_that_move_in_place(ranks: Any, form: str, redundant: int) -> None:
+    """EPLB needs nothing of weft but that it sees the same tensors."""
+    for before, after in ranks(2, "cpu")(moved, form, redundant):
         assert before < CLOSE
         assert after < CLOSE
 
