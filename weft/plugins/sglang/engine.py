@@ -193,7 +193,7 @@ def make_dispatcher(
 def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **given: Any) -> Any:
     """Around the MLP's constructor: each rank has the shared expert of its own tokens."""
     if is_on() and str(given.get("prefix", "")).endswith(("shared_experts", "shared_expert")):
-        if "parallel_group" in given:  # 0.5.23
+        if "parallel_group" in inspect.signature(original).parameters:  # 0.5.23
             given["parallel_group"] = "replicated"
         else:
             given |= {"tp_rank": 0, "tp_size": 1}

@@ -188,7 +188,7 @@ def become() -> None:
     layer.dispatcher_of = lambda made: layer.create_moe_dispatcher(
         made.moe_runner_config, quant_method=made.quant_method
     )
-    for module in (parts, glm4_moe, deepseek_v2, qwen2_moe):
+    for module in (parts, glm4_moe, deepseek_v2):  # Qwen's block leaves it out
         module.shared_form = lambda: {"parallel_group": "tp"}
     glm4_moe.Glm4MoeMLP.__init__ = qwen2_moe.Qwen2MoeMLP.__init__ = plain_mlp
     qwen2_moe.Qwen2MoeSparseMoeBlock.forward = qwen2_forward
