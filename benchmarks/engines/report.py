@@ -125,12 +125,12 @@ def outputs(lines: list[Line]) -> str:
 
 
 def arithmetic(lines: list[Line]) -> str:
-    """Right answers, and texts equal to the first server's."""
+    """Right answers of a trained model, and texts equal to the first server's."""
     rows = [
         [
             each["variant"],
             str(each["gpus"]),
-            f"{100 * each['result']['right']:.1f} %",
+            f"{100 * each['result']['right']:.1f} %" if "right" in each["result"] else "",
             f"{100 * each['result']['equal']:.1f} %",
             str(each["result"]["questions"]),
         ]

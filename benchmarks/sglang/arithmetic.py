@@ -1,9 +1,8 @@
-"""A trained model in SGLang: right answers, and texts equal to stock SGLang's on one GPU.
+"""A model in SGLang: texts equal to stock SGLang's on one GPU, and the trained one's answers right.
 
-The checkpoint of `weft demo`, 200 of its questions, greedy. With --cpu it needs no GPU: SGLang's
-own way then serves one rank, and weft any number. Variants of EPLB are left out on one rank.
-With --sums the ranks are tensor-parallel, and what differs is who sums. With --adapter all answers
-are those of a random adapter of attention, so few are right.
+200 questions of `weft demo`, greedy. With --cpu it needs no GPU. Variants of EPLB are left out on
+one rank. With --sums the ranks are tensor-parallel, and what differs is who sums. With --adapter
+all answers are those of a random adapter of attention, so few are right.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import sys
 from pathlib import Path
 
 from job import OUT, chosen, post, said
+from questions import Questions, add_arguments, ranks_and_variants
 from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
 from variants import SUMS, VARIANTS
 
-from weft.cli.demo import CHECKPOINT, Question, read_questions
+from weft.cli.demo import CHECKPOINT
 
 ADAPTED = ("q_proj", "v_proj")
 
@@ -45,14 +45,12 @@ def adapter(rank: int = 8) -> Path:
     return folder
 
 
-def texts(
-    address: str, questions: list[Question], together: int, *, adapted: bool = False
-) -> list[str]:
-    """Greedy answers, in the order of the questions, so many prompts in a request."""
+def texts(address: str, prompts: list[str], together: int, *, adapted: bool = False) -> list[str]:
+    """Greedy answers, in the order of the prompts, so many of them in a request."""
     found: list[str] = []
     greedy = {"temperature": 0, "max_new_tokens": 64, "stop": ["\n"]}
-    for start in range(0, len(questions), together):
-        asked = [one.prompt for one in questions[start : start + together]]
+    for start in range(0, len(prompts), together):
+        asked = prompts[start : start + together]
         body = {"text": asked, "sampling_params": greedy}
         body |= {"lora_path": ["a"] * len(asked)} if adapted else {}
         found += [one["text"] for one in post(address, "/generate", body)]
@@ -66,20 +64,19 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
     parser.add_argument("--sums", action="store_true", help="variants of all-reduces")
     parser.add_argument("--adapter", action="store_true", help="LoRA on attention")
-    parser.add_argument("--ranks", type=int, nargs="+", help="(default: 1, 2, 4, as GPUs go)")
-    parser.add_argument("--questions", type=int, default=200)
+    add_arguments(parser)
     parser.add_argument("--together", type=int, default=50, help="prompts in a request")
     given = parser.parse_args()
-    questions = read_questions(CHECKPOINT / "questions.jsonl")[: given.questions]
+    questions = Questions(given.model, given.questions)
+    variants = chosen(given.variants, SUMS if given.sums else VARIANTS)
     ranks = given.ranks or [n for n in (1, 2, 4) if given.cpu or n <= given.gpus]
     lora: tuple[str, ...] = ()
     if given.adapter:
         lora = ("--enable-lora", "--lora-paths", f"a={adapter()}", "--max-lora-rank", "8")
         lora += ("--lora-target-modules", *ADAPTED, "--lora-backend")
         lora += ("torch_native" if given.cpu else "triton",)
-    first: list[str] | None = None
     end, failed = None, 0
-    for size in ranks:
+    for size, cases in ranks_and_variants(ranks, variants, cpu=given.cpu and not given.sums):
         given.gpus = size
         # SGLang has no kernel that rotates and stores heads of 32 in bf16, nor another way.
         flags = ("--tp", str(size)) if given.sums else tuple(data_parallel(size))
@@ -87,15 +84,11 @@ def main() -> int:
         flags += () if given.cpu else tuple(prefill_graphs(2048, served=not given.sums))
         job = job_of(given, *flags, dummy=False, cpu=given.cpu)
         end = job.end = end or job.end
-        variants = [
-            each
-            for each in chosen(given.variants, SUMS if given.sums else VARIANTS)
-            if given.sums or not (given.cpu and not each.weft and size > 1)
-            if not (each.says and size == 1)  # one rank moves no experts, and sums nothing
-        ]
-        for variant in () if given.cpu else variants:  # whose ranks share these cores
+        if size == 1:  # one rank moves no experts, and sums nothing
+            cases = [each for each in cases if not each.says]
+        for variant in () if given.cpu else cases:  # whose ranks share these cores
             begin(job, variant, name=f"{variant.name}-{size}")
-        for variant in variants:
+        for variant in cases:
             name = f"{variant.name}-{size}"
             if job.out_of_time(name, 40):
                 continue
@@ -103,20 +96,13 @@ def main() -> int:
             wait = 1200.0 if given.cpu else 300.0  # all imports share a few cores
             with server(job, variant, name=name, seconds=wait) as address:
                 if address:
-                    answers = texts(address, questions, given.together, adapted=given.adapter)
+                    prompts = questions.prompts
+                    answers = texts(address, prompts, given.together, adapted=given.adapter)
             if answers is None:
                 continue
             if not said(OUT / f"{job.what}-{name}.log", variant.says):
                 job.fail(f"{name}: its log does not say {variant.says!r}")
-            first = first or answers
-            right = sum(q.is_right(text) for q, text in zip(questions, answers, strict=True))
-            result = {
-                "right": right / len(answers),
-                "equal": sum(a == b for a, b in zip(first, answers, strict=True)) / len(answers),
-                "questions": len(answers),
-            }
-            (OUT / f"arithmetic-{name}.json").write_text(json.dumps(answers, indent=0))
-            job.record(variant, result)
+            questions.record(job, variant, name, answers, right=False)
         failed |= job.done()
     return failed
 

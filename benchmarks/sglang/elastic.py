@@ -141,7 +141,7 @@ def main() -> int:
     else:
         with server(one, VARIANTS["stock"], name="stock-1", seconds=wait) as address:
             if address:
-                want = texts(address, questions, 50)
+                want = texts(address, [each.prompt for each in questions], 50)
         (OUT / "stock.json").write_text(json.dumps(want))
     if want is None:
         return one.done()

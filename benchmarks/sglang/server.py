@@ -76,10 +76,10 @@ def job_of(given: argparse.Namespace, *more: str, dummy: bool = True, cpu: bool 
     made = ["--model-path", str(model), "--mem-fraction-static", str(given.memory), *FLAGS]
     made += ["--load-format", "dummy"] if dummy else []
     made += ["--json-model-override-args", override] if layers else []
-    made += [*more, *(f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more)]
+    made += [*more, *(CPU_FLAGS if cpu else [])]
+    made += [f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more]
     end = time.monotonic() + given.seconds
-    flags = made + (CPU_FLAGS if cpu else [])
-    return of_command(Job(given.what, model, given.gpus, flags, end, cpu))
+    return of_command(Job(given.what, model, given.gpus, made, end, cpu))
 
 
 def with_every_token(model: Path) -> Path:
@@ -129,7 +129,8 @@ def on_cpus(ranks: int) -> dict[str, str]:
         shutil.copy(library, kernels)
     cores = sorted(os.sched_getaffinity(0))
     each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
-    return {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join(each)}
+    kept = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join(each)}
+    return kept | {"TORCHDYNAMO_DISABLE": "1"}  # what cpu_ranks.py puts in torch it cannot trace
 
 
 def environment(variant: Variant, **more: str) -> dict[str, str]:

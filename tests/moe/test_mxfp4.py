@@ -13,6 +13,8 @@ from tests.groups import settle
 from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, widened
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
+from weft.gemm import quantize_mxfp4, unpack_mxfp4
+from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import ExpertWeights, Gating, MoEConfig, Routing, balance
 from weft.moe.choice import MODES
 
@@ -166,3 +168,96 @@ def test_gpus_that_are_not_hopper_are_refused(monkeypatch: pytest.MonkeyPatch):
     words = "MXFP4 weights need compute capability 9.0, cuda:0 has 10.0: use FP8 weights"
     with pytest.raises(InvalidArgument, match=words):
         weft.gemm.fastest_plan(8, 4, 256, 256, torch.uint8, device=torch.device("cuda", 0))
+
+
+IN_MEMORY = MoEConfig(256, 128, Routing(EXPERTS, 3), gating=Gating(limit=1.0), biased=True)
+
+
+def in_memory(far_apart: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Three experts of hidden 160 and intermediate 96 as an engine has them, and their numbers."""
+    generator = torch.Generator().manual_seed(1)
+    given: dict[str, Any] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (("gate_up", 192, 160), ("down", 160, 96)):
+        weights = torch.randn(3, rows, columns, generator=generator)
+        if far_apart:
+            weights[:, 1::2, :32] *= 2.0**-17
+            weights[:, :, 32:64] = 0.0
+        given[name], given[f"{name}_scale"] = quantize_mxfp4(weights)
+        given[f"{name}_scale"][:, :, 1] = 200 if far_apart else given[f"{name}_scale"][:, :, 1]
+        given[f"{name}_bias"] = torch.randn(3, rows, generator=generator).bfloat16()
+        whole[name] = dequantize_mxfp4(given[name], given[f"{name}_scale"])
+        whole[f"{name}_bias"] = given[f"{name}_bias"]
+    return given, whole
+
+
+def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
+    """Of the config's sizes, the gate's rows first."""
+    found = {}
+    for name, tensor in whole.items():
+        parts = [tensor]
+        if name.startswith("gate_up"):
+            parts = [tensor[:, ::2], tensor[:, 1::2]] if interleaved else list(tensor.chunk(2, 1))
+        rows = 128 if name.startswith("gate_up") else 256
+        columns = (256 if name == "gate_up" else 128) if tensor.dim() == 3 else 0
+        wide = []
+        for part in parts:
+            empty = part.new_zeros(3, rows, *([columns] if columns else []))
+            empty[(slice(None), *(slice(0, size) for size in part.shape[1:]))] = part
+            wide.append(empty)
+        found[name] = torch.cat(wide, 1)
+    return found
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_weights_in_memory_keep_their_numbers(interleaved):
+    given, whole = in_memory(far_apart=False)
+    wanted = padded_with_zeros(whole, interleaved)
+    packed = ExpertWeights.from_mxfp4(IN_MEMORY, interleaved=interleaved, **given)
+    packed.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
+    wide = ExpertWeights.from_mxfp4(IN_MEMORY, interleaved=interleaved, packed=False, **given)
+    wide.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
+    for name in ("gate_up", "down"):
+        scale = getattr(wide, f"{name}_scale").repeat_interleave(128, 1).repeat_interleave(128, 2)
+        assert torch.equal(unpack_mxfp4(getattr(packed, name), getattr(packed, f"{name}_scale")),
+                           wanted[name])  # fmt: skip
+        assert torch.equal(getattr(wide, name).float() * scale, wanted[name])
+        assert torch.equal(getattr(packed, f"{name}_bias"), wanted[f"{name}_bias"])
+        assert torch.equal(getattr(wide, f"{name}_bias"), wanted[f"{name}_bias"])
+
+
+def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
+    """By at most half of 2^-15 of the largest power of a block; zeros have no power."""
+    given, whole = in_memory(far_apart=True)
+    with pytest.raises(InvalidArgument, match="expert 0, gate_up of rows 0.., row 1 has blocks"):
+        ExpertWeights.from_mxfp4(IN_MEMORY, **given)
+    found = ExpertWeights.from_mxfp4(IN_MEMORY, packed=False, **given)
+    wanted = padded_with_zeros(whole, False)["gate_up"]
+    assert found.gate_up_scale is not None
+    scale = found.gate_up_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    off = (found.gate_up.float() * scale - wanted).abs()
+    largest = scale * 2.0**6
+    assert 0 < float(off.max()) <= float((largest * 2.0**-16).max())
+    assert torch.equal(off > 0, (off > 0) & (wanted.abs() < largest * 2.0**-14))
+
+
+REFUSED_IN_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
+    "a scale that is NaN": (
+        {"gate_up_scale": torch.full((3, 192, 5), 255, dtype=torch.uint8)},
+        "expert 0, gate_up of rows 0..(, row 0)? has a scale of 255, which is NaN",
+    ),
+    "another size": (
+        {"config": replace(IN_MEMORY, hidden=384)},
+        "the config 128 and 384; its size",
+    ),
+    "no bias": ({"down_bias": None}, r"down_bias is None; it must be \[3, 160\]"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_IN_MEMORY)
+def test_weights_in_memory_that_are_refused(what):
+    more, text = REFUSED_IN_MEMORY[what]
+    given = {"config": IN_MEMORY, **in_memory(far_apart=False)[0], **more}
+    for packed in (False, True):
+        with pytest.raises(InvalidArgument, match=text):
+            ExpertWeights.from_mxfp4(**given, packed=packed)

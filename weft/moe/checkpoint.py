@@ -138,8 +138,8 @@ class LayerReader:
         """A part of as many rows and columns as the config has; what MXFP4 lacks is zero."""
         if self.mxfp4:
             missing = rows.stop - rows.start - len(values)
-            values = _padded(values, missing, columns // 2)
-            scale = None if scale is None else _padded(scale, missing, columns // MX_BLOCK)
+            values = padded(values, missing, columns // 2)
+            scale = None if scale is None else padded(scale, missing, columns // MX_BLOCK)
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
         return Part(name, field, rows, values, scale, block)
 
@@ -353,7 +353,7 @@ def _int4(words: torch.Tensor) -> torch.Tensor:
     return ((words.unsqueeze(-1) >> shifts & 15) - 8).to(torch.int8).flatten(1)
 
 
-def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """With so many rows of zeros after the last, and zeros up to so many columns."""
     across = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
     return functional.pad(tensor, (*across, 0, rows))

@@ -16,6 +16,11 @@ from weft.arguments import flags, instance, integer, integers, refuse
 from weft.errors import InvalidArgument
 from weft.gemm.config import DTYPES_16BIT, MXFP4
 from weft.gemm.mxfp4 import (
+    BIAS,
+    BLOCK,
+    HIGHEST,
+    NAN,
+    SCALES,
     UNIT_BYTES,
     UNIT_K,
     UNIT_N,
@@ -25,7 +30,7 @@ from weft.gemm.mxfp4 import (
     quantize_mxfp4,
 )
 from weft.memory.discovery import default_device
-from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
+from weft.moe.checkpoint import MAX_LAYER, Part, open_layer, padded
 from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
@@ -268,6 +273,81 @@ class ExpertWeights:
         return weights
 
     @classmethod
+    def from_mxfp4(
+        cls,
+        config: MoEConfig,
+        gate_up: torch.Tensor,
+        gate_up_scale: torch.Tensor,
+        down: torch.Tensor,
+        down_scale: torch.Tensor,
+        *,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        interleaved: bool = False,
+        packed: bool = True,
+    ) -> ExpertWeights:
+        """A rank's experts of MXFP4 as engines hold them in memory, for `MoE(fp8=True)`.
+
+        gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two numbers a byte.
+        down: uint8 `[local_experts, hidden, intermediate / 2]`.
+        gate_up_scale, down_scale: uint8 or float8_e8m0fnu, one for each 32 columns.
+        gate_up_bias, down_bias: `[local_experts, rows]`, where the config is biased.
+        interleaved: rows of gate and up in turn (GPT-OSS), else the gate's first.
+        packed: MXFP4 for `grouped_gemm`, the same numbers; else FP8 with a scale for each
+            128 x 128: numbers whose power of two is over 14 powers below the largest there are
+            rounded to multiples of 2^-15 of the largest, all others are exact.
+
+        Sizes may be less than the config's: rows and columns after them are zero.
+        Raises InvalidArgument for tensors that are not so, for a scale that is NaN, and, packed,
+        for what `weft.gemm.pack_mxfp4` refuses.
+        """
+        instance("config", config, MoEConfig)
+        flags(interleaved=interleaved, packed=packed)
+        inner, hidden = gate_up.shape[1] // 2, down.shape[1]
+        experts, device = gate_up.shape[0], gate_up.device
+        for name, tensor, shape, dtypes in (
+            ("gate_up", gate_up, (experts, 2 * inner, hidden // 2), (torch.uint8,)),
+            ("down", down, (experts, hidden, inner // 2), (torch.uint8,)),
+            ("gate_up_scale", gate_up_scale, (experts, 2 * inner, hidden // BLOCK), SCALES),
+            ("down_scale", down_scale, (experts, hidden, inner // BLOCK), SCALES),
+        ):
+            check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
+        if not (0 <= config.intermediate - inner < UNIT_K and 0 <= config.hidden - hidden < UNIT_K):
+            raise InvalidArgument(
+                f"the weights have intermediate {inner} and hidden {hidden}, the config "
+                f"{config.intermediate} and {config.hidden}; its sizes must be these, or the next "
+                f"multiples of {UNIT_K}"
+            )
+        biases = {"gate_up": gate_up_bias, "down": down_bias}
+        for field, bias in biases.items():
+            rows = {"gate_up": 2 * inner, "down": hidden}[field]
+            if config.biased and (bias is None or tuple(bias.shape) != (experts, rows)):
+                have = None if bias is None else list(bias.shape)
+                raise InvalidArgument(f"{field}_bias is {have}; it must be {[experts, rows]}")
+        weights = cls._empty(config, experts, device, MXFP4 if packed else FP8)
+        wide, pairs = config.intermediate, (slice(0, None, 2), slice(1, None, 2))
+        gate, up = pairs if interleaved else (slice(0, inner), slice(inner, 2 * inner))
+        stored = {"gate_up": (gate_up, gate_up_scale), "down": (down, down_scale)}
+        places = (
+            ("gate_up", slice(0, wide), gate, config.hidden),
+            ("gate_up", slice(wide, 2 * wide), up, config.hidden),
+            ("down", slice(0, config.hidden), slice(0, hidden), wide),
+        )
+        for place in range(experts):
+            for field, target, taken, columns in places:
+                values, scale = (each[place].view(torch.uint8)[taken] for each in stored[field])
+                missing = target.stop - target.start - len(values)
+                values = padded(values, missing, columns // 2)
+                scale = padded(scale, missing, columns // BLOCK)
+                name = f"expert {place}, {field} of rows {target.start}.."
+                weights._put(place, Part(name, field, target, values, scale))
+                bias = biases[field]
+                if config.biased and bias is not None:
+                    bias = padded(bias[place][taken], missing, 0)
+                    weights._put(place, Part(name, f"{field}_bias", target, bias))
+        return weights
+
+    @classmethod
     def _empty(
         cls, config: MoEConfig, experts: int, device: torch.device, stored: torch.dtype
     ) -> ExpertWeights:
@@ -311,11 +391,14 @@ class ExpertWeights:
             factors = getattr(self, f"{part.field}_scale")[place, part.rows]
             pack_matrix(values, scale, whole[units], factors, at=part.name)
             return
-        if values.dtype == MXFP4 and scale is not None:
-            values, scale = dequantize_mxfp4(values, scale), None
         target = whole[part.rows]
+        if values.dtype == MXFP4 and scale is not None and target.dtype != FP8:
+            values, scale = dequantize_mxfp4(values, scale), None
         if target.dtype == FP8:
-            packed, found = _in_blocks(values, scale, part.block)
+            if values.dtype == MXFP4 and scale is not None:
+                packed, found = _mxfp4_in_blocks(values, scale, part.name)
+            else:
+                packed, found = _in_blocks(values, scale, part.block)
             blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)
             getattr(self, f"{part.field}_scale")[place, blocks] = found
             target.copy_(packed)
@@ -422,6 +505,28 @@ def _in_blocks(
         wide.mul_(factors)
     packed, found = to_blocks(wide.unsqueeze(0))
     return packed[0], found[0]
+
+
+def _mxfp4_in_blocks(
+    values: torch.Tensor, scale: torch.Tensor, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """MXFP4 `[rows, columns / 2]` as FP8 with a power of two for each 128 x 128.
+
+    A block's highest power becomes 2^6, times which any number of E2M1 is one of E4M3.
+    """
+    if bool(scale.eq(NAN).any()):
+        raise InvalidArgument(f"{name} has a scale of {NAN}, which is NaN; weights are finite")
+    numbers = dequantize_mxfp4(values, torch.full_like(scale, BIAS))
+    rows, columns = numbers.shape
+    some = numbers.view(rows, columns // BLOCK, BLOCK).ne(0).any(dim=-1)
+    power = torch.where(some, scale.int() - BIAS, -BIAS)
+    down, across, each = rows // FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK // BLOCK
+    blocks = power.view(down, FP8_BLOCK, across, each)
+    high = blocks.amax(dim=(1, 3)).clamp(min=HIGHEST - 126)  # so that its scale is normal
+    shift = (blocks - high.view(down, 1, across, 1)).view(rows, -1, 1) + HIGHEST
+    wide = torch.ldexp(numbers.view(rows, columns // BLOCK, BLOCK), shift).view(rows, columns)
+    one = torch.ones_like(high, dtype=torch.float32)
+    return wide.to(FP8), torch.ldexp(one, high - HIGHEST)
 
 
 def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

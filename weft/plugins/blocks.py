@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.errors import GroupError, OutOfOrder, UsageError
+from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError
 from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.moe import MoE
@@ -71,7 +72,12 @@ class Blocks:
         shared_size: the shared expert's intermediate size. Raises what `weft.MoE` raises.
         """
         config = layer.config(shared=shared_size if shared is not None else 0)
-        experts, mine = layer.experts(), layer.mine()
+        if shared is not None and config.hidden != layer.hidden:
+            raise InvalidArgument(
+                f"{layer.name} has a shared expert and rows of {layer.hidden}, which are padded to "
+                f"{config.hidden} for its MXFP4 experts: served is such a layer without one"
+            )
+        experts, mine, fp8 = layer.take(), layer.mine(), layer.fp8
 
         def weights(local: tuple[int, ...]) -> Any:
             if local != mine:
@@ -93,7 +99,7 @@ class Blocks:
                 mode=mode,
                 overlap=self.settings.overlap,
                 combine_dtype=self.settings.combine_dtype,
-                fp8=layer.fp8,
+                fp8=fp8,
                 missing="drop",  # ids are physical: who goes on without a rank names it no more
                 timeout=self.settings.timeout,
                 first_timeout=max(self.settings.timeout, FIRST),
@@ -151,8 +157,11 @@ class Blocks:
         moe = served.decode if most <= self.limits.decode else served.prefill
         if served.layer.scale != 1.0:
             weights = weights * served.layer.scale
-        x, ids = x.contiguous(), ids.contiguous()
-        return moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=most)
+        x, ids, missing = x.contiguous(), ids.contiguous(), moe.config.hidden - x.shape[1]
+        if missing:
+            x = functional.pad(x, (0, missing))
+        out = moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=most)
+        return out[:, :-missing].contiguous() if missing else out
 
     @property
     def broken(self) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +34,15 @@ def register() -> None:
         "sglang.srt.lora.lora_manager.LoRAManager.__init__": unpinned,
         "sglang.srt.lora.backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch": unpinned,
     }
+    if find_spec("sglang.srt.arg_groups.model_hook"):  # 0.5.23
+        native = attention.rpartition(".")[0]
+        around |= {
+            "sglang.srt.arg_groups.model_hook.attention_backends_of": attention_of_models,
+            f"{native}.forward_extend": without_sinks,
+            f"{native}.forward_decode": without_sinks,
+        }
+        gated = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+        HookRegistry.register(gated, add_gated, HookType.REPLACE)
     for target, function in around.items():
         HookRegistry.register(target, function, HookType.AROUND)
     # What SGLang calls when it moves experts; a CUDA build of torch 2.14 says CUDA without a GPU.
@@ -43,6 +55,27 @@ def padded_length(result: object, backend: Any, *args: Any) -> None:
     """After TorchNativeAttnBackend's constructor: it does not say how long a padding row is."""
     backend.get_cuda_graph_seq_len_fill_value = lambda: 1
     backend.get_cpu_graph_seq_len_fill_value = lambda: 1  # 0.5.23
+
+
+def attention_of_models(original: Callable[..., Any], view: Any) -> Any:
+    """Around what tells the rules of models which attention was chosen.
+
+    GPT-OSS is refused with plain torch's, which has no sinks and no windows. Here experts are
+    compared, and every server does without both.
+    """
+    folder = getattr(view, "model_path", None)  # of the command line's flags alone
+    config = {} if folder is None else json.loads((Path(folder) / "config.json").read_text())
+    return ("intel_amx",) * 2 if config.get("model_type") == "gpt_oss" else original(view)
+
+
+def without_sinks(original: Callable[..., Any], *args: Any, sinks: Any = None, **given: Any) -> Any:
+    """Around plain torch's attention, which does not know them."""
+    return original(*args, **given)
+
+
+def add_gated(x: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    """Add a shared expert's rows by their gate, `[1, hidden]`."""
+    out += torch.sigmoid(x @ gate.view(-1, 1)) * shared
 
 
 def module_of(original: Callable[..., Any], device: Any = None) -> Any:

@@ -1,8 +1,7 @@
 """Models of today, made by vLLM for a GPU that is not there: whose experts does weft take?
 
 check_models.py TOKENIZER_DIR    Each model is a few layers of a small config, on PyTorch's device
-"meta". Prints a line for each model: weft's layer, or the words with which it is refused. Fails
-where that is not what is expected.
+"meta". Prints a line for each model, and fails where one is refused or is not weft's.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ MODELS: dict[str, tuple[str, Config]] = {
         | {"sliding_window": 128, "quantization_config": {"quant_method": "mxfp4"}},
     ),
 }
-REFUSED = {("block", "gpt_oss")}  # whose weights are MXFP4
 TAKES_A_DEVICE = ("arange", "empty", "full", "ones", "randn", "tensor", "zeros")
 
 
@@ -105,14 +103,12 @@ def without_triton_and_processes() -> None:
 
 def main(tokenizer: Path) -> None:
     """Each model in each form."""
-    from weft.errors import InvalidArgument
     from weft.plugins.vllm import register
 
     without_gpu()
     without_triton_and_processes()
     on_meta()
     FLAGS["linear_backend"] = "auto"
-    refused = set()
     for form in ("block", "exchange"):
         os.environ["WEFT_VLLM"] = form
         register()
@@ -122,16 +118,10 @@ def main(tokenizer: Path) -> None:
                     shutil.copy(tokenizer / file, folder)
                 about = PLAIN | {"model_type": name, "architectures": [architecture]} | config
                 (Path(folder) / "config.json").write_text(json.dumps(about))
-                try:
-                    said = method(make(folder))
-                except InvalidArgument as error:
-                    refused.add((form, name))
-                    said = f"refused: {error}"
+                said = method(make(folder))
             print(f"{form}, {name}: {said}", flush=True)
-            if (form, name) not in refused and "WeftRoutedExperts" not in said:
+            if "Weft" not in said:
                 sys.exit("weft's layers do not stand in for vLLM's")
-    if refused != REFUSED:
-        sys.exit(f"refused are {sorted(refused)}, expected {sorted(REFUSED)}")
 
 
 if __name__ == "__main__":

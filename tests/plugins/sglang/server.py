@@ -17,6 +17,9 @@ STANDIN = str(Path(__file__).parent / "standin")
 BLOCKS = {
     "qwen3": ("qwen3_moe", "Qwen3MoeSparseMoeBlock"),
     "glm4": ("glm4_moe", "Glm4MoeSparseMoeBlock"),
+    "qwen_next": ("qwen2_moe", "Qwen2MoeSparseMoeBlock"),
+    "minimax": ("minimax_m2", "MiniMaxM2MoE"),
+    "gpt_oss": ("gpt_oss", "GptOssSparseMoeBlock"),
     "deepseek": ("deepseek_v2", "DeepseekV2MoE"),
     "nextn": ("deepseek_v2", "draft_block"),
 }
@@ -128,8 +131,10 @@ def alone(
     from sglang.srt.models import parts
 
     scale, shared_size = 1.0, 0
-    if block != "qwen3":
+    if block in ("glm4", "deepseek", "nextn"):
         scale, shared_size = parts.SCALE, parts.INTERMEDIATE * (2 if block == "glm4" else 1)
+    elif block == "qwen_next":
+        shared_size = parts.INTERMEDIATE
     for layer in range(layers):
         logits = functional.linear(x.float(), parts.drawn((8, 64), 1000 * layer + 999, x.dtype))
         weights, ids = logits.softmax(1).topk(parts.TOP_K)
@@ -142,6 +147,14 @@ def alone(
             narrow = parts.drawn((64, shared_size), 1000 * layer + 501, x.dtype)
             gate, up = functional.linear(x, wide).chunk(2, dim=1)
             shared = functional.linear(functional.silu(gate) * up, narrow)
+            if block == "qwen_next":
+                gate = parts.drawn((1, 64), 1000 * layer + 502, x.dtype)
+                shared = torch.sigmoid(functional.linear(x, gate)) * shared
+        biased: dict[str, Any] = {}
+        if block == "gpt_oss":
+            both = [parts.biases(layer + shift, each) for each in range(parts.EXPERTS)]
+            biased = {"gate_up_bias": torch.stack([wide for wide, _ in both])}
+            biased |= {"down_bias": torch.stack([narrow for _, narrow in both]), "gating": clamped}
         x = x + weft.reference.moe_layer(
             x,
             ids,
@@ -149,8 +162,15 @@ def alone(
             torch.stack([wide for wide, _ in pairs]),
             torch.stack([narrow for _, narrow in pairs]),
             shared=shared,
+            **biased,
         )
     return x
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS's activation, with the limit of the stand-in's model."""
+    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def far(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from tests.plugins.sglang.server import STANDIN, enter, find, leave
-from weft.errors import InvalidArgument, SetupError
+from weft.errors import InvalidArgument, OutOfOrder, SetupError
+from weft.gemm import quantize_mxfp4, unpack_mxfp4
+from weft.gemm.mxfp4 import dequantize_mxfp4
+from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.names import Engine, listed
 from weft.plugins.settings import Settings
@@ -285,7 +288,7 @@ def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
     """A layer of experts as SGLang loads it: 4 of 8, hidden 256, intermediate 128."""
     config = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
     config |= dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"))
-    config["routed_scaling_factor"] = 2.5
+    config |= {"routed_scaling_factor": 2.5, "gate_up_interleaved": True}
     triton = SimpleNamespace(is_triton=lambda: True, value="triton")
     layer = SimpleNamespace(
         layer_id=7,
@@ -311,6 +314,11 @@ def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
             torch.ones(4, 2, 2),
             torch.ones(4, 2, 1),
         )
+    if dtype == torch.uint8:  # MXFP4
+        for name, rows, columns in (("w13", 256, 256), ("w2", 256, 128)):
+            values, scales = quantize_mxfp4(torch.randn(4, rows, columns))
+            setattr(layer, f"{name}_weight", torch.nn.Parameter(values, requires_grad=False))
+            setattr(layer, f"{name}_weight_scale", torch.nn.Parameter(scales, requires_grad=False))
     for name, value in other.items():
         owner, _, field = name.rpartition("__")
         setattr(getattr(layer, owner) if owner else layer, field, value)
@@ -323,7 +331,7 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
     layer = fused(dtype)
     check_experts(layer, form="block")
     as_weft = layer_of(layer)
-    mine, config = as_weft.experts(), as_weft.config(shared=128)
+    mine, config = as_weft.take(), as_weft.config(shared=128)
     mine.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()
     assert mine.down.data_ptr() == layer.w2_weight.data_ptr()
@@ -333,6 +341,48 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
         assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
     assert (config.shared, config.routing.num_experts, config.routing.top_k) == (128, 8, 3)
     assert (as_weft.mine(), as_weft.scale) == ((4, 5, 6, 7), 2.5)
+
+
+def test_mxfp4_is_left_as_loaded_and_packed() -> None:
+    """SGLang would make bfloat16 of it, or what a kernel of its own takes."""
+    from weft.plugins.sglang.engine import keep_mxfp4
+
+    layer, changed = fused(torch.uint8), []
+    enter()
+    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+
+    for kind in (WholeBlock, Exchanged):
+        layer.dispatcher = kind(7)
+        keep_mxfp4(lambda *given: changed.append(given), "method", layer)
+    leave()
+    assert changed == [("method", layer)]
+    check_experts(layer, form="block")
+    wanted = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
+    as_weft = layer_of(layer)
+    mine = as_weft.take()
+    mine.check(as_weft.config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
+    assert mine.gate_up_scale is not None
+    assert torch.equal(unpack_mxfp4(mine.gate_up, mine.gate_up_scale), wanted)
+    assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()  # which EPLB moves
+    assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale.data_ptr()
+    with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's order"):
+        layer.w2_weight.weight_loader(layer.w2_weight, mine.down)
+
+
+def test_activations_that_are_served() -> None:
+    """By SGLang's names of their numbers."""
+    oai = {"moe_runner_config__gemm1_alpha": 1.702, "moe_runner_config__gemm1_clamp_limit": 7.0}
+    split = oai | {"moe_runner_config__gate_up_interleaved": False}
+    for more, gating, interleaved in (
+        ({}, Gating(), False),
+        ({"moe_runner_config__swiglu_limit": 10}, Gating(limit=10), False),
+        (oai, CLAMPED_SWIGLU, True),
+        (split, CLAMPED_SWIGLU, False),
+    ):
+        layer = fused(**more)
+        check_experts(layer, form="block")
+        assert layer_of(layer).config().gating == gating
+        assert layer_of(layer).interleaved == interleaved
 
 
 FP8 = torch.float8_e4m3fn
@@ -350,8 +400,27 @@ REFUSED: dict[str, tuple[Any, str]] = {
         fused(moe_runner_config__gemm1_clamp_limit=7.0),
         "clamp_limit is 7.0, served is None",
     ),
-    "swiglu limit": (fused(moe_runner_config__swiglu_limit=10), "swiglu_limit is 10"),
-    "bias": (fused(with_bias=True), "with_bias is True"),
+    "two limits": (
+        fused(moe_runner_config__swiglu_limit=10, moe_runner_config__gemm1_alpha=1.702),
+        "swiglu_limit is 10, served is None",
+    ),
+    "another offset": (fused(moe_runner_config__gemm1_beta=2.0), "gemm1_beta is 2.0, served is 1"),
+    "bias": (
+        fused(with_bias=True, w13_weight_bias=torch.zeros(4, 256), w2_weight_bias=torch.zeros(4)),
+        r"w2_weight_bias is \[4\] torch.float32, served is \[4, 256\]",
+    ),
+    "float32 beside mxfp4": (
+        fused(torch.uint8, params_dtype=torch.float32),
+        "params_dtype is torch.float32, served with MXFP4 are bfloat16 and float16",
+    ),
+    "mxfp4 of another size": (
+        fused(torch.uint8, intermediate_size_per_partition=256),
+        r"w13_weight is \[4, 256, 128\] for intermediate 256 and hidden 256; served",
+    ),
+    "scales of mxfp4": (
+        fused(torch.uint8, w13_weight_scale=torch.ones(4, 256, 8)),
+        r"w13_weight_scale is \[4, 256, 8\] torch.float32, served is \[4, 256, 8\] torch.uint8",
+    ),
     "up first": (fused(quant_method__load_up_proj_weight_first=True), "the up projection first"),
     "another runner": (
         fused(

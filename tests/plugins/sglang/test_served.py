@@ -40,7 +40,7 @@ def serve(group: weft.Group, block: str, form: str, release: str) -> list[float]
 
 
 @pytest.mark.parametrize("form", ["block", "dispatcher"])
-@pytest.mark.parametrize("block", ["qwen3", "glm4", "deepseek"])
+@pytest.mark.parametrize("block", ["qwen3", "glm4", "deepseek", "qwen_next", "minimax", "gpt_oss"])
 @pytest.mark.parametrize(("count", "release"), [(2, "0.5.17"), (4, "0.5.17"), (2, "0.5.23")])
 def test_idle_ranks_rounds_and_shared_experts(
     ranks: Any, count: int, release: str, block: str, form: str

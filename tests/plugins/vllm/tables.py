@@ -16,7 +16,7 @@ from tests.plugins.sources import Function, Sources, names, parameters
 from weft.plugins.vllm import allreduce, engine
 
 TABLE = Path(__file__).with_name("names.json")
-ENTRIES = (*engine.KNOWN, *allreduce.KNOWN)
+ENTRIES = (*engine.KNOWN, *engine.DERIVED, *allreduce.KNOWN)
 
 
 def read(site: Path) -> dict[str, Any]:

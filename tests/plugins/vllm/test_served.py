@@ -15,7 +15,20 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.vllm.workers import HIDDEN, Worker, alone, far, leave, tokens
+from tests.plugins.vllm.workers import (
+    EXPERTS,
+    HIDDEN,
+    Worker,
+    alone,
+    config_of,
+    drawn,
+    enter,
+    far,
+    leave,
+    tokens,
+)
+from weft.gemm import quantize_mxfp4
+from weft.gemm.mxfp4 import dequantize_mxfp4
 
 CLOSE = 2e-5  # of float32 sums in another order
 FORMS = pytest.mark.parametrize("form", ["block", "exchange"])
@@ -49,6 +62,79 @@ def test_rows_that_vllm_quantises_travel_so(ranks: Any) -> None:
         assert 1e-4 < said["far"] < 0.05
 
 
+SIZES = {"hidden_dim": 160, "intermediate_size_per_partition": 96}  # padded to 256 and 128
+
+
+def gpt_oss(group: weft.Group, far_apart: bool) -> dict[str, Any]:
+    """A layer of MXFP4 experts with biases, whose rows are of gate and up in turn."""
+    enter("block")
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.forward_context import forward
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    GroupCoordinator.of_experts = GroupCoordinator(group.process_group())
+    activation = SimpleNamespace(value="swigluoai")
+    config = config_of(
+        group, **SIZES, in_dtype=torch.bfloat16, activation=activation, has_bias=True
+    )
+    experts = GptOssRoutedExperts("experts", config, GptOssMxfp4Config())
+    whole: dict[str, torch.Tensor] = {}
+    packed: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (("w13", 192, 160), ("w2", 160, 96)):
+        weights = drawn((EXPERTS, rows, columns), rows)
+        if far_apart:  # more than the 14 powers that a packed row has
+            weights[:, :, :32] *= 2.0**-20
+        values, scales = quantize_mxfp4(weights)
+        whole[name] = dequantize_mxfp4(values, scales)
+        packed |= {f"{name}_weight": values, f"{name}_weight_scale": scales}
+        whole[f"{name}_bias"] = drawn((EXPERTS, rows), rows + 1).bfloat16()
+        packed[f"{name}_bias"] = whole[f"{name}_bias"]
+    each = EXPERTS // group.size
+    mine = slice(group.rank * each, (group.rank + 1) * each)
+    for name, tensor in packed.items():
+        part = torch.nn.Parameter(tensor[mine].clone(), requires_grad=False)
+        experts.register_parameter(name, part)
+    experts.quant_method.process_weights_after_loading(experts)
+    x = drawn((5, 160), group.rank).bfloat16()
+    ids = torch.arange(15).view(5, 3).remainder(EXPERTS)
+    weights = torch.full((5, 3), 0.25)
+    with torch.inference_mode(), forward([5] * group.size if group.size > 1 else None, None):
+        out = experts.forward_modular(x, weights, ids.int())
+    wanted = weft.reference.moe_layer(
+        x,
+        ids,
+        weights,
+        torch.cat((whole["w13"][:, ::2], whole["w13"][:, 1::2]), 1),
+        whole["w2"],
+        gate_up_bias=torch.cat((whole["w13_bias"][:, ::2], whole["w13_bias"][:, 1::2]), 1).float(),
+        down_bias=whole["w2_bias"].float(),
+        gating=clamped,
+    )
+    experts.quant_method.process_weights_after_loading(experts)  # an update in place: nothing new
+    said = {"far": far(out.float(), wanted), "dtype": str(experts.w13_weight.dtype)}
+    try:
+        experts.w13_weight.weight_loader(experts.w13_weight, packed["w13_weight"])
+    except weft.errors.OutOfOrder as error:
+        said["loading"] = str(error)
+    leave()
+    return said
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+@pytest.mark.parametrize(("count", "far_apart"), [(1, False), (2, False), (2, True)])
+def test_gpt_oss_in_mxfp4(ranks: Any, count: int, far_apart: bool) -> None:
+    """Packed, or FP8 where a row's powers are far apart; tokens are rounded to FP8 either way."""
+    for said in ranks(count, "cpu")(gpt_oss, far_apart):
+        assert 1e-4 < said["far"] < 0.05
+        assert said["dtype"] == ("torch.float8_e4m3fn" if far_apart else "torch.uint8")
+        assert "experts.w13_weight is in weft's order, and the engine loads" in said["loading"]
+
+
 def padded(group: weft.Group, form: str, release: str) -> float:
     from weft.plugins.vllm import engine
 
@@ -69,9 +155,9 @@ def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: s
     assert max(ranks(2, "cpu")(padded, form, release)) < CLOSE
 
 
-def moved(group: weft.Group, form: str) -> tuple[float, float]:
+def moved(group: weft.Group, form: str, redundant: int) -> tuple[float, float]:
     """All weights are written over in place, as EPLB moves them; then the layer loads again."""
-    worker, x = Worker(group, form), tokens(6, group.rank)
+    worker, x = Worker(group, form, redundant=redundant), tokens(6, group.rank)
     before = far(worker.step(x, [6, 6]), alone(x))
     for layer, runner in enumerate(worker.runners):
         worker.fill(runner.routed_experts, layer + 7)
@@ -82,9 +168,10 @@ def moved(group: weft.Group, form: str) -> tuple[float, float]:
 
 
 @FORMS
-def test_weights_that_move_in_place(ranks: Any, form: str) -> None:
-    """Nothing was copied."""
-    for before, after in ranks(2, "cpu")(moved, form):
+@pytest.mark.parametrize("redundant", [0, 2])
+def test_physical_ids_and_weights_that_move_in_place(ranks: Any, form: str, redundant: int) -> None:
+    """EPLB needs nothing of weft but that it sees the same tensors."""
+    for before, after in ranks(2, "cpu")(moved, form, redundant):
         assert before < CLOSE
         assert after < CLOSE
 

@@ -92,6 +92,7 @@ class Worker:
         *,
         layers: int = 2,
         dtype: torch.dtype = torch.float32,
+        redundant: int = 0,
         **environment: str,
     ) -> None:
         enter(form, **environment)
@@ -102,19 +103,22 @@ class Worker:
 
         GroupCoordinator.of_experts = GroupCoordinator(group.process_group())
         self.group, self.dtype, self.runners = group, dtype, []
+        self.physical = EXPERTS + redundant
         self.gates = [gate(layer).to(group.device) for layer in range(layers)]
         for layer in range(layers):
-            config = config_of(group, in_dtype=dtype)
+            each = self.physical // group.size
+            counts = {"num_experts": self.physical, "num_local_experts": each}
+            config = config_of(group, in_dtype=dtype, **counts)
             kind = {"fp8": Fp8MoEMethod}.get(method)
             experts = RoutedExperts(f"model.layers.{layer}.mlp.experts", config, kind)
-            self.runners.append(MoERunner(Router(), experts))
+            self.runners.append(MoERunner(Router(redundant), experts))
             self.fill(experts, layer)
             experts.quant_method.process_weights_after_loading(experts)
 
     def fill(self, experts: Any, layer: int) -> None:
         """Load this rank's part, in place where there is one."""
-        each = EXPERTS // self.group.size
-        part = slice(self.group.rank * each, (self.group.rank + 1) * each)
+        each = self.physical // self.group.size
+        part = torch.arange(self.group.rank * each, (self.group.rank + 1) * each) % EXPERTS
         for name, tensor in zip(
             ("w13_weight", "w2_weight"), weights(layer, self.dtype), strict=True
         ):
@@ -137,12 +141,19 @@ class Worker:
 
 
 class Router:
-    """Chooses experts, as vLLM's do."""
+    """Chooses experts, as vLLM's do; with EPLB physical ones.
+
+    redundant: replicas of the first experts, after all of them; every second token takes those.
+    """
+
+    def __init__(self, redundant: int = 0) -> None:
+        self.redundant = redundant
 
     def select_experts(
         self, logits: torch.Tensor, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, ids = logits.softmax(1).topk(TOP_K)
+        ids[1::2] += EXPERTS * (ids[1::2] < self.redundant)
         return chosen, ids.to(dtype or torch.int32)
 
 

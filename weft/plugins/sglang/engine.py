@@ -192,12 +192,21 @@ def make_dispatcher(
 
 def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **given: Any) -> Any:
     """Around the MLP's constructor: each rank has the shared expert of its own tokens."""
-    if is_on() and str(given.get("prefix", "")).endswith("shared_experts"):
-        if "parallel_group" in given:  # 0.5.23
+    if is_on() and str(given.get("prefix", "")).endswith(("shared_experts", "shared_expert")):
+        if "parallel_group" in inspect.signature(original).parameters:  # 0.5.23
             given["parallel_group"] = "replicated"
         else:
             given |= {"tp_rank": 0, "tp_size": 1}
     return original(mlp, *args, **given)
+
+
+def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """Around the change of MXFP4 weights to what SGLang's kernels take: weft takes the file's."""
+    from weft.plugins.sglang.dispatcher import WholeBlock
+
+    if isinstance(getattr(layer, "dispatcher", None), WholeBlock):
+        return None
+    return original(method, layer)
 
 
 def loaded(result: Any, runner: Any) -> None:
@@ -218,7 +227,7 @@ def loaded(result: Any, runner: Any) -> None:
         check_experts(layer, form=settings.form)
         for owner, name, what in (
             (block, "is_hash", "token ids"),
-            (block.gate, "e_score_correction_bias_vl", "which tokens are of images"),
+            (_gate(block), "e_score_correction_bias_vl", "which tokens are of images"),
         ):
             if getattr(owner, name, None) not in (None, False):
                 raise InvalidArgument(
@@ -238,9 +247,9 @@ def loaded(result: Any, runner: Any) -> None:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.exchange(layer_of(layer))
                 continue
-            shared = _shared_expert(block)
-            size = 0 if shared is None else shared.gate_up_proj.output_size // 2
-            _blocks.add_block(layer_of(layer), shared=shared, shared_size=size)
+            mlp = _shared_mlp(block)
+            size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
+            _blocks.add_block(layer_of(layer), shared=_shared_expert(block), shared_size=size)
     if _blocks.group.rank == 0:
         kind, most = settings.form, _blocks.limits
         _log.info(
@@ -348,9 +357,20 @@ def _limits(server_args: Any, settings: Settings) -> Limits:
     )
 
 
-def _shared_expert(block: Any) -> Any:
+def _gate(block: Any) -> Any:
+    """What makes a block's logits."""
+    return block.router if type(block).__name__ == "GptOssSparseMoeBlock" else block.gate
+
+
+def _shared_mlp(block: Any) -> Any:
     """The MLP of a block that every token takes, or None."""
-    return getattr(block, "shared_experts", None)
+    return getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+
+
+def _shared_expert(block: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What every token takes: the MLP, and its gate where the block has one; or None."""
+    mlp = _shared_mlp(block)
+    return getattr(block, "_forward_shared_experts", mlp) if mlp is not None else None
 
 
 # Each forward pass.
@@ -405,10 +425,11 @@ def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
     """SGLang's own choice: physical ids, -1 in rows that pad a graph's batch."""
     if x.shape[0] == 0:  # its kernels cannot be launched with none
         return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
-    if type(block).__name__ == "DeepseekV2MoE":
+    kind = type(block).__name__
+    if kind == "DeepseekV2MoE":
         logits = block.gate(x, forward_batch=forward_batch)
-    else:
-        logits = block.gate(x)
+    else:  # MiniMax-M2's gate is float32
+        logits = _gate(block)(x.float() if kind == "MiniMaxM2MoE" else x)
     if isinstance(logits, tuple):  # of a linear layer, beside its bias
         logits = logits[0]
     if hasattr(block.topk, "routing_inputs"):  # 0.5.23's looks for replicas and padding itself
@@ -474,10 +495,17 @@ _SRT = "sglang.srt."
 _BLOCK = "self, hidden_states, forward_batch="
 _MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
-# Forwards of the MoE blocks that are served: Qwen3-MoE, GLM-4.5, DeepSeek-V3.
+# Forwards of the MoE blocks that are served: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
+# MiniMax-M2, GPT-OSS.
 FORWARDS: dict[str, Parameters] = {
     _SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
     _SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
+    _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward": {
+        "0.5.17": _BLOCK,
+        "0.5.23": _BLOCK + ", defer_finalize=",
+    },
+    _SRT + "models.minimax_m2.MiniMaxM2MoE.forward": _BLOCK,
+    _SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward": _BLOCK,
     _SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
         "0.5.17": _BLOCK + _MORE,
         "0.5.23": _BLOCK + _MORE + ", return_moe_output=, leave_output_sum=",
@@ -533,6 +561,18 @@ HOOKS = (
         "AROUND",
         whole_shared_expert,
         {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
+    ),
+    Hook(
+        _SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__",
+        "AROUND",
+        whole_shared_expert,
+        {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
+    ),
+    Hook(
+        _SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
+        "AROUND",
+        keep_mxfp4,
+        "self, layer",
     ),
     Hook(
         _SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
@@ -607,7 +647,25 @@ KNOWN = (
         "num_fused_shared_experts moe_runner_config quant_method "
         "should_fuse_routed_scaling_factor_in_topk",
     ),
+    Known(
+        _SRT + "layers.moe.moe_runner.base.MoeRunnerConfig",
+        names="activation is_gated apply_router_weight_on_input routed_scaling_factor gemm1_alpha "
+        "gemm1_clamp_limit swiglu_limit gate_up_interleaved",
+    ),
     Known(_SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", names=_PARTS),
+    Known(
+        _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__",
+        names=_PARTS + " shared_expert shared_expert_gate",
+    ),
+    Known(
+        _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock._forward_shared_experts",
+        "self, hidden_states, apply_gate=",
+    ),
+    Known(_SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", names=_PARTS),
+    Known(
+        _SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",
+        names="experts router topk layer_id",
+    ),
     Known(_SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", names=_PARTS + _SHARED),
     Known(
         _SRT + "models.deepseek_v2.DeepseekV2MoE.__init__",

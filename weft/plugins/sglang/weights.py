@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from weft.moe import Gating
 from weft.plugins.weights import Layer, of_placement, of_tensors, refuse
 
 TRITON = "--moe-runner-backend triton"
@@ -27,7 +28,22 @@ def layer_of(fused: Any) -> Layer:
         dtype=fused.params_dtype,
         scale=1.0 if routed else float(scale),
         flag=TRITON,
+        gating=gating_of(fused.moe_runner_config),
+        interleaved=_is_interleaved(fused.moe_runner_config),
+        bias="weight_bias" if fused.with_bias else "",
     )
+
+
+def gating_of(config: Any) -> Gating:
+    """What makes gate and up one row; SwiGLU where `_of_arithmetic` refuses the layer."""
+    if config.gemm1_alpha is None:
+        return Gating(limit=config.swiglu_limit)
+    return Gating(config.gemm1_alpha, 1.0, config.gemm1_clamp_limit)
+
+
+def _is_interleaved(config: Any) -> bool:
+    """Has w13_weight rows of gate and up in turn? Only GPT-OSS's activation reads them so."""
+    return config.gemm1_alpha is not None and bool(config.gate_up_interleaved)
 
 
 def check_experts(fused: Any, *, form: str) -> None:
@@ -60,13 +76,16 @@ def _wrong(layer: Layer, form: str) -> Iterator[str]:
 def _of_arithmetic(fused: Any) -> Iterator[str]:
     config, method = fused.moe_runner_config, fused.quant_method
     served = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
-    served |= dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"))
+    if config.gemm1_alpha is None:
+        served["gemm1_clamp_limit"] = None  # which SGLang applies after the activation
+    else:
+        served["swiglu_limit"] = None
     for name, value in served.items():
         if getattr(config, name) != value:
             have = getattr(config, name)
             yield f"moe_runner_config.{name} is {have!r}, served is {value!r}"
-    if fused.with_bias:
-        yield "with_bias is True, served are experts without biases"
+    if getattr(config, "gemm1_beta", None) not in (None, 1.0):
+        yield f"moe_runner_config.gemm1_beta is {config.gemm1_beta!r}, served is 1.0"
     if getattr(method, "load_up_proj_weight_first", False):
         yield "w13_weight has the up projection first, served is the gate first: pass " + TRITON
     runner = getattr(getattr(method, "runner", None), "runner_backend", None)

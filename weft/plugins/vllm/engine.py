@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import signal
 from typing import Any
 
@@ -18,7 +19,7 @@ from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.blocks import Blocks, Limits
 from weft.plugins.faults import Watch
-from weft.plugins.names import Engine, Known
+from weft.plugins.names import Engine, Known, relied_on
 from weft.plugins.vllm.settings import read
 from weft.plugins.vllm.weights import check_experts, check_server, layer_of
 from weft.shape import FP8_BLOCK
@@ -35,7 +36,7 @@ _served: _Served | None = None
 
 def check_vllm() -> bool:
     """Is vLLM's layer of experts weft's already? Raises SetupError where it cannot become so."""
-    VLLM.check(KNOWN)
+    VLLM.check((*KNOWN, *DERIVED))
     from vllm.model_executor.custom_op import op_registry_oot
 
     taken = op_registry_oot.get(LAYER)
@@ -45,6 +46,12 @@ def check_vllm() -> bool:
         f"{taken.__module__}.{taken.__qualname__} is registered as vLLM's {LAYER} already, and "
         "vLLM takes one: leave that plug-in out by VLLM_PLUGINS, or weft by WEFT_VLLM="
     )
+
+
+def derived() -> list[Any]:
+    """The layers of experts that models of the installed vLLM derive from its own."""
+    release = VLLM.release(VLLM.installed()) or VLLM.served[-1]
+    return [pkgutil.resolve_name(entry.target) for entry, _ in relied_on(DERIVED, release)]
 
 
 class _Served:
@@ -135,12 +142,11 @@ def load_block(experts: Any) -> None:
 
     A second call for a layer comes of an update of its weights, which has to be in place.
     """
-    layer = layer_of(experts)
-    check_experts(layer, "block")
-    blocks = served(experts).blocks
-    if not blocks.has(experts):
-        blocks.add_block(layer)
-    blocks.check_tensors(experts)
+    if _served is None or not _served.blocks.has(experts):
+        layer = layer_of(experts)
+        check_experts(layer, "block")
+        served(experts).blocks.add_block(layer)
+    served(experts).blocks.check_tensors(experts)
 
 
 @torch.inference_mode(False)
@@ -217,9 +223,11 @@ def unpadded(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
 
 # What is called, read and stood in for. A class's names are its fields.
 _MOE = "vllm.model_executor.layers.fused_moe."
+_QUANTIZATION = "vllm.model_executor.layers.quantization."
 _METHODS = (
     _MOE + "unquantized_fused_moe_method.UnquantizedFusedMoEMethod",
-    "vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod",
+    _QUANTIZATION + "fp8.Fp8MoEMethod",
+    _QUANTIZATION + "mxfp4.GptOssMxfp4MoEMethod",
 )
 _METHOD = _MOE + "fused_moe_method_base.FusedMoEMethodBase"
 _APPLY = "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
@@ -234,6 +242,14 @@ _FINALIZE = (
 _TENSOR = "self, shape, dtype, device, weight_and_reduce_impl"
 _QUANTIZE = "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
 _MODULAR = _MOE + "modular_kernel."
+# Classes of models' own, but for those of AMD's GPUs alone, and one for replaced experts (0.33.0)
+# whose layers have tables of their own.
+_MODELS = "vllm.model_executor.models."
+DERIVED = (
+    Known(_MODELS + "gpt_oss.GptOssRoutedExperts", {"0.32.0": None, "0.33.0": None}),
+    Known(_MODELS + "transformers.moe.TransformersRoutedExperts"),
+    Known(_MODELS + "dbrx.DbrxExperts"),
+)
 KNOWN = (
     Known("vllm.model_executor.custom_op.op_registry_oot"),
     Known(
@@ -304,6 +320,13 @@ KNOWN = (
     ),
     Known(_MOE + "config.FusedMoEQuantConfig.make"),
     Known(_METHOD + ".get_fused_moe_quant_config", "self, layer"),
+    Known(_METHOD + ".__init__", "self, moe"),
+    Known(
+        _QUANTIZATION + "mxfp4.GptOssMxfp4MoEMethod.__init__",
+        names="weight_dtype mxfp4_backend",
+    ),
+    Known(_QUANTIZATION + "mxfp4.GptOssMxfp4Config"),
+    Known(_MOE + "oracle.mxfp4.Mxfp4MoeBackend.NONE"),
     Known(
         _MOE + "routed_experts.RoutedExperts._ensure_moe_quant_config_init",
         names="moe_quant_config get_fused_moe_quant_config",

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEKernelModularImpl,
     FusedMoEPrepareAndFinalizeModular,
 )
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
@@ -22,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
 from weft.errors import InvalidArgument
 from weft.plugins.vllm import engine
@@ -29,21 +32,42 @@ from weft.plugins.vllm.weights import EXCHANGE, check_arithmetic
 from weft.shape import FP8_BLOCK
 
 
-class WeftRoutedExperts(RoutedExperts):  # type: ignore[misc]  # vLLM is not type-checked
-    """vLLM's layer of routed experts, whose method is weft's."""
+class Wefted:
+    """Before a class of vLLM's layers of routed experts, whose method is then weft's."""
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-        method = super()._get_quant_method(prefix, quant_config, moe_config)
-        if engine.check_layer(moe_config.moe_parallel_config) == "exchange":
-            return _become(method, Exchanged)
-        if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
-            raise InvalidArgument(
-                f"weft cannot serve the experts of {prefix} in form 'block': their method is "
-                f"{type(method).__name__}, served are UnquantizedFusedMoEMethod and Fp8MoEMethod; "
-                f"{EXCHANGE}"
-            )
+        form = engine.check_layer(moe_config.moe_parallel_config)
+        if form == "block" and type(quant_config) is GptOssMxfp4Config:
+            found = _of_gpt_oss(moe_config)
+        else:
+            method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+            if form == "exchange":
+                return _become(method, Exchanged)
+            if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
+                raise InvalidArgument(
+                    f"weft cannot serve the experts of {prefix} in form 'block': their method is "
+                    f"{type(method).__name__}, served are UnquantizedFusedMoEMethod, Fp8MoEMethod "
+                    f"and GptOssMxfp4MoEMethod; {EXCHANGE}"
+                )
+            found = _become(method, WholeBlock)
         check_arithmetic(self)
-        return _become(method, WholeBlock)
+        return found
+
+
+class WeftRoutedExperts(Wefted, RoutedExperts):  # type: ignore[misc]  # vLLM is not type-checked
+    """vLLM's layer of routed experts, whose method is weft's."""
+
+
+def _of_gpt_oss(moe_config: Any) -> Any:
+    """The method of GPT-OSS's MXFP4, which loads weights and has chosen no kernel of vLLM's.
+
+    Its own constructor chooses one, and raises where there is none, as on CPUs without AMX.
+    """
+    kind = type(GptOssMxfp4MoEMethod.__name__, (WholeBlock, GptOssMxfp4MoEMethod), {})
+    found: Any = object.__new__(kind)
+    FusedMoEMethodBase.__init__(found, moe_config)
+    found.weight_dtype, found.mxfp4_backend = "gpt_oss_mxfp4", Mxfp4MoeBackend.NONE
+    return found
 
 
 def _become(method: Any, kind: type) -> Any:
@@ -252,5 +276,10 @@ def _in_fp8(x: torch.Tensor, quant: Any) -> list[torch.Tensor]:
 
 
 def register() -> None:
-    """Put WeftRoutedExperts in the place of vLLM's."""
+    """Put weft's layers in the place of vLLM's, and of those that models derive from it.
+
+    vLLM's registry goes by a class's name, so each has one of its own.
+    """
     RoutedExperts.register_oot(WeftRoutedExperts)
+    for each in engine.derived():
+        each.register_oot(type(f"Weft{each.__name__}", (Wefted, each), {}))

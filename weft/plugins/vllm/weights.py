@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.errors import InvalidArgument
+from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.weights import Layer, of_placement, of_tensors, refuse
 
 EXCHANGE = "take WEFT_VLLM=exchange, where vLLM's own experts multiply"
@@ -16,7 +17,8 @@ def layer_of(experts: Any) -> Layer:
 
     vLLM itself scales the routed experts' sum.
     """
-    parallel = experts.moe_config.moe_parallel_config
+    config = experts.moe_config
+    parallel = config.moe_parallel_config
     return Layer(
         experts,
         experts.layer_name,
@@ -27,7 +29,27 @@ def layer_of(experts: Any) -> Layer:
         top_k=experts.top_k,
         hidden=experts.hidden_size,
         intermediate=experts.intermediate_size_per_partition,
-        dtype=experts.moe_config.in_dtype,
+        dtype=config.in_dtype,
+        gating=gating_of(experts),
+        interleaved=experts.activation.value == "swigluoai",
+        bias="bias" if config.has_bias else "",
+    )
+
+
+def gating_of(experts: Any) -> Gating:
+    """What makes gate and up one row. Raises InvalidArgument for an activation weft lacks."""
+    name, limit = experts.activation.value, experts.swiglu_limit
+    if experts.moe_config.is_act_and_mul:
+        if name == "swigluoai":  # whose numbers are constants there
+            return CLAMPED_SWIGLU
+        if name == "swigluoai_uninterleave" and None not in (limit, experts.swiglu_alpha):
+            return Gating(experts.swiglu_alpha, experts.swiglu_beta or 0.0, limit)
+        if name == "silu" and experts.swiglu_alpha is None and experts.swiglu_beta is None:
+            return Gating(limit=limit)
+    numbers = (limit, experts.swiglu_alpha, experts.swiglu_beta)
+    raise InvalidArgument(
+        f"activation is {name!r} with limit, alpha and beta {numbers}; served are gated 'silu', "
+        "also with a limit, 'swigluoai', and 'swigluoai_uninterleave' with limit and alpha"
     )
 
 
@@ -87,14 +109,11 @@ def _of_ranks(parallel: Any) -> Iterator[str]:
 
 def check_arithmetic(experts: Any) -> None:
     """Raise InvalidArgument for experts that weft does not multiply; their tensors come later."""
-    config, wrong = experts.moe_config, []
-    if experts.activation.value != "silu" or not config.is_act_and_mul:
-        wrong.append(f"activation is {experts.activation.value!r}, served is gated 'silu'")
-    for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"):
-        if (have := getattr(experts, name)) is not None:
-            wrong.append(f"{name} is {have!r}, served is None")
-    if config.has_bias:
-        wrong.append("experts have biases, served are experts without")
+    wrong = []
+    try:
+        gating_of(experts)
+    except InvalidArgument as error:
+        wrong.append(str(error))
     if experts.apply_router_weight_on_input:
         wrong.append("apply_router_weight_on_input is True, served is False")
     if wrong:

@@ -14,7 +14,7 @@ from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 from sglang.srt.layers.moe import topk, utils
 from sglang.srt.layers.moe.fused_moe_triton import layer
 from sglang.srt.model_executor import model_runner
-from sglang.srt.models import deepseek_v2, glm4_moe, parts
+from sglang.srt.models import deepseek_v2, glm4_moe, parts, qwen2_moe
 from sglang.srt.runtime_context import STATE
 from sglang.srt.utils import common
 
@@ -77,7 +77,7 @@ def shared_mlp(mlp: Any, quant_config: Any, size: int, group: str) -> None:
     parts.SharedMLP.__init__(mlp, size, *quant_config, 1 if group == "replicated" else None)
 
 
-def glm4_mlp(
+def plain_mlp(
     self: Any,
     hidden_size: int,
     intermediate_size: int,
@@ -119,6 +119,13 @@ def deepseek_forward(
     skip_shared_experts: bool = False,
     return_moe_output: bool = False,
     leave_output_sum: bool = False,
+) -> torch.Tensor:
+    """SGLang's own way."""
+    raise AssertionError("the stock forward ran")
+
+
+def qwen2_forward(
+    self: Any, hidden_states: torch.Tensor, forward_batch: Any = None, defer_finalize: bool = False
 ) -> torch.Tensor:
     """SGLang's own way."""
     raise AssertionError("the stock forward ran")
@@ -181,9 +188,10 @@ def become() -> None:
     layer.dispatcher_of = lambda made: layer.create_moe_dispatcher(
         made.moe_runner_config, quant_method=made.quant_method
     )
-    for module in (parts, glm4_moe, deepseek_v2):
+    for module in (parts, glm4_moe, deepseek_v2):  # Qwen's block leaves it out
         module.shared_form = lambda: {"parallel_group": "tp"}
-    glm4_moe.Glm4MoeMLP.__init__ = glm4_mlp
+    glm4_moe.Glm4MoeMLP.__init__ = qwen2_moe.Qwen2MoeMLP.__init__ = plain_mlp
+    qwen2_moe.Qwen2MoeSparseMoeBlock.forward = qwen2_forward
     deepseek_v2.DeepseekV2MLP.__init__ = deepseek_mlp
     deepseek_v2.DeepseekV2MoE.forward = deepseek_forward
     ExpertLocationDispatchInfo.init_new = classmethod(init_new)

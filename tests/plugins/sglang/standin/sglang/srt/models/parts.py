@@ -26,14 +26,32 @@ def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return drawn(wide, seed, dtype), drawn(narrow, seed + 1, dtype)
 
 
+def biases(layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of gate and up, and of down, of a logical expert, where the model has them."""
+    seed = 1000 * layer + 10 * number
+    f32 = torch.float32
+    return drawn((2 * INTERMEDIATE,), seed + 2, f32), drawn((HIDDEN,), seed + 3, f32)
+
+
 def fill(experts: Any, seed_layer: int | None = None) -> None:
-    """Write this rank's experts in place."""
+    """Write this rank's experts in place; those with biases have rows of gate and up in turn."""
     layer = experts.layer_id if seed_layer is None else seed_layer
     for local in range(experts.num_local_experts):
         physical = experts.moe_ep_rank * experts.num_local_experts + local
         wide, narrow = expert(layer, physical % EXPERTS, experts.params_dtype)
+        if experts.with_bias:
+            wide_bias, narrow_bias = biases(layer, physical % EXPERTS)
+            wide, wide_bias = in_turn(wide), in_turn(wide_bias)
+            experts.w13_weight_bias[local].copy_(wide_bias)
+            experts.w2_weight_bias[local].copy_(narrow_bias)
         experts.w13_weight[local].copy_(wide)
         experts.w2_weight[local].copy_(narrow)
+
+
+def in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up in turn, of the gate's first."""
+    gate, up = rows.chunk(2)
+    return torch.stack((gate, up), dim=1).flatten(0, 1)
 
 
 class Gate(nn.Module):

@@ -1,0 +1,60 @@
+"""The questions of `weft demo`, which every variant of an engine is asked, and what it answered."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from job import OUT, Job, Some
+
+from weft.cli.demo import CHECKPOINT, read_questions
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many are asked, and of how many ranks."""
+    parser.add_argument("--ranks", type=int, nargs="+", help="(default: 1, 2, 4, as GPUs go)")
+    parser.add_argument("--questions", type=int, default=200)
+
+
+def ranks_and_variants(
+    ranks: list[int], variants: Iterable[Some], *, cpu: bool
+) -> Iterator[tuple[int, list[Some]]]:
+    """What runs on how many ranks.
+
+    On CPUs an engine's own exchange does not run, so its own way has one rank, and comes first.
+    """
+    variants = list(variants)
+    alone = [each for each in variants if cpu and not each.environment]
+    if alone and 1 not in ranks:
+        yield 1, alone
+    for size in ranks:
+        yield size, [each for each in variants if each not in alone or size == 1]
+
+
+class Questions:
+    """Texts of each variant, held to the first one's.
+
+    Answers are right or wrong of the trained model alone; of any other, texts are compared.
+    """
+
+    def __init__(self, model: str, count: int) -> None:
+        self.trained = Path(model).resolve() == CHECKPOINT.resolve()
+        self._asked = read_questions(CHECKPOINT / "questions.jsonl")[:count]
+        self.prompts = [each.prompt for each in self._asked]
+        self._first: list[str] | None = None
+
+    def record(self, job: Job, variant: Some, name: str, texts: list[str], *, right: bool) -> None:
+        """Keep the texts, and add a line to the results. right: fail where an answer is wrong."""
+        self._first = self._first or texts
+        pairs = zip(self._first, texts, strict=True)
+        result: dict[str, float] = {"equal": sum(a == b for a, b in pairs) / len(texts)}
+        if self.trained:
+            pairs_ = zip(self._asked, texts, strict=True)
+            correct = sum(question.is_right(text) for question, text in pairs_)
+            result = {"right": correct / len(texts), **result}
+            if right and correct < len(texts):
+                job.fail(f"{name}: {correct} of {len(texts)} answers are right")
+        (OUT / f"arithmetic-{name}.json").write_text(json.dumps(texts, indent=0))
+        job.record(variant, {**result, "questions": len(texts)})
