@@ -18,6 +18,7 @@
         ├── PeerTimeout            a peer's flag did not arrive before the deadline
         ├── PeerDied               the process of a peer ended
         ├── PeerLeft               a peer raised or closed before it made its part of a call
+        ├── RailFailed             rows to or from another host did not arrive in time, or cannot
         ├── ExpertsLost            no living rank holds some of a layer's experts
         ├── GeometryMismatch       a peer called with another geometry
         ├── Aborted                a rank asked the group to stop
@@ -105,6 +106,10 @@ class PeerDied(GroupError):
 
 class PeerLeft(GroupError):
     """A peer raised, or closed, before it made its part of a call; the text says why."""
+
+
+class RailFailed(GroupError):
+    """An exchange with a rank of another host overran its deadline, or its connection broke."""
 
 
 class ExpertsLost(GroupError):

@@ -31,16 +31,15 @@ from weft.memory.wire import (
     text_of,
 )
 
-# torch 2.13 renamed both; the old names still work there, but warn.
+# torch 2.13 renamed it; the old name still works there, but warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _DESTROY_SECONDS = 5.0
 _LAST_WORDS = 0.5  # seconds to find out which rank's death ended a gather
 
 
 class TorchControl:
-    """Control messages of a group that does not share memory, over its process group."""
+    """Control messages of a group of several hosts, over its process group."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
@@ -75,8 +74,8 @@ class TorchControl:
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Refused: descriptors travel over Unix sockets alone."""
         raise InvalidArgument(
-            "this group was made with shared_memory=False and cannot pass file descriptors; make "
-            "it with Group.from_torch(group) on ranks of one host"
+            "this group spans several hosts, which pass no file descriptors: use `group.local`, "
+            "the ranks of this host"
         )
 
     def close(self, why: str | None = None) -> None:
@@ -168,6 +167,22 @@ def _message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def destroy(process_group: dist.ProcessGroup) -> None:
+    """Destroy a process group without waiting for a peer longer than 5 s."""
+    if not dist.is_initialized():
+        return  # the caller has destroyed them all
+    # NCCL may wait for work that a dead peer will never finish.
+    thread = threading.Thread(target=dist.destroy_process_group, args=(process_group,), daemon=True)
+    thread.start()
+    thread.join(_DESTROY_SECONDS)
+    if thread.is_alive():
+        warnings.warn(
+            f"torch.distributed did not end within {_DESTROY_SECONDS:g} s; end the process",
+            ResourceWarning,
+            stacklevel=3,
+        )
+
+
 class OwnProcessGroup:
     """The torch group of ranks that weft started or found itself: the default group of the process.
 
@@ -207,16 +222,7 @@ class OwnProcessGroup:
         """Give the group up without waiting for a peer longer than 5 s."""
         if os.getpid() != self._owner or dist.group.WORLD is not self.process_group:
             return  # a forked child's copy, or the caller has destroyed it
-        # NCCL may wait for work that a dead peer will never finish.
-        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        thread.start()
-        thread.join(_DESTROY_SECONDS)
-        if thread.is_alive():
-            warnings.warn(
-                f"torch.distributed did not end within {_DESTROY_SECONDS:g} s; end the process",
-                ResourceWarning,
-                stacklevel=3,
-            )
+        destroy(self.process_group)
 
 
 def _backend(device: torch.device, gather: Callable[[JSON], list[Any]]) -> str:
