@@ -145,7 +145,9 @@ class Operator(ABC):
         header.abi, header.rank, header.ranks = ABI, local.rank, local.size
         header.share_bytes, header.generation = share_bytes, self.heap.generation
         header.first_epoch = header.epoch = self._first_epoch
-        header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in self._limits)
+        # A peer may wait for another host first: whose fault it is, is known there.
+        waits = 1 if self.group.hosts == 1 else 2
+        header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self._limits)
         header.living = self._living
         before = Header.from_buffer_copy(self.heap.header())  # zeros at creation
         header.refusals = before.refusals
