@@ -65,6 +65,15 @@ class Slots:
     returned: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Messages on their way, the host of each where each has a handle, and their deadline."""
+
+    works: list[dist.Work]
+    whom: list[int]
+    limit: float
+
+
 class Rail:
     """This rank's exchange with the ranks of other hosts, for one operator.
 
@@ -86,11 +95,10 @@ class Rail:
         self._group, self._span, self._device = group, span, group.device
         self._timeout, self._first_timeout = timeout, first_timeout
         self._exchanges = 0
+        self._out: Pending | None = None  # rows that are on their way
         self._hosts, self._own = group.hosts, group.host
         self._others = [h for h in range(self._hosts) if h != self._own]
         self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
-        self._works: list[dist.Work] = []
-        self._whom: list[int] = []  # the host of each, where each has its own
         self._failed: RailFailed | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
         self._allocate()
@@ -99,8 +107,7 @@ class Rail:
             limits = {"timeout": timeout, "first_timeout": first_timeout}
             self._watch = Watch(self._device, self._late, **limits)
             # NCCL connects two ranks at their first message, which no graph can capture.
-            self._start(self._slots(span.max_tokens).out)
-            self._finish()
+            self._finish(self._start(self._slots(span.max_tokens).out))
 
     def _allocate(self) -> None:
         span, hosts, device = self._span, self._hosts, self._device
@@ -163,11 +170,13 @@ class Rail:
         ids.fill_(-1)
         ids[:tokens] = chosen
         self._note(topk_ids, chosen, wrong, num_tokens)
-        self._start(slots.out)
+        self._out = self._start(slots.out)
 
     def receive(self, rows: int) -> Arrived:
         """Wait for the rows of all hosts. Raises RailFailed."""
-        self._finish()
+        assert self._out is not None
+        out, self._out = self._out, None
+        self._finish(out)
         slots = self._slots(rows)
         arrived = slots.arrived
         arrived.ids.view(slots.ids.shape).copy_(self._local_ids[slots.ids])
@@ -191,15 +200,13 @@ class Rail:
             numbers, scales = (t.contiguous() for t in quantize(sums, "fp8"))
             came, came_scales = torch.empty_like(numbers), torch.empty_like(scales)
             pairs = (numbers, came), (scales, came_scales)
-            self._start([(_bytes(mine), _bytes(theirs)) for mine, theirs in pairs])
-            self._finish()
+            self._finish(self._start([(_bytes(mine), _bytes(theirs)) for mine, theirs in pairs]))
             for mine, theirs in pairs:
                 theirs[self._own].copy_(mine[self._own])
             returned = list(dequantize(came, came_scales))
         else:
             back = slots.returned.view(sums.shape)
-            self._start([(_bytes(sums), _bytes(back))])
-            self._finish()
+            self._finish(self._start([(_bytes(sums), _bytes(back))]))
             returned = [sums[h] if h == self._own else back[h] for h in range(self._hosts)]
         total = torch.zeros((tokens, span.hidden), dtype=torch.float32, device=self._device)
         for row in returned:
@@ -224,7 +231,7 @@ class Rail:
         """Give the memory back, and stop watching."""
         if self._watch is not None:
             self._watch.close()
-        self._works.clear()
+        self._out = None
         self._views.clear()
         del self._planes, self._meta, self._sums, self._returned
 
@@ -269,7 +276,7 @@ class Rail:
             returned=self._returned[:total],
         )
 
-    def _start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
         """Send what is for each other host, and receive what it has for this one.
 
         pairs: what is sent and where it arrives, bytes `[hosts, n]`. Where both are one tensor, all
@@ -287,33 +294,28 @@ class Rail:
         self._exchanges += 1
         if self._watch is not None:
             self._watch.begin()
-        self._whom = whom
+        limit = self._first_timeout if self._exchanges <= 2 else self._timeout
         try:
-            self._works = dist.batch_isend_irecv(ops)
+            return Pending(dist.batch_isend_irecv(ops), whom, limit)
         except RuntimeError as error:
             raise self._fail(self._broken(f"one of {self._names(self._others)}", error)) from error
 
-    def _finish(self) -> None:
+    def _finish(self, pending: Pending) -> None:
         """Wait for what was started: on CPUs in this thread, on GPUs in the stream."""
         self.raise_if_failed()
-        works, self._works = self._works, []
         if self._watch is not None:
-            for work in works:
+            for work in pending.works:
                 work.wait()
             self._watch.end()
             return
-        limit = self._limit()
-        deadline = time.monotonic() + limit
-        for work, host in zip(works, self._whom, strict=True):
+        deadline = time.monotonic() + pending.limit
+        for work, host in zip(pending.works, pending.whom, strict=True):
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
                 late = time.monotonic() >= deadline
-                text = self._overdue([host]) if late else self._broken(self._names([host]), error)
-                raise self._fail(text) from error
-
-    def _limit(self) -> float:
-        return self._first_timeout if self._exchanges <= 2 else self._timeout
+                text = self._broken(self._names([host]), error)
+                raise self._fail(self._overdue([host], pending.limit) if late else text) from error
 
     def _fail(self, text: str) -> RailFailed:
         """From now on every call raises this; whom this rank exchanges with learns it at once."""
@@ -328,13 +330,15 @@ class Rail:
 
     def _late(self) -> None:
         """An exchange on the GPU is overdue: its kernels end by the abort."""
-        self._fail(self._overdue(self._others))
+        first = self._exchanges <= 2
+        limit = self._first_timeout if first else self._timeout
+        self._fail(self._overdue(self._others, limit))
 
-    def _overdue(self, hosts: Sequence[int]) -> str:
-        option = "first_timeout" if self._exchanges <= 2 else "timeout"
+    def _overdue(self, hosts: Sequence[int], limit: float) -> str:
+        option = "timeout" if limit == self._timeout else "first_timeout"
         return (
             f"rank {self._group.rank}: the rows to or from {self._names(hosts)} did not arrive "
-            f"within {self._limit():g} s. The host or the link is gone, or it was slower than the "
+            f"within {limit:g} s. The host or the link is gone, or it was slower than the "
             f"deadline or did not make this call; raise {option}= if it was only slow, then make a "
             "new group."
         )
