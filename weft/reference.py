@@ -214,6 +214,7 @@ def moe_layer(
     weigh_input: bool = False,
     shared: torch.Tensor | None = None,
     placement: Placement | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """float32 `[tokens, hidden]`: `sum over k of weight[k] * expert[ids[k]](x) + shared`.
 
@@ -224,6 +225,7 @@ def moe_layer(
     weigh_input: weights multiply the experts' inputs, not their results.
     shared: `[tokens, hidden]`, what a shared expert made of x, or None.
     placement: round each rank's sum to x's dtype, as it goes over the wire; None: round nothing.
+    hosts: with a placement, the ranks of each host: round each host's sum of these, too.
 
         h = x @ gate_up[e].T + gate_up_bias[e];  y = gating(gate(h), up(h)) @ down[e].T + down_bias
 
@@ -246,6 +248,9 @@ def moe_layer(
     if placement is not None:
         sums = sums.to(x.dtype).float()
     total = torch.zeros_like(sums[0])
-    for rank in range(ranks):
-        total = total + sums[rank]
+    for each in [range(ranks)] if hosts is None else hosts:
+        part = torch.zeros_like(total)
+        for rank in each:
+            part = part + sums[rank]
+        total = total + (part if hosts is None or len(hosts) == 1 else part.to(x.dtype).float())
     return total if shared is None else total + shared.float()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from weft.errors import RailFailed
 from weft.fp8 import dequantize, quantize
+from weft.hosts.cause import FirstCause
 from weft.hosts.config import Span
 from weft.hosts.watch import Watch
 from weft.memory import Group
@@ -101,6 +102,7 @@ class Rail:
         self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
         self._failed: RailFailed | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
+        self._first_cause = FirstCause(group)
         self._allocate()
         self._watch: Watch | None = None
         if self._device.type == "cuda":
@@ -320,6 +322,7 @@ class Rail:
     def _fail(self, text: str) -> RailFailed:
         """From now on every call raises this; whom this rank exchanges with learns it at once."""
         self._failed = RailFailed(text)
+        self._first_cause.tell(text)
         abort = getattr(self._group.rail._get_backend(self._device), "abort", None)
         if abort is not None:
             abort()
@@ -344,7 +347,9 @@ class Rail:
         )
 
     def _broken(self, whom: str, error: Exception) -> str:
-        said = " ".join(str(error).split())
+        first, said = self._first_cause.ask(), " ".join(str(error).split())
+        if first:
+            return f"rank {self._group.rank}: {whom} left. What came first: {first}"
         return (
             f"rank {self._group.rank}: the connection to {whom} broke: that rank died, or left "
             f"after an error that it names itself. Make a new group. ({said})"

@@ -173,12 +173,13 @@ class Group:
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
         over_torch = TorchControl(group)
-        ranks, names = by_host(over_torch.gather("Group.from_torch", whereabouts(), timeout))
+        said = over_torch.gather("Group.from_torch", whereabouts(), timeout)
+        ranks, names = by_host(said)
         if len(ranks) > 1:
             made = cls(
                 over_torch, rank=rank, size=size, device=where, timeout=timeout, process_group=group
             )
-            made._find_hosts(ranks, names)
+            made._find_hosts(ranks, names, said[0]["token"])
             return made
         peers = Peers()
 
@@ -190,7 +191,9 @@ class Group:
             control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
         )
 
-    def _find_hosts(self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...]) -> None:
+    def _find_hosts(
+        self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], token: str
+    ) -> None:
         """Meet the ranks of this host, and open the rail. Collective over all hosts."""
         whole, timeout = self.process_group(), self.timeout
 
@@ -198,7 +201,7 @@ class Group:
             shared, rail = open_process_groups(whole, ranks, self.rank, timeout)
             local = Group.from_torch(shared, device=self.device, timeout=timeout)
             index = next(i for i, each in enumerate(ranks) if self.rank in each)
-            return Hosts(ranks, names, index, local, rail)
+            return Hosts(ranks, names, index, local, rail, token)
 
         self._hosts = self.together(meet_on_host, doing="meeting on each host")
 
@@ -228,6 +231,11 @@ class Group:
         if self._hosts is None:
             raise InvalidArgument("this group is on one host, and has no rail to another")
         return self._hosts.rail
+
+    @property
+    def token(self) -> str:
+        """Of a group of several hosts, a word that no other one has."""
+        return "" if self._hosts is None else self._hosts.token
 
     def _host_name(self, host: int) -> str:
         """A host as errors name it."""

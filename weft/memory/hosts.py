@@ -7,6 +7,7 @@ one host unless they are told apart. Everything travels through the process grou
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,7 @@ class Hosts:
     ranks: of each host, ascending; hosts in the order of their first ranks.   names: host names.
     index: this rank's host.   local: the group of this host.
     rail: the process group of the ranks that have this one's place on each host, by host.
+    token: a word that no other group has, equal on all ranks.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -38,6 +40,7 @@ class Hosts:
     index: int
     local: Group
     rail: dist.ProcessGroup
+    token: str
 
     def close(self, why: str | None) -> None:
         """Leave the group of this host, then break the rail: who waits for this rank is told."""
@@ -51,7 +54,12 @@ def whereabouts() -> dict[str, JSON]:
     """The host of this process: by its boot, because containers have host names of their own."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
-    return {"host": socket.gethostname(), "boot": boot, "part": os.environ.get(HOST, "")}
+    return {
+        "host": socket.gethostname(),
+        "boot": boot,
+        "part": os.environ.get(HOST, ""),
+        "token": secrets.token_hex(8),
+    }
 
 
 def by_host(said: list[Any]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -62,7 +70,7 @@ def by_host(said: list[Any]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ..
     found: dict[tuple[str, str], list[int]] = {}
     names: dict[tuple[str, str], str] = {}
     for rank, each in enumerate(said):
-        keys = ("host", "boot", "part")
+        keys = ("host", "boot", "part", "token")
         if not isinstance(each, dict) or not all(isinstance(each.get(k), str) for k in keys):
             raise RendezvousFailed(
                 f"rank {rank} was to send where it runs and sent {each!r:.200}: every rank must "
