@@ -23,7 +23,9 @@ def on_hosts(
     of_rank = [r * hosts // group.size for r in range(group.size)] if type(hosts) is int else hosts
     assert isinstance(of_rank, list)
     os.environ["WEFT_HOST"] = f"host-{of_rank[group.rank]}"
-    with weft.Group.from_torch(group.process_group(), device="cpu", timeout=600.0) as spanning:
+    with weft.Group.from_torch(
+        group.process_group(), device=group.device, timeout=600.0
+    ) as spanning:
         assert spanning.hosts == len(set(of_rank))
         return body(spanning, *args)
 
@@ -91,7 +93,8 @@ def play(
         out = a2a.combine_recv(add=more)
     else:
         out = a2a.combine(y, add=more)
-    ids = torch.where(torch.arange(len(ids))[:, None] < sent[group.rank], ids, -1)
+    counts = torch.arange(len(ids), device=device)[:, None] < sent[group.rank]
+    ids = torch.where(counts, ids, -1)
     wanted = reference.identity_round_trip(
         x,
         ids,

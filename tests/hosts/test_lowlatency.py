@@ -19,7 +19,7 @@ Way = dict[str, Any]
 
 def answers(rows: torch.Tensor, experts: tuple[int, ...]) -> torch.Tensor:
     """What expert e makes of its rows `[experts, ...]`: (e + 1) / 8 times them."""
-    factors = torch.tensor(experts, dtype=torch.float32).add(1).div(8)
+    factors = torch.tensor(experts, dtype=torch.float32, device=rows.device).add(1).div(8)
     return (rows.float() * factors.view(-1, *[1] * (rows.dim() - 1))).bfloat16()
 
 
@@ -73,7 +73,7 @@ def combined(low: weft.LowLatencyAllToAll, round_: tuple[Any, ...], case: Round,
         numbers = weft.reference.dequantize(numbers, scales).bfloat16()
     every = answers(numbers.expand(case.experts, *x.shape), tuple(range(case.experts)))
     chosen = torch.where(ids >= 0, ids, 0).long()
-    rows = every[chosen, torch.arange(len(x))[:, None]]
+    rows = every[chosen, torch.arange(len(x), device=x.device)[:, None]]
     want = reference.combine(
         rows,
         ids,

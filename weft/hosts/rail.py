@@ -27,6 +27,7 @@ from weft.hosts.config import Span
 from weft.hosts.watch import Watch
 from weft.memory import Group
 from weft.memory.header import ErrorRecord
+from weft.memory.hosts import break_rail
 from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 
 MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
@@ -105,9 +106,11 @@ class Rail:
         self._first_cause = FirstCause(group)
         self._allocate()
         self._watch: Watch | None = None
+        self._first = 2  # exchanges: those of the first round, whose peers may still compile
         if self._device.type == "cuda":
+            self._first = 3
             limits = {"timeout": timeout, "first_timeout": first_timeout}
-            self._watch = Watch(self._device, self._late, **limits)
+            self._watch = Watch(self._device, self._late, first=self._first, **limits)
             # NCCL connects two ranks at their first message, which no graph can capture.
             self._finish(self._start(self._slots(span.max_tokens).out))
 
@@ -296,9 +299,8 @@ class Rail:
         self._exchanges += 1
         if self._watch is not None:
             self._watch.begin()
-        limit = self._first_timeout if self._exchanges <= 2 else self._timeout
         try:
-            return Pending(dist.batch_isend_irecv(ops), whom, limit)
+            return Pending(dist.batch_isend_irecv(ops), whom, self._limit)
         except RuntimeError as error:
             raise self._fail(self._broken(f"one of {self._names(self._others)}", error)) from error
 
@@ -323,9 +325,7 @@ class Rail:
         """From now on every call raises this; whom this rank exchanges with learns it at once."""
         self._failed = RailFailed(text)
         self._first_cause.tell(text)
-        abort = getattr(self._group.rail._get_backend(self._device), "abort", None)
-        if abort is not None:
-            abort()
+        break_rail(self._group.rail)
         on_failure = self._on_failure()
         if on_failure is not None:
             on_failure(self._failed)
@@ -333,9 +333,12 @@ class Rail:
 
     def _late(self) -> None:
         """An exchange on the GPU is overdue: its kernels end by the abort."""
-        first = self._exchanges <= 2
-        limit = self._first_timeout if first else self._timeout
-        self._fail(self._overdue(self._others, limit))
+        self._fail(self._overdue(self._others, self._limit))
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that the exchange that was started last may take."""
+        return self._first_timeout if self._exchanges <= self._first else self._timeout
 
     def _overdue(self, hosts: Sequence[int], limit: float) -> str:
         option = "timeout" if limit == self._timeout else "first_timeout"

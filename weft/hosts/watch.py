@@ -19,7 +19,8 @@ INTERVAL = 0.05  # seconds between two looks: what a deadline may be late by
 class Watch:
     """Calls `late`, once, when an exchange lasts longer than its limit.
 
-    late: a bound method, held weakly.   timeout, first_timeout: seconds, of the first exchange too.
+    late: a bound method, held weakly.   timeout, first_timeout: seconds; the second of the `first`
+    exchanges.
     """
 
     def __init__(
@@ -29,14 +30,14 @@ class Watch:
         *,
         timeout: float,
         first_timeout: float,
+        first: int,
     ) -> None:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # begun, ended
         self._seen = torch.zeros(2, dtype=torch.int64).pin_memory()
-        self._limits = timeout, first_timeout
         self._stop = threading.Event()
         run = threading.Thread(
             target=_look,
-            args=(self._seen, weakref.WeakMethod(late), self._limits, self._stop),
+            args=(self._seen, weakref.WeakMethod(late), timeout, first_timeout, first, self._stop),
             name="weft-rail",
             daemon=True,
         )
@@ -63,7 +64,9 @@ class Watch:
 def _look(
     seen: torch.Tensor,
     late: weakref.WeakMethod[Callable[[], None]],
-    limits: tuple[float, float],
+    timeout: float,
+    first_timeout: float,
+    first: int,
     stop: threading.Event,
 ) -> None:
     under_way, since = 0, 0.0
@@ -72,7 +75,7 @@ def _look(
         now = time.monotonic()
         if begun != under_way:
             under_way, since = begun, now
-        elif ended < begun and now - since > limits[begun == 1]:
+        elif ended < begun and now - since > (first_timeout if begun <= first else timeout):
             found = late()
             if found is not None:
                 found()

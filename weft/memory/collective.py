@@ -167,22 +167,6 @@ def _message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def destroy(process_group: dist.ProcessGroup) -> None:
-    """Destroy a process group without waiting for a peer longer than 5 s."""
-    if not dist.is_initialized():
-        return  # the caller has destroyed them all
-    # NCCL may wait for work that a dead peer will never finish.
-    thread = threading.Thread(target=dist.destroy_process_group, args=(process_group,), daemon=True)
-    thread.start()
-    thread.join(_DESTROY_SECONDS)
-    if thread.is_alive():
-        warnings.warn(
-            f"torch.distributed did not end within {_DESTROY_SECONDS:g} s; end the process",
-            ResourceWarning,
-            stacklevel=3,
-        )
-
-
 class OwnProcessGroup:
     """The torch group of ranks that weft started or found itself: the default group of the process.
 
@@ -222,7 +206,16 @@ class OwnProcessGroup:
         """Give the group up without waiting for a peer longer than 5 s."""
         if os.getpid() != self._owner or dist.group.WORLD is not self.process_group:
             return  # a forked child's copy, or the caller has destroyed it
-        destroy(self.process_group)
+        # NCCL may wait for work that a dead peer will never finish.
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(_DESTROY_SECONDS)
+        if thread.is_alive():
+            warnings.warn(
+                f"torch.distributed did not end within {_DESTROY_SECONDS:g} s; end the process",
+                ResourceWarning,
+                stacklevel=3,
+            )
 
 
 def _backend(device: torch.device, gather: Callable[[JSON], list[Any]]) -> str:

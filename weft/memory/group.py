@@ -173,13 +173,13 @@ class Group:
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
         over_torch = TorchControl(group)
-        said = over_torch.gather("Group.from_torch", whereabouts(), timeout)
+        said = over_torch.gather("Group.from_torch", whereabouts(group), timeout)
         ranks, names = by_host(said)
         if len(ranks) > 1:
             made = cls(
                 over_torch, rank=rank, size=size, device=where, timeout=timeout, process_group=group
             )
-            made._find_hosts(ranks, names, said[0]["token"])
+            made._find_hosts(ranks, names, said)
             return made
         peers = Peers()
 
@@ -192,16 +192,17 @@ class Group:
         )
 
     def _find_hosts(
-        self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], token: str
+        self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], said: list[Any]
     ) -> None:
         """Meet the ranks of this host, and open the rail. Collective over all hosts."""
         whole, timeout = self.process_group(), self.timeout
 
         def meet_on_host() -> Hosts:
-            shared, rail = open_process_groups(whole, ranks, self.rank, timeout)
+            gpus = self.device.type == "cuda"
+            shared, rail = open_process_groups(whole, ranks, self.rank, said, timeout, gpus=gpus)
             local = Group.from_torch(shared, device=self.device, timeout=timeout)
             index = next(i for i, each in enumerate(ranks) if self.rank in each)
-            return Hosts(ranks, names, index, local, rail, token)
+            return Hosts(ranks, names, index, local, rail, said[0]["token"])
 
         self._hosts = self.together(meet_on_host, doing="meeting on each host")
 

@@ -6,17 +6,19 @@ one host unless they are told apart. Everything travels through the process grou
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
 from weft.errors import RendezvousFailed
-from weft.memory.collective import destroy
 from weft.memory.wire import JSON, text_of
 
 if TYPE_CHECKING:
@@ -43,15 +45,43 @@ class Hosts:
     token: str
 
     def close(self, why: str | None) -> None:
-        """Leave the group of this host, then break the rail: who waits for this rank is told."""
-        shared = self.local.process_group()
+        """Leave the group of this host; for an error, break the rail: who waits there is told."""
         self.local._leave(why)
-        destroy(self.rail)
-        destroy(shared)
+        if why is not None:
+            break_rail(self.rail)
 
 
-def whereabouts() -> dict[str, JSON]:
-    """The host of this process: by its boot, because containers have host names of their own."""
+@dataclass(slots=True)
+class _Opened:
+    """The process groups that a process group has for its hosts, for all weft groups made of it.
+
+    Torch takes the name of one that was destroyed again, and then reads the old one's addresses, so
+    none is destroyed before the caller destroys all.
+    """
+
+    serial: int
+    ranks: tuple[tuple[int, ...], ...]
+    shared: dist.ProcessGroup
+    rail: dist.ProcessGroup
+
+
+_opened: WeakKeyDictionary[dist.ProcessGroup, _Opened] = WeakKeyDictionary()
+_broken: WeakSet[dist.ProcessGroup] = WeakSet()  # rails that no exchange can use again
+
+
+def break_rail(rail: dist.ProcessGroup) -> None:
+    """End what runs on a rail, and let the ranks that wait there know at once."""
+    _broken.add(rail)
+    for device in rail._device_types:
+        rail._get_backend(device).abort()
+
+
+def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
+    """The host of this process: by its boot, because containers have host names of their own.
+
+    rails: the number of the process groups that it has for the hosts of `whole`; 0 for none.
+    """
+    found = _opened.get(whole)
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return {
@@ -59,6 +89,7 @@ def whereabouts() -> dict[str, JSON]:
         "boot": boot,
         "part": os.environ.get(HOST, ""),
         "token": secrets.token_hex(8),
+        "rails": 0 if found is None or found.rail in _broken else found.serial,
     }
 
 
@@ -92,18 +123,52 @@ def by_host(said: list[Any]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ..
 
 
 def open_process_groups(
-    whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...], rank: int, timeout: float
+    whole: dist.ProcessGroup,
+    ranks: tuple[tuple[int, ...], ...],
+    rank: int,
+    said: list[Any],
+    timeout: float,
+    *,
+    gpus: bool,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The process groups of this rank's host, and of its rail. Collective. Raises RuntimeError."""
+    """The process groups of this rank's host, and of its rail. Collective. Raises RuntimeError.
+
+    said: every rank's `whereabouts`. What all of them still have is used again.
+    """
+    serials = [each["rails"] for each in said]
+    found = _opened.get(whole)
+    if found is not None and found.ranks == ranks and set(serials) == {found.serial}:
+        return found.shared, found.rail
     world = dist.get_process_group_ranks(whole)
     host = next(each for each in ranks if rank in each)
     place = host.index(rank)
     limit = timedelta(seconds=timeout)
 
-    def group(members: tuple[int, ...]) -> dist.ProcessGroup:
+    def group(members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         # Made by its members alone: the process group need not be the whole world.
         return dist.new_group(  # type: ignore[no-any-return]
-            [world[r] for r in members], timeout=limit, use_local_synchronization=True
+            [world[r] for r in members],
+            timeout=limit,
+            backend=backend,
+            use_local_synchronization=True,
         )
 
-    return group(host), group(tuple(each[place] for each in ranks))
+    shared = group(host)
+    with _errors_are_weft_s():
+        rail = group([each[place] for each in ranks], "nccl" if gpus else "gloo")
+    _opened[whole] = _Opened(1 + max(serials), ranks, shared, rail)
+    return shared, rail
+
+
+@contextlib.contextmanager
+def _errors_are_weft_s() -> Iterator[None]:
+    """NCCL's watchdog would end the process where weft raises an error; unless the user chose."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)

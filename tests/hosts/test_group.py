@@ -1,0 +1,75 @@
+"""What else a group of several hosts refuses, and what it gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch.distributed as dist
+
+import weft
+from tests.hosts.spanning import on_hosts, play
+from tests.rounds import Round
+from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
+
+
+def refused(group: weft.Group) -> None:
+    with pytest.raises(InvalidArgument, match=r"all-reduce of a group of 2 hosts.*group\.local"):
+        weft.AllReduce(group, max_tokens=4, hidden=64)
+    with weft.AllReduce(group.local, max_tokens=4, hidden=64):
+        pass
+    with pytest.raises(InvalidArgument, match="no rail"):
+        _ = group.local.rail
+
+
+def test_an_all_reduce_is_of_one_host(ranks):
+    ranks(4, "cpu")(on_hosts, 2, refused)
+
+
+def fails_on_one_host(group: weft.Group) -> None:
+    """What one host cannot make, no host has; the next one is made as if nothing had been."""
+    case = Round(tokens=(5, 0, 8, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+    options = {"num_sms": 3} if group.rank == 2 else {}
+    with pytest.raises(CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"):
+        weft.AllToAll(group, hidden=case.hidden, **sizes, **options)  # type: ignore[arg-type]
+    with weft.AllToAll(group, hidden=case.hidden, **sizes) as a2a:  # type: ignore[arg-type]
+        play(a2a, case)
+        members = [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
+        assert members == []
+    with pytest.raises(OutOfOrder, match="closed"):
+        a2a.check()
+
+
+def test_an_operator_is_made_on_all_hosts_or_on_none(ranks):
+    ranks(4, "cpu")(on_hosts, 2, fails_on_one_host)
+
+
+def one_round(group: weft.Group) -> int:
+    """A round, and how many process groups torch has."""
+    case = Round(tokens=(5, 0, 8, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+    with weft.AllToAll(group, hidden=case.hidden, **sizes) as a2a:  # type: ignore[arg-type]
+        play(a2a, case)
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def left_with_an_error(group: weft.Group) -> None:
+    if group.rank == 1:
+        raise ZeroDivisionError
+    group.local.barrier() if group.host == 0 else None
+
+
+def again_and_again(group: weft.Group) -> list[int]:
+    """Groups of the same ranks, one of which a rank leaves with an error."""
+    counts = [on_hosts(group, 2, one_round) for _ in range(3)]
+    with contextlib.suppress(ZeroDivisionError, RendezvousFailed):
+        on_hosts(group, 2, left_with_an_error)
+    return [*counts, on_hosts(group, 2, one_round)]
+
+
+def test_later_groups_of_the_same_hosts_use_the_same_process_groups(ranks):
+    for first, *same, fresh in ranks(4, "cpu")(again_and_again):
+        assert same == [first, first]
+        assert fresh == first + 2, "a rail that was broken is not used again"
