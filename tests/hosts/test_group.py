@@ -11,12 +11,19 @@ import torch.distributed as dist
 import weft
 from tests.hosts.spanning import on_hosts, play
 from tests.rounds import Round
+from weft.compat.deep_ep import Buffer
+from weft.compat.ranks import RankPlace, lease_group
 from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
 
 
 def refused(group: weft.Group) -> None:
-    with pytest.raises(InvalidArgument, match=r"all-reduce of a group of 2 hosts.*group\.local"):
+    words = r"takes ranks of one host, and these are on 2: pass group\.local"
+    with pytest.raises(InvalidArgument, match=f"an all-reduce {words}"):
         weft.AllReduce(group, max_tokens=4, hidden=64)
+    with pytest.raises(InvalidArgument, match=f"Buffer {words}"):
+        Buffer(group, low_latency_mode=True)
+    with pytest.raises(InvalidArgument, match=f"this workspace {words}"):
+        lease_group(RankPlace(group.rank, group.size), None, group)
     with weft.AllReduce(group.local, max_tokens=4, hidden=64):
         pass
     with pytest.raises(InvalidArgument, match="no rail"):

@@ -90,11 +90,7 @@ class AllReduce(Operator):
 
         def prepare() -> tuple[ReduceConfig, Kernels]:
             flags(programmatic_launch=programmatic_launch)
-            if group.hosts > 1:
-                raise InvalidArgument(
-                    f"an all-reduce of a group of {group.hosts} hosts: its ranks share memory; "
-                    "pass group.local for the sum of each host, or use torch.distributed"
-                )
+            group.one_host("an all-reduce")
             self.backends = _checked_backends(backends, one_of("missing", missing, MISSING))
             config = ReduceConfig.of(
                 ranks=group.size,

@@ -58,6 +58,12 @@ class Span:
         """32-bit words that go with `rows` rows: their number, statistics, ids and weights."""
         return 1 + self.stats + 2 * rows * self.top_k
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of ordinary memory that the exchange of one rank takes."""
+        out = sum(self.row_bytes) + 16 * self.top_k
+        return self.hosts * self.max_tokens * (out + 2 * self.hidden * self.dtype.itemsize)
+
     def rail_bytes(self, rows: int) -> tuple[int, int]:
         """Bytes that a rank sends to each other host, out and home, in a call with `rows` rows."""
         item = self.dtype.itemsize

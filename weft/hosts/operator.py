@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weft.hosts.config import Span
 from weft.hosts.rail import Rail
 from weft.memory.header import ErrorRecord
@@ -30,6 +32,9 @@ class AcrossHosts(Operator):
         except BaseException:
             self.close()
             raise
+
+    def _own_bytes(self, config: Any) -> int:
+        return 0 if config.span is None else int(config.span.bytes)
 
     def check(self) -> None:
         super().check()

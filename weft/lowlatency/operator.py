@@ -526,7 +526,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     # The share's first contents, and this rank's own memory.
 
     def _own_bytes(self, config: LowLatencyConfig) -> int:
-        return config.memory.ordinary
+        return super()._own_bytes(config) + config.memory.ordinary
 
     def _start_anew(self) -> None:
         self._sent = self._returned = None

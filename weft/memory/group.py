@@ -233,6 +233,15 @@ class Group:
             raise InvalidArgument("this group is on one host, and has no rail to another")
         return self._hosts.rail
 
+    def one_host(self, what: str) -> Group:
+        """This group. Raises InvalidArgument where it has several hosts: `what` serves one."""
+        if self.hosts > 1:
+            raise InvalidArgument(
+                f"{what} takes ranks of one host, and these are on {self.hosts}: pass group.local, "
+                "or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, which serve several"
+            )
+        return self
+
     @property
     def token(self) -> str:
         """Of a group of several hosts, a word that no other one has."""
