@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import on_hosts, play
+from tests.hosts.spanning import campaign, on_hosts, play
 from tests.rounds import Round, bits
 from weft import reference
 from weft.errors import (
@@ -84,8 +84,14 @@ CASES = {
 
 
 ALIKE = {(len(case.round.tokens), str(case.hosts)): case.hosts for case in CASES.values()}
+SHORT = ("pull", "fp8", "halves", "statistics")
 
 
+def test_two_hosts_meet_the_reference(ranks):
+    ranks(4, "cpu")(on_hosts, 2, rounds, *(CASES[name] for name in SHORT))
+
+
+@campaign
 @pytest.mark.parametrize(("count", "hosts"), ALIKE)
 def test_hosts_meet_the_reference(ranks, count, hosts):
     """Cases of as many ranks on the same hosts share a launch, which takes longer than they do."""
@@ -114,6 +120,7 @@ def payloads(group: weft.Group) -> None:
         a2a.combine()
 
 
+@campaign
 def test_payloads_cross_hosts_as_they_are(ranks):
     ranks(4, "cpu")(on_hosts, 2, payloads)
 
@@ -139,6 +146,7 @@ def grouped(group: weft.Group, combine: str) -> None:
         groups.close()
 
 
+@campaign
 @pytest.mark.parametrize("combine", ["push", "gemm_push"])
 def test_rows_by_expert_go_home(ranks, combine):
     ranks(4, "cpu")(on_hosts, 2, grouped, combine)
@@ -228,6 +236,7 @@ def as_one_host(group: weft.Group) -> bytes:
     return bits(out).numpy().tobytes()
 
 
+@campaign
 def test_one_rank_a_host_sums_as_one_host_does(ranks):
     """With one rank a host the order of hosts is that of ranks, and float32 is not rounded."""
     one = ranks(4, "cpu")(as_one_host)

@@ -8,7 +8,8 @@ import pytest
 
 import weft
 from tests.hosts.network import Network
-from tests.hosts.test_faults import campaign, needs_links
+from tests.hosts.spanning import campaign
+from tests.hosts.test_faults import needs_links
 from tests.rounds import Round
 
 TOKENS, HIDDEN, MANY, FEW = 256, 2048, 22, 2

@@ -10,14 +10,12 @@ import pytest
 
 import weft
 from tests.hosts.network import Network, allowed
-from tests.hosts.spanning import play
-from tests.recorded import reads
+from tests.hosts.spanning import campaign, play
 from tests.rounds import Round
 from weft.errors import GroupError
 
 TIMEOUT = 2.0
 SLACK = 4.0  # of a busy machine, beyond the deadline
-campaign = reads("weft/hosts/*.py", "weft/alltoall/*", "weft/runtime/*.py", "weft/memory/*.py")
 needs_links = pytest.mark.skipif(
     not allowed(), reason="no network namespaces here, and the loopback cannot be cut"
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import on_hosts
+from tests.hosts.spanning import campaign, on_hosts
 from tests.moe.layers import CONFIGS, Case, bound
 from weft.errors import InvalidArgument
 from weft.moe import balance
@@ -44,6 +44,7 @@ def layers(group: weft.Group) -> dict[str, tuple[float, float]]:
     return found
 
 
+@campaign
 def test_layers_meet_the_reference(ranks):
     for found in ranks(4, "cpu")(on_hosts, 2, layers):
         for name, (off, most) in found.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import on_hosts
+from tests.hosts.spanning import campaign, on_hosts
 from tests.rounds import Round, bits
 from weft.errors import BadExpertId, InvalidArgument
 from weft.lowlatency import reference
@@ -111,6 +111,7 @@ def rounds(group: weft.Group) -> None:
             low.check()
 
 
+@campaign
 def test_hosts_meet_the_reference(ranks):
     ranks(4, "cpu")(on_hosts, 2, rounds)
 
