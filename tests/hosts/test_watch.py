@@ -24,11 +24,13 @@ class Exchange:
         self.late_at = time.monotonic()
 
 
-def watched(exchange: Exchange, *, first: int = 1) -> tuple[torch.Tensor, threading.Thread, Any]:
+def watched(
+    exchange: Exchange, *, first: int = 1, later: float = LATER
+) -> tuple[torch.Tensor, threading.Thread, Any]:
     """Counts, the thread that looks at them, and what ends it."""
     seen, stop = torch.zeros(2, dtype=torch.int64), threading.Event()
     late = weakref.WeakMethod(exchange.late)
-    thread = threading.Thread(target=_look, args=(seen, late, LATER, FIRST, first, stop))
+    thread = threading.Thread(target=_look, args=(seen, late, later, FIRST, first, stop))
     thread.start()
     return seen, thread, stop
 
@@ -50,13 +52,12 @@ def test_an_exchange_that_lasts_is_late_once():
 
 def test_exchanges_that_end_are_not_late():
     exchange = Exchange()
-    seen, thread, stop = watched(exchange, first=0)
-    until = time.monotonic() + 3 * LATER
+    seen, thread, stop = watched(exchange, first=0, later=4.0)
+    until = time.monotonic() + 6.0
     while time.monotonic() < until:  # each on its way for less than the limit
         seen[0] += 1
         time.sleep(0.02)
         seen[1] += 1
-    time.sleep(2 * LATER)
     assert exchange.late_at is None
     stop.set()
     thread.join(20.0)
