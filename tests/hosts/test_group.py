@@ -13,7 +13,7 @@ from tests.hosts.spanning import on_hosts, play
 from tests.rounds import Round
 from weft.compat.deep_ep import Buffer
 from weft.compat.ranks import RankPlace, lease_group
-from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RailFailed, RendezvousFailed
 
 
 def refused(group: weft.Group) -> None:
@@ -51,6 +51,24 @@ def fails_on_one_host(group: weft.Group) -> None:
 
 def test_an_operator_is_made_on_all_hosts_or_on_none(ranks):
     ranks(4, "cpu")(on_hosts, 2, fails_on_one_host)
+
+
+def other_rows(group: weft.Group) -> str:
+    """One host's ranks make a call with other rows than the other's."""
+    case = Round(tokens=(2, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts, "hidden": 64}
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    with weft.AllToAll(group, timeout=1.0, first_timeout=1.0, **sizes) as a2a:  # type: ignore[arg-type]
+        with pytest.raises(RailFailed) as told:
+            a2a.dispatch(x, ids, weights, rows=4 + group.host)
+        with pytest.raises(RailFailed):
+            a2a.dispatch(x, ids, weights)
+    return str(told.value)
+
+
+def test_unequal_rows_are_an_error_in_time(ranks):
+    said = ranks(2, "cpu")(on_hosts, 2, other_rows)
+    assert any("made it with other rows" in text for text in said)
 
 
 def one_round(group: weft.Group) -> int:

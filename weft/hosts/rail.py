@@ -292,9 +292,10 @@ class Rail:
         for host in self._others:
             peer = self._peers[host]
             for mine, theirs in pairs:
-                sent = mine[self._own if mine is theirs else host]
-                ops.append(dist.P2POp(dist.isend, sent, peer, self._group.rail))
-                ops.append(dist.P2POp(dist.irecv, theirs[host], peer, self._group.rail))
+                sent, came = mine[self._own if mine is theirs else host], theirs[host]
+                # The tag is the size: gloo ends a process that gets more than it waits for.
+                how = (peer, self._group.rail, len(sent))
+                ops += [dist.P2POp(dist.isend, sent, *how), dist.P2POp(dist.irecv, came, *how)]
                 whom += [host, host]
         self._exchanges += 1
         if self._watch is not None:
@@ -345,8 +346,8 @@ class Rail:
         return (
             f"rank {self._group.rank}: the rows to or from {self._names(hosts)} did not arrive "
             f"within {limit:g} s. The host or the link is gone, or it was slower than the "
-            f"deadline or did not make this call; raise {option}= if it was only slow, then make a "
-            "new group."
+            f"deadline, did not make this call or made it with other rows; raise {option}= if it "
+            "was only slow, then make a new group."
         )
 
     def _broken(self, whom: str, error: Exception) -> str:
