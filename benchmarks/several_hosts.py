@@ -7,6 +7,9 @@ timed in turn in one run:
     bare        two all_to_all_single of the bytes that the round sends between hosts
     all_gather  dispatch by all-gather, combine by reduce-scatter, over all ranks
 
+`load` is the machine's load average after each. Ranks spin while they wait on their host, so figures
+are worth something only where it is about the number of cores.
+
 Usage: python benchmarks/several_hosts.py OUT.json [--rate 1gbit] [--rounds 10]
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import statistics
 import sys
 import time
@@ -99,8 +103,9 @@ def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
             before = network.sent(0)
             times = network.run(RANKS, f"{MODULE}:measure", which, rounds)[0]
             each = (network.sent(0) - before) / (1 + rounds) / RANKS / (hosts - 1)
-            part = found.setdefault(which, {"ms": [], "sent_rows_of_max_tokens": []})
+            part = found.setdefault(which, {"ms": [], "load": [], "sent_rows_of_max_tokens": []})
             part["ms"] += times
+            part["load"].append(os.getloadavg()[0])
             part["sent_rows_of_max_tokens"].append(each / (TOKENS * ROW))
     for which in ("bare", "round", "all_gather"):
         found[which]["median_ms"] = statistics.median(found[which]["ms"])
