@@ -7,8 +7,8 @@ timed in turn in one run:
     bare        two all_to_all_single of the bytes that the round sends between hosts
     all_gather  dispatch by all-gather, combine by reduce-scatter, over all ranks
 
-`load` is the machine's load average after each. Ranks spin while they wait on their host, so figures
-are worth something only where it is about the number of cores.
+`load` is the load average after each. Ranks spin while they wait on their host, so figures
+are worth something only where it is below the number of cores.
 
 Usage: python benchmarks/several_hosts.py OUT.json [--rate 1gbit] [--rounds 10]
 """
