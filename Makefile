@@ -3,6 +3,7 @@
 #   TORCH=...           what pip installs when the interpreter has no torch that sees a GPU, for example
 #                       TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 #   KILL=2              the demo kills this rank while the model writes
+#   HOSTS=2             the demo's ranks count as ranks of so many hosts
 #   PYTEST_ARGS='-k x'  passed on to pytest
 #   JOBS=3              tests at a time: one more than cores, since some wait for a deadline, asleep
 #   WEFT_SKIP_SPIN=1    test without the SPIN model checker
@@ -26,7 +27,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 .DELETE_ON_ERROR:
 
 demo: $(RUNS)
-	$(BIN)/weft demo $(if $(KILL),--kill $(KILL))
+	$(BIN)/weft demo $(if $(KILL),--kill $(KILL)) $(if $(HOSTS),--hosts $(HOSTS))
 
 # The checks run beside the tests, and are heard of only if they fail: pytest's closing line is the last thing to read.
 test: $(READY)

@@ -202,27 +202,6 @@ def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **mo
     return Made(made, call, made.close)
 
 
-def collective(group: weft.Group) -> Made:
-    sizes: dict[str, Any] = {
-        "max_tokens": MOST,
-        "top_k": TOP_K,
-        "num_experts": EXPERTS,
-        "hidden": HIDDEN,
-    }
-    a2a, (x, ids, weights) = weft.CollectiveAllToAll(group, **sizes), tokens(group)
-    count = torch.tensor([3], dtype=torch.int32, device=group.device)
-
-    def call() -> Results:
-        outs: Results = []
-        for num_tokens in (None, count):
-            received = a2a.dispatch(x, ids, weights, num_tokens=num_tokens)
-            y = weft.reference.identity_experts(received, torch.bfloat16)
-            outs += [*copies(received.ids, received.weights), a2a.combine(y)]
-        return outs
-
-    return Made(a2a, call, a2a.close)
-
-
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     """Every public object in every mode, by a name for each."""
     for way in ("pull", "push", "fp8"):
@@ -248,4 +227,3 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
         yield f"MoE {mode} fp8", partial(layer, mode=mode, overlap="gemm_push", fp8=True)
     yield "MoE torch", partial(layer, mode="throughput", overlap="none", gemm="torch")
     yield "MoE auto", partial(layer, mode="throughput", overlap="auto", gemm="auto")
-    yield "CollectiveAllToAll", collective

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +111,6 @@ def sized_alltoall(group: weft.Group) -> None:
     sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **A2A, **WIRES}
     kinds = {name: kind for name, kind in sizes.items() if name != "group"}
     tried(Row(weft.AllToAll.memory_bytes, {"ranks": 2, **SIZES}, kinds))
-    tried(Row(weft.CollectiveAllToAll, {"group": group, **SIZES}, A2A))  # before it needs gloo
     weft.AllToAll(group, **{**SIZES, "max_tokens": np.int64(8)}).close()
 
 
@@ -388,39 +386,6 @@ BODIES: dict[str, Callable[[weft.Group], None]] = {
 @pytest.mark.parametrize("name", BODIES)
 def test_hostile_arguments_are_refused_in_words(ranks, name):
     ranks(2, "threads")(BODIES[name])
-
-
-def called_collective(group: weft.Group) -> None:
-    x, ids, weights = inputs(group)
-    a2a = weft.CollectiveAllToAll(group, **SIZES)
-
-    def whole() -> torch.Tensor:
-        got = a2a.dispatch(x, ids, weights)
-        return a2a.combine(weft.reference.identity_experts(got, x.dtype))
-
-    before = whole()
-    count = torch.tensor([TOKENS], dtype=torch.int32)
-    given = {"x": x, "topk_ids": ids, "topk_weights": weights, "num_tokens": count}
-    none = TENSOR.optional()
-    kinds = {"x": X, "topk_ids": TENSOR, "topk_weights": none, "num_tokens": none}
-    tried(Row(a2a.dispatch, given, kinds))
-    a2a.dispatch(**given)
-    back = {"y": torch.zeros_like(a2a.output()), "out": torch.zeros_like(x), "add": x}
-    tried(Row(a2a.combine, back, dict.fromkeys(back, none)))
-    a2a.combine(**back)
-    a2a.check()
-    assert torch.equal(whole(), before)
-
-
-def test_hostile_arguments_of_the_collective_way_are_refused_in_words(ranks):
-    ranks(1, "cpu")(quietly)
-
-
-def quietly(group: weft.Group) -> None:
-    """A process of its own has no marks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        called_collective(group)
 
 
 def test_a_misspelt_choice_is_answered_with_the_nearest():

@@ -87,7 +87,7 @@ def differing(group: weft.Group, names: list[str], device: str) -> dict[str, lis
 def meet_and_abort(group: weft.Group) -> tuple[list[Any], str]:
     """A group on torch.distributed, and an abort, whose word is a tensor of its own."""
     with defaults("meta", torch.float64):
-        other = weft.Group.from_torch(group.process_group(), shared_memory=False)
+        other = weft.Group.from_torch(group.process_group())
         met = other.all_gather([group.rank, "x" * group.rank])
         other.close()
         made = MODES["AllToAll pull"](group)

@@ -34,10 +34,30 @@ def test_ranks_answer_as_one_process_does():
     assert [len(each.texts) for each in verdict.ranks] == [3, 2]
 
 
+@pytest.mark.slow
+def test_ranks_of_two_hosts_answer_as_one_process_does():
+    pytest.importorskip("transformers", minversion="5.23")
+    verdict = demo.run(2, "cpu", 5, hosts=2)
+    assert verdict.texts == verdict.alone.texts
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(("--hosts", "2", "--ranks", "4", "--kill", "1"), "leave one of the two out"),
+     (("--hosts", "3", "--ranks", "4"), "--hosts is 3 with 4 ranks"),
+     (("--hosts", "5", "--ranks", "4"), "hosts is 5")],
+)  # fmt: skip
+def test_hosts_that_cannot_be_are_refused(weft_command, words, text):
+    pytest.importorskip("transformers", minversion="5.23")
+    code, out, err = weft_command("demo", "--device", "cpu", *words)
+    assert (code, out) == (2, "")
+    assert text in " ".join(err.split())
+
+
 def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23")
     verdict = _verdict()
-    monkeypatch.setattr(demo, "run", lambda ranks, device: verdict)
+    monkeypatch.setattr(demo, "run", lambda ranks, device, hosts: verdict)
     code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu")
     assert (code, err) == (0, "")
     for piece in ("2 ranks (cpu)", ASKED[1].answer, "3 of 3", "right  all texts are identical"):

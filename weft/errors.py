@@ -84,6 +84,10 @@ class PeerLeft(GroupError):
     """A peer raised, or closed, before it made its part of a call; the text says why."""
 
 
+class RailFailed(GroupError):
+    """An exchange with a rank of another host overran its deadline, or its connection broke."""
+
+
 class ExpertsLost(GroupError):
     """No living rank holds some of a layer's experts; the group goes on, the layer does not."""
 

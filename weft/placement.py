@@ -12,9 +12,10 @@ from weft.arguments import instance, integer, integers, refuse
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.memory import Group
-from weft.shape import MAX_RANKS, Shape
+from weft.shape import Shape
 
 MAX_EXPERTS = largest(Shape, "experts")
+MAX_EP_SIZE = 4096  # ranks of all hosts together
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Placement:
         Raises InvalidArgument for sizes that are not positive.
         """
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
-        ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
+        ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
         low, longer = divmod(num_experts, ep_size)
         owners: list[int] = []
         for rank in range(ep_size):
@@ -51,7 +52,7 @@ class Placement:
         Raises InvalidArgument for a wrong length, what is no integer, or a rank outside the group.
         """
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
-        ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
+        ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
         owners = integers("expert_map", expert_map)
         if len(owners) != num_experts:
             raise InvalidArgument(
@@ -78,7 +79,7 @@ class Placement:
 
         Raises InvalidArgument for what is no rank.
         """
-        rank = integer("rank", rank, 0, MAX_RANKS - 1)
+        rank = integer("rank", rank, 0, MAX_EP_SIZE - 1)
         return tuple(e for e, owner in enumerate(self.ranks) if owner == rank)
 
     def table(self, device: torch.device) -> torch.Tensor:
@@ -112,6 +113,15 @@ class Placed:
     def ep_size(self) -> int:
         """Ranks of the group."""
         return self.group.size
+
+    @functools.cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The rank whose tokens slot s of a dispatch holds: s, unless there are several hosts.
+
+        With several, what arrives at this host is ordered by place on the host, then by host: a
+        rank forwards to its own host what came over its rail.
+        """
+        return tuple(rank for rail in zip(*self.group.host_ranks, strict=True) for rank in rail)
 
     @functools.cached_property
     def local_experts(self) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from weft import errors, reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
 from weft.allreduce.operator import AllReduce
 from weft.alltoall.capacity import tokens_per_rank
-from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
@@ -19,7 +18,6 @@ from weft.placement import Placement
 __all__ = [
     "AllReduce",
     "AllToAll",
-    "CollectiveAllToAll",
     "ExpertGroups",
     "ExpertRows",
     "FP8Group",

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from weft.allreduce.reference import allreduce_fused, finalize_moe
 from weft.alltoall.received import Received
+from weft.fp8 import dequantize, quantize
 from weft.placement import Placement
 
 __all__ = [
@@ -95,6 +96,8 @@ def combine(
     *,
     add: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
+    combine_dtype: str | None = None,
 ) -> torch.Tensor:
     """`out[t] = round(sum of float(rows[r][t]) over the ranks r that carry t + float(add[t]))`.
 
@@ -102,13 +105,27 @@ def combine(
     carries: for each rank, bool `[tokens]`: was the token for it? Other rows are not read.
 
     The sum is in fp32, from +0 and in rank order, then `add`, then one rounding to nearest even.
+
+    hosts: the ranks of each host (`Group.host_ranks`), where there are several: first each host
+        sums over its own ranks and rounds to dtype, or, with combine_dtype="fp8", to what FP8 reads
+        back as; the sum of these is in the order of hosts.
     """
+    result = dtype or rows[0].dtype
+    if hosts is not None and len(hosts) > 1:
+        parts = []
+        for ranks in hosts:
+            own = [rows[rank] for rank in ranks], [carries[rank] for rank in ranks]
+            part = combine(*own, dtype=result)
+            fp8 = combine_dtype == "fp8"
+            parts.append(dequantize(*quantize(part, "fp8")) if fp8 else part)
+        every = torch.ones_like(carries[0])  # a host that has nothing of a token adds 0
+        return combine(parts, [every] * len(parts), add=add, dtype=result)
     total = torch.zeros(rows[0].shape, dtype=torch.float32, device=rows[0].device)
     for row, carried in zip(rows, carries, strict=True):
         total = torch.where(carried[:, None], total + row.float(), total)
     if add is not None:
         total = total + add.float()
-    return total.to(dtype or rows[0].dtype)
+    return total.to(result)
 
 
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
@@ -135,6 +152,7 @@ def identity_round_trip(
     ranks: int,
     add: torch.Tensor | None = None,
     combine_dtype: str | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """What dispatch, `identity_experts` and combine make of one rank's x `[tokens, hidden]`.
 
@@ -150,46 +168,7 @@ def identity_round_trip(
         row = (x.float() * total[:, None]).to(x.dtype)
         rows.append(dequantize(*quantize(row, "fp8")) if combine_dtype == "fp8" else row)
         carries.append(here.any(dim=1))
-    return combine(rows, carries, add=add, dtype=x.dtype)
-
-
-def quantize(
-    x: torch.Tensor, kind: str, columns: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block-scaled FP8 of x `[..., hidden]`: (float8_e4m3fn `[..., hidden]`, scales).
-
-    columns: of a block; default 128 for "fp8" and 32 for "mxfp8".
-    "fp8": float32 `[..., hidden / columns]`; scale = amax / 448, q = round(x * (448 / amax)).
-    "mxfp8": float8_e8m0fnu, as many; the smallest power of two that brings amax to 448.
-    A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
-    has a NaN scale and NaN numbers. (device/quantize.cuh)
-    """
-    columns = columns or (32 if kind == "mxfp8" else 128)
-    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
-    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
-    broken = amax.isinf()
-    safe = torch.where(broken, 1.0, amax)
-    if kind == "mxfp8":
-        mantissa, exponent = torch.frexp(safe)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
-        power = torch.where(safe == 0, -127, exponent - 9 + (mantissa > 0.875).int())
-        power = power.clamp(min=-127)
-        byte = torch.where(broken, 255, power + 127).to(torch.uint8)
-        scales = byte.view(torch.float8_e8m0fnu)
-        inverse = torch.ldexp(torch.ones_like(safe), -power.double()).float()
-    else:
-        small = safe < 2.0**-117
-        # Tensors on both sides: torch divides by a number as a product with its reciprocal.
-        scales = torch.where(small, 0.0, safe / torch.full_like(safe, 448.0))
-        scales = torch.where(broken, torch.nan, scales)
-        inverse = torch.where(small, 0.0, torch.full_like(safe, 448.0) / safe)
-    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
-    return q.to(torch.float8_e4m3fn).flatten(-2), scales
-
-
-def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """`q * scale` in float32, as combine reads pushed FP8 rows."""
-    columns = q.shape[-1] // scales.shape[-1]
-    return q.float() * scales.float().repeat_interleave(columns, dim=-1)
+    return combine(rows, carries, add=add, dtype=x.dtype, hosts=hosts, combine_dtype=combine_dtype)
 
 
 def _tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,6 +214,7 @@ def moe_layer(
     weigh_input: bool = False,
     shared: torch.Tensor | None = None,
     placement: Placement | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """float32 `[tokens, hidden]`: `sum over k of weight[k] * expert[ids[k]](x) + shared`.
 
@@ -245,6 +225,7 @@ def moe_layer(
     weigh_input: weights multiply the experts' inputs, not their results.
     shared: `[tokens, hidden]`, what a shared expert made of x, or None.
     placement: round each rank's sum to x's dtype, as it goes over the wire; None: round nothing.
+    hosts: with a placement, the ranks of each host: round each host's sum of these, too.
 
         h = x @ gate_up[e].T + gate_up_bias[e];  y = gating(gate(h), up(h)) @ down[e].T + down_bias
 
@@ -267,6 +248,9 @@ def moe_layer(
     if placement is not None:
         sums = sums.to(x.dtype).float()
     total = torch.zeros_like(sums[0])
-    for rank in range(ranks):
-        total = total + sums[rank]
+    for each in [range(ranks)] if hosts is None else hosts:
+        part = torch.zeros_like(total)
+        for rank in each:
+            part = part + sums[rank]
+        total = total + (part if hosts is None or len(hosts) == 1 else part.to(x.dtype).float())
     return total if shared is None else total + shared.float()

@@ -39,7 +39,8 @@ def torch_sum(group):
     with Group.from_torch(pg, device="cpu", timeout=600.0) as other:
         assert other.process_group() is pg
         sums.append(sum(other.all_gather(other.rank + 1)))
-    with Group.from_torch(pg, device="cpu", timeout=600.0, shared_memory=False) as other:
+    os.environ["WEFT_HOST"] = str(group.rank)
+    with Group.from_torch(pg, device="cpu", timeout=600.0) as other:
         other.barrier()
         other.agree({"a": 1}, what="it")
         sums.append(sum(other.all_gather(other.rank + 1)))
@@ -54,7 +55,7 @@ def test_torch_groups_both_ways():
     for sums, refused, vote, differs, alive, after in launch(torch_sum, ranks=2):
         assert sums == [3, 3, 3]
         assert refused[0] == "InvalidArgument"
-        assert "shared_memory=False" in refused[1]
+        assert "this group spans several hosts" in refused[1]
         assert vote == ["CreationFailed", "it failed on rank 1 of 2: OSError: x"]
         assert differs == "GeometryMismatch"
         assert not alive
@@ -133,22 +134,25 @@ def test_threads_have_no_torch_group():
     assert "torch.distributed needs processes" in text
 
 
-def several_hosts(group):
-    pg = group.process_group()
+def other_host(group, port):
+    os.environ.update(
+        RANK=str(group.rank), WORLD_SIZE=str(group.size), LOCAL_RANK=str(group.rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
     if group.rank == 1:
         discovery._host = lambda: {"host": "elsewhere", "boot": "0123456789"}
-    refused = raised(Group.from_torch, pg, device="cpu", timeout=600.0)[:2]
-    with Group.from_torch(pg, device="cpu", timeout=600.0, shared_memory=False) as other:
-        other.barrier()
-    return refused
+    return raised(Group.from_env, device="cpu", timeout=600.0)[:2]
 
 
 def test_ranks_on_several_hosts_are_told_what_serves_them():
-    for kind, text in launch(several_hosts, ranks=2):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for kind, text in launch(other_host, port, ranks=2):
         assert kind == RendezvousFailed.__name__
         assert f"rank 0 on {socket.gethostname()}" in text
         assert "rank 1 on elsewhere (boot 01234567)" in text
-        assert "weft.CollectiveAllToAll" in text
+        assert "weft.Group.from_torch()" in text
 
 
 def test_from_torch_needs_torch_distributed():

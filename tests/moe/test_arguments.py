@@ -101,7 +101,7 @@ def sizes() -> list[Row]:
     }
     good = {"max_running_requests": 8, "prefill_tokens": 8}
     placement = weft.Placement.blocks(4, 2)
-    blocks = {"num_experts": COUNT, "ep_size": listed(*WHOLE, 0, -1, 33)}
+    blocks = {"num_experts": COUNT, "ep_size": listed(*WHOLE, 0, -1, 4097)}
     mapped = {"expert_map": Kind(MAP.values), "num_experts": COUNT, "ep_size": blocks["ep_size"]}
     run = {"fn": CALLED, "args": Kind(lambda _: [], none=True), "ranks": COUNT}
     run |= {"device": listed("meta", 7, True, [], "gpu", torch.zeros(2)), "timeout": SECONDS}
@@ -156,9 +156,9 @@ def replicas() -> list[Row]:
 
 
 def torch_group() -> dict[str, Kind]:
-    """A process group that is none; the device and the flag are looked at behind it."""
+    """A process group that is none; the device is looked at behind it."""
     kind = listed("x", 7, True, []).optional()  # None is torch's world, which is not there
-    return {"process_group": kind, "device": HOST_DEVICE, "shared_memory": FLAG}
+    return {"process_group": kind, "device": HOST_DEVICE}
 
 
 def launched(fn: Any, args: Any, ranks: Any, device: Any = "cpu", timeout: Any = 600.0) -> Any:

@@ -88,7 +88,6 @@ EXCHANGE: dict[str, Any] = {"max_tokens": 4, "hidden": 64, "top_k": 1, "num_expe
 OPENINGS: dict[str, Callable[[Any], object]] = {
     "AllToAll": lambda group: weft.AllToAll(group, **EXCHANGE),
     "LowLatencyAllToAll": lambda group: weft.LowLatencyAllToAll(group, **EXCHANGE),
-    "CollectiveAllToAll": lambda group: weft.CollectiveAllToAll(group, **EXCHANGE),
     "AllReduce": lambda group: weft.AllReduce(group, max_tokens=4, hidden=64),
     "MoE": lambda group: weft.MoE(group, weft.moe.MODELS["qwen3-30b-a3b"], unmade, max_tokens=4),
 }

@@ -89,6 +89,7 @@ class AllReduce(Operator):
 
         def prepare() -> tuple[ReduceConfig, Kernels]:
             flags(programmatic_launch=programmatic_launch)
+            group.one_host("an all-reduce")
             self.backends = _checked_backends(backends, one_of("missing", missing, MISSING))
             config = ReduceConfig.of(
                 ranks=group.size,

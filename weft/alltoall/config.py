@@ -6,13 +6,14 @@ import ctypes
 import math
 from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
+from weft.hosts.config import Span
 from weft.memory.header import HEADER_BYTES
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
@@ -172,6 +173,7 @@ class AllToAllConfig:
     payloads: tuple[Payload, ...]
     planes: tuple[int, ...]
     placement: Placement
+    span: Span | None = None
 
     @classmethod
     def of(
@@ -189,8 +191,14 @@ class AllToAllConfig:
         combine: str | None = None,
         combine_dtype: str | None = None,
         stats: int = 0,
+        _hosts: Sequence[Sequence[int]] = (),
+        _host: int = 0,
     ) -> AllToAllConfig:
-        """Raises InvalidArgument naming the argument, its value and what it may be."""
+        """Raises InvalidArgument naming the argument, its value and what it may be.
+
+        _hosts: the ranks of each host (`Group.host_ranks`), where there are several, and `ranks` of
+            one; the Shape is then of the part on this one, `_host`.
+        """
         sizes = checked(
             Shape,
             ranks=ranks,
@@ -218,15 +226,51 @@ class AllToAllConfig:
             raise InvalidArgument(
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
-        placement = placement_of(expert_map, num_experts, ranks)
+        placement = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
         scales = len(arriving) - len(inputs)
         planes = tuple(i + scales if i else 0 for i in range(len(inputs)))
-        return cls(shape, Offsets.of(shape), dtype, inputs, arriving, planes, placement)
+        span = None
+        if len(_hosts) > 1:
+            span = Span(
+                ranks=tuple(map(tuple, _hosts)),
+                host=_host,
+                max_tokens=shape.tokens,
+                top_k=shape.top_k,
+                hidden=hidden,
+                dtype=dtype,
+                row_bytes=shape.row_bytes,
+                stats=shape.stats,
+                quantize=quantize,
+                returns_fp8=returns == "push_fp8",
+                placement=placement,
+            )
+            shape, planes = on_one_host(shape, span), tuple(range(len(arriving)))
+        return cls(shape, Offsets.of(shape), dtype, inputs, arriving, planes, placement, span)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the ranks are on."""
+        return 1 if self.span is None else self.span.hosts
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one rank in one call."""
+        return self.shape.tokens // self.hosts
+
+    @property
+    def stats(self) -> int:
+        """Numbers that each rank passes to a dispatch."""
+        return self.shape.stats if self.span is None else self.span.stats
+
+    @property
+    def local_placement(self) -> Placement:
+        """The experts of this host, on its ranks."""
+        return self.placement if self.span is None else self.span.local_placement
 
     @property
     def quantized(self) -> bool:
         """Does dispatch quantise the first payload?"""
-        return self.shape.quant != "none"
+        return len(self.payloads) > len(self.inputs)
 
     @property
     def share_bytes(self) -> int:
@@ -240,10 +284,20 @@ class AllToAllConfig:
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        return {
+        found: dict[str, JSON] = {
             **by_argument(self.shape),
             "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
             "expert_map": list(self.placement.ranks),
+        }
+        if self.span is None:
+            return found
+        return found | {  # not those of one host, which differ from host to host
+            "ranks": self.shape.ranks * self.hosts,
+            "max_tokens": self.max_tokens,
+            "num_experts": len(self.placement.ranks),
+            "quantize": self.span.quantize,
+            "mapped": self.placement.explicit,
+            "stats": self.stats,
         }
 
     def check_dispatch(
@@ -260,7 +314,7 @@ class AllToAllConfig:
         Raises InvalidArgument and TokenOverflow for what the host can see.
         """
         tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
-        check_tokens(tokens, self.shape.tokens)
+        check_tokens(tokens, self.max_tokens)
         if len(tensors) != len(self.inputs):
             raise InvalidArgument(
                 f"x has {len(tensors)} payload tensors; this all-to-all was built for "
@@ -275,15 +329,15 @@ class AllToAllConfig:
             count = (torch.int32,)
             check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
             check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
-        if stats is not None or self.shape.stats:
+        if stats is not None or self.stats:
             self._check_stats(stats, device)
         return tokens
 
     def check_rows(self, rows: int | None, tokens: int) -> int:
         """Return the slots for each source. Raises InvalidArgument."""
         if rows is None:
-            return self.shape.tokens
-        rows = integer("rows", rows, 1, self.shape.tokens)
+            return self.max_tokens
+        rows = integer("rows", rows, 1, self.max_tokens)
         if rows < tokens:
             raise InvalidArgument(
                 f"rows is {rows}, but this rank sends {tokens} tokens: pass the most that any rank "
@@ -296,7 +350,7 @@ class AllToAllConfig:
 
         Raises InvalidArgument naming what was passed and what this all-to-all was built with.
         """
-        size = self.shape.stats
+        size = self.stats
         if stats is None and size:
             raise InvalidArgument(
                 f"stats is None in an all-to-all built with stats={size}; pass int32 [{size}] in "
@@ -312,6 +366,23 @@ class AllToAllConfig:
             number = (torch.int32,)
             check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
             check_alignment("stats", stats, stats.itemsize)
+
+
+def on_one_host(shape: Shape, span: Span) -> Shape:
+    """The Shape of a host's part: this host's experts, and the rows of every host's ranks.
+
+    Rows that are quantised come so, and each rank forwards the numbers of tokens that came to it
+    with the statistics.
+    """
+    local, hosts = span.local_placement, span.hosts
+    return replace(
+        shape,
+        tokens=hosts * shape.tokens,
+        experts=len(local.ranks),
+        quant="none",
+        mapped=local.explicit,
+        stats=hosts * (1 + shape.stats),
+    )
 
 
 def combine_of(combine: str | None, combine_dtype: str | None) -> str:

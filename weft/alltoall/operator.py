@@ -14,9 +14,10 @@ import torch
 from weft.alltoall import compile as traced
 from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Payload, memory_bytes
 from weft.alltoall.kernels import load_kernels
-from weft.alltoall.received import Received, with_rows
+from weft.alltoall.received import Received, by_host, with_rows
 from weft.arguments import flags
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.hosts.operator import AcrossHosts
 from weft.memory import Group, Heap
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import HEADER_BYTES, Header
@@ -24,7 +25,7 @@ from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_of
 from weft.runtime.kernels import Build, Kernels
-from weft.runtime.operator import Operator, one_call
+from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE, Span, read_timeline
 
 MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
@@ -39,7 +40,7 @@ class State(Enum):
     RETURNED = "combine_recv"
 
 
-class AllToAll(Placed, Operator):
+class AllToAll(Placed, AcrossHosts):
     """Send each token once to every rank that owns one of its experts, and return the sums.
 
     Meaning: `weft.reference.dispatch` and `weft.reference.combine`. All memory is allocated here; a
@@ -100,7 +101,7 @@ class AllToAll(Placed, Operator):
         def prepare() -> tuple[AllToAllConfig, Kernels]:
             flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
             config = AllToAllConfig.of(
-                ranks=group.size,
+                ranks=group.local.size,
                 max_tokens=max_tokens,
                 top_k=top_k,
                 num_experts=num_experts,
@@ -112,10 +113,12 @@ class AllToAll(Placed, Operator):
                 combine=combine,
                 combine_dtype=combine_dtype,
                 stats=stats,
+                _hosts=group.host_ranks,
+                _host=group.host,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             self._build = Build(num_sms, programmatic_launch, split_phase, defines)
-            return config, load_kernels(group.device, group.rank, config, self._build)
+            return config, load_kernels(group.device, group.local.rank, config, self._build)
 
         self.config = config = self._create(
             group,
@@ -130,9 +133,10 @@ class AllToAll(Placed, Operator):
         self._start_anew()
         self._dispatch_args = DispatchArgs(site=self._site)
         self._combine_args = CombineArgs(site=self._site)
-        if config.placement.explicit:
-            self._table = config.placement.table(group.device)
+        if config.local_placement.explicit:
+            self._table = config.local_placement.table(group.device)
             self._dispatch_args.placement = self._table.data_ptr()
+        self._open_rail(config.span)
         library.mark_static(self._output)
 
     memory_bytes = staticmethod(memory_bytes)
@@ -140,7 +144,7 @@ class AllToAll(Placed, Operator):
     @property
     def max_tokens(self) -> int:
         """Most tokens of one rank in one call."""
-        return self.config.shape.tokens
+        return self.config.max_tokens
 
     def dispatch(
         self,
@@ -162,6 +166,9 @@ class AllToAll(Placed, Operator):
         rows: slots for each source in the result, `[ep_size, rows, ...]`, and in `output(rows)`:
             the most tokens that any rank sends in this call, equal on all ranks; default
             max_tokens. Where ranks differ in it, they raise GeometryMismatch with both numbers.
+
+        With several hosts, rows cross to each other host once, in `rows` slots, and go on from
+        there; slot s holds the tokens of rank `sources[s]`.
 
         The result shows symmetric memory and is valid until this rank calls combine: peers may
         overwrite it from then on, so only what comes before combine in the stream may read it.
@@ -209,7 +216,8 @@ class AllToAll(Placed, Operator):
     ) -> torch.Tensor:
         """Sum every token's rows at its owner: `out[t] = sum over ranks + add[t]`.
 
-        Sums are in fp32 and in rank order.
+        Sums are in fp32 and in rank order; with several hosts each host's sum is rounded to what
+        travels, and these are added in the order of hosts.
 
         y: `[ep_size, rows, hidden]`, with the rows of the dispatch; None, or the `output(rows)`
         tensor itself, for what was written in place; any other tensor costs one copy.
@@ -282,7 +290,29 @@ class AllToAll(Placed, Operator):
             tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
         )
         rows = self.max_tokens if rows is None else self.config.check_rows(rows, tokens)
-        args = self._dispatch_args
+        self._tokens, self._rows = tokens, rows
+        given = (tensors, topk_ids, topk_weights, num_tokens, stats)
+        if self._rail is None:
+            self._run_dispatch(entry, *given)
+        else:
+            self._rail.send(*given, rows)
+            if entry == "dispatch":
+                self._forward()
+        self._traced_tokens, self._traced_rows = tokens, rows  # for a combine compiled alone
+        self._round += 1
+        self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
+
+    def _run_dispatch(
+        self,
+        entry: str,
+        tensors: Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
+    ) -> None:
+        """Send rows to the ranks of this host."""
+        tokens, args = topk_ids.shape[0], self._dispatch_args
         for plane, tensor in zip(self.config.planes, tensors, strict=True):
             args.payload[plane] = tensor.data_ptr()
         args.ids = topk_ids.data_ptr()
@@ -290,18 +320,28 @@ class AllToAll(Placed, Operator):
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.num_tokens = 0 if num_tokens is None else num_tokens.data_ptr()
         args.stats = 0 if stats is None else stats.data_ptr()
-        args.tokens, args.source_rows = tokens, rows
+        args.tokens, args.source_rows = tokens, self._source_rows
         self._kernels.run(entry, args, tokens)
-        self._tokens, self._rows = tokens, rows
-        self._traced_tokens, self._traced_rows = tokens, rows  # for a combine compiled alone
-        self._round += 1
-        self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
+
+    def _forward(self) -> None:
+        """Wait for the rows of all hosts, and send them to the ranks of this one."""
+        assert self._rail is not None
+        came = self._rail.receive(self._rows)
+        self._run_dispatch("dispatch", came.planes, came.ids, came.weights, None, came.stats)
+
+    @property
+    def _source_rows(self) -> int:
+        """Slots for each rank of this host in this round: of the rows that each host sent it."""
+        return self._rows * self.config.hosts
 
     @one_call("dispatch_recv")
     def _receive(self) -> Received:
         """Run `dispatch_receive`."""
         self._expect(State.SENT, "dispatch_recv")
-        self._kernels.run("dispatch_receive", self._dispatch_args, self._tokens)
+        if self._rail is None:
+            self._kernels.run("dispatch_receive", self._dispatch_args, self._tokens)
+        else:
+            self._forward()
         self._reach(State.RECEIVED)
         return self._views(self._rows)[0]
 
@@ -310,8 +350,8 @@ class AllToAll(Placed, Operator):
         """Run `combine_send`."""
         self._expect(State.RECEIVED, "combine_send")
         self._stage(y)
-        self._combine_args.source_rows = self._rows
-        self._kernels.run("combine_send", self._combine_args, self._tokens)
+        self._combine_args.source_rows = self._source_rows
+        self._kernels.run("combine_send", self._combine_args, self._sums_rows)
         self._reach(State.RETURNED)
 
     def _sent(self, tokens: int | None = None) -> None:
@@ -344,13 +384,22 @@ class AllToAll(Placed, Operator):
             check_tensor("add", add, shape=shape, dtypes=(dtype,), device=self.group.device)
             check_alignment("add", add, 16)
         self._stage(y)
-        args = self._combine_args
-        args.out = out.data_ptr()
-        args.add = 0 if add is None else add.data_ptr()
-        args.tokens, args.source_rows = self._tokens, self._rows
-        self._kernels.run(entry, args, self._tokens)
+        args, tokens = self._combine_args, self._sums_rows
+        sums = out if self._rail is None else self._rail.sums(self._rows)
+        args.out = sums.data_ptr()
+        args.add = 0 if add is None or self._rail is not None else add.data_ptr()
+        args.tokens, args.source_rows = tokens, self._source_rows
+        self._kernels.run(entry, args, tokens)
+        if self._rail is not None:
+            self._raise_if_broken()
+            self._rail.home(out, add, self._rows)
         self._reach(State.IDLE)
         return out
+
+    @property
+    def _sums_rows(self) -> int:
+        """Tokens whose sums come to this rank: its own, or those that all hosts sent it."""
+        return self._tokens if self._rail is None else self._source_rows
 
     @one_call("combine")
     def _finish(self) -> None:
@@ -358,7 +407,7 @@ class AllToAll(Placed, Operator):
         self._expect(State.RECEIVED, "finish")
         args = self._combine_args
         args.out = args.add = args.tokens = 0
-        args.source_rows = self._rows
+        args.source_rows = self._source_rows
         self._kernels.run("combine", args, 0)
         self._reach(State.IDLE)
 
@@ -451,8 +500,11 @@ class AllToAll(Placed, Operator):
         rows = (sources, shape.tokens, shape.hidden)
         self._output = heap.tensor(rows, config.dtype, offset=at.outbox)
         received = Received(planes, ids, weights, counts, stats)
+        if config.span is not None:
+            received = received._by_host(config.hosts)
+            self._output = by_host(self._output, config.hosts)
         self._whole = received, self._output
-        self._seen_views = {shape.tokens: self._whole}
+        self._seen_views = {config.max_tokens: self._whole}
 
     def _views(self, rows: int) -> tuple[Received, torch.Tensor]:
         """What arrived, and `output`, as a round with so many rows for each source has them."""

@@ -14,7 +14,8 @@ class Received:
     After combine the peers' next dispatch may overwrite this inbox: what reads these views must
     come before combine in the stream, and what is needed later must be copied.
 
-    Slot `[s, t]` belongs to token t of source rank s, always; `rows` are the dispatch's, by default
+    Slot `[s, t]` belongs to token t of source rank s, always (with several hosts, of rank
+    `sources[s]` of the all-to-all); `rows` are the dispatch's, by default
     max_tokens. Where all ids of a slot are -1 the token was not for this rank: its payload is
     what was there before, and must not be read.
 
@@ -46,6 +47,24 @@ class Received:
             self.counts,
             self.stats,
         )
+
+    def _by_host(self, hosts: int) -> Received:
+        """What came to the ranks of one host, each of which forwards the rows of `hosts` ranks."""
+        assert self.stats is not None
+        told = self.stats.view(hosts * len(self.stats), -1)  # a number of tokens, then statistics
+        return Received(
+            tuple(by_host(plane, hosts) for plane in self.payloads),
+            by_host(self.ids, hosts),
+            by_host(self.weights, hosts),
+            told[:, 0],
+            told[:, 1:] if told.shape[1] > 1 else None,
+        )
+
+
+def by_host(view: torch.Tensor, hosts: int) -> torch.Tensor:
+    """`[ranks, hosts * rows, ...]` seen as `[ranks * hosts, rows, ...]`."""
+    ranks, rows, *row = view.shape
+    return view.view(ranks * hosts, rows // hosts, *row)
 
 
 def with_rows(view: torch.Tensor, rows: int) -> torch.Tensor:

@@ -27,9 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 
 from weft import reference
-from weft.alltoall.collective import CollectiveAllToAll
 from weft.alltoall.received import Received
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
+from weft.bench.gathered import Gathered
 from weft.bench.harness import Calls, Case, SamplesOfRank, first_problem, gather, measure, settle
 from weft.bench.moe import SCALE_GROUP, MoECase, make_inputs, rows_of
 from weft.errors import RankFailed, WeftError
@@ -248,18 +248,17 @@ class FlashInfer(Pairs):
 
 
 class Collective(Pairs):
-    """`weft.CollectiveAllToAll`: the same calls on NCCL (gloo on CPUs), rows in fixed places.
+    """All-gather and reduce-scatter of NCCL (gloo on CPUs), rows in fixed places.
 
     It moves its capacity in every call, so it is made anew for each size.
     """
 
     def __init__(self, group: Group, case: MoECase, most: int) -> None:
         super().__init__(group, case)
-        self.exchange = CollectiveAllToAll(group, **case.sizes(most))
+        self.exchange = Gathered(group, **case.sizes(most))
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
-        self.exchange.close()
-        self.exchange = CollectiveAllToAll(self.group, **self.case.sizes(tokens))
+        self.exchange = Gathered(self.group, **self.case.sizes(tokens))
         return super().bind(tokens)
 
     def dispatch(self) -> None:
@@ -486,7 +485,7 @@ def reduce_refuses(
 _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
 _EVEN = partial(reduce_refuses, ranks=(2, 4, 8))  # that FlashInfer has kernels for
 PAIRS = (
-    Rival("weft on NCCL", *_TORCH, Collective, runs_all),
+    Rival("NCCL", *_TORCH, Collective, runs_all),
     Rival("FlashInfer", *_FLASHINFER, FlashInfer, flashinfer_refuses),
     Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=FEW),
 )

@@ -104,6 +104,7 @@ def demo(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     kill: Annotated[int | None, typer.Option(help="a rank to kill while the model writes")] = None,
+    hosts: Annotated[int, typer.Option(help="ranks count as ranks of so many hosts")] = 1,
 ) -> None:
     """Let a trained mixture of experts answer on several ranks, and compare with one process."""
     from weft.arguments import integer
@@ -112,13 +113,15 @@ def demo(
     from weft.cli.options import wide_console
 
     count, where = cli_demo.checked(ranks, device)
+    cli_demo.check_hosts(hosts, count, kill=kill is not None)
     console = wide_console()
+    spread = f" of {hosts} hosts" if hosts > 1 else ""
     console.print(
-        f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks ({where}).",
+        f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks{spread} ({where}).",
         highlight=False,
     )
     if kill is None:
-        good = cli_demo.show(console, cli_demo.run(count, where))
+        good = cli_demo.show(console, cli_demo.run(count, where, hosts=hosts))
     else:
         victim = integer("kill", kill, 0, count - 1)
         good = demo_kill.show(console, demo_kill.run(count, where, victim), victim)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.arguments import integer
 from weft.cli.options import chosen_device
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
@@ -115,10 +116,27 @@ def checked(ranks: int | None, device: str) -> tuple[int, str]:
     return found, where
 
 
-def run(ranks: int, device: str, questions: int = QUESTIONS) -> Verdict:
-    """Answer on ranks, then in this process. Raises what `weft.launch` raises."""
+def check_hosts(hosts: int, ranks: int, *, kill: bool) -> None:
+    """Raises InvalidArgument for hosts of unequal size, and for a death, which ends them all."""
+    integer("hosts", hosts, 1, ranks)
+    if ranks % hosts:
+        raise InvalidArgument(
+            f"--hosts is {hosts} with {ranks} ranks: every host has as many; choose a divisor"
+        )
+    if hosts > 1 and kill:
+        raise InvalidArgument(
+            f"--kill with --hosts {hosts}: ranks of one host go on without a dead one, several "
+            "hosts do not; leave one of the two out"
+        )
+
+
+def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) -> Verdict:
+    """Answer on ranks, then in this process. Raises what `weft.launch` raises.
+
+    hosts: what the ranks are told apart as; between them rows travel by torch.distributed.
+    """
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
-    found = launch(rank_body, asked, ranks=ranks, device=device, timeout=3600)
+    found = launch(rank_body, asked, hosts, ranks=ranks, device=device, timeout=3600)
     return Verdict(asked, answer_alone(asked, device), found)
 
 
@@ -128,7 +146,7 @@ def answer_alone(asked: list[Question], device: str) -> Answers:
     return _answers(load_model().to(device), asked)
 
 
-def rank_body(group: Group, asked: list[Question]) -> Answers:
+def rank_body(group: Group, asked: list[Question], hosts: int = 1) -> Answers:
     """What every rank does: load its share of the model, answer its part of the questions."""
     from transformers.distributed import DistributedConfig
 
@@ -140,6 +158,8 @@ def rank_body(group: Group, asked: list[Question]) -> Answers:
         if group.device.type == "cpu"
         else {"LOCAL_RANK": str(group.device.index)}
     )
+    if hosts > 1:
+        os.environ["WEFT_HOST"] = f"host-{group.rank * hosts // group.size}"
     group.process_group()
     plugin.register(timeout=LATE)
     config = DistributedConfig(fsdp_size=group.size, ep_size=group.size, ep_implementation="weft")

@@ -189,7 +189,8 @@ class Buffer:
             "first_timeout": seconds("first_timeout", first_timeout),
         }
         self._owns_group = not isinstance(group, Group)
-        self._group = group if isinstance(group, Group) else Group.from_torch(group)
+        found = group if isinstance(group, Group) else Group.from_torch(group)
+        self._group = found.one_host("Buffer")
         self.group = self._group if group is None else group
         self.rank, self.group_size = self._group.rank, self._group.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes

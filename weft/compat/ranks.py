@@ -78,7 +78,7 @@ def lease_group(mapping: EpMapping, config: Any, given: Group | None) -> Group:
     if given is not None:
         instance("group", given, Group, "weft.launch, Group.from_env() or from_torch() makes one")
         _compare(rank, size, given.rank, given.size, "group")
-        return given
+        return given.one_host("this workspace")
     key = (rank, size, *getattr(mapping, "moe_ep_group", ()))
     if key not in _made:
         _made[key] = _Made(_make(rank, size, getattr(config, "comm_backend", None)))
@@ -107,7 +107,7 @@ def _make(rank: int, size: int, comm: CommBackend | None) -> Group:
     if dist.is_initialized():
         world = dist.get_rank(), dist.get_world_size()
         _compare(rank, size, *world, "the world of torch.distributed")
-        return Group.from_torch(timeout=TIMEOUT)
+        return Group.from_torch(timeout=TIMEOUT).one_host("this workspace")
     group = Group.from_env(timeout=TIMEOUT)
     try:
         _compare(rank, size, group.rank, group.size, "the environment (RANK, WORLD_SIZE)")

@@ -95,7 +95,8 @@ class EPLowLatencyAllToAllLayer:
                 "are on one host, so they must be equal"
             )
         self._owns_group = group is None
-        self.group = Group.from_torch() if group is None else group
+        found = Group.from_torch() if group is None else group
+        self.group = found.one_host("this layer")
         if (rank, world_size) != (self.group.rank, self.group.size):
             raise InvalidArgument(
                 f"the call says rank {rank} of {world_size}, the group has rank {self.group.rank} "

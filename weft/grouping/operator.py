@@ -180,7 +180,7 @@ class RowGroups:
                 f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
                 "pass what its own dispatch returned, not a copy"
             )
-        self._args.source_rows = self._a2a._rows
+        self._args.source_rows = self._a2a._source_rows
         if not self._buffers.rows:
             for plane, rows in enumerate(into):
                 self._args.rows[plane] = rows.data_ptr()

@@ -14,6 +14,7 @@ import torch
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
+from weft.hosts.config import Span
 from weft.memory.header import HEADER_BYTES, RING_TIMELINES
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
@@ -267,6 +268,7 @@ class LowLatencyConfig:
     placement: Placement
     slots: int
     profile: bool
+    span: Span | None = None
 
     @classmethod
     def of(
@@ -288,8 +290,13 @@ class LowLatencyConfig:
         slots: int = 2,
         profile: bool = False,
         _recipe: str = "weft",
+        _hosts: Sequence[Sequence[int]] = (),
+        _host: int = 0,
     ) -> LowLatencyConfig:
-        """Raises InvalidArgument naming the argument, its value and what it may be."""
+        """Raises InvalidArgument naming the argument, its value and what it may be.
+
+        _hosts, _host: as `AllToAllConfig.of` takes them.
+        """
         flags(profile=profile)
         sizes = checked(
             LowShape,
@@ -310,20 +317,52 @@ class LowLatencyConfig:
         reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
         group_size = one_of("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
-        placement = placement_of(expert_map, num_experts, ranks)
+        placement = local = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
+        span = None
+        if len(_hosts) > 1:
+            span = Span(
+                ranks=tuple(map(tuple, _hosts)),
+                host=_host,
+                max_tokens=sizes["tokens"],
+                top_k=sizes["top_k"],
+                hidden=sizes["hidden"],
+                dtype=dtype,
+                row_bytes=(sizes["hidden"] * dtype.itemsize,),
+                stats=0,
+                quantize=None,
+                returns_fp8=combine_dtype == "fp8",
+                placement=placement,
+            )
+            local = span.local_placement
+            sizes |= {"tokens": span.hosts * span.max_tokens, "experts": len(local.ranks)}
         shape = LowShape(
             **sizes,
-            local=max(len(placement.experts_of(rank)) for rank in range(ranks)),
+            local=max(len(local.experts_of(rank)) for rank in range(ranks)),
             dtype=DTYPE_NAMES[dtype],
             group=group_size if quantize else 0,
             scales=scale if quantize else "fp32_row",
             reduce=reduce,
             combine_fp8=combine_dtype == "fp8",
             gemm_push=combine == "gemm_push",
-            mapped=expert_map is not None,
+            mapped=local.explicit,
             recipe=_recipe if quantize else "weft",
         )
-        return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile)
+        return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile, span)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the ranks are on."""
+        return 1 if self.span is None else self.span.hosts
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one rank in one call."""
+        return self.shape.tokens // self.hosts
+
+    @property
+    def local_placement(self) -> Placement:
+        """The experts of this host, on its ranks."""
+        return self.placement if self.span is None else self.span.local_placement
 
     @property
     def share_bytes(self) -> int:
@@ -337,10 +376,19 @@ class LowLatencyConfig:
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        return {
+        found: dict[str, JSON] = {
             **by_argument(self.shape),
             "slots": self.slots,
             "expert_map": list(self.placement.ranks),
+        }
+        if self.span is None:
+            return found
+        del found["local"]
+        return found | {  # not those of one host, which differ from host to host
+            "ranks": self.shape.ranks * self.hosts,
+            "max_tokens": self.max_tokens,
+            "num_experts": len(self.placement.ranks),
+            "mapped": self.placement.explicit,
         }
 
     def check_dispatch(
@@ -355,7 +403,7 @@ class LowLatencyConfig:
         Raises InvalidArgument and TokenOverflow for what the host can see.
         """
         tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
-        check_tokens(tokens, self.shape.tokens)
+        check_tokens(tokens, self.max_tokens)
         shape = (tokens, self.shape.hidden)
         check_tensor("x", x, shape=shape, dtypes=(self.dtype,), device=device)
         check_alignment("x", x, 16)
@@ -374,6 +422,7 @@ class LowLatencyConfig:
             "ue8m0": ((own, words, padded), torch.int32),
         }
         entries = (s.ranks, s.tokens, s.top_k)
+        came = (s.tokens if self.hosts > 1 else 0, s.top_k)  # from all hosts
         return {
             "x": ((own, s.rows, s.hidden), torch.float8_e4m3fn if s.group else self.dtype),
             "scales": scales[s.scales] if s.group else ((0,), torch.float32),
@@ -384,6 +433,8 @@ class LowLatencyConfig:
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 2), torch.int32),
+            "came_ids": (came, torch.int32),
+            "came_weights": (came, torch.float32),
             "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
         }
 

@@ -14,6 +14,7 @@ import torch
 
 from weft.arguments import flags, refuse
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.hosts.operator import AcrossHosts
 from weft.lowlatency import compile as traced
 from weft.lowlatency.config import (
     TRACKS,
@@ -32,13 +33,13 @@ from weft.placement import Placed
 from weft.runtime.check import check_alignment, check_choices, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
-from weft.runtime.operator import Operator, one_call
+from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE
 
 Hook = Callable[[], object]
 
 
-class LowLatencyAllToAll(Placed, Operator):
+class LowLatencyAllToAll(Placed, AcrossHosts):
     """Quantise each token on its way to its experts' ranks, lay it out by expert, and back.
 
     Meaning: `weft.lowlatency.reference`. All memory is allocated here; a call allocates nothing
@@ -109,7 +110,7 @@ class LowLatencyAllToAll(Placed, Operator):
         def prepare() -> tuple[LowLatencyConfig, Kernels]:
             flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
             config = LowLatencyConfig.of(
-                ranks=group.size,
+                ranks=group.local.size,
                 max_tokens=max_tokens,
                 top_k=top_k,
                 num_experts=num_experts,
@@ -125,6 +126,8 @@ class LowLatencyAllToAll(Placed, Operator):
                 slots=slots,
                 profile=profile,
                 _recipe=_recipe,
+                _hosts=group.host_ranks,
+                _host=group.host,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             self._build = Build(num_sms, programmatic_launch, split_phase, defines)
@@ -150,18 +153,19 @@ class LowLatencyAllToAll(Placed, Operator):
         for args in (self._dispatch_args, self._combine_args):
             args.own_experts = self.num_local_experts
             args.traces = self._tracks.data_ptr()
-        if config.placement.explicit:
-            self._table = config.placement.table(group.device)
+        if config.local_placement.explicit:
+            self._table = config.local_placement.table(group.device)
             self._dispatch_args.placement = self._table.data_ptr()
             self._combine_args.placement = self._table.data_ptr()
         self._traced_handles = traced.TracedHandles(config.slots)
+        self._open_rail(config.span)
 
     memory_bytes = staticmethod(memory_bytes)
 
     @property
     def max_tokens(self) -> int:
         """Most tokens of one rank in one call."""
-        return self.config.shape.tokens
+        return self.config.max_tokens
 
     @property
     def memory(self) -> Memory:
@@ -208,6 +212,9 @@ class LowLatencyAllToAll(Placed, Operator):
             (None: ones); reduce="sender" with those of the dispatch.
         handle: of the dispatch; its result may be overwritten from now on.
         out: `[tokens, hidden]` to write into.   add: `[tokens, hidden]`, a shared expert's result.
+
+        With several hosts the weights cross with the rows: pass dispatch the same ones. Each host's
+        sum is rounded to what travels, and these are added in the order of hosts.
 
         Products and sums are rounded to fp32, in top-k order from 0 ("sender": those of a rank in
         top-k order, rounded to what travels, then by rank); then `add`; one rounding to dtype. A
@@ -296,19 +303,45 @@ class LowLatencyAllToAll(Placed, Operator):
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         slot = self._slots[handle.slot]
         args, t = self._dispatch_args, slot.tensors if results is None else results
-        args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
-        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.tokens = tokens
         slot.point(args)
         args.rows, args.scales = t["x"].data_ptr(), t["scales"].data_ptr()
         args.counts, args.source = t["counts"].data_ptr(), t["source"].data_ptr()
         args.ranges = t["ranges"].data_ptr()
-        self._kernels.run(entry, args, tokens)
+        if self._rail is None:
+            self._run_dispatch(entry, x, topk_ids, topk_weights)
+        else:
+            self._rail.send((x,), topk_ids, topk_weights, None, None, self.max_tokens)
+            slot.sent_weights = topk_weights
+            if entry == "dispatch":
+                self._forward(slot)
         self._number, slot.alive, slot.latest = handle.number, handle, handle
         if entry != "dispatch":
             self._sent = handle
         self._raise_if_broken()
         return slot.rows(handle)
+
+    def _run_dispatch(
+        self,
+        entry: str,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+    ) -> None:
+        """Send rows to the ranks of this host."""
+        args, tokens = self._dispatch_args, topk_ids.shape[0]
+        args.x, args.ids, args.ids_bytes = x.data_ptr(), topk_ids.data_ptr(), topk_ids.itemsize
+        args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
+        args.tokens = tokens
+        self._kernels.run(entry, args, tokens)
+
+    def _forward(self, slot: Slot) -> None:
+        """Wait for the rows of all hosts, and send them to the ranks of this one."""
+        assert self._rail is not None
+        came = self._rail.receive(self.max_tokens)
+        # Combine needs them, and another dispatch may come before it.
+        slot.tensors["came_ids"].copy_(came.ids)
+        slot.tensors["came_weights"].copy_(came.weights)
+        self._run_dispatch("dispatch", came.planes[0], came.ids, came.weights)
 
     @one_call("dispatch_recv")
     def _receive(self) -> ExpertRows:
@@ -316,8 +349,11 @@ class LowLatencyAllToAll(Placed, Operator):
         handle = self._sent
         if handle is None:
             raise OutOfOrder("dispatch_recv without a dispatch_send")
-        self._dispatch_args.tokens = handle.tokens
-        self._kernels.run("dispatch_receive", self._dispatch_args, handle.tokens)
+        if self._rail is None:
+            self._dispatch_args.tokens = handle.tokens
+            self._kernels.run("dispatch_receive", self._dispatch_args, handle.tokens)
+        else:
+            self._forward(self._slots[handle.slot])
         self._sent = None
         self._raise_if_broken()
         return self._slots[handle.slot].rows(handle)
@@ -358,18 +394,25 @@ class LowLatencyAllToAll(Placed, Operator):
         self._check_outside("out", out)
         args = self._combine_args
         args.y = 0 if y is None else y.data_ptr()
+        args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
+        given, sums = (topk_ids, topk_weights), out
+        if self._rail is not None:
+            slot.check_weights(topk_weights)
+            topk_ids, topk_weights = slot.tensors["came_ids"], slot.tensors["came_weights"]
+            tokens, sums = len(topk_ids), self._rail.sums(self.max_tokens)
         args.ids, args.ids_bytes = topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
-        args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
-        args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
+        args.out = sums.data_ptr()
+        args.add = 0 if add is None or self._rail is not None else add.data_ptr()
         args.tokens, args.dispatch_id = tokens, self._place(handle)
         slot.point(args)
         self._kernels.run(entry, args, tokens)
         if entry == "combine":
+            self._return(out, add)
             slot.alive = None
         else:
             self._returned = slot.alive = handle
-            self._kept = (out, add, topk_ids, topk_weights)  # the receive reads them
+            self._kept = (out, add, given)  # the receive reads them
         self._raise_if_broken()
         return out
 
@@ -379,12 +422,20 @@ class LowLatencyAllToAll(Placed, Operator):
         handle = self._returned
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
-        self._kernels.run("combine_receive", self._combine_args, handle.tokens)
+        tokens = handle.tokens if self._rail is None else self.config.shape.tokens
+        self._kernels.run("combine_receive", self._combine_args, tokens)
+        out, add, _ = self._kept
+        self._return(out, add)
         self._slots[handle.slot].alive = self._returned = None
-        out = self._kept[0]
         del self._kept
         self._raise_if_broken()
         return out
+
+    def _return(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
+        """With several hosts: return this host's sums, and add those of this rank's tokens."""
+        if self._rail is not None:
+            self._raise_if_broken()
+            self._rail.home(out, add, self.max_tokens)
 
     @property
     def _mid_round(self) -> bool:
@@ -475,7 +526,7 @@ class LowLatencyAllToAll(Placed, Operator):
     # The share's first contents, and this rank's own memory.
 
     def _own_bytes(self, config: LowLatencyConfig) -> int:
-        return config.memory.ordinary
+        return super()._own_bytes(config) + config.memory.ordinary
 
     def _start_anew(self) -> None:
         self._sent = self._returned = None

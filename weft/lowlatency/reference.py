@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.fp8 import dequantize, quantize
 from weft.placement import Placement
-from weft.reference import dequantize, quantize
+from weft.reference import combine as add_hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ def combine(
     reduce: str = "receiver",
     combine_dtype: str | None = None,
     add: torch.Tensor | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
     """What one rank's tokens get, `[tokens, hidden]` in the dtype of rows.
 
@@ -148,7 +150,21 @@ def combine(
     order; with combine_dtype="fp8", row is what its FP8 reads back as. sender: the same sum over
     the choices of each rank, rounded to dtype (or FP8), and the sum of these in rank order. Then
     `add`, and one rounding to dtype.
+
+    hosts: the ranks of each host, where there are several: the same for the experts of each host,
+        rounded to dtype (or FP8), and the sum of these in the order of hosts.
     """
+    if hosts is not None and len(hosts) > 1:
+        how = {"reduce": reduce, "combine_dtype": combine_dtype}
+        parts = []
+        for ranks in hosts:
+            held = torch.tensor([*(rank in ranks for rank in placement.ranks), False])
+            here = held.to(topk_ids.device)[choices(topk_ids, len(placement.ranks))]
+            own = torch.where(here, topk_ids, -1)
+            part = combine(rows, own, topk_weights, placement, **how)  # type: ignore[arg-type]
+            parts.append(_travelled(part, combine_dtype))
+        every = [torch.ones(len(rows), dtype=torch.bool, device=rows.device)] * len(parts)
+        return add_hosts(parts, every, add=add, dtype=rows.dtype)
     chosen = choices(topk_ids, len(placement.ranks))
     tokens, top_k = chosen.shape
     weights = torch.ones((tokens, top_k), dtype=torch.float32, device=rows.device)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weft.arguments import shown
+from weft.errors import InvalidArgument
 from weft.lowlatency.config import (
     LowLatencyCombineArgs,
     LowLatencyConfig,
@@ -39,8 +41,10 @@ class ExpertRows:
         by column, R padded to 4), or int32 `[local_experts, R, hidden / group / 4]` of four UE8M0
         bytes, column by column ("ue8m0"); None where quantize is None.
     counts: int32 `[local_experts]`.
-    source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows.
-    ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many.
+    source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows;
+        with several hosts the place in the all-to-all's `sources` instead of the rank.
+    ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many; with
+        several hosts of each rank of this host, which forwards those of its rail.
     handle: what `combine` takes.
     dst_addr: int64 `[local_experts, R]`, with combine="gemm_push": of the first counts rows, the
         address of hidden numbers at the token's owner, where the kernel that makes the row's result
@@ -76,6 +80,7 @@ class Slot:
         self._addresses = (
             (self.tensors["dst_addr"], broken) if config.shape.gemm_push else (None, None)
         )
+        self.sent_weights: torch.Tensor | None = None  # with several hosts: those of the dispatch
         self.alive: Handle | None = None
         self.latest: Handle | None = None  # alive or not
 
@@ -83,6 +88,18 @@ class Slot:
         """No result is alive, and no GEMM stores a row anywhere."""
         self.alive = self.latest = None
         self.tensors["dst_addr"].zero_()
+
+    def check_weights(self, given: torch.Tensor | None) -> None:
+        """Raise InvalidArgument for weights in a combine that its dispatch has not sent."""
+        sent = self.sent_weights
+        same = given is sent or (
+            given is not None and sent is not None and given.data_ptr() == sent.data_ptr()
+        )
+        if not same:
+            raise InvalidArgument(
+                f"topk_weights are {shown(given)} in combine, {shown(sent)} in its dispatch: with "
+                "several hosts they cross with the rows, so pass the same tensor to both"
+            )
 
     def point(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
         """Let arguments speak of this slot's record of the routing."""

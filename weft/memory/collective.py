@@ -30,15 +30,14 @@ from weft.memory.wire import (
     text_of,
 )
 
-# torch 2.13 renamed both; the old names still work there, but warn.
+# torch 2.13 renamed it; the old name still works there, but warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _DESTROY_SECONDS = 5.0
 
 
 class TorchControl:
-    """Control messages of a group that does not share memory, over its process group."""
+    """Control messages of a group of several hosts, over its process group."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
@@ -63,8 +62,8 @@ class TorchControl:
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Refused: descriptors travel over Unix sockets alone."""
         raise InvalidArgument(
-            "this group was made with shared_memory=False and cannot pass file descriptors; make "
-            "it with Group.from_torch(group) on ranks of one host"
+            "this group spans several hosts, which pass no file descriptors: use `group.local`, "
+            "the ranks of this host"
         )
 
     def close(self, why: str | None = None) -> None:

@@ -67,8 +67,8 @@ def find(
         if other is not None:
             raise RendezvousFailed(
                 f"the ranks are on several hosts: rank 0 on {_named(hosts[0])}, rank {other} on "
-                f"{_named(hosts[other])}. Shared memory needs one host: make one group a host, or "
-                "use weft.CollectiveAllToAll for groups that span nodes"
+                f"{_named(hosts[other])}. Shared memory needs one host: call init_process_group "
+                "and weft.Group.from_torch(), which serves several"
             )
         for r, host in enumerate(hosts):
             if r != rank:

@@ -30,6 +30,7 @@ from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.control_plane import ControlPlane
 from weft.memory.creation import Creation, Step
 from weft.memory.discovery import default_device, find
+from weft.memory.hosts import Hosts, by_host, open_process_groups, whereabouts
 from weft.memory.liveness import Liveness, LivenessFd
 from weft.memory.meeting import Meeting
 from weft.memory.membership import Membership
@@ -78,12 +79,15 @@ class Member(Protocol):
 
 
 class Group:
-    """Ranks of one job that can share memory (one host). A context manager.
+    """Ranks of one job, of one host, which share memory, or of several. A context manager.
 
     `rank` of `size` ranks; `device` is the rank's memory, "cpu" or "cuda:i"; `timeout` is the
     deadline in seconds of every control message that names none. The methods that talk are
     collective: every rank calls the same ones in the same order, each rank from one thread at a
     time. When a rank dies they raise RendezvousFailed naming it, until the survivors `recover`.
+
+    With several hosts (`from_torch`), `local` is the group of this rank's host, and `rail` the
+    torch process group of the ranks that have this one's place on each host.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class Group:
         self._process_group = process_group
         self._own: OwnProcessGroup | None = None
         self._threads = threads
+        self._hosts: Hosts | None = None  # where there are several
         self._generation = 0
         self._closed = False
         # By generation: the same key on every rank, and the order of creation.
@@ -154,18 +159,17 @@ class Group:
         *,
         device: torch.device | str | None = None,
         timeout: float = 120.0,
-        shared_memory: bool = True,
     ) -> Group:
         """The ranks of a torch process group (default: the world). Collective.
 
-        The store of the process group only carries where to meet; the group stays the caller's, and
-        WEFT_SECRET authenticates as in `from_env`. `device` defaults to the current CUDA device
-        where there is one. `shared_memory=False` makes a group without Unix sockets, for ranks on
-        several hosts: it cannot hold a Heap.
-        Raises RendezvousFailed when the ranks are on several hosts or do not meet.
+        The process group only carries where to meet; it stays the caller's, and WEFT_SECRET
+        authenticates as in `from_env`. `device` defaults to the current CUDA device where there is
+        one. Ranks of several hosts find out who shares one, by boot id and WEFT_HOST; between hosts
+        the group's control messages and its operators' rows go over torch process groups alone
+        (docs/several-hosts.md).
+        Raises RendezvousFailed when the ranks do not meet, or hosts have unequal numbers of them.
         """
         timeout, where = seconds("timeout", timeout), default_device(device)
-        flags(shared_memory=shared_memory)
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise InvalidArgument(
@@ -177,16 +181,14 @@ class Group:
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
         over_torch = TorchControl(group)
-        if not shared_memory:
-            return cls(
-                over_torch,
-                rank=rank,
-                size=size,
-                device=where,
-                timeout=timeout,
-                process_group=group,
+        said = over_torch.gather("Group.from_torch", whereabouts(group), timeout)
+        ranks, names = by_host(said)
+        if len(ranks) > 1:
+            made = cls(
+                over_torch, rank=rank, size=size, device=where, timeout=timeout, process_group=group
             )
-
+            made._find_hosts(ranks, names, said)
+            return made
         store, peers = store_of_group(group), Peers()
         exchange = StoreExchange(
             store, "the store of the process group", rank, size, timeout, peers
@@ -195,6 +197,66 @@ class Group:
         return cls(
             control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
         )
+
+    def _find_hosts(
+        self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], said: list[Any]
+    ) -> None:
+        """Meet the ranks of this host, and open the rail. Collective over all hosts."""
+        whole, timeout = self.process_group(), self.timeout
+
+        def meet_on_host() -> Hosts:
+            gpus = self.device.type == "cuda"
+            shared, rail = open_process_groups(whole, ranks, self.rank, said, timeout, gpus=gpus)
+            local = Group.from_torch(shared, device=self.device, timeout=timeout)
+            index = next(i for i, each in enumerate(ranks) if self.rank in each)
+            return Hosts(ranks, names, index, local, rail, said[0]["token"])
+
+        self._hosts = self.together(meet_on_host, doing="meeting on each host")
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts the ranks are on."""
+        return 1 if self._hosts is None else len(self._hosts.ranks)
+
+    @property
+    def host(self) -> int:
+        """This rank's host; hosts are numbered by their first ranks."""
+        return 0 if self._hosts is None else self._hosts.index
+
+    @property
+    def host_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        return (tuple(range(self.size)),) if self._hosts is None else self._hosts.ranks
+
+    @property
+    def local(self) -> Group:
+        """The ranks of this rank's host, which share memory; on one host this group itself."""
+        return self if self._hosts is None else self._hosts.local
+
+    @property
+    def rail(self) -> dist.ProcessGroup:
+        """The ranks that have this one's place on each host, by host. Raises InvalidArgument."""
+        if self._hosts is None:
+            raise InvalidArgument("this group is on one host, and has no rail to another")
+        return self._hosts.rail
+
+    def one_host(self, what: str) -> Group:
+        """This group. Raises InvalidArgument where it has several hosts: `what` serves one."""
+        if self.hosts > 1:
+            raise InvalidArgument(
+                f"{what} takes ranks of one host, and these are on {self.hosts}: pass group.local, "
+                "or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, which serve several"
+            )
+        return self
+
+    @property
+    def token(self) -> str:
+        """Of a group of several hosts, a word that no other one has."""
+        return "" if self._hosts is None else self._hosts.token
+
+    def _host_name(self, host: int) -> str:
+        """A host as errors name it."""
+        return f"host {host}" + ("" if self._hosts is None else f" ({self._hosts.names[host]})")
 
     @classmethod
     def from_env(cls, *, device: torch.device | str | None = None, timeout: float = 120.0) -> Group:
@@ -752,6 +814,8 @@ class Group:
                 each.close()
         if self._process is not None:
             self._process.close()
+        if self._hosts is not None:
+            self._hosts.close(why)
         if self._own is not None:
             self._own.destroy()
             self._own = self._process_group = None

@@ -142,6 +142,11 @@ def plans_of(
     Raises InvalidArgument where none serves that was asked for.
     """
     options.check(instance("config", config, MoEConfig))
+    if options.replicas is not None and group.hosts > 1:
+        raise InvalidArgument(
+            f"replicas are given in a group of {group.hosts} hosts: a rank that takes one does not "
+            "know its host yet; leave them out, or give experts an expert_map"
+        )
     modes = MODES if options.mode == AUTO else (options.mode,)
     found: dict[tuple[str, str], LayerPlan] = {}
     refused: dict[tuple[str, str], InvalidArgument] = {}

@@ -24,8 +24,9 @@ from weft.moe.kernels import (
     NormalizeArgs,
     RouteArgs,
 )
+from weft.placement import MAX_EP_SIZE
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
-from weft.shape import MAX_RANKS, Shape
+from weft.shape import Shape
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -389,7 +390,7 @@ def normalize_topk(
     flags(skip_zero_weights=skip_zero_weights)
     padding_id, rank = (
         integer("padding_id", padding_id, *INT64),
-        integer("rank", rank, 0, MAX_RANKS - 1),
+        integer("rank", rank, 0, MAX_EP_SIZE - 1),
     )
     check_topk(topk_ids, topk_weights, num_tokens)
     if replicas is not None:

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import torch
 
 from weft.arguments import seconds
-from weft.errors import Aborted, InvalidArgument, OutOfOrder
+from weft.errors import Aborted, GroupError, InvalidArgument, OutOfOrder
 from weft.memory import Group, Heap
 from weft.memory.driver import relaxed
 from weft.memory.group import reason
@@ -27,6 +27,7 @@ from weft.memory.header import (
     HEADER_BYTES,
     HOST_ASKS_TO_LEAVE,
     LAST_WORDS_BYTES,
+    ErrorRecord,
     Header,
     Mailbox,
     Record,
@@ -82,6 +83,7 @@ class Operator(ABC):
     _kernels: Kernels
     _site: Site
     _seen_refusals = 0
+    _failure: GroupError | None = None  # what made this rank leave, where calls raise it again
     _drops_repeats = False  # does a dispatch drop ids that an earlier one of their row names?
 
     def _create(
@@ -100,8 +102,9 @@ class Operator(ABC):
         prepare: check the arguments and load the kernels; what it raises, every rank hears of.
         timeout, first_timeout: seconds that a wait may take, and one of the first round.
 
-        A rank that fails is named on every rank, and then nothing stays loaded or allocated. The
-        constructor that calls this is decorated with `in_relaxed_mode`.
+        A rank that fails is named on every rank, and then nothing stays loaded or allocated. Memory
+        is that of the ranks of this host. The constructor that calls this is decorated with
+        `in_relaxed_mode`.
         """
         check_group(group)
         problem: Exception | None = None
@@ -112,17 +115,15 @@ class Operator(ABC):
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
-        self._living = group._living
+        self._living = group.local._living
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = self._manifest(config)
         try:
             group.agree(dict(manifest), what=f"{self._what} geometry")
-            own_bytes = self._own_bytes(config)
-            if own_bytes:
-                require_room(group, config.share_bytes + own_bytes, what=what)
-            self.heap = Heap.create(group, config.share_bytes)
-            # A vote: no peer may write into this share before it is initialised.
-            group.together(lambda: self._initialise(config), doing=f"initialising {what}")
+            if group.hosts == 1:
+                self._allocate(config, what)
+            else:
+                group.together(lambda: self._allocate(config, what), doing=f"making {what}")
         except BaseException:
             self._kernels.close()
             raise
@@ -130,12 +131,23 @@ class Operator(ABC):
         self._handle = library.register(self, manifest)
         return config
 
+    def _allocate(self, config: Any, what: str) -> None:
+        """Make and initialise this host's heap. Collective over its ranks."""
+        local, own_bytes = self.group.local, self._own_bytes(config)
+        if own_bytes:
+            require_room(local, config.share_bytes + own_bytes, what=what)
+        self.heap = Heap.create(local, config.share_bytes)
+        # A vote: no peer may write into this share before it is initialised.
+        local.together(lambda: self._initialise(config), doing=f"initialising {what}")
+
     def _header(self, share_bytes: int) -> Header:
-        header = Header()
-        header.abi, header.rank, header.ranks = ABI, self.group.rank, self.group.size
+        header, local = Header(), self.group.local
+        header.abi, header.rank, header.ranks = ABI, local.rank, local.size
         header.share_bytes, header.generation = share_bytes, self.heap.generation
         header.first_epoch = header.epoch = self._first_epoch
-        header.deadline_ns, header.first_deadline_ns = (int(s * 1e9) for s in self._limits)
+        # A peer may wait for another host first: whose fault it is, is known there.
+        waits = 1 if self.group.hosts == 1 else 2
+        header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self._limits)
         header.living = self._living
         before = Header.from_buffer_copy(self.heap.header())  # zeros at creation
         header.refusals = before.refusals
@@ -158,10 +170,10 @@ class Operator(ABC):
             base=self.heap.base,
             stride=self.heap.stride,
             mailbox=self.heap.mailbox.device,
-            rank=self.group.rank,
+            rank=self.group.local.rank,
             descriptor=config.descriptor,
         )
-        self.group.attach(self)
+        self.group.local.attach(self)
         self._make_views(config)
         self._write_share()
 
@@ -216,7 +228,11 @@ class Operator(ABC):
             count = (serial - self._seen_refusals) & 0xFFFFFFFF
             self._seen_refusals = serial
             record = self._mailbox.refused[serial % len(self._mailbox.refused)]
-            raise refusal(record, count, drops_repeats=self._drops_repeats)
+            self._refuse(record, count)
+
+    def _refuse(self, record: ErrorRecord, count: int) -> None:
+        """Raise what the device has refused: `count` reports, the last of which is `record`."""
+        raise refusal(record, count, drops_repeats=self._drops_repeats)
 
     @property
     def broken(self) -> bool:
@@ -408,7 +424,7 @@ class Operator(ABC):
             return
         if self._left:
             raise Aborted(
-                f"this rank, {self._site.rank}, {self._left}, and closed this {self._what}; make a "
+                f"this rank, {self.group.rank}, {self._left}, and closed this {self._what}; make a "
                 "new one"
             )
         raise OutOfOrder(f"this {self._what} was closed; make a new one")
@@ -416,10 +432,29 @@ class Operator(ABC):
     def _raise_if_broken(self) -> None:
         """Raise what ended the group, if anything did. Within a call, or under `_access`."""
         if self._mailbox.broken_code:
-            record = self._mailbox.broken
-            raise breakage(record, self.group.pid, self._last_words, first_epoch=self._first_epoch)
+            raise self._breakage(ErrorRecord.from_buffer_copy(self._mailbox.broken))
         if self._mailbox.host_word & HOST_ASKS_TO_LEAVE:
-            raise Aborted(f"this rank, {self._site.rank}, {self._left}; make a new group")
+            if self._failure is not None:
+                raise self._failure
+            raise Aborted(f"this rank, {self.group.rank}, {self._left}; make a new group")
+
+    def _breakage(self, record: ErrorRecord) -> GroupError:
+        """The error that a record means; kernels number the ranks of a host."""
+        ranks, local = self.group.host_ranks[self.group.host], self.group.local
+        record.rank, record.peer = ranks[record.rank], ranks[record.peer]
+        if record.reported_by:
+            record.reported_by = 1 + ranks[record.reported_by - 1]
+        return breakage(
+            record,
+            lambda rank: local.pid(ranks.index(rank)),
+            lambda rank: self._last_words(ranks.index(rank)),
+            first_epoch=self._first_epoch,
+        )
+
+    def _fail(self, error: GroupError) -> None:
+        """End this rank's part for an error that every later call raises."""
+        self._failure = error
+        self._leave(reason(error))
 
     def _check_running(self) -> None:
         """Raise OutOfOrder after close, and what broke the group."""
@@ -446,7 +481,7 @@ class Operator(ABC):
     def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InvalidArgument for a result in the heap, where peers read and write."""
         offset = tensor.data_ptr() - self.heap.base
-        if 0 <= offset < self.group.size * self.heap.stride and tensor.numel():
+        if 0 <= offset < self.group.local.size * self.heap.stride and tensor.numel():
             raise InvalidArgument(
                 f"{name} is in the symmetric memory of this {self._what}, {offset} bytes from its "
                 f"start, which peers may still read: pass a tensor of your own, or leave {name} out"
@@ -493,7 +528,7 @@ class Operator(ABC):
         words = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
         heap.write(rank, Header.last_words.offset, words)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
-        for peer in range(self.group.size):
+        for peer in range(self.group.local.size):
             if peer != rank and self._living >> peer & 1:
                 heap.write(peer, Header.notices.offset + 8 * rank, notice)
 

@@ -235,7 +235,8 @@ def loaded(result: Any, runner: Any) -> None:
                 )
     with torch.inference_mode(False):  # whose tensors could not be written outside of it
         if _blocks is None:
-            group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
+            ranks = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
+            group = ranks.one_host("the plug-in of SGLang")
             _blocks = Blocks(group, _limits(server_args, settings), settings)
             end = end_server(os.getppid())
             if server_args.elastic_ep_backend is None:

@@ -62,7 +62,8 @@ class _Served:
 
         settings = read()
         limits = limits_of(config, parallel, wanted=settings.prefill_tokens)
-        group = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
+        found = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
+        group = found.one_host("the plug-in of vLLM")
         self.blocks = Blocks(group, limits, settings)
         self.watch = Watch(group, end=end_worker, broken=self.broken)
         if group.rank == 0:

@@ -1,0 +1,151 @@
+"""Several hosts on GPUs: ranks of one machine that WEFT_HOST tells apart, NCCL between them.
+
+2 GPUs are two hosts of one rank, 4 are two of two.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.hosts.spanning import on_hosts, play
+from tests.hosts.test_layer import LAYERS
+from tests.hosts.test_lowlatency import WAYS, combined, sent
+from tests.moe.layers import CONFIGS, Case, bound
+from tests.rounds import Round, bits
+from weft import reference
+from weft.errors import GroupError, RankFailed
+
+pytestmark = pytest.mark.gpu
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2
+TOKENS = (5, 0, 8, 2)[-GPUS:]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pull": {},
+    "push": {"combine": "push"},
+    "fp8 back": {"combine_dtype": "fp8"},
+    "fp8": {"quantize": "fp8"},
+    "mxfp8": {"quantize": "mxfp8"},
+    "halves": {"split_phase": True},
+}
+
+
+def made(group: weft.Group, case: Round, **options: Any) -> weft.AllToAll:
+    sizes: dict[str, Any] = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+    return weft.AllToAll(group, hidden=case.hidden, dtype=case.dtype, **sizes | options)
+
+
+def rounds(group: weft.Group) -> None:
+    case = Round(tokens=TOKENS, hidden=256, add=True)
+    for name, options in OPTIONS.items():
+        same = ("quantize", "combine_dtype")
+        how: dict[str, Any] = {n: options[n] for n in same if n in options}
+        with made(group, case, **options) as a2a:
+            for seed in range(3):
+                play(a2a, case.next(seed=seed), halves=name == "halves", **how)
+            torch.cuda.synchronize()
+            a2a.check()
+    for number, way in enumerate(WAYS.values()):
+        sizes: dict[str, Any] = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+        with weft.LowLatencyAllToAll(group, hidden=256, **sizes, **way) as low:
+            for seed in range(2):
+                each = case.next(seed=10 * number + seed)
+                combined(low, sent(low, each, way), each, way)
+
+
+def test_hosts_meet_the_reference(ranks):
+    ranks(GPUS, "cuda")(on_hosts, 2, rounds)
+
+
+def replayed(group: weft.Group) -> None:
+    """A captured round gives the bits of an eager one, with other tokens in the same memory."""
+    case = Round(tokens=(8,) * group.size, hidden=256)
+    with made(group, case) as a2a:
+        x, ids, weights, _ = case.of(group.rank, group.device)
+        out = torch.empty_like(x)
+
+        def call() -> None:
+            received = a2a.dispatch(x, ids, weights)
+            y = (received.x.float() * 2).to(x.dtype)
+            a2a.combine(y, out=out)
+
+        call()
+        torch.cuda.synchronize()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        for seed in range(20):
+            for mine, new in zip((x, ids, weights), case.next(seed=seed).of(group.rank, x.device)):  # noqa: B905
+                mine.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            replay = out.clone()
+            call()
+            torch.cuda.synchronize()
+            assert torch.equal(bits(replay), bits(out))
+        a2a.check()
+
+
+def test_rounds_are_replayed_from_graphs(ranks):
+    ranks(GPUS, "cuda")(on_hosts, 2, replayed)
+
+
+def layers(group: weft.Group) -> None:
+    for name, (config, options) in LAYERS.items():
+        case = Case(CONFIGS[config], tokens=TOKENS)
+        x, logits = case.of(group.rank, group.device)
+        with case.open(group, **options) as layer:
+            out = layer(x, logits)
+            wanted = case.wanted(layer, x, logits, quantize=options.get("quantize"))
+            torch.cuda.synchronize()
+            layer.check()
+        if len(x):
+            coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
+            most = 1.5 * bound(case.config, wanted) + coarse * float(wanted.abs().max())
+            assert float((out.float() - wanted).abs().max()) <= most, name
+
+
+def test_layers_meet_the_reference(ranks):
+    ranks(GPUS, "cuda")(on_hosts, 2, layers)
+
+
+def loses_a_host(group: weft.Group, kill: bool) -> tuple[str, float]:
+    """Rank 0's host dies, or makes no call; every other rank has an error in time."""
+    case = Round(tokens=(8,) * group.size, hidden=256)
+    with made(group, case, timeout=2.0) as a2a:
+        for seed in range(3):
+            play(a2a, case.next(seed=seed))
+        group.barrier()
+        if group.host == 0:
+            if kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(15.0)
+            return "slept", 0.0
+        began = time.monotonic()
+        try:
+            while time.monotonic() - began < 60.0:
+                x, ids, weights, _ = case.of(group.rank, group.device)
+                received = a2a.dispatch(x, ids, weights)
+                a2a.combine(reference.identity_experts(received, x.dtype))
+                torch.cuda.synchronize()
+                a2a.check()
+        except GroupError as error:
+            return type(error).__name__, time.monotonic() - began
+    return "no error", 60.0
+
+
+def test_a_host_that_makes_no_call_is_an_error_in_time(ranks):
+    for kind, after in ranks(GPUS, "cuda")(on_hosts, 2, loses_a_host, False):
+        assert kind in ("slept", "RailFailed", "PeerLeft")
+        assert after < 8.0
+
+
+def test_a_host_that_dies_ends_the_others(ranks):
+    with pytest.raises(RankFailed, match="rank 0 of"):
+        ranks(GPUS, "cuda")(on_hosts, 2, loses_a_host, True, timeout=120.0)

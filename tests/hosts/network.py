@@ -1,0 +1,228 @@
+"""Hosts of a test: network namespaces on one switch, whose links can be cut, slowed and counted.
+
+Ranks are processes of their own, started as torchrun would start them. Where namespaces may not be
+made, hosts are told apart by WEFT_HOST alone and share the loopback; then no link can be cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+
+PORT = 29571
+ROOT = Path(__file__).parents[2]
+ENDS = 300.0  # seconds after which ranks that should have ended are killed, and the test fails
+
+
+def ip(*words: str) -> str:
+    """`ip WORDS`, which must succeed."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def allowed() -> bool:
+    """May this process make network namespaces?"""
+    name = f"weft-{os.getpid()}-try"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "delete", name)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+class Network:
+    """So many hosts; a context manager."""
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts, self.namespaces = hosts, allowed()
+        self._name = f"weft-{os.getpid()}"
+        self._jobs: list[Job] = []
+
+    def __enter__(self) -> Network:
+        if self.namespaces:
+            self._make("switch")
+            ip("-n", self._of("switch"), "link", "add", "bridge", "type", "bridge")
+            ip("-n", self._of("switch"), "link", "set", "bridge", "up")
+            for host in range(self.hosts):
+                self._make(host)
+                self._connect(host)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self._jobs:
+            job.close()
+        if self.namespaces:
+            for which in ("switch", *range(self.hosts)):
+                ip("netns", "delete", self._of(which))
+
+    def _of(self, which: int | str) -> str:
+        return f"{self._name}-{which}"
+
+    def _make(self, which: int | str) -> None:
+        ip("netns", "add", self._of(which))
+        ip("-n", self._of(which), "link", "set", "lo", "up")
+
+    def _connect(self, host: int) -> None:
+        own, switch, port = self._of(host), self._of("switch"), f"port{host}"
+        ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", own)
+        ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+        ip("-n", own, "address", "add", f"10.77.0.{host + 1}/24", "dev", "eth0")
+        ip("-n", own, "link", "set", "eth0", "up")
+
+    def cut(self, host: int) -> None:
+        """From now on nothing reaches the host, and nothing of it arrives."""
+        ip("-n", self._of("switch"), "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """The end of `cut`."""
+        ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
+
+    def limit(self, rate: str) -> None:
+        """Each host sends, and is sent, so much at most: "1gbit"."""
+        for host in range(self.hosts):
+            for namespace, link in (("switch", f"port{host}"), (host, "eth0")):
+                tc = ["tc", "-n", self._of(namespace), "qdisc", "replace", "dev", link, "root"]
+                shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+                subprocess.run([*tc, *shape], check=True)
+
+    def sent(self, host: int) -> int:
+        """Bytes that a host has sent since it was made."""
+        told = json.loads(ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
+        return int(told[0]["stats64"]["tx"]["bytes"])
+
+    def start(self, each: int, body: str, *args: Any) -> Job:
+        """`body(group, *args)` on `each` ranks of every host; "module:function", arguments JSON."""
+        job = Job(self, each, body, args)
+        self._jobs.append(job)
+        return job
+
+    def run(self, each: int, body: str, *args: Any) -> list[Any]:
+        """What `body` returned on each rank. Raises AssertionError with the output of one that
+        failed."""
+        job = self.start(each, body, *args)
+        return [said["value"] for said in job.ended(range(each * self.hosts))]
+
+    def process(self, host: int, words: list[str], environment: dict[str, str]) -> list[str]:
+        """The command line of a process on a host; `environment` gets what tells hosts apart."""
+        environment["WEFT_HOST"] = f"host-{host}"
+        if not self.namespaces:
+            return words
+        environment |= {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.77.0.1"}
+        return ["ip", "netns", "exec", self._of(host), *words]
+
+
+class Job:
+    """Processes of one run, by rank."""
+
+    def __init__(self, network: Network, each: int, body: str, args: tuple[Any, ...]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-hosts-")
+        self.folder = Path(self._folder.name)
+        size = each * network.hosts
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = PORT if network.namespaces else free.getsockname()[1]
+        self.processes = []
+        for rank in range(size):
+            environment = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            words = [sys.executable, "-m", __name__, str(self.folder), body, json.dumps(args)]
+            words = network.process(rank // each, words, environment)
+            with open(self.folder / f"{rank}.log", "wb") as log:
+                started = subprocess.Popen(
+                    words, cwd=ROOT, env=environment, stdout=log, stderr=log, process_group=0
+                )
+            self.processes.append(started)
+
+    def mark(self, rank: int) -> str:
+        """What a rank has written last with `Note`."""
+        try:
+            return (self.folder / f"{rank}.mark").read_text()
+        except FileNotFoundError:
+            return ""
+
+    def wait_for(self, rounds: int) -> None:
+        """Until every rank has marked so many rounds."""
+        deadline = time.monotonic() + ENDS
+        while not all(int(self.mark(r) or 0) >= rounds for r in range(len(self.processes))):
+            assert time.monotonic() < deadline, self.logs()
+            assert all(p.poll() is None for p in self.processes), self.logs()
+            time.sleep(0.05)
+
+    def kill(self, *ranks: int) -> None:
+        """kill -9, of all without a number."""
+        for process in [self.processes[r] for r in ranks] if ranks else self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def ended(self, ranks: Any) -> list[dict[str, Any]]:
+        """What these ranks said at their end, which must come by itself."""
+        deadline = time.monotonic() + ENDS
+        found = []
+        for rank in ranks:
+            try:
+                code = self.processes[rank].wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} hangs\n{self.logs()}") from None
+            assert code == 0, f"rank {rank} ended with {code}\n{self.logs()}"
+            found.append(json.loads((self.folder / f"{rank}.json").read_text()))
+        return found
+
+    def close(self) -> None:
+        """Kill what runs, and remove what it wrote."""
+        self.kill()
+        self._folder.cleanup()
+
+    def logs(self) -> str:
+        """What all ranks printed."""
+        return "\n".join(
+            f"--- rank {rank}\n{(self.folder / f'{rank}.log').read_text()[-4000:]}"
+            for rank in range(len(self.processes))
+        )
+
+
+@contextmanager
+def spanning(timeout: float) -> Iterator[weft.Group]:
+    """The group of all ranks of this run."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        with weft.Group.from_torch(device="cpu", timeout=timeout) as group:
+            yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """One rank."""
+    folder, body, args = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    module, name = body.split(":")
+    with spanning(ENDS / 2) as group:
+        said = getattr(importlib.import_module(module), name)(group, folder, *args)
+    (folder / f"{rank}.json").write_text(json.dumps({"value": said}))
+
+
+if __name__ == "__main__":
+    main()

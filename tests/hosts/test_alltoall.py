@@ -1,0 +1,270 @@
+"""The all-to-all over several hosts: every byte as `weft.reference` has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.hosts.spanning import campaign, on_hosts, play
+from tests.rounds import Round, bits
+from weft import reference
+from weft.errors import (
+    BadExpertId,
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    RendezvousFailed,
+    TokenOverflow,
+)
+
+TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """An all-to-all and a round of it."""
+
+    round: Round
+    hosts: int | list[int] = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    played: dict[str, Any] = field(default_factory=dict)
+
+
+def made(group: weft.Group, case: Round, **options: Any) -> weft.AllToAll:
+    sizes: dict[str, Any] = {"max_tokens": TOKENS, "top_k": case.top_k, "dtype": case.dtype}
+    sizes |= {"num_experts": case.experts, "hidden": case.hidden}
+    return weft.AllToAll(group, **sizes | options)
+
+
+def rounds(group: weft.Group, *cases: Case) -> None:
+    for case in cases:
+        play_case(group, case)
+
+
+def play_case(group: weft.Group, case: Case) -> None:
+    with made(group, case.round, **case.options) as a2a:
+        same = ("quantize", "combine_dtype")
+        how = {name: case.options[name] for name in same if name in case.options} | case.played
+        for seed in range(3):
+            play(a2a, case.round.next(seed=seed), **how)
+        play(a2a, case.round, rows=max(1, *case.round.tokens), **how)
+        a2a.check()
+
+
+STATS = [torch.tensor([r, 7 * r, -r], dtype=torch.int32) for r in range(4)]
+CASES = {
+    "pull": Case(Round(tokens=(5, 0, 8, 2), add=True)),
+    "push": Case(Round(tokens=(8,) * 4, router="holes", ids_dtype=torch.int64),
+                 options={"combine": "push"}),
+    "fp8 back": Case(Round(tokens=(1, 2, 3, 7), hidden=256, add=True),
+                     options={"combine_dtype": "fp8"}),
+    "fp8": Case(Round(tokens=(8, 1, 0, 4), hidden=256), options={"quantize": "fp8"}),
+    "mxfp8": Case(Round(tokens=(8, 1, 0, 4), hidden=128, dtype=torch.float16),
+                  options={"quantize": "mxfp8"}),
+    "nothing": Case(Round(tokens=(0, 0, 0, 0))),
+    "three hosts": Case(Round(tokens=(3, 8, 0, 5, 1, 2), experts=13), hosts=3),
+    "one rank a host": Case(Round(tokens=(3, 8)), hosts=2),
+    "ranks in turn": Case(Round(tokens=(5, 0, 8, 2), weighted=False), hosts=[0, 1, 0, 1]),
+    "a host without experts": Case(Round(tokens=(5, 0, 8, 2), experts=4, top_k=2),
+                                   options={"expert_map": [1, 0, 0, 1]}),
+    "experts in turn": Case(Round(tokens=(5, 0, 8, 2), experts=5, dtype=torch.float32),
+                            options={"expert_map": [3, 0, 3, 1, 2]}),
+    "more choices than experts on a host": Case(Round(tokens=(8,) * 4, experts=4, top_k=4)),
+    "halves": Case(Round(tokens=(5, 0, 8, 2), add=True), options={"split_phase": True},
+                   played={"halves": True}),
+    "counts on the device": Case(Round(tokens=(5, 0, 8, 2), add=True),
+                                 played={"num_tokens": [3, 0, 8, 0]}),
+    "statistics": Case(Round(tokens=(5, 0, 8, 2)), options={"stats": 3}, played={"stats": STATS}),
+}  # fmt: skip
+
+
+ALIKE = {(len(case.round.tokens), str(case.hosts)): case.hosts for case in CASES.values()}
+SHORT = ("pull", "fp8", "halves", "statistics")
+
+
+def test_two_hosts_meet_the_reference(ranks):
+    ranks(4, "cpu")(on_hosts, 2, rounds, *(CASES[name] for name in SHORT))
+
+
+@campaign
+@pytest.mark.parametrize(("count", "hosts"), ALIKE)
+def test_hosts_meet_the_reference(ranks, count, hosts):
+    """Cases of as many ranks on the same hosts share a launch, which takes longer than they do."""
+    alike = [c for c in CASES.values() if (len(c.round.tokens), str(c.hosts)) == (count, hosts)]
+    ranks(count, "cpu")(on_hosts, ALIKE[count, hosts], rounds, *alike)
+
+
+def payloads(group: weft.Group) -> None:
+    """Opaque rows of any width, one of which no vector divides."""
+    kinds = [weft.Payload((3,), torch.uint8), weft.Payload((2, 5), torch.float32)]
+    case = Round(tokens=(4, 1, 0, 8))
+    with made(group, case, payloads=kinds) as a2a:
+        _, ids, _, _ = case.of(group.rank, group.device)
+        count = len(ids)
+        rows = torch.arange(count, dtype=torch.float32) + 100 * group.rank
+        x = (rows[:, None].expand(-1, 3).to(torch.uint8).contiguous(),
+             rows[:, None, None].expand(-1, 2, 5).contiguous())  # fmt: skip
+        got = a2a.dispatch(x, ids)
+        for slot, source in enumerate(a2a.sources):
+            for token in range(case.tokens[source]):
+                if bool((got.ids[slot, token] >= 0).any()):
+                    want = float(100 * source + token)
+                    assert got.payloads[0][slot, token].tolist() == [int(want) % 256] * 3
+                    assert got.payloads[1][slot, token].tolist() == [[want] * 5] * 2
+        a2a.output().zero_()
+        a2a.combine()
+
+
+@campaign
+def test_payloads_cross_hosts_as_they_are(ranks):
+    ranks(4, "cpu")(on_hosts, 2, payloads)
+
+
+def grouped(group: weft.Group, combine: str) -> None:
+    """Rows by expert, and back: as on one host, but for the order of the sums."""
+    case = Round(tokens=(5, 0, 8, 2), add=True)
+    with made(group, case, combine=combine, split_phase=True) as a2a:
+        groups = weft.ExpertGroups(a2a)
+        for seed in range(2):
+            x, ids, weights, add = case.next(seed=seed).of(group.rank, group.device)
+            rows = groups.gather(a2a.dispatch(x, ids, weights))
+            groups.send(rows.x.clone())
+            out = a2a.combine_recv(add=add)
+            total = sum(
+                reference.combine(
+                    [torch.where((ids == e).any(1)[:, None], x, 0)], [torch.ones(len(x)) > 0]
+                ).float()
+                * torch.where(ids == e, weights, 0.0).sum(1)[:, None]
+                for e in range(case.experts)
+            )
+            torch.testing.assert_close(out.float(), (total + add.float()), rtol=2e-2, atol=2e-2)
+        groups.close()
+
+
+@campaign
+@pytest.mark.parametrize("combine", ["push", "gemm_push"])
+def test_rows_by_expert_go_home(ranks, combine):
+    ranks(4, "cpu")(on_hosts, 2, grouped, combine)
+
+
+def bad_ids(group: weft.Group) -> list[str]:
+    """An id that names no expert is dropped, one that is twice in a row served."""
+    case, said = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4), []
+    x = torch.ones((2, case.hidden), dtype=torch.bfloat16)
+    good = torch.tensor([[0, 1], [2, 3]])
+    with made(group, case) as a2a:
+        for wrong in (
+            [[0, 4], [2, 3]],
+            [[0, 1], [-7, 1 << 40]],
+            [[3, 3], [2, 0]],
+            [[0, 1], [1, 1]],
+        ):
+            ids = torch.tensor(wrong) if group.rank == 0 else good
+            received = a2a.dispatch(x, ids)
+            a2a.combine(reference.identity_experts(received, torch.bfloat16))
+            try:
+                a2a.check()
+                said.append("")
+            except BadExpertId as error:
+                said.append(str(error))
+        x = torch.full_like(x, 3.0)
+        ids = torch.tensor([[0, 4], [-1, -1]]) if group.rank == 0 else good
+        received = a2a.dispatch(x, ids)
+        out = a2a.combine(reference.identity_experts(received, torch.bfloat16))
+        assert out.tolist() == ([[3.0] * 64, [0.0] * 64] if group.rank == 0 else [[6.0] * 64] * 2)
+        count = torch.tensor([9], dtype=torch.int32)
+        received = a2a.dispatch(x, good, num_tokens=count)
+        a2a.combine(reference.identity_experts(received, torch.bfloat16))
+        with pytest.raises(TokenOverflow, match=r"num_tokens on the device is 9; .* 0\.\.2 tokens"):
+            a2a.check()
+    return said
+
+
+def test_bad_ids_are_refused_where_they_were_sent(ranks):
+    first, *others = ranks(4, "cpu")(on_hosts, 2, bad_ids)
+    assert first[0].startswith("rank 0: topk_ids[0, 1] is 4; expert ids are 0..3")
+    assert first[1].startswith("rank 0: topk_ids[1, 0] is -7")
+    assert "(2 reports since the last check)" in first[1]
+    assert first[2].startswith("rank 0: topk_ids[0, 1] repeats expert 3")
+    assert first[3].startswith("rank 0: topk_ids[1, 1] repeats expert 1")
+    assert all(said == [""] * 4 for said in others)
+
+
+def refusals(group: weft.Group) -> None:
+    case = Round(tokens=(2, 2, 2, 2))
+    with pytest.raises(InvalidArgument, match="top_k is 17, but the layer has 16 experts"):
+        made(group, case, top_k=17)
+    with pytest.raises(GeometryMismatch, match=f"rank {group.size // 2} has max_tokens=9"):
+        made(group, case, max_tokens=TOKENS + group.host)
+    options = {"expert_map": list(range(16))} if group.rank == 3 else {}
+    with pytest.raises(CreationFailed, match=r"failed on rank 3 of 4: InvalidArgument: expert_map"):
+        made(group, case, **options)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    a2a = made(group, case)
+    with pytest.raises(TokenOverflow, match="built for max_tokens=8"):
+        a2a.dispatch(x.repeat(5, 1), ids.repeat(5, 1))
+    with pytest.raises(OutOfOrder):
+        a2a.combine()
+    with pytest.raises(InvalidArgument, match="rows is 9; it must be 1..8|rows is 9"):
+        a2a.dispatch(x, ids, weights, rows=9)
+    play(a2a, case)  # nothing of it was sent
+    with pytest.raises(InvalidArgument, match=r"group\.local"):
+        group.exchange_fds(0)
+    with pytest.raises(InvalidArgument, match="cannot recover"):
+        group.recover()
+    a2a.close()
+    with pytest.raises(OutOfOrder, match="closed"):
+        a2a.dispatch(x, ids, weights)
+
+
+def test_what_one_host_refuses_several_refuse(ranks):
+    ranks(4, "cpu")(on_hosts, 2, refusals)
+
+
+def as_one_host(group: weft.Group) -> bytes:
+    """The sums of one host's ranks, to compare with."""
+    case = Round(tokens=(5, 3, 8, 2), dtype=torch.float32, seed=5)
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    with made(group, case) as a2a:
+        received = a2a.dispatch(x, ids, weights)
+        out = a2a.combine(reference.identity_experts(received, torch.float32))
+    return bits(out).numpy().tobytes()
+
+
+@campaign
+def test_one_rank_a_host_sums_as_one_host_does(ranks):
+    """With one rank a host the order of hosts is that of ranks, and float32 is not rounded."""
+    one = ranks(4, "cpu")(as_one_host)
+    assert ranks(4, "cpu")(on_hosts, 4, as_one_host) == one
+
+
+def shape_of(group: weft.Group) -> tuple[object, ...]:
+    ranks, local = group.host_ranks, group.local
+    total = sum(group.all_gather(group.rank))
+    inside = local.all_gather(group.rank)
+    return group.hosts, group.host, ranks, local.rank, local.size, local.hosts, total, inside
+
+
+def test_a_group_finds_its_hosts(ranks):
+    found = ranks(4, "cpu")(on_hosts, [0, 1, 1, 0], shape_of)
+    ranks_of = ((0, 3), (1, 2))
+    assert found == [
+        (2, 0, ranks_of, 0, 2, 1, 6, [0, 3]),
+        (2, 1, ranks_of, 0, 2, 1, 6, [1, 2]),
+        (2, 1, ranks_of, 1, 2, 1, 6, [1, 2]),
+        (2, 0, ranks_of, 1, 2, 1, 6, [0, 3]),
+    ]
+
+
+def uneven(group: weft.Group) -> None:
+    with pytest.raises(RendezvousFailed, match="host host-0 has 2 ranks and host host-1 has 1"):
+        on_hosts(group, [0, 0, 1], shape_of)
+
+
+def test_hosts_of_unequal_size_are_refused_in_words(ranks):
+    ranks(3, "cpu")(uneven)

@@ -1,0 +1,45 @@
+"""What a host sends in a round, counted at its link: the slots, and next to nothing beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import weft
+from tests.hosts.network import Network
+from tests.hosts.spanning import campaign
+from tests.hosts.test_faults import needs_links
+from tests.rounds import Round
+
+TOKENS, HIDDEN, MANY, FEW = 256, 2048, 22, 2
+CASE = Round(tokens=(TOKENS,) * 6, experts=24, hidden=HIDDEN)
+
+
+def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -> tuple[int, int]:
+    """So many rounds; the bytes that a rank is to send to each other host in one."""
+    x, ids, weights, _ = CASE.of(group.rank, group.device)
+    sizes = {"max_tokens": TOKENS, "top_k": CASE.top_k, "num_experts": CASE.experts}
+    with weft.AllToAll(group, hidden=HIDDEN, quantize=quantize, **sizes) as a2a:  # type: ignore[arg-type]
+        for _ in range(count):
+            a2a.dispatch(x, ids, weights)
+            a2a.combine()
+        assert a2a.config.span is not None
+        return a2a.config.span.rail_bytes(TOKENS)
+
+
+@campaign
+@needs_links
+@pytest.mark.parametrize(("hosts", "quantize"), [(2, None), (3, "fp8")])
+def test_a_round_sends_its_slots_to_each_other_host_once(hosts, quantize):
+    row = HIDDEN + HIDDEN // 128 * 4 if quantize else 2 * HIDDEN
+    with Network(hosts) as network:
+        sent = []
+        for count in (FEW, MANY):
+            before = network.sent(0)
+            out, home = network.run(2, f"{__name__}:rounds", count, quantize)[0]
+            sent.append(network.sent(0) - before)
+        each = (sent[1] - sent[0]) / (MANY - FEW) / 2 / (hosts - 1)
+    assert out <= 1.02 * TOKENS * row, "ids and weights"
+    assert home == TOKENS * 2 * HIDDEN
+    assert out + home <= each <= 1.05 * TOKENS * (row + 2 * HIDDEN)

@@ -1,0 +1,129 @@
+"""A rank, a host or a link is lost under rounds: every rank that is left has an error in time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+from tests.hosts.network import Network, allowed
+from tests.hosts.spanning import campaign, play
+from tests.rounds import Round
+from weft.errors import GroupError
+
+TIMEOUT = 2.0
+SLACK = 4.0  # of a busy machine, beyond the deadline
+needs_links = pytest.mark.skipif(
+    not allowed(), reason="no network namespaces here, and the loopback cannot be cut"
+)
+
+
+def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
+    """Rounds, each checked to the byte, until one raises, or to the last."""
+    case = Round(tokens=tuple((3 * r + 1) % 9 for r in range(group.size)), add=True)
+    mark, at = folder / f"{group.rank}.mark", 0
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+    with weft.AllToAll(group, hidden=case.hidden, timeout=TIMEOUT, **sizes) as a2a:  # type: ignore[arg-type]
+        try:
+            for at in range(last):  # noqa: B007
+                play(a2a, case.next(seed=at))
+                mark.write_text(str(at + 1))
+        except GroupError as error:
+            when = time.monotonic()
+            again = raised_again(a2a, case)
+            return {
+                "error": type(error).__name__, "text": str(error), "when": when, "again": again
+            }  # fmt: skip
+    return {"error": None, "rounds": at + 1}
+
+
+def raised_again(a2a: weft.AllToAll, case: Round) -> str:
+    """What a later call raises, at once."""
+    began = time.monotonic()
+    try:
+        play(a2a, case)
+    except GroupError as error:
+        assert time.monotonic() - began < 1.0
+        return type(error).__name__
+    return "nothing"
+
+
+ENDLESS = f"{__name__}:endless"
+
+
+def survivors(hosts: int, disturb: str, victim: int, *, lasts: float = 0.0) -> dict[int, Any]:
+    """What each rank that is left said, two ranks a host, and how long after it was disturbed."""
+    with Network(hosts) as network:
+        job = network.start(2, ENDLESS, 1_000_000)
+        job.wait_for(3)
+        when = time.monotonic()
+        left = set(range(2 * hosts))
+        if disturb == "rank":
+            job.kill(victim)
+            left -= {victim}
+        elif disturb == "host":
+            job.kill(2 * victim, 2 * victim + 1)
+            left -= {2 * victim, 2 * victim + 1}
+        else:
+            network.cut(victim)
+            if lasts:
+                time.sleep(lasts)
+                network.mend(victim)
+        said = dict(zip(sorted(left), job.ended(sorted(left)), strict=True))
+    return {rank: each["value"] | {"after": each["value"]["when"] - when}
+            for rank, each in said.items()}  # fmt: skip
+
+
+def check_all(said: dict[int, Any], *named: str) -> None:
+    """Every rank has a typed error in time; one of `named` is in each text."""
+    for rank, each in said.items():
+        assert each["error"] in ("RailFailed", "PeerDied", "PeerLeft", "PeerTimeout"), (rank, each)
+        assert each["after"] < TIMEOUT + SLACK, (rank, each)
+        assert any(name in each["text"] for name in named), (rank, each)
+        assert each["again"] == each["error"], (rank, each)
+
+
+def test_a_killed_rank_is_named_on_its_host_and_beyond():
+    said = survivors(2, "rank", 2)
+    check_all(said, "rank 2", "rank 3 on host 1")  # which left for it, and whose rail rank 1 is on
+    assert said[0]["error"] == "RailFailed"
+    assert "rank 2 on host 1 (host-1)" in said[0]["text"]
+    assert said[3]["error"] == "PeerDied"
+    assert all(each["after"] < SLACK for each in said.values()), "a closed connection is no wait"
+
+
+@campaign
+def test_a_killed_host_is_named_on_all_others():
+    said = survivors(3, "host", 1)
+    check_all(said, "host 1 (host-1)", "RailFailed")
+    assert any(each["error"] == "RailFailed" for each in said.values())
+
+
+@campaign
+@needs_links
+def test_a_cut_link_is_an_error_on_both_sides():
+    said = survivors(2, "link", 1)
+    check_all(said, "host 0 (host-0)", "host 1 (host-1)")
+    assert {each["error"] for each in said.values()} <= {"RailFailed", "PeerLeft"}
+
+
+@campaign
+@needs_links
+def test_a_link_that_stalls_beyond_the_deadline_is_an_error():
+    check_all(survivors(2, "link", 1, lasts=TIMEOUT + 1.0), "host 0 (host-0)", "host 1 (host-1)")
+
+
+@campaign
+@needs_links
+def test_a_link_that_stalls_within_the_deadline_is_waited_for():
+    with Network(2) as network:
+        job = network.start(2, ENDLESS, 400)
+        job.wait_for(3)
+        network.cut(1)
+        time.sleep(0.4)
+        network.mend(1)
+        said = job.ended(range(4))
+    assert [each["value"] for each in said] == [{"error": None, "rounds": 400}] * 4

@@ -1,0 +1,100 @@
+"""What else a group of several hosts refuses, and what it gives back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch.distributed as dist
+
+import weft
+from tests.hosts.spanning import on_hosts, play
+from tests.rounds import Round
+from weft.compat.deep_ep import Buffer
+from weft.compat.ranks import RankPlace, lease_group
+from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RailFailed, RendezvousFailed
+
+
+def refused(group: weft.Group) -> None:
+    words = r"takes ranks of one host, and these are on 2: pass group\.local"
+    with pytest.raises(InvalidArgument, match=f"an all-reduce {words}"):
+        weft.AllReduce(group, max_tokens=4, hidden=64)
+    with pytest.raises(InvalidArgument, match=f"Buffer {words}"):
+        Buffer(group, low_latency_mode=True)
+    with pytest.raises(InvalidArgument, match=f"this workspace {words}"):
+        lease_group(RankPlace(group.rank, group.size), None, group)
+    with weft.AllReduce(group.local, max_tokens=4, hidden=64):
+        pass
+    with pytest.raises(InvalidArgument, match="no rail"):
+        _ = group.local.rail
+
+
+def test_an_all_reduce_is_of_one_host(ranks):
+    ranks(4, "cpu")(on_hosts, 2, refused)
+
+
+def fails_on_one_host(group: weft.Group) -> None:
+    """What one host cannot make, no host has; the next one is made as if nothing had been."""
+    case = Round(tokens=(5, 0, 8, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+    options = {"num_sms": 3} if group.rank == 2 else {}
+    with pytest.raises(CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"):
+        weft.AllToAll(group, hidden=case.hidden, **sizes, **options)  # type: ignore[arg-type]
+    with weft.AllToAll(group, hidden=case.hidden, **sizes) as a2a:  # type: ignore[arg-type]
+        play(a2a, case)
+        members = [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
+        assert members == []
+    with pytest.raises(OutOfOrder, match="closed"):
+        a2a.check()
+
+
+def test_an_operator_is_made_on_all_hosts_or_on_none(ranks):
+    ranks(4, "cpu")(on_hosts, 2, fails_on_one_host)
+
+
+def other_rows(group: weft.Group) -> str:
+    """One host's ranks make a call with other rows than the other's."""
+    case = Round(tokens=(2, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts, "hidden": 64}
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    with weft.AllToAll(group, timeout=1.0, first_timeout=1.0, **sizes) as a2a:  # type: ignore[arg-type]
+        with pytest.raises(RailFailed) as told:
+            a2a.dispatch(x, ids, weights, rows=4 + group.host)
+        with pytest.raises(RailFailed):
+            a2a.dispatch(x, ids, weights)
+    return str(told.value)
+
+
+def test_unequal_rows_are_an_error_in_time(ranks):
+    said = ranks(2, "cpu")(on_hosts, 2, other_rows)
+    assert any("made it with other rows" in text for text in said)
+
+
+def one_round(group: weft.Group) -> int:
+    """A round, and how many process groups torch has."""
+    case = Round(tokens=(5, 0, 8, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
+    with weft.AllToAll(group, hidden=case.hidden, **sizes) as a2a:  # type: ignore[arg-type]
+        play(a2a, case)
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def left_with_an_error(group: weft.Group) -> None:
+    if group.rank == 1:
+        raise ZeroDivisionError
+    group.local.barrier() if group.host == 0 else None
+
+
+def again_and_again(group: weft.Group) -> list[int]:
+    """Groups of the same ranks, one of which a rank leaves with an error."""
+    counts = [on_hosts(group, 2, one_round) for _ in range(3)]
+    with contextlib.suppress(ZeroDivisionError, RendezvousFailed):
+        on_hosts(group, 2, left_with_an_error)
+    return [*counts, on_hosts(group, 2, one_round)]
+
+
+def test_later_groups_of_the_same_hosts_use_the_same_process_groups(ranks):
+    for first, *same, fresh in ranks(4, "cpu")(again_and_again):
+        assert same == [first, first]
+        assert fresh == first + 2, "a rail that was broken is not used again"

@@ -1,0 +1,62 @@
+"""MoE layers over several hosts, in both modes and every overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.hosts.spanning import campaign, on_hosts
+from tests.moe.layers import CONFIGS, Case, bound
+from weft.errors import InvalidArgument
+from weft.moe import balance
+
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "push": ("softmax", {"mode": "throughput", "overlap": "none", "gemm": "torch"}),
+    "shared": ("deepseek", {"mode": "throughput", "overlap": "shared_expert", "gemm": "torch"}),
+    "gemm push": ("deepseek", {"mode": "throughput", "overlap": "gemm_push", "gemm": "grouped"}),
+    "input weights": ("llama", {"mode": "throughput", "overlap": "none", "gemm": "torch"}),
+    "fp8 rows": ("gpt-oss", {"mode": "throughput", "quantize": "fp8", "combine_dtype": "fp8"}),
+    "low latency": ("deepseek", {"mode": "low_latency", "overlap": "none", "gemm": "torch"}),
+    "auto": ("softmax", {}),
+}
+
+
+def layers(group: weft.Group) -> dict[str, tuple[float, float]]:
+    """How far each layer is from the reference, and how far it may be."""
+    found = {}
+    for name, (config, options) in LAYERS.items():
+        case = Case(CONFIGS[config], tokens=(5, 0, 8, 2))
+        x, logits = case.of(group.rank, group.device)
+        with case.open(group, **options) as layer:
+            out = layer(x, logits)
+            again = layer(x, logits)
+            assert torch.equal(out, again), name
+            wanted = case.wanted(layer, x, logits, quantize=options.get("quantize"))
+            layer.check()
+        off = float((out.float() - wanted).abs().max()) if len(x) else 0.0
+        # One more rounding, of each host's sum; FP8 sums are rounded to an eighth of 2^-3.
+        coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
+        most = float(wanted.abs().max()) if len(x) else 1.0
+        found[name] = off, 1.5 * bound(case.config, wanted) + coarse * most
+    return found
+
+
+@campaign
+def test_layers_meet_the_reference(ranks):
+    for found in ranks(4, "cpu")(on_hosts, 2, layers):
+        for name, (off, most) in found.items():
+            assert off <= most, name
+
+
+def refused(group: weft.Group) -> None:
+    case = Case(CONFIGS["softmax"], tokens=(1, 1))
+    replicas = balance(torch.ones(8), ranks=2, replicas=2)
+    with pytest.raises(InvalidArgument, match="replicas are given in a group of 2 hosts"):
+        case.open(group, replicas=replicas)
+
+
+def test_replicas_are_refused_in_words(ranks):
+    ranks(2, "cpu")(on_hosts, 2, refused)

@@ -1,0 +1,73 @@
+"""The deadline of exchanges on GPUs, on counts that a test writes in place of a stream."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from weft.hosts.watch import _look
+
+FIRST, LATER = 30.0, 0.4
+
+
+class Exchange:
+    """What is told that it is late."""
+
+    def __init__(self) -> None:
+        self.late_at: float | None = None
+
+    def late(self) -> None:
+        self.late_at = time.monotonic()
+
+
+def watched(
+    exchange: Exchange, *, first: int = 1, later: float = LATER
+) -> tuple[torch.Tensor, threading.Thread, Any]:
+    """Counts, the thread that looks at them, and what ends it."""
+    seen, stop = torch.zeros(2, dtype=torch.int64), threading.Event()
+    late = weakref.WeakMethod(exchange.late)
+    thread = threading.Thread(target=_look, args=(seen, late, later, FIRST, first, stop))
+    thread.start()
+    return seen, thread, stop
+
+
+def test_an_exchange_that_lasts_is_late_once():
+    exchange = Exchange()
+    seen, thread, _ = watched(exchange)
+    seen[0] = 1  # the first may take longer
+    time.sleep(2 * LATER)
+    assert exchange.late_at is None
+    seen[1] = 1
+    seen[0] = 2
+    began = time.monotonic()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert exchange.late_at is not None
+    assert exchange.late_at - began >= LATER - 0.06
+
+
+def test_exchanges_that_end_are_not_late():
+    exchange = Exchange()
+    seen, thread, stop = watched(exchange, first=0, later=4.0)
+    until = time.monotonic() + 6.0
+    while time.monotonic() < until:  # each on its way for less than the limit
+        seen[0] += 1
+        time.sleep(0.02)
+        seen[1] += 1
+    assert exchange.late_at is None
+    stop.set()
+    thread.join(20.0)
+    assert not thread.is_alive()
+
+
+def test_an_operator_that_is_gone_is_told_nothing():
+    exchange = Exchange()
+    seen, thread, _ = watched(exchange, first=0)
+    seen[0] = 1
+    del exchange
+    thread.join(20.0)
+    assert not thread.is_alive()

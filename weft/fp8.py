@@ -1,0 +1,44 @@
+"""Block-scaled FP8 in plain torch: what kernels make of rows, bit by bit."""
+
+from __future__ import annotations
+
+import torch
+
+
+def quantize(
+    x: torch.Tensor, kind: str, columns: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block-scaled FP8 of x `[..., hidden]`: (float8_e4m3fn `[..., hidden]`, scales).
+
+    columns: of a block; default 128 for "fp8" and 32 for "mxfp8".
+    "fp8": float32 `[..., hidden / columns]`; scale = amax / 448, q = round(x * (448 / amax)).
+    "mxfp8": float8_e8m0fnu, as many; the smallest power of two that brings amax to 448.
+    A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
+    has a NaN scale and NaN numbers. (device/quantize.cuh)
+    """
+    columns = columns or (32 if kind == "mxfp8" else 128)
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
+    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
+    broken = amax.isinf()
+    safe = torch.where(broken, 1.0, amax)
+    if kind == "mxfp8":
+        mantissa, exponent = torch.frexp(safe)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+        power = torch.where(safe == 0, -127, exponent - 9 + (mantissa > 0.875).int())
+        power = power.clamp(min=-127)
+        byte = torch.where(broken, 255, power + 127).to(torch.uint8)
+        scales = byte.view(torch.float8_e8m0fnu)
+        inverse = torch.ldexp(torch.ones_like(safe), -power.double()).float()
+    else:
+        small = safe < 2.0**-117
+        # Tensors on both sides: torch divides by a number as a product with its reciprocal.
+        scales = torch.where(small, 0.0, safe / torch.full_like(safe, 448.0))
+        scales = torch.where(broken, torch.nan, scales)
+        inverse = torch.where(small, 0.0, torch.full_like(safe, 448.0) / safe)
+    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    return q.to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`q * scale` in float32, as combine reads pushed FP8 rows."""
+    columns = q.shape[-1] // scales.shape[-1]
+    return q.float() * scales.float().repeat_interleave(columns, dim=-1)

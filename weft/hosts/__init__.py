@@ -1,0 +1,1 @@
+"""What an operator of several hosts adds to the one-sided one: a rail between equal places."""

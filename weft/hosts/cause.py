@@ -1,0 +1,49 @@
+"""Which error came first: between hosts a rank that leaves for it can tell nobody but the store.
+
+The store is that of torch.distributed's default group. It may be on the host that is gone, and then
+answers nobody: every question has a limit, after which the rank goes on without an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch.distributed import distributed_c10d
+
+from weft.memory import Group
+
+LIMIT = 0.5  # seconds
+
+
+class FirstCause:
+    """The text of the first error of a group's exchanges, the same for all ranks that ask later."""
+
+    def __init__(self, group: Group) -> None:
+        self._store = distributed_c10d._get_default_store()
+        self._key = f"weft/first-cause/{group.token}"
+
+    def tell(self, text: str) -> None:
+        """Leave an error, unless there is one."""
+        self._within(lambda: self._store.compare_set(self._key, "", text).decode())
+
+    def ask(self) -> str:
+        """The first error; nothing where there is none, or no answer."""
+        return self._within(self._look)
+
+    def _look(self) -> str:
+        return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+
+    def _within(self, step: Callable[[], str]) -> str:
+        said = [""]
+
+        def run() -> None:
+            try:
+                said[0] = step()
+            except RuntimeError:  # the store is gone: its host may be the one that is
+                said[0] = ""
+
+        thread = threading.Thread(target=run, name="weft-first-cause", daemon=True)
+        thread.start()
+        thread.join(LIMIT)
+        return said[0]

@@ -1,0 +1,80 @@
+"""What crosses between hosts for one operator, and how a host numbers the experts that it holds."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from weft.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An operator's part on one of several hosts.
+
+    ranks: of each host (`Group.host_ranks`).   host: this one.
+    max_tokens: of one rank in one call.   row_bytes: of each payload as it travels.
+    quantize: what the first payload becomes before it travels.   returns_fp8: sums travel as FP8.
+    placement: of all experts on all ranks.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    host: int
+    max_tokens: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    row_bytes: tuple[int, ...]
+    stats: int
+    quantize: str | None
+    returns_fp8: bool
+    placement: Placement
+
+    @property
+    def hosts(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Global ids of this host's experts, in the order in which it numbers them."""
+        mine = set(self.ranks[self.host])
+        return tuple(e for e, rank in enumerate(self.placement.ranks) if rank in mine)
+
+    @property
+    def local_ids(self) -> tuple[int, ...]:
+        """For each expert its number on this host, -1 on others."""
+        numbers = {expert: number for number, expert in enumerate(self.experts)}
+        return tuple(numbers.get(expert, -1) for expert in range(len(self.placement.ranks)))
+
+    @property
+    def local_placement(self) -> Placement:
+        """This host's experts on its ranks; without any, one that no id names."""
+        return host_placement(self.placement, self.ranks[self.host])
+
+    def meta_words(self, rows: int) -> int:
+        """32-bit words that go with `rows` rows: their number, statistics, ids and weights."""
+        return 1 + self.stats + 2 * rows * self.top_k
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of ordinary memory that the exchange of one rank takes."""
+        out = sum(self.row_bytes) + 16 * self.top_k
+        return self.hosts * self.max_tokens * (out + 2 * self.hidden * self.dtype.itemsize)
+
+    def rail_bytes(self, rows: int) -> tuple[int, int]:
+        """Bytes that a rank sends to each other host, out and home, in a call with `rows` rows."""
+        item = self.dtype.itemsize
+        home = self.hidden + self.hidden // 128 * 4 if self.returns_fp8 else self.hidden * item
+        return rows * sum(self.row_bytes) + 4 * self.meta_words(rows), rows * home
+
+
+@functools.cache
+def host_placement(placement: Placement, ranks: tuple[int, ...]) -> Placement:
+    """The experts of some ranks, numbered in ascending order, on places in `ranks`."""
+    owners = [ranks.index(rank) for rank in placement.ranks if rank in ranks] or [0]
+    found = Placement.mapped(owners, len(owners), len(ranks))
+    blocks = Placement.blocks(len(owners), len(ranks))
+    return blocks if found.ranks == blocks.ranks else found

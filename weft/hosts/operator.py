@@ -1,0 +1,53 @@
+"""What an operator of several hosts is beside its part on one: a rail, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.hosts.config import Span
+from weft.hosts.rail import Rail
+from weft.memory.header import ErrorRecord
+from weft.runtime.operator import Operator
+from weft.runtime.report import DUPLICATE_EXPERT, refusal
+
+
+class AcrossHosts(Operator):
+    """An operator whose rows also travel between hosts, where its group has several."""
+
+    _rail: Rail | None = None
+
+    def _open_rail(self, span: Span | None) -> None:
+        """Make the rail of an operator that exists on every host. Collective over all of them."""
+        if span is None:
+            return
+        timeout, first_timeout = self._limits
+
+        def make() -> Rail:
+            limits = {"timeout": timeout, "first_timeout": first_timeout}
+            return Rail(self.group, span, on_failure=self._fail, **limits)
+
+        try:
+            doing = f"connecting the hosts of a group for its {self._what}"
+            self._rail = self.group.together(make, doing=doing)
+        except BaseException:
+            self.close()
+            raise
+
+    def _own_bytes(self, config: Any) -> int:
+        return 0 if config.span is None else int(config.span.bytes)
+
+    def check(self) -> None:
+        super().check()
+        reports = None if self._rail is None else self._rail.reports()
+        if reports is not None:
+            raise refusal(*reports, drops_repeats=self._drops_repeats)
+
+    def _refuse(self, record: ErrorRecord, count: int) -> None:
+        # With several hosts the sender of a row says what is wrong with its ids.
+        if self._rail is None or record.code != DUPLICATE_EXPERT:
+            super()._refuse(record, count)
+
+    def _free(self) -> None:
+        super()._free()
+        if self._rail is not None:
+            self._rail.close()

@@ -1,0 +1,398 @@
+"""Rail: rows in fixed slots, to and from the ranks that have this one's place on other hosts.
+
+Out: each host gets this rank's rows once, with their ids and weights, whichever of its ranks hold
+the experts; what arrives is what this rank dispatches on its own host. Home: each host gets back
+one row for each of its rows, the sum over this host. Sizes follow from the call's `rows` alone, so
+no host waits to learn them, and a CUDA graph can hold the exchange.
+
+Both are point-to-point messages of torch.distributed: NCCL on GPUs, gloo on CPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import RailFailed
+from weft.fp8 import dequantize, quantize
+from weft.hosts.cause import FirstCause
+from weft.hosts.config import Span
+from weft.hosts.watch import Watch
+from weft.memory import Group
+from weft.memory.header import ErrorRecord
+from weft.memory.hosts import break_rail
+from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
+
+MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What this rank dispatches on its host: `rows` slots of each host, in the order of hosts.
+
+    planes: uint8 `[hosts * rows, row_bytes]` of each payload.
+    ids: int32 `[hosts * rows, top_k]`, as this host numbers its experts.   weights: float32.
+    stats: int32 `[hosts * (1 + stats)]`, of each host the number of its tokens, then statistics.
+    """
+
+    planes: tuple[torch.Tensor, ...]
+    ids: torch.Tensor
+    weights: torch.Tensor
+    stats: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Views of the buffers with so many rows for each host.
+
+    planes: of each payload, `[hosts, bytes]`.   out: these and the rest of what travels, bytes.
+    counts, ids, weights: parts of that rest, by host.
+    sums, returned: this host's sums of every host's rows, and every host's of this rank's.
+    """
+
+    planes: tuple[torch.Tensor, ...]
+    out: list[tuple[torch.Tensor, torch.Tensor]]
+    counts: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    arrived: Arrived
+    sums: torch.Tensor
+    returned: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Messages on their way, the host of each where each has a handle, and their deadline."""
+
+    works: list[dist.Work]
+    whom: list[int]
+    limit: float
+
+
+class Rail:
+    """This rank's exchange with the ranks of other hosts, for one operator.
+
+    on_failure: a bound method, held weakly, that is called when the exchange has failed, in
+        whatever thread notices.
+
+    Raises RailFailed where one of them is late or gone, and for every later call.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        span: Span,
+        *,
+        timeout: float,
+        first_timeout: float,
+        on_failure: Callable[[RailFailed], None],
+    ) -> None:
+        self._group, self._span, self._device = group, span, group.device
+        self._timeout, self._first_timeout = timeout, first_timeout
+        self._exchanges = 0
+        self._out: Pending | None = None  # rows that are on their way
+        self._hosts, self._own = group.hosts, group.host
+        self._others = [h for h in range(self._hosts) if h != self._own]
+        self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
+        self._failed: RailFailed | None = None
+        self._on_failure = weakref.WeakMethod(on_failure)
+        self._first_cause = FirstCause(group)
+        self._allocate()
+        self._watch: Watch | None = None
+        self._first = 2  # exchanges: those of the first round, whose peers may still compile
+        if self._device.type == "cuda":
+            self._first = 3
+            limits = {"timeout": timeout, "first_timeout": first_timeout}
+            self._watch = Watch(self._device, self._late, first=self._first, **limits)
+            # NCCL connects two ranks at their first message, which no graph can capture.
+            self._finish(self._start(self._slots(span.max_tokens).out))
+
+    def _allocate(self) -> None:
+        span, hosts, device = self._span, self._hosts, self._device
+        rows, experts = hosts * span.max_tokens, len(span.placement.ranks)
+
+        def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._planes = tuple(empty(rows * size) for size in span.row_bytes)
+        self._meta = empty(hosts * span.meta_words(span.max_tokens), dtype=torch.int32)
+        self._ids = empty(rows, span.top_k, dtype=torch.int32)
+        self._weights = empty(rows, span.top_k, dtype=torch.float32)
+        self._stats = empty(hosts * (1 + span.stats), dtype=torch.int32)
+        self._sums = empty(rows, span.hidden, dtype=span.dtype)
+        self._returned = empty(rows, span.hidden, dtype=span.dtype)
+        self._numbers = torch.arange(span.max_tokens, dtype=torch.int32, device=device)
+        # The last entry answers for id -1.
+        table = torch.tensor((*span.local_ids, -1), dtype=torch.int32)
+        self._local_ids = table.to(device)
+        self._experts = experts
+        # reports, and of the last one: code, token, slot, what was there
+        self._noted = empty(5, dtype=torch.int64)
+        self._seen_reports = 0
+        self._told = self._noted
+        if device.type == "cuda":
+            self._told = torch.zeros(5, dtype=torch.int64).pin_memory()
+        self._views: dict[int, Slots] = {}
+
+    def send(
+        self,
+        tensors: Sequence[torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        num_tokens: torch.Tensor | None,
+        stats: torch.Tensor | None,
+        rows: int,
+    ) -> None:
+        """Stage this rank's rows, `rows` at most, and start to exchange them. Arguments checked."""
+        span, slots, tokens = self._span, self._slots(rows), topk_ids.shape[0]
+        if span.quantize is not None:
+            tensors = [*quantize(tensors[0], span.quantize), *tensors[1:]]
+        for plane, tensor, size in zip(slots.planes, tensors, span.row_bytes, strict=True):
+            row = math.prod(tensor.shape[1:])
+            staged = plane[self._own].view(rows, size)[:tokens]
+            staged.copy_(tensor.reshape(tokens, row).view(torch.uint8))
+        own = self._own
+        counts, ids, weights = slots.counts[own], slots.ids[own], slots.weights[own]
+        weights[:tokens] = 1.0 if topk_weights is None else topk_weights
+        known = (topk_ids >= 0) & (topk_ids < self._experts)
+        chosen = torch.where(known, topk_ids, -1)
+        counts[:1].fill_(tokens)
+        wrong = (topk_ids != -1) & ~known
+        if num_tokens is not None:
+            count = num_tokens.clamp(0, tokens)
+            counts[:1] = count
+            beyond = (self._numbers[:tokens] >= count)[:, None]
+            chosen, wrong = chosen.masked_fill(beyond, -1), wrong & ~beyond
+        if stats is not None:
+            counts[1:] = stats
+        ids.fill_(-1)
+        ids[:tokens] = chosen
+        self._note(topk_ids, chosen, wrong, num_tokens)
+        self._out = self._start(slots.out)
+
+    def receive(self, rows: int) -> Arrived:
+        """Wait for the rows of all hosts. Raises RailFailed."""
+        assert self._out is not None
+        out, self._out = self._out, None
+        self._finish(out)
+        slots = self._slots(rows)
+        arrived = slots.arrived
+        arrived.ids.view(slots.ids.shape).copy_(self._local_ids[slots.ids])
+        arrived.weights.view(slots.weights.shape).copy_(slots.weights)
+        arrived.stats.view(slots.counts.shape).copy_(slots.counts)
+        return arrived
+
+    def sums(self, rows: int) -> torch.Tensor:
+        """`[hosts * rows, hidden]`: where this host's sums of the rows that arrived are written."""
+        return self._slots(rows).sums
+
+    def home(self, out: torch.Tensor, add: torch.Tensor | None, rows: int) -> None:
+        """Return this host's sums, and add the hosts' sums of this rank's tokens, in their order.
+
+        `out[t] = round(sum of float(row of host h) over h + float(add[t]))`, from +0. A host that
+        has no expert of a token returns zeros for it. Raises RailFailed.
+        """
+        span, slots, tokens = self._span, self._slots(rows), len(out)
+        sums = slots.sums.view(self._hosts, rows, span.hidden)
+        if span.returns_fp8:
+            numbers, scales = (t.contiguous() for t in quantize(sums, "fp8"))
+            came, came_scales = torch.empty_like(numbers), torch.empty_like(scales)
+            pairs = (numbers, came), (scales, came_scales)
+            self._finish(self._start([(_bytes(mine), _bytes(theirs)) for mine, theirs in pairs]))
+            for mine, theirs in pairs:
+                theirs[self._own].copy_(mine[self._own])
+            returned = list(dequantize(came, came_scales))
+        else:
+            back = slots.returned.view(sums.shape)
+            self._finish(self._start([(_bytes(sums), _bytes(back))]))
+            returned = [sums[h] if h == self._own else back[h] for h in range(self._hosts)]
+        total = torch.zeros((tokens, span.hidden), dtype=torch.float32, device=self._device)
+        for row in returned:
+            total += row[:tokens]
+        if add is not None:
+            total += add
+        out.copy_(total)
+
+    def reports(self) -> tuple[ErrorRecord, int] | None:
+        """The last refusal since the last call, and how many there were; None without one."""
+        reports, code, token, slot, seen = self._told.tolist()
+        if reports == self._seen_reports:
+            return None
+        count, self._seen_reports = reports - self._seen_reports, reports
+        record = ErrorRecord(code=code, rank=self._group.rank, token=token, slot=slot)
+        record.seen, record.wanted = seen & (1 << 64) - 1, self._experts
+        if code == TOKEN_OVERFLOW:
+            record.wanted = token
+        return record, count
+
+    def close(self) -> None:
+        """Give the memory back, and stop watching."""
+        if self._watch is not None:
+            self._watch.close()
+        self._out = None
+        self._views.clear()
+        del self._planes, self._meta, self._sums, self._returned
+
+    def raise_if_failed(self) -> None:
+        """Raise what ended the exchange, if anything did."""
+        if self._failed is not None:
+            raise self._failed
+
+    def _slots(self, rows: int) -> Slots:
+        found = self._views.get(rows)
+        if found is None:
+            if len(self._views) == MAX_VIEWS:
+                self._views.clear()
+            found = self._views[rows] = self._make_slots(rows)
+        return found
+
+    def _make_slots(self, rows: int) -> Slots:
+        span, hosts = self._span, self._hosts
+        planes = tuple(
+            plane[: hosts * rows * size].view(hosts, rows * size)
+            for plane, size in zip(self._planes, span.row_bytes, strict=True)
+        )
+        meta = self._meta[: hosts * span.meta_words(rows)].view(hosts, -1)
+        at, some = 1 + span.stats, rows * span.top_k
+        counts, ids, weights = meta[:, :at], meta[:, at : at + some], meta[:, at + some :]
+        total = hosts * rows
+        sizes = zip(planes, span.row_bytes, strict=True)
+        arrived = Arrived(
+            tuple(plane.view(total, size) for plane, size in sizes),
+            self._ids[:total],
+            self._weights[:total],
+            self._stats,
+        )
+        return Slots(
+            planes=planes,
+            out=[(part, part) for part in (*planes, _bytes(meta))],
+            counts=counts,
+            ids=ids.view(hosts, rows, span.top_k),
+            weights=weights.view(torch.float32).view(hosts, rows, span.top_k),
+            arrived=arrived,
+            sums=self._sums[:total],
+            returned=self._returned[:total],
+        )
+
+    def _start(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Pending:
+        """Send what is for each other host, and receive what it has for this one.
+
+        pairs: what is sent and where it arrives, bytes `[hosts, n]`. Where both are one tensor, all
+        get what this host has in its own place.
+        """
+        self.raise_if_failed()
+        ops, whom = [], []
+        for host in self._others:
+            peer = self._peers[host]
+            for mine, theirs in pairs:
+                sent, came = mine[self._own if mine is theirs else host], theirs[host]
+                # The tag is the size: gloo ends a process that gets more than it waits for.
+                how = (peer, self._group.rail, len(sent))
+                ops += [dist.P2POp(dist.isend, sent, *how), dist.P2POp(dist.irecv, came, *how)]
+                whom += [host, host]
+        self._exchanges += 1
+        if self._watch is not None:
+            self._watch.begin()
+        try:
+            return Pending(dist.batch_isend_irecv(ops), whom, self._limit)
+        except RuntimeError as error:
+            raise self._fail(self._broken(f"one of {self._names(self._others)}", error)) from error
+
+    def _finish(self, pending: Pending) -> None:
+        """Wait for what was started: on CPUs in this thread, on GPUs in the stream."""
+        self.raise_if_failed()
+        if self._watch is not None:
+            for work in pending.works:
+                work.wait()
+            self._watch.end()
+            return
+        deadline = time.monotonic() + pending.limit
+        for work, host in zip(pending.works, pending.whom, strict=True):
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                late = time.monotonic() >= deadline
+                text = self._broken(self._names([host]), error)
+                raise self._fail(self._overdue([host], pending.limit) if late else text) from error
+
+    def _fail(self, text: str) -> RailFailed:
+        """From now on every call raises this; whom this rank exchanges with learns it at once."""
+        self._failed = RailFailed(text)
+        self._first_cause.tell(text)
+        break_rail(self._group.rail)
+        on_failure = self._on_failure()
+        if on_failure is not None:
+            on_failure(self._failed)
+        return self._failed
+
+    def _late(self) -> None:
+        """An exchange on the GPU is overdue: its kernels end by the abort."""
+        self._fail(self._overdue(self._others, self._limit))
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that the exchange that was started last may take."""
+        return self._first_timeout if self._exchanges <= self._first else self._timeout
+
+    def _overdue(self, hosts: Sequence[int], limit: float) -> str:
+        option = "timeout" if limit == self._timeout else "first_timeout"
+        return (
+            f"rank {self._group.rank}: the rows to or from {self._names(hosts)} did not arrive "
+            f"within {limit:g} s. The host or the link is gone, or it was slower than the "
+            f"deadline, did not make this call or made it with other rows; raise {option}= if it "
+            "was only slow, then make a new group."
+        )
+
+    def _broken(self, whom: str, error: Exception) -> str:
+        first, said = self._first_cause.ask(), " ".join(str(error).split())
+        if first:
+            return f"rank {self._group.rank}: {whom} left. What came first: {first}"
+        return (
+            f"rank {self._group.rank}: the connection to {whom} broke: that rank died, or left "
+            f"after an error that it names itself. Make a new group. ({said})"
+        )
+
+    def _names(self, hosts: Sequence[int]) -> str:
+        ranks, place = self._group.host_ranks, self._group.local.rank
+        return ", ".join(f"rank {ranks[h][place]} on {self._group._host_name(h)}" for h in hosts)
+
+    def _note(
+        self,
+        topk_ids: torch.Tensor,
+        chosen: torch.Tensor,
+        wrong: torch.Tensor,
+        num_tokens: torch.Tensor | None,
+    ) -> None:
+        """Note what is wrong with a call's ids or count, for `reports`; on GPUs in stream order."""
+        tokens, top_k = topk_ids.shape
+        if not tokens:
+            return
+        earlier = torch.ones((top_k, top_k), dtype=torch.bool, device=self._device).tril(-1)
+        repeats = (chosen[:, :, None] == chosen[:, None, :]) & earlier & (chosen >= 0)[:, :, None]
+        code = wrong * BAD_EXPERT_ID + repeats.any(dim=2) * DUPLICATE_EXPERT
+        entries = code.flatten()
+        at = (entries > 0).long().argmax()
+        count, kind, seen = (entries > 0).sum(), entries[at], topk_ids.flatten()[at].long()
+        token, slot = at // top_k, at % top_k
+        if num_tokens is not None:
+            over = ((num_tokens < 0) | (num_tokens > tokens))[0]
+            count = count + over
+            kind = torch.where(over, TOKEN_OVERFLOW, kind)
+            token = torch.where(over, tokens, token)
+            seen = torch.where(over, num_tokens[0].long(), seen)
+        noted = torch.stack([self._noted[0] + count, kind, token, slot, seen])
+        self._noted.copy_(torch.where(count > 0, noted, self._noted))
+        if self._told is not self._noted:
+            self._told.copy_(self._noted, non_blocking=True)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """`[hosts, ...]`, contiguous, as `[hosts, bytes]`."""
+    return tensor.view(len(tensor), -1).view(torch.uint8)

@@ -1,0 +1,174 @@
+"""Which ranks of a torch process group share a host, and the process groups between hosts.
+
+Ranks share a host where they have one boot id and one WEFT_HOST, so containers of one machine are
+one host unless they are told apart. Everything travels through the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+
+from weft.errors import RendezvousFailed
+from weft.memory.wire import JSON, text_of
+
+if TYPE_CHECKING:
+    from weft.memory.group import Group
+
+HOST = "WEFT_HOST"
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a group.
+
+    ranks: of each host, ascending; hosts in the order of their first ranks.   names: host names.
+    index: this rank's host.   local: the group of this host.
+    rail: the process group of the ranks that have this one's place on each host, by host.
+    token: a word that no other group has, equal on all ranks.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    index: int
+    local: Group
+    rail: dist.ProcessGroup
+    token: str
+
+    def close(self, why: str | None) -> None:
+        """Leave the group of this host; for an error, break the rail: who waits there is told."""
+        self.local._leave(why)
+        if why is not None:
+            break_rail(self.rail)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """The process groups that a process group has for its hosts, for all weft groups made of it.
+
+    Torch takes the name of one that was destroyed again, and then reads the old one's addresses, so
+    none is destroyed before the caller destroys all.
+    """
+
+    serial: int
+    ranks: tuple[tuple[int, ...], ...]
+    shared: dist.ProcessGroup
+    rail: dist.ProcessGroup
+
+
+_opened: WeakKeyDictionary[dist.ProcessGroup, _Opened] = WeakKeyDictionary()
+_broken: WeakSet[dist.ProcessGroup] = WeakSet()  # rails that no exchange can use again
+
+
+def break_rail(rail: dist.ProcessGroup) -> None:
+    """End what runs on a rail, and let the ranks that wait there know at once."""
+    _broken.add(rail)
+    for device in rail._device_types:
+        rail._get_backend(device).abort()
+
+
+def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
+    """The host of this process: by its boot, because containers have host names of their own.
+
+    rails: the number of the process groups that it has for the hosts of `whole`; 0 for none.
+    """
+    found = _opened.get(whole)
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return {
+        "host": socket.gethostname(),
+        "boot": boot,
+        "part": os.environ.get(HOST, ""),
+        "token": secrets.token_hex(8),
+        "rails": 0 if found is None or found.rail in _broken else found.serial,
+    }
+
+
+def by_host(said: list[Any]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """(ranks, name) of each host, from every rank's `whereabouts`. Raises RendezvousFailed.
+
+    Every host must have as many ranks: each sends to the one that has its place on another.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    names: dict[tuple[str, str], str] = {}
+    for rank, each in enumerate(said):
+        keys = ("host", "boot", "part", "token")
+        if not isinstance(each, dict) or not all(isinstance(each.get(k), str) for k in keys):
+            raise RendezvousFailed(
+                f"rank {rank} was to send where it runs and sent {each!r:.200}: every rank must "
+                "call Group.from_torch with this version of weft"
+            )
+        key = each["boot"], each["part"]
+        found.setdefault(key, []).append(rank)
+        names.setdefault(key, text_of(each["part"] or each["host"]))
+    sizes = {key: len(ranks) for key, ranks in found.items()}
+    first = next(iter(sizes))
+    for key, size in sizes.items():
+        if size != sizes[first]:
+            raise RendezvousFailed(
+                f"host {names[first]} has {sizes[first]} ranks and host {names[key]} has {size}: "
+                "every host must have as many; start the same number on each (torchrun "
+                "--nproc-per-node), or make a group of the hosts that have as many"
+            )
+    return tuple(tuple(ranks) for ranks in found.values()), tuple(names[key] for key in found)
+
+
+def open_process_groups(
+    whole: dist.ProcessGroup,
+    ranks: tuple[tuple[int, ...], ...],
+    rank: int,
+    said: list[Any],
+    timeout: float,
+    *,
+    gpus: bool,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The process groups of this rank's host, and of its rail. Collective. Raises RuntimeError.
+
+    said: every rank's `whereabouts`. What all of them still have is used again.
+    """
+    serials = [each["rails"] for each in said]
+    found = _opened.get(whole)
+    if found is not None and found.ranks == ranks and set(serials) == {found.serial}:
+        return found.shared, found.rail
+    world = dist.get_process_group_ranks(whole)
+    host = next(each for each in ranks if rank in each)
+    place = host.index(rank)
+    limit = timedelta(seconds=timeout)
+
+    def group(members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        # Made by its members alone: the process group need not be the whole world.
+        return dist.new_group(  # type: ignore[no-any-return]
+            [world[r] for r in members],
+            timeout=limit,
+            backend=backend,
+            use_local_synchronization=True,
+        )
+
+    shared = group(host)
+    with _errors_are_weft_s():
+        rail = group([each[place] for each in ranks], "nccl" if gpus else "gloo")
+    _opened[whole] = _Opened(1 + max(serials), ranks, shared, rail)
+    return shared, rail
+
+
+@contextlib.contextmanager
+def _errors_are_weft_s() -> Iterator[None]:
+    """NCCL's watchdog would end the process where weft raises an error; unless the user chose."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
