@@ -153,17 +153,17 @@ def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) 
     if job.hosts > 1:
         command += ["--nnodes", str(job.hosts), "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
-    seen = environment(variant, **more)
+    seen, each = environment(variant, **more), job.gpus // job.hosts
     for host, part in enumerate(parts(job, name)):
-        port = free_port()
+        port, own = free_port(), slice(host * each, (host + 1) * each)
         if job.hosts > 1:
             seen["WEFT_HOST"] = part
-        begin_command(
-            job, part, [*command, "--node-rank", str(host), "--port", str(port)], seen, port=port
-        )
-        if job.cpu and job.hosts > 1:  # the next host's ranks are on the next cores
-            first = job.gpus // job.hosts
-            seen[BOUND] = "|".join(seen[BOUND].split("|")[first:])
+            if job.cpu:
+                seen[BOUND] = "|".join(more[BOUND].split("|")[own])
+            else:
+                seen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
+        flags_of_host = ("--node-rank", str(host), "--port", str(port))
+        begin_command(job, part, [*command, *flags_of_host], seen, port=port)
 
 
 def parts(job: Job, name: str) -> list[str]:

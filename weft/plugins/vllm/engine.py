@@ -64,7 +64,8 @@ class _Served:
         limits = limits_of(config, parallel, wanted=settings.prefill_tokens)
         found = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
         group = found.one_host(
-            f"WEFT_VLLM={settings.form}", fix="start all ranks on one host, or unset WEFT_VLLM"
+            f"WEFT_VLLM={settings.form}",
+            fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
         )
         self.blocks = Blocks(group, limits, settings)
         self.watch = Watch(group, end=end_worker, broken=self.broken)
