@@ -154,7 +154,7 @@ def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) 
         command += ["--nnodes", str(job.hosts), "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
     seen, each = environment(variant, **more), job.gpus // job.hosts
-    for host, part in enumerate(parts(job, name)):
+    for host, part in reversed(list(enumerate(parts(job, name)))):
         port, own = free_port(), slice(host * each, (host + 1) * each)
         if job.hosts > 1:
             seen["WEFT_HOST"] = part
@@ -164,6 +164,12 @@ def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) 
                 seen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
         flags_of_host = ("--node-rank", str(host), "--port", str(port))
         begin_command(job, part, [*command, *flags_of_host], seen, port=port)
+        if (
+            host
+        ):  # which looks whether the ports of the first host are free, as if they were its own
+            this = job.waiting[part]
+            while this.process.poll() is None and not Path(f"{this.gate}-waits").exists():
+                time.sleep(0.1)
 
 
 def parts(job: Job, name: str) -> list[str]:
