@@ -240,12 +240,17 @@ class Group:
             raise InvalidArgument("this group is on one host, and has no rail to another")
         return self._hosts.rail
 
-    def one_host(self, what: str) -> Group:
+    def one_host(
+        self,
+        what: str,
+        *,
+        fix: str = "pass group.local, or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, "
+        "which serve several",
+    ) -> Group:
         """This group. Raises InvalidArgument where it has several hosts: `what` serves one."""
         if self.hosts > 1:
             raise InvalidArgument(
-                f"{what} takes ranks of one host, and these are on {self.hosts}: pass group.local, "
-                "or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, which serve several"
+                f"{what} takes ranks of one host, and these are on {self.hosts}: {fix}"
             )
         return self
 
@@ -453,7 +458,12 @@ class Group:
 
     @property
     def ended(self) -> frozenset[int]:
-        """The ranks whose processes have ended, as far as this one has heard; of those `living`."""
+        """The ranks whose processes have ended, as far as this one has heard; of those `living`.
+
+        With several hosts, those of this rank's host.
+        """
+        if self._hosts is not None:
+            return frozenset(self.host_ranks[self.host][place] for place in self.local.ended)
         with self._fate:
             return frozenset(self._taking_part(self._ended))
 
