@@ -522,13 +522,18 @@ class Group:
         Its `address` is for the new processes alone: who knows it may join.
         Raises CreationFailed where there is no directory for temporary files.
         """
-        opens = self.rank == self.living[0]
-        made = self.together(lambda: Meeting.open() if opens else None, doing="opening a meeting")
+        made: list[Meeting] = []  # what must not stay behind where a rank dies meanwhile
+
+        def make() -> None:
+            if self.rank == self.living[0]:
+                made.append(Meeting.open())
+
         try:
-            said = self._gather("open_meeting", made.address if made else None, None)
+            self.together(make, doing="opening a meeting")
+            said = self._gather("open_meeting", made[0].address if made else None, None)
         except BaseException:
-            if made is not None:
-                made.remove()
+            for each in made:
+                each.remove()
             raise
         return Meeting.at(said[self.living[0]])
 
