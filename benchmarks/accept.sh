@@ -146,7 +146,6 @@ allreduce() {
     done
     reduce ar-eager 60 --ranks "$n" --eager
     reduce ar-no-pdl 60 --ranks "$n" --no-pdl
-    reduce ar-collective 60 --ranks "$n" --backend collective
     reduce ar-peers 400 --ranks "$n" --peers
 }
 

@@ -149,9 +149,7 @@ def expert_major(group: weft.Group, **options: Any) -> Made:
 
 
 def reduce(group: weft.Group, backend: str) -> Made:
-    names = ("oneshot", "twoshot", "twoshot_bulk", "collective")
-    backends = names if backend == "collective" else names[:3]
-    made = weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN, backends=backends)
+    made = weft.AllReduce(group, max_tokens=MOST, hidden=HIDDEN)
     x, shared = draw(group, 6, HIDDEN).bfloat16(), torch.Generator(device="cpu").manual_seed(9)
     size = (7, HIDDEN)
     residual = torch.randn(size, generator=shared, dtype=torch.float32, device=CPU)
@@ -217,7 +215,7 @@ def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
     yield "LowLatency halves", partial(expert_major, split_phase=True, expert_map=explicit)
     yield "LowLatency sender", partial(expert_major, reduce="sender", combine_dtype="fp8")
     yield "LowLatency plain", partial(expert_major, quantize=None, profile=True)
-    for backend in ("oneshot", "twoshot", "twoshot_bulk", "collective"):
+    for backend in ("oneshot", "twoshot", "twoshot_bulk"):
         yield f"AllReduce {backend}", partial(reduce, backend=backend)
     for overlap in ("none", "shared_expert", "gemm_push"):
         yield f"MoE rank {overlap}", partial(layer, mode="throughput", overlap=overlap)

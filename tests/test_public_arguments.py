@@ -39,6 +39,7 @@ ELSEWHERE = {
         ("Group.replace", "Group.join", "Group.enter"), "tests/memory/test_replacement.py"
     ),
     "Group.pid": "tests/runtime/test_culprits.py",
+    "ExpertWeights.from_mxfp4": "tests/moe/test_mxfp4.py",
     "lease": "tests/test_leases.py",
     "Heap.write": "tests/runtime/test_culprits.py",
     "Buffer.low_latency_query_mask_buffer": "tests/compat/test_masks.py",
@@ -48,7 +49,7 @@ WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
 HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
-    *("Expert.forward", "Group.noted"),
+    *("Expert.forward", "Group.noted", "Group.one_host"),
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages", "WgmmaPlan.ctas_per_sm"),
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),

@@ -51,7 +51,10 @@ class Started:
 
 @dataclasses.dataclass
 class Job:
-    """One command: which model on how many GPUs, and when it must be done."""
+    """One command: which model on how many GPUs, and when it must be done.
+
+    hosts: parts of this machine that the ranks are on, as if they were so many hosts.
+    """
 
     what: str
     model: Path
@@ -59,6 +62,7 @@ class Job:
     flags: list[str]
     end: float
     cpu: bool = False
+    hosts: int = 1
     failed: list[str] = dataclasses.field(default_factory=list)
     waiting: dict[str, Started] = dataclasses.field(default_factory=dict)
 
@@ -86,6 +90,7 @@ class Job:
             "what": variant.what,
             "model": self.model.name,
             "gpus": self.gpus,
+            "hosts": self.hosts,
             **case,
             "result": result,
             "flags": [*self.flags, *variant.flags],

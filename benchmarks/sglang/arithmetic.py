@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
     parser.add_argument("--sums", action="store_true", help="variants of all-reduces")
     parser.add_argument("--adapter", action="store_true", help="LoRA on attention")
+    parser.add_argument("--hosts", type=int, default=1, help="parts of the ranks, by --nnodes")
     add_arguments(parser)
     parser.add_argument("--together", type=int, default=50, help="prompts in a request")
     given = parser.parse_args()
@@ -86,6 +87,8 @@ def main() -> int:
         end = job.end = end or job.end
         if size == 1:  # one rank moves no experts, and sums nothing
             cases = [each for each in cases if not each.says]
+        else:
+            job.hosts = given.hosts
         for variant in () if given.cpu else cases:  # whose ranks share these cores
             begin(job, variant, name=f"{variant.name}-{size}")
         for variant in cases:

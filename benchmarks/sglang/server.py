@@ -22,6 +22,7 @@ from job import (
     of_command,
     said,
     served,
+    stop,
 )
 from variants import MOE, Variant
 
@@ -35,6 +36,7 @@ FLAGS = [
     *("--mm-feature-transport", "cpu"),  # else a launcher takes memory of the first GPU
 ]
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
+BOUND = "SGLANG_CPU_OMP_THREADS_BIND"  # the core of each rank of a host
 # Over those: what SGLang has on CPUs, exactly.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
@@ -129,7 +131,7 @@ def on_cpus(ranks: int) -> dict[str, str]:
         shutil.copy(library, kernels)
     cores = sorted(os.sched_getaffinity(0))
     each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
-    kept = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join(each)}
+    kept = {"SGLANG_USE_CPU_ENGINE": "1", BOUND: "|".join(each)}
     return kept | {"TORCHDYNAMO_DISABLE": "1"}  # what cpu_ranks.py puts in torch it cannot trace
 
 
@@ -147,12 +149,32 @@ def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) 
     name = name or variant.name
     if job.cpu:
         more |= on_cpus(job.gpus) | {"SGLANG_PLUGINS": f"{variant.plugins},weft_cpu"}
-    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags, *flags]
+    if job.hosts > 1:
+        command += ["--nnodes", str(job.hosts), "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
-    begin_command(
-        job, name, [*command, "--port", str(port)], environment(variant, **more), port=port
-    )
+    seen, each = environment(variant, **more), job.gpus // job.hosts
+    for host, part in reversed(list(enumerate(parts(job, name)))):
+        port, own = free_port(), slice(host * each, (host + 1) * each)
+        if job.hosts > 1:
+            seen["WEFT_HOST"] = part
+            if job.cpu:
+                seen[BOUND] = "|".join(more[BOUND].split("|")[own])
+            else:
+                seen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
+        flags_of_host = ("--node-rank", str(host), "--port", str(port))
+        begin_command(job, part, [*command, *flags_of_host], seen, port=port)
+        if (
+            host
+        ):  # which looks whether the ports of the first host are free, as if they were its own
+            this = job.waiting[part]
+            while this.process.poll() is None and not Path(f"{this.gate}-waits").exists():
+                time.sleep(0.1)
+
+
+def parts(job: Job, name: str) -> list[str]:
+    """The names of a server's commands, one for each host; the first one answers."""
+    return [name, *(f"{name}-host-{host}" for host in range(1, job.hosts))]
 
 
 @contextlib.contextmanager
@@ -173,9 +195,17 @@ def server(
     name = name or variant.name
     if name not in job.waiting:
         begin(job, variant, *flags, name=name, **more)
+    others = [job.waiting.pop(part) for part in parts(job, name)[1:]]
+    for other in others:
+        other.gate.touch()
 
     def loaded(log: Path) -> bool:
         return not variant.weft or said(log, SERVED if MOE[1] in variant.flags else variant.says)
 
-    with served(job, name, seconds, loaded, outlives=outlives) as address:
-        yield address
+    try:
+        with served(job, name, seconds, loaded, outlives=outlives) as address:
+            yield address
+    finally:
+        for other in others:
+            stop(other.process)
+            other.gate.unlink()

@@ -271,24 +271,6 @@ def test_an_index_out_of_range_is_dropped_and_named(ranks, kind):
     assert texts[1] == ""
 
 
-def collective(group: weft.Group) -> None:
-    case = Sum(0, 256, special=True)
-    with make(group, 20, case, backends=("oneshot", "nccl")) as ar:
-        assert ar.backends == ("oneshot", "collective")
-        for seed, tokens in enumerate((1, 2, 3, 4, 17)):
-            for quant in quants(group.device, case.hidden):
-                play(ar, case.next(tokens=tokens, seed=seed), "collective", quant)
-                play(ar, case.next(tokens=tokens, seed=seed), "nccl", quant)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_collective_has_the_same_bits(ranks, kind):
-    count = min(3, torch.cuda.device_count()) if kind == "cuda" else 3
-    if count < 2:
-        pytest.skip("NCCL needs a GPU for each rank")
-    ranks(count, kind)(collective)
-
-
 def memory(group: weft.Group) -> int:
     with weft.AllReduce(group, max_tokens=40, hidden=256) as ar:
         return ar.heap.size

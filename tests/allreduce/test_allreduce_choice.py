@@ -77,30 +77,25 @@ def test_an_all_reduce_explains_its_choice(ranks):
     ranks(2, "threads")(chosen)
 
 
-def alone(group: weft.Group) -> None:
-    with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN, backends=("nccl",)) as reduce:
-        found = reduce.explain(1)
-        assert found.backend == "collective"
-        rows = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
-        assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
-
-
-def test_the_collective_is_taken_where_nothing_else_was_built(ranks):
-    ranks(2, "cpu")(alone)
-
-
 def beyond_one_shot(group: weft.Group) -> None:
     """One shot has no slots for these rows: storing them all the same would hit other slots."""
     rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)
     sizes: dict[str, Any] = {"max_tokens": 550, "hidden": HIDDEN}
     with weft.AllReduce(group, **sizes, backends=("oneshot",)) as reduce:
         assert reduce.explain(512).backend == "oneshot"
-        for call in (lambda: reduce.fused(rows), lambda: reduce.explain(550)):
-            refused(InvalidArgument, call, "550 tokens", "has slots for 512", "'twoshot' too")
+        for call in (
+            lambda: reduce.fused(rows),
+            lambda: reduce.fused(rows, backend="oneshot"),
+            lambda: reduce.explain(550),
+        ):
+            why = "has slots for 512: build it with 'twoshot' too, or use torch.distributed"
+            refused(InvalidArgument, call, "550 tokens", why)
         assert torch.equal(reduce.fused(rows[:512]).out, rows[:512] * 2)  # type: ignore[arg-type]
         reduce.check()
-    with weft.AllReduce(group, **sizes, backends=("oneshot", "nccl")) as reduce:
-        assert [reduce.explain(n).backend for n in (512, 513)] == ["oneshot", "collective"]
+    with weft.AllReduce(group, **sizes, backends=("oneshot", "twoshot_bulk")) as reduce:
+        assert [reduce.explain(n).backend for n in (512, 513)] == ["oneshot", "twoshot_bulk"]
+        why = "'oneshot' with 550 tokens; it has slots for 512: use 'auto' or 'twoshot_bulk'"
+        refused(InvalidArgument, lambda: reduce.fused(rows, backend="oneshot"), why)
         assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
 
 

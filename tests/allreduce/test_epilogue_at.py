@@ -1,4 +1,4 @@
-"""epilogue_at="receiver": beside the owner's bits, by the collective, in graphs, and refused."""
+"""epilogue_at="receiver": beside the owner's bits, in graphs, and refused."""
 
 from __future__ import annotations
 
@@ -27,22 +27,6 @@ def equal_inputs(group: weft.Group) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_inputs_have_the_same_bits_at_the_owner(ranks, kind):
     ranks(3, kind)(equal_inputs)
-
-
-def collective(group: weft.Group) -> None:
-    case = Sum(0, 256, special=True, differ=True)
-    with make(group, 20, case, backends=("collective",), epilogue_at="receiver") as ar:
-        for seed, tokens in enumerate((1, 4, 17)):
-            for quant in quants(group.device, case.hidden, group.rank):
-                play(ar, case.next(tokens=tokens, seed=seed), "collective", quant)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_collective(ranks, kind):
-    count = min(3, torch.cuda.device_count()) if kind == "cuda" else 3
-    if count < 2:
-        pytest.skip("NCCL needs a GPU for each rank")
-    ranks(count, kind)(collective)
 
 
 def captured(group: weft.Group) -> None:

@@ -300,14 +300,13 @@ def test_no_tensor_is_held(ranks):
 
 
 def nothing_kept(group: weft.Group) -> None:
-    with make(group, 8, CASE, backends=("twoshot", "collective")) as ar:
+    with make(group, 8, CASE) as ar:
         for seed in range(2):
-            play(ar, CASE.next(seed=seed), "collective")
             play(ar, CASE.next(seed=seed, tokens=0), "twoshot")
         assert len(ar._prepared) == 0
 
 
-def test_empty_and_collective_calls_are_always_checked(ranks):
+def test_empty_calls_are_always_checked(ranks):
     ranks(2, "cpu")(nothing_kept)
 
 

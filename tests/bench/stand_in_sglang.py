@@ -141,6 +141,7 @@ def launch() -> None:
     if "--model-path" not in rest:
         sys.exit("no model")
     Handler.ranks = given.tp
+    Path(f"{os.environ['SERVER_GATE']}-waits").touch()
     if os.environ.get("STAND_IN") == "ranks":
         for rank in range(given.tp):
             threading.Thread(target=live, args=(rank,), daemon=True).start()

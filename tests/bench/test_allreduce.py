@@ -82,14 +82,14 @@ def test_the_command(weft_command, tmp_path):
     full, picture = tmp_path / "all.json", tmp_path / "all.png"
     code, out, err = weft_command(
         *("bench", "allreduce", "--device", "cpu", "--ranks", "2", "--quiet", "--iters", "3"),
-        *("--hidden", "64", "--tokens", "1,6", "--backend", "twoshot,collective,auto"),
+        *("--hidden", "64", "--tokens", "1,6", "--backend", "twoshot,twoshot_bulk,auto"),
         *("--peers", "--json", str(full), "--plot", str(picture)),
     )
     assert code == 0, err
     assert "bit by bit" in out
     data = json.loads(full.read_text())
     sizes = [(found["tokens"], found["variant"]) for found in data["results"]]
-    assert sizes == [(n, b) for n in (1, 6) for b in ("twoshot", "collective", "auto")]
+    assert sizes == [(n, b) for n in (1, 6) for b in ("twoshot", "twoshot_bulk", "auto")]
     status = {run["name"]: run["status"] for run in data["peers"]}
     assert status["torch all_reduce"] == "measured"
     assert status["torch symm_mem two-shot"] == "needs GPUs"

@@ -179,6 +179,19 @@ def test_right_answers_and_equal_texts_are_counted(measure, script):
     assert "| weft | 2 | 95.0 % | 95.0 % | 20 |" in script("report").report(lines)
 
 
+def test_a_server_is_of_two_hosts(measure, tmp_path):
+    """Each half is a command of its own, and both end."""
+    options = ("--ranks", "2", "--hosts", "2", "--questions", "20", "--variants", "weft")
+    code, said, lines = measure("arithmetic", "--gpus", "2", *options)
+    assert code == 0, said
+    assert "--nnodes 2 --dist-init-addr 127.0.0.1:" in said
+    assert [(one["hosts"], one["result"]["questions"]) for one in lines] == [(2, 20)]
+    with tarfile.open(tmp_path / "out" / "sglang-arithmetic.tar.gz") as archive:
+        assert {"./arithmetic-weft-2.log", "./arithmetic-weft-2-host-1.log"} <= {
+            *archive.getnames()
+        }
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -144,7 +144,7 @@ class EmulatedEntries:
         backend = name.removesuffix(MOE)
         entry = self.forms.get(backend, backend) + name.removeprefix(backend)
         p = self.plans[backend, tokens]
-        args.pushers, args.reducers, args.pushers_finish = p.pushers, p.reducers, p.pushers_finish
+        args.pushers = p.pushers
         shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
         getattr(self.library, entry)(ctypes.byref(args), shape)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.sums import Sum, quants, same
 
 pytestmark = pytest.mark.gpu
 
@@ -110,31 +108,3 @@ def straggled(group: weft.Group) -> int:
 def test_ranks_that_come_late_change_nothing(ranks):
     count = max(2, min(8, torch.cuda.device_count()))
     assert ranks(count, "cuda")(straggled) == [0] * count
-
-
-def collective(group: weft.Group) -> None:
-    case = Sum(5)
-    x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
-    names = ("oneshot", "collective")
-    with weft.AllReduce(group, max_tokens=5, hidden=case.hidden, backends=names) as ar:
-        for quant in quants(group.device, case.hidden):
-            given: dict[str, Any] = {
-                "residual": residual,
-                "weight": weight,
-                "quant": quant,
-                "out": True,
-            }
-            wanted = ar.fused(x, **given, backend="oneshot")
-            ar.fused(x, **given, backend="collective")
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                got = ar.fused(x, **given, backend="collective")
-            graph.replay()
-            same(got, wanted)
-
-
-def test_a_captured_collective_has_the_same_bits(ranks):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each rank")
-    ranks(2, "cuda")(collective)

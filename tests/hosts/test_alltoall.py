@@ -268,3 +268,23 @@ def uneven(group: weft.Group) -> None:
 
 def test_hosts_of_unequal_size_are_refused_in_words(ranks):
     ranks(3, "cpu")(uneven)
+
+
+def compiled(group: weft.Group) -> None:
+    """A round in a compiled function, with the bits of an eager one."""
+    case = Round(tokens=(5, 3))
+    x, ids, weights, add = case.of(group.rank, group.device)
+    with made(group, case) as a2a:
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            received = a2a.dispatch(x, ids, weights)
+            return a2a.combine(reference.identity_experts(received, x.dtype), add=add)
+
+        eager = call(x)
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x), eager)
+        a2a.check()
+
+
+@campaign
+def test_a_compiled_round_crosses_hosts(ranks):
+    ranks(2, "cpu")(on_hosts, 2, compiled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +14,14 @@ from tests.hosts.spanning import on_hosts, play
 from tests.rounds import Round
 from weft.compat.deep_ep import Buffer
 from weft.compat.ranks import RankPlace, lease_group
-from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RailFailed, RendezvousFailed
+from weft.errors import (
+    CreationFailed,
+    GroupError,
+    InvalidArgument,
+    OutOfOrder,
+    RailFailed,
+    RendezvousFailed,
+)
 
 
 def refused(group: weft.Group) -> None:
@@ -69,6 +77,31 @@ def other_rows(group: weft.Group) -> str:
 def test_unequal_rows_are_an_error_in_time(ranks):
     said = ranks(2, "cpu")(on_hosts, 2, other_rows)
     assert any("made it with other rows" in text for text in said)
+
+
+def aborted(group: weft.Group) -> tuple[str, str, float]:
+    """Rank 0 asks all to stop while they wait for it."""
+    case = Round(tokens=(2, 2, 2, 2))
+    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts, "hidden": 64}
+    with weft.AllToAll(group, timeout=60.0, **sizes) as a2a:  # type: ignore[arg-type]
+        play(a2a, case)
+        group.barrier()
+        began = time.monotonic()
+        if group.rank == 0:
+            time.sleep(1.0)
+            a2a.abort()
+        with pytest.raises(GroupError) as told:
+            play(a2a, case)
+        after = time.monotonic() - began
+        time.sleep(5.0)  # rank 0 serves the store in which the others look for the cause
+        return type(told.value).__name__, str(told.value), after
+
+
+def test_an_abort_reaches_ranks_of_other_hosts_at_once(ranks):
+    for kind, text, after in ranks(4, "cpu")(on_hosts, 2, aborted):
+        assert kind in ("Aborted", "RailFailed", "PeerLeft"), text
+        assert "abort()" in text
+        assert after < 30.0
 
 
 def one_round(group: weft.Group) -> int:

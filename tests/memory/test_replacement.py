@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -309,6 +310,23 @@ def test_survivors_go_on_where_nobody_comes():
         assert early == OutOfOrder.__name__
         assert kind == RendezvousFailed.__name__
         assert "rank 3 of 4 did not come" in text
+
+
+def loses_a_rank_while_it_opens(group, folder):
+    """Rank 0 makes the directory, and rank 1 never says that it knows."""
+    group.barrier()
+    tempfile.tempdir = folder
+    if group.rank == 1:
+        time.sleep(0.5)
+        die()
+    error, text, _ = raised(group.open_meeting)
+    assert "rank 1" in text, text
+    return error, os.listdir(folder)
+
+
+def test_a_meeting_that_not_all_open_leaves_no_directory(tmp_path):
+    found = run(loses_a_rank_while_it_opens, str(tmp_path), ranks=2)
+    assert found[0] == ("RendezvousFailed", [])
 
 
 def both_join(address, rank):

@@ -29,31 +29,25 @@ class Choice:
 
 
 def able(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
-    """The backends that have slots for so many tokens, without the collective one."""
-    return [
-        name
-        for name in backends
-        if name != "collective" and (name != "oneshot" or tokens <= config.direct)
-    ]
+    """The backends that have slots for so many tokens."""
+    return [name for name in backends if name != "oneshot" or tokens <= config.direct]
 
 
 def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilogue: bool) -> Choice:
     """The backend of `backends` for so many tokens.
 
-    The collective backend is taken where no other serves so many tokens. Raises InvalidArgument
-    where none does: one shot has no slots beyond `config.direct`.
+    Raises InvalidArgument where none serves them: one shot has no slots beyond `config.direct`.
 
     epilogue: are the rows normed?
     """
     names = able(config, backends, tokens)
-    if not names and "collective" not in backends:
+    if not names:
         raise InvalidArgument(
             f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "
-            f"{config.direct}: build it with 'twoshot' too, or bring fewer"
+            f"{config.direct}: build it with 'twoshot' too, or use torch.distributed.all_reduce"
         )
-    if len(names) <= 1:
-        name = names[0] if names else "collective"
-        return Choice(name, f"{name} is the only backend that serves {tokens} tokens")
+    if len(names) == 1:
+        return Choice(names[0], f"{names[0]} is the only backend that serves {tokens} tokens")
     measured = next(n for n in TWOSHOT_FROM if config.ranks <= n)
     kib = tokens * config.row_bytes / 1024
     twoshot, bulk = TWOSHOT_FROM[measured][epilogue], BULK_FROM[measured][epilogue]

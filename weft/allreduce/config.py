@@ -59,8 +59,6 @@ class ReduceArgs(ctypes.Structure):
         ("coding", c_uint32),
         ("scale_stride", c_uint32),
         ("pushers", c_uint32),
-        ("reducers", c_uint32),
-        ("pushers_finish", c_uint32),
         ("routed_scaling_factor", c_float),
     )
 

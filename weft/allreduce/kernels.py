@@ -25,23 +25,17 @@ ENTRIES = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The template of one backend, and its launch bounds.
-
-    pieces: vectors of a row that one thread of a summing CTA holds.   threads: most of a CTA, of
-    which `per_sm` must fit on one SM.
-    """
+    """The template of one backend. pieces: vectors of a row that one thread of a CTA holds."""
 
     call: str
     pieces: int
-    threads: int
-    per_sm: int
 
 
 KERNELS = {
-    "oneshot": Kernel("oneshot<R, {moe}>", 1, 512, 1),
-    "oneshot_resident": Kernel("oneshot_resident<R, {moe}, 2>", 2, 512, 1),
-    "twoshot": Kernel("twoshot<R, {moe}, 1, false>", 1, 512, 1),
-    "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2, 512, 1),
+    "oneshot": Kernel("oneshot<R, {moe}>", 1),
+    "oneshot_resident": Kernel("oneshot_resident<R, {moe}, 2>", 2),
+    "twoshot": Kernel("twoshot<R, {moe}, 1, false>", 1),
+    "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2),
 }
 MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
@@ -64,7 +58,7 @@ def cuda_program(config: ReduceConfig) -> Program:
     if not _larger_stays(config):
         del kernels["oneshot_resident"]
     entries = "".join(
-        f'extern "C" __global__ void __launch_bounds__({kernel.threads}, {kernel.per_sm})\n'
+        f'extern "C" __global__ void __launch_bounds__({LARGEST_CTA}, 1)\n'
         f"weft_allreduce_{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
         f"{{ weft::{kernel.call.format(moe=moe)}(a); }}\n"
         for name, kernel in kernels.items()
@@ -107,7 +101,6 @@ def _program(config: ReduceConfig, headers: str, entries: str, names: Iterable[s
 # takes room from it: it gains 0.5 us up to 32 tokens x 7168 on 8 ranks, and loses 5 % at 128
 # (8 x H200, 2026-11-20).
 LONG = 7500
-DECIDED = ("pushers", "reducers", "pushers_finish")  # by the plan
 
 
 class CudaReduceKernels(CudaKernels):
@@ -152,8 +145,8 @@ class CudaReduceKernels(CudaKernels):
         if stays and p.ctas > self.resident(backend, p.threads, p.cluster):
             p = self._plan("oneshot_resident", tokens)
             name = name.replace(backend, "oneshot_resident")
-        fields = tuple((field, int(getattr(p, field))) for field in DECIDED)
-        return Launch(self._launcher(name, p.cluster, early), (p.ctas, 1, 1), p.threads, fields)
+        launcher = self._launcher(name, p.cluster, early)
+        return Launch(launcher, (p.ctas, 1, 1), p.threads, (("pushers", p.pushers),))
 
     def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
         key = (name, cluster, early)
@@ -187,7 +180,7 @@ def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Ke
 
 
 WARP = 32
-LARGEST_CTA = 512  # launch bounds in KERNELS
+LARGEST_CTA = 512  # threads, the launch bounds of every kernel
 LARGEST_CLUSTER = 8  # that every GPU from Hopper on can form
 # CTAs of a cluster, by threads of a CTA -> CTAs that fit on the GPU at once.
 Resident = Callable[[int, int], int]
@@ -197,16 +190,13 @@ Resident = Callable[[int, int], int]
 class ReducePlan:
     """A launch: `ctas` of `threads`, `cluster` of them to a row.
 
-    pushers, reducers: of the two-shot backends, how many CTAs push rows and sum rows; the others
-    finish rows, and so do pushers when they have pushed, if `pushers_finish`.
+    pushers: of the two-shot backends, how many CTAs push and then finish rows; the others sum.
     """
 
     ctas: int
     threads: int
     cluster: int
     pushers: int = 0
-    reducers: int = 0
-    pushers_finish: bool = False
 
 
 def plan_oneshot(tokens: int, vectors: int, *, sms: int, resident: Resident) -> ReducePlan:
@@ -245,7 +235,7 @@ def plan_twoshot(
     reducers = min(rows, max(1, int(room // cluster / share_of_sums))) * cluster
     wanted = -(-rows * (ranks - 1) * vectors // threads)
     pushers = min(room - reducers, -(-wanted // cluster) * cluster)
-    return ReducePlan(pushers + reducers, threads, cluster, pushers, reducers, True)
+    return ReducePlan(pushers + reducers, threads, cluster, pushers)
 
 
 def _roomy(vectors: int, widest: int, resident: Resident) -> tuple[int, int, int]:

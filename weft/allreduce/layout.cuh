@@ -110,9 +110,8 @@ struct ReduceArgs {
     float eps, weight_bias;
     u32 weight_is_fp32, scales_are_fp32;
     Coding coding;
-    u32 scale_stride;       // Coding::group_ue8m0: int32 words from one column to the next
-    u32 pushers, reducers;  // twoshot: CTAs that push rows, and that sum; all others finish rows
-    u32 pushers_finish;     // pushers finish rows, too, once they have pushed
+    u32 scale_stride;             // Coding::group_ue8m0: int32 words from one column to the next
+    u32 pushers;                  // twoshot: CTAs that push and then finish rows; all others sum
     float routed_scaling_factor;  // of the experts' sum, before `shared` is added
 };
 

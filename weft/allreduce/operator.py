@@ -19,7 +19,6 @@ from weft.allreduce.call import (
     Requested,
 )
 from weft.allreduce.choice import Choice, able, choose
-from weft.allreduce.collective import CollectiveReduce
 from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import flags, integer, listed, one_of, refuse
@@ -36,7 +35,6 @@ from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
-ALIASES = {"nccl": "collective"}
 MOST_PREPARED = 512  # kinds of calls that are kept; each takes about 3 KiB
 
 
@@ -52,12 +50,11 @@ class AllReduce(Operator):
 
     max_tokens: the most rows of one rank in one call.
     hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
-    backends: "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot" and
-        "twoshot_bulk" (each token is summed by one rank; bulk is for prefill), and "collective"
-        (torch.distributed; "nccl" is another name for it). Default: the first three.
+    backends: some of "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot"
+        and "twoshot_bulk" (each token is summed by one rank; bulk is for prefill). Default: all.
     epilogue_at: whose residual, weight and FP8Static scale a row of two shots gets. "owner": those
         of the rank that sums it, which are equal on all ranks; the fastest. "receiver": each rank
-        applies its own, which may differ. The other backends always do, with the same bits.
+        applies its own, which may differ. "oneshot" always does, with the same bits.
     missing: what calls do after a recovery without some ranks. "error": they raise; "drop": they
         sum over the living, in rank order. That takes oneshot alone, with memory for max_tokens.
     timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
@@ -111,7 +108,6 @@ class AllReduce(Operator):
             first_epoch=_first_epoch,
         )
         self.dtype = dtype
-        self._collective = CollectiveReduce(group) if "collective" in self.backends else None
         self._choices: dict[tuple[int, bool], Choice] = {}
         self._prepared: dict[Key, Prepared] = {}
 
@@ -169,10 +165,7 @@ class AllReduce(Operator):
         else:
             checked = call.checked(self.config, self.group.device)
             name, reduced = self._backend(backend, checked), checked.reduced
-            if name == "collective" or not checked.tokens:
-                if checked.tokens:
-                    assert self._collective is not None
-                    self._collective.run(checked)
+            if not checked.tokens:
                 return reduced
             entry = name if call.prologue is None else name + MOE
             prepared, addresses = checked.prepared(name, entry, self._site)
@@ -209,15 +202,14 @@ class AllReduce(Operator):
             self._prepared[key] = prepared
 
     def _backend(self, asked: str, checked: Checked) -> str:
-        names = (AUTO, *self.backends, *(k for k, v in ALIASES.items() if v in self.backends))
-        asked = one_of("backend", asked, names)
-        name = ALIASES.get(asked, asked)
-        if name == AUTO:
+        name = one_of("backend", asked, (AUTO, *self.backends))
+        names = able(self.config, self.backends, checked.tokens)
+        if name == AUTO or not names:
             return self._choose(checked.tokens, epilogue=checked.call.weight is not None).backend
-        if name != "collective" and name not in able(self.config, (name,), checked.tokens):
+        if name not in names:
             raise InvalidArgument(
-                f"backend 'oneshot' with {checked.tokens} tokens; it has slots for "
-                f"{self.config.direct}: use 'auto' or 'twoshot'"
+                f"backend {name!r} with {checked.tokens} tokens; it has slots for "
+                f"{self.config.direct}: use 'auto' or {names[0]!r}"
             )
         return name
 
@@ -260,14 +252,12 @@ class AllReduce(Operator):
 def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, ...]:
     if names is None:
         return ("oneshot",) if missing == "drop" else tuple(BACKENDS)
-    known = (*BACKENDS, "collective", *ALIASES)
     if not isinstance(names, list | tuple):
-        refuse("backends", names, f"a list of some of {listed(known)}")
-    words = [one_of(f"backends[{i}]", name, known) for i, name in enumerate(names)]
-    found = tuple(ALIASES.get(name, name) for name in words)
+        refuse("backends", names, f"a list of some of {listed(BACKENDS)}")
+    found = tuple(one_of(f"backends[{i}]", name, BACKENDS) for i, name in enumerate(names))
     if not found or len(set(found)) != len(found):
         raise InvalidArgument(
-            f"backends is {list(names)!r}; choose some of {listed(known)}, each once"
+            f"backends is {list(names)!r}; choose some of {listed(BACKENDS)}, each once"
         )
     if missing == "drop" and found != ("oneshot",):
         raise InvalidArgument(

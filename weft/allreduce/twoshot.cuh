@@ -7,11 +7,10 @@
 //           residual of all tokens instead of 1 / ranks of them, and no statistics travel.
 //
 // Roles, in grid order:
-// pushers    store this rank's rows at their tokens' owners, and then finish rows, too, if the
-//            launch says so
-// reducers   sum the rows that this rank owns
-// finishers  make the outputs of the other ranks' summed rows: warps take any vectors of them, or,
-//            with the epilogue at the receiver, clusters take whole rows, as the reducers do
+// pushers   store this rank's rows at their tokens' owners, and then make the outputs of the other
+//           ranks' summed rows: warps take any vectors of them, or, with the epilogue at the
+//           receiver, clusters take whole rows, as the reducers do
+// reducers  sum the rows that this rank owns
 //
 // Pushing waits for no rank, reducing only for pushing, finishing only for reducing. All CTAs of a
 // launch fit on the GPU at once, and all go through the tokens in order, so that both shots share
@@ -121,7 +120,7 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<
     const u32 neighbours = cluster.size(), rank = cluster.rank();
     u32 side = 0;
     for (u32 group = (blockIdx.x - a.pushers) / neighbours; group * R.ranks + call.me() < a.tokens;
-         group += a.reducers / neighbours, side ^= 1) {
+         group += (gridDim.x - a.pushers) / neighbours, side ^= 1) {
         const u32 token = group * R.ranks + call.me();
         uint4 row[pieces];
         NormWeight norm_weight[pieces];
@@ -177,12 +176,11 @@ WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool vali
     finish_vector<R>(a, at.token, at.v, valid, row, norm_weight, m);
 }
 
-// CTA `worker` of `workers` that finish rows.
-template <Reduction R>
-WEFT_FN void finish_parts(const Block& team, const Call<R>& call, u32 worker, u32 workers) {
+// The pushers finish the rows that peers sum.
+template <Reduction R> WEFT_FN void finish_parts(const Block& team, const Call<R>& call) {
     const u32 total = PeerVector<R>::total(call.a.tokens);
-    for (u32 first = worker * team.lanes() + team.warp() * warp_lanes; first < total;
-         first += workers * team.lanes()) {
+    for (u32 first = blockIdx.x * team.lanes() + team.warp() * warp_lanes; first < total;
+         first += call.a.pushers * team.lanes()) {
         const u32 f = first + team.warp_lane();
         const PeerVector<R> at(call.me(), f);
         finish_part<R>(call, at, call.live && f < total && at.token < call.a.tokens);
@@ -226,12 +224,12 @@ WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Pending& 
 // reduce_parts (2026-11-23).
 template <Reduction R, u32 pieces>
 WEFT_FN void finish_rows(const Block& team, const Cluster& cluster, const Call<R>& call,
-                         PartialBuffer<R>& buffer, u32 worker, u32 workers) {
+                         PartialBuffer<R>& buffer) {
     const ReduceArgs& a = call.a;
     const u32 neighbours = cluster.size(), rank = cluster.rank();
     u32 side = 0;
     const u32 rows = PeerVector<R>::total(a.tokens) / R.vectors();
-    for (u32 i = worker / neighbours; i < rows; i += workers / neighbours) {
+    for (u32 i = blockIdx.x / neighbours; i < rows; i += a.pushers / neighbours) {
         PeerVector<R> at(call.me(), i * R.vectors());
         if (at.token >= a.tokens) continue;
         uint4 row[pieces];
@@ -276,19 +274,15 @@ WEFT_FN void twoshot(const ReduceArgs& a) {
     if (cluster.size() != 1) cluster.arrive();
     Call<R> call(a);
     call.send_call_words(team);
-    const bool pushes = blockIdx.x < a.pushers, reduces = blockIdx.x - a.pushers < a.reducers;
-    const u32 others = a.reducers + (a.pushers_finish ? 0 : a.pushers);
+    const bool pushes = blockIdx.x < a.pushers;
     if (pushes) push_parts<R, moe>(team, call);
     const u32 before = call.arrive(team);
     if constexpr (R.epilogue_at == EpilogueAt::owner)
-        if (!reduces && (!pushes || a.pushers_finish))
-            finish_parts<R>(team, call, blockIdx.x - (pushes ? 0 : others), gridDim.x - others);
+        if (pushes) finish_parts<R>(team, call);
     if (cluster.size() != 1) cluster.wait();
-    if (reduces) reduce_parts<R, moe, pieces, polls_one>(team, cluster, call, buffer);
+    if (!pushes) reduce_parts<R, moe, pieces, polls_one>(team, cluster, call, buffer);
     if constexpr (R.epilogue_at == EpilogueAt::receiver)
-        if (!reduces && (!pushes || a.pushers_finish))
-            finish_rows<R, pieces>(team, cluster, call, buffer, blockIdx.x - (pushes ? 0 : others),
-                                   gridDim.x - others);
+        if (pushes) finish_rows<R, pieces>(team, cluster, call, buffer);
     call.advance(team, before);
     call.check_call_word(team, call.load_call_word(team));
 }

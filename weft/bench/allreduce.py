@@ -31,10 +31,10 @@ from weft.bench.harness import (
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
 from weft.errors import InvalidArgument, UsageError
 from weft.memory import Group
-from weft.runtime.call_word import BACKENDS as SAME_BITS
+from weft.runtime.call_word import BACKENDS as BUILT
 
-AUTO, COLLECTIVE = "auto", "collective"
-BACKENDS = (*SAME_BITS, COLLECTIVE, AUTO)
+AUTO = "auto"
+BACKENDS = (*BUILT, AUTO)
 GROUP = 128  # columns that share a scale in fp8-group
 EPS = 1e-6
 SCALE = 0.02  # of fp8-static: normalised numbers reach 4, the largest e4m3 number is 448
@@ -92,9 +92,6 @@ class ReduceCase(RowsCase):
 
     def trials(self, group: Group) -> Trials:
         """One all-reduce for all backends and sizes; inputs and reference of one size at a time."""
-        backends: dict[str, Any] = {}
-        if COLLECTIVE in self.backends:
-            backends["backends"] = (*SAME_BITS, COLLECTIVE)
         reduce = weft.AllReduce(
             group,
             max_tokens=self.capacity,
@@ -102,7 +99,6 @@ class ReduceCase(RowsCase):
             dtype=self.out_dtype,
             timeout=TIMEOUT,
             programmatic_launch=self.programmatic_launch,
-            **backends,
         )
         with contextlib.closing(reduce):
             for tokens in self.tokens:

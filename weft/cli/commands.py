@@ -71,7 +71,7 @@ def options(
 
 @app.command("bench")
 def bench() -> None:
-    """Check, then time, weft's operations; or compare two recorded runs."""
+    """Check, then time, weft's operations."""
 
 
 _REPORT = "write what a bug report needs here (- for stdout, .json for JSON); it names nobody"

@@ -213,7 +213,6 @@ class NormalMode:
         found = self._announcements.get(experts)
         if found is None:
             self._check_not_capturing(f"a dispatch to {experts} experts")
-            rank_layout.load(self._group.device)
             size = COUNTS + 2 * self._group.size + experts
             found = self._announcements[experts] = Announcement(self._group, size, self._options)
         return found

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from weft.memory import Group
 
-LIMIT = 0.5  # seconds
+LIMIT = 1.0  # seconds
 
 
 class FirstCause:

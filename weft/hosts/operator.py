@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.errors import Aborted, GroupError
 from weft.hosts.config import Span
 from weft.hosts.rail import Rail
 from weft.memory.header import ErrorRecord
@@ -35,6 +36,17 @@ class AcrossHosts(Operator):
 
     def _own_bytes(self, config: Any) -> int:
         return 0 if config.span is None else int(config.span.bytes)
+
+    def abort(self) -> None:
+        super().abort()
+        if self._rail is not None:
+            self._rail.end(Aborted(f"rank {self.group.rank} called abort(); make a new group"))
+
+    def _breakage(self, record: ErrorRecord) -> GroupError:
+        error = super()._breakage(record)
+        if self._rail is not None:  # ranks of other hosts need not wait for this one in vain
+            self._rail.end(error)
+        return error
 
     def check(self) -> None:
         super().check()

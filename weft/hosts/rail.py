@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft.errors import RailFailed
+from weft.errors import GroupError, RailFailed
 from weft.fp8 import dequantize, quantize
 from weft.hosts.cause import FirstCause
 from weft.hosts.config import Span
@@ -92,7 +92,7 @@ class Rail:
         *,
         timeout: float,
         first_timeout: float,
-        on_failure: Callable[[RailFailed], None],
+        on_failure: Callable[[GroupError], None],
     ) -> None:
         self._group, self._span, self._device = group, span, group.device
         self._timeout, self._first_timeout = timeout, first_timeout
@@ -101,7 +101,7 @@ class Rail:
         self._hosts, self._own = group.hosts, group.host
         self._others = [h for h in range(self._hosts) if h != self._own]
         self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
-        self._failed: RailFailed | None = None
+        self._failed: GroupError | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
         self._first_cause = FirstCause(group)
         self._allocate()
@@ -322,11 +322,20 @@ class Rail:
                 text = self._broken(self._names([host]), error)
                 raise self._fail(self._overdue([host], pending.limit) if late else text) from error
 
-    def _fail(self, text: str) -> RailFailed:
-        """From now on every call raises this; whom this rank exchanges with learns it at once."""
-        self._failed = RailFailed(text)
-        self._first_cause.tell(text)
-        break_rail(self._group.rail)
+    def end(self, error: GroupError) -> None:
+        """From now on every exchange raises this; whom this rank exchanges with learns it at once.
+
+        From any thread; later errors change nothing.
+        """
+        if self._failed is None:
+            self._failed = error
+            self._first_cause.tell(str(error))
+            break_rail(self._group.rail)
+
+    def _fail(self, text: str) -> GroupError:
+        """The error of an exchange that failed, unless something else ended it before."""
+        self.end(RailFailed(text))
+        assert self._failed is not None
         on_failure = self._on_failure()
         if on_failure is not None:
             on_failure(self._failed)

@@ -240,12 +240,17 @@ class Group:
             raise InvalidArgument("this group is on one host, and has no rail to another")
         return self._hosts.rail
 
-    def one_host(self, what: str) -> Group:
+    def one_host(
+        self,
+        what: str,
+        *,
+        fix: str = "pass group.local, or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, "
+        "which serve several",
+    ) -> Group:
         """This group. Raises InvalidArgument where it has several hosts: `what` serves one."""
         if self.hosts > 1:
             raise InvalidArgument(
-                f"{what} takes ranks of one host, and these are on {self.hosts}: pass group.local, "
-                "or take weft.AllToAll, weft.LowLatencyAllToAll or weft.MoE, which serve several"
+                f"{what} takes ranks of one host, and these are on {self.hosts}: {fix}"
             )
         return self
 
@@ -453,7 +458,12 @@ class Group:
 
     @property
     def ended(self) -> frozenset[int]:
-        """The ranks whose processes have ended, as far as this one has heard; of those `living`."""
+        """The ranks whose processes have ended, as far as this one has heard; of those `living`.
+
+        With several hosts, those of this rank's host.
+        """
+        if self._hosts is not None:
+            return frozenset(self.host_ranks[self.host][place] for place in self.local.ended)
         with self._fate:
             return frozenset(self._taking_part(self._ended))
 
@@ -512,13 +522,18 @@ class Group:
         Its `address` is for the new processes alone: who knows it may join.
         Raises CreationFailed where there is no directory for temporary files.
         """
-        opens = self.rank == self.living[0]
-        made = self.together(lambda: Meeting.open() if opens else None, doing="opening a meeting")
+        made: list[Meeting] = []  # what must not stay behind where a rank dies meanwhile
+
+        def make() -> None:
+            if self.rank == self.living[0]:
+                made.append(Meeting.open())
+
         try:
-            said = self._gather("open_meeting", made.address if made else None, None)
+            self.together(make, doing="opening a meeting")
+            said = self._gather("open_meeting", made[0].address if made else None, None)
         except BaseException:
-            if made is not None:
-                made.remove()
+            for each in made:
+                each.remove()
             raise
         return Meeting.at(said[self.living[0]])
 

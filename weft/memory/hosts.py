@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 
 from weft.errors import RendezvousFailed
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.memory.group import Group
 
 HOST = "WEFT_HOST"
+_NO_MESSAGE = (1 << 31) - 1  # a tag that nobody sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,15 @@ _broken: WeakSet[dist.ProcessGroup] = WeakSet()  # rails that no exchange can us
 def break_rail(rail: dist.ProcessGroup) -> None:
     """End what runs on a rail, and let the ranks that wait there know at once."""
     _broken.add(rail)
-    for device in rail._device_types:
-        rail._get_backend(device).abort()
+    if dist.get_backend(rail) != "gloo":
+        for device in rail._device_types:
+            rail._get_backend(device).abort()
+        return
+    # Gloo's abort does nothing (torch 2.13); a receive that is overdue closes its connections.
+    peer = (dist.get_rank(rail) + 1) % dist.get_world_size(rail)
+    nothing = [torch.empty(1, dtype=torch.uint8, device="cpu")]
+    with contextlib.suppress(RuntimeError):  # that it is overdue, or that they are closed
+        rail.recv(nothing, peer, _NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
 def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:

@@ -1,6 +1,7 @@
 """Ranks wait before they touch a GPU: SGLang's plug-in "weft_gate".
 
 SERVER_GATE names a file that is there once it is this server's turn.
+Another one with "-waits" after its name says that a process of the server has come to it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 def register() -> None:
     """Return when it is this server's turn; at once in the launcher, which reads flags first."""
     gate = os.environ.get("SERVER_GATE")
-    while (
-        gate and multiprocessing.current_process().name != "MainProcess" and not Path(gate).exists()
-    ):
+    if not gate or multiprocessing.current_process().name == "MainProcess":
+        return
+    Path(f"{gate}-waits").touch()
+    while not Path(gate).exists():
         time.sleep(0.1)

@@ -237,6 +237,27 @@ def test_settings(ranks: Any) -> None:
         assert found == [("throughput", "none", 4), ("throughput", "none", 7)]
 
 
+def on_two_hosts(group: weft.Group, form: str) -> str:
+    os.environ["WEFT_HOST"] = f"host-{group.rank}"
+    try:
+        Worker(group, form)
+    except weft.errors.InvalidArgument as error:
+        return str(error)
+    finally:
+        leave()
+    return "served"
+
+
+@FORMS
+def test_ranks_of_two_hosts_are_refused(ranks: Any, form: str) -> None:
+    """When the first layer is loaded, before the port is open."""
+    for said in ranks(2, "cpu")(on_two_hosts, form):
+        assert said == (
+            f"WEFT_VLLM={form} takes ranks of one host, and these are on 2: keep expert-parallel "
+            "ranks within one host, without --nnodes, or unset WEFT_VLLM"
+        )
+
+
 def misuse(group: weft.Group) -> dict[str, str]:
     worker, said = Worker(group, "block"), {}
     engine: Any = sys.modules["weft.plugins.vllm.engine"]

@@ -84,7 +84,10 @@ class TensorParallel:
         own = get_moe_a2a_backend().is_none() and all(map(self.spans, parts))
         self.fuses = model_fuses and own
         self.timeout = read().timeout
-        self.group = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
+        ranks = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
+        self.group = ranks.one_host(
+            f"{SWITCH}=1", fix=f"unset {SWITCH}, or keep --tp within one host"
+        )
         self._watch = Watch(self.group, end=end_server(os.getppid()))
         self._leases: dict[tuple[int, torch.dtype], Lease[AllReduce]] = {}
 

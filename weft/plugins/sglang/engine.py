@@ -235,8 +235,11 @@ def loaded(result: Any, runner: Any) -> None:
                 )
     with torch.inference_mode(False):  # whose tensors could not be written outside of it
         if _blocks is None:
-            ranks = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
-            group = ranks.one_host("the plug-in of SGLang")
+            group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
+            if server_args.elastic_ep_backend is not None:
+                group.one_host(
+                    "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
+                )
             _blocks = Blocks(group, _limits(server_args, settings), settings)
             end = end_server(os.getppid())
             if server_args.elastic_ep_backend is None:
@@ -254,9 +257,10 @@ def loaded(result: Any, runner: Any) -> None:
     if _blocks.group.rank == 0:
         kind, most = settings.form, _blocks.limits
         _log.info(
-            "%d MoE layers of %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill",
+            "%d MoE layers of %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill; "
+            "hosts: %d",
             len(found), type(runner.model).__name__, _blocks.group.size, kind, most.decode,
-            most.prefill,
+            most.prefill, _blocks.group.hosts,
         )  # fmt: skip
 
 

@@ -63,7 +63,10 @@ class _Served:
         settings = read()
         limits = limits_of(config, parallel, wanted=settings.prefill_tokens)
         found = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
-        group = found.one_host("the plug-in of vLLM")
+        group = found.one_host(
+            f"WEFT_VLLM={settings.form}",
+            fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
+        )
         self.blocks = Blocks(group, limits, settings)
         self.watch = Watch(group, end=end_worker, broken=self.broken)
         if group.rank == 0:

@@ -1,0 +1,119 @@
+"""Servers of the stand-in whose ranks are on two hosts (--nnodes 2): ranks with WEFT_HOSTs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+from tests.plugins.sglang.server import Server, alone, far, leave, tokens
+from tests.plugins.sglang.test_allreduce import refused
+from tests.plugins.sglang.test_elastic import unfit
+from tests.plugins.sglang.test_served import EITHER, Kept, replicas
+
+CLOSE = 2e-5  # of float32 sums in another order
+# Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
+BATCHES = {2: ([3, 1], [0, 0], [70, 0]), 4: ([1, 2, 3, 4], [0, 0, 0, 1], [9, 0, 50, 2])}
+
+
+def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
+    os.environ["WEFT_HOST"] = f"host-{2 * group.rank // group.size}"
+    return body(group, *args)
+
+
+def serve(group: weft.Group, form: str, release: str) -> dict[str, Any]:
+    os.environ["WEFT_SGLANG_FORM"] = form
+    kept = Kept()
+    logging.getLogger("weft").addHandler(kept)
+    logging.getLogger("weft").setLevel(logging.INFO)
+    server, errors = Server(group, "deepseek", release=release), []
+    for seed, counts in enumerate(BATCHES[group.size]):
+        x = tokens(counts[group.rank], 10 * seed + group.rank)
+        errors.append(far(server.step(x, counts), alone(x, "deepseek")))
+    from weft.plugins.sglang import engine
+
+    assert engine._blocks is not None
+    found = {"far": max(errors), "hosts": engine._blocks.group.hosts, "lines": kept.lines}
+    leave()
+    return found
+
+
+@EITHER
+@pytest.mark.parametrize("count", [2, 4])
+def test_two_hosts_are_served(ranks: Any, count: int, form: str, release: str) -> None:
+    """Idle ranks, rounds and a shared expert; one rank on each host, and two."""
+    first, *others = ranks(count, "cpu")(on_two_hosts, serve, form, release)
+    for found in (first, *others):
+        assert found["hosts"] == 2
+        assert found["far"] < CLOSE
+    assert any(line.endswith("hosts: 2") for line in first["lines"])
+
+
+@EITHER
+def test_experts_that_move_between_hosts(ranks: Any, form: str, release: str) -> None:
+    """EPLB: physical ids, and weights that are written over in place."""
+    for found in ranks(2, "cpu")(on_two_hosts, replicas, form, release):
+        assert max(found) < CLOSE
+
+
+def test_ranks_that_outlive_each_other_are_of_one_host(ranks: Any) -> None:
+    """A group of several hosts does not recover."""
+    for said in ranks(4, "cpu")(on_two_hosts, unfit, {}):
+        assert said == (
+            "--elastic-ep-backend weft takes ranks of one host, and these are on 2: leave it out, "
+            "or start without --nnodes"
+        )
+
+
+def test_all_reduces_are_of_one_host(ranks: Any) -> None:
+    """Tensor parallelism over both hosts."""
+    for said in ranks(2, "cpu")(on_two_hosts, refused, "served"):
+        assert said == (
+            "WEFT_SGLANG_ALLREDUCE=1 takes ranks of one host, and these are on 2: unset "
+            "WEFT_SGLANG_ALLREDUCE, or keep --tp within one host"
+        )
+
+
+def bereaved(group: weft.Group, folder: str) -> None:
+    """Rank 3 is killed between two steps."""
+    from weft.plugins import faults
+    from weft.plugins.sglang import engine
+
+    os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
+    ended: list[float] = []
+    end = lambda parent: lambda: ended.append(time.monotonic())  # noqa: E731
+    setattr(engine, "end_server", end)  # noqa: B010
+    faults.GRACE = 0.0
+    server, kept = Server(group, "glm4"), Kept()
+    logging.getLogger("weft").addHandler(kept)
+    server.step(tokens(2, group.rank), [2, 2, 2, 2])
+    if group.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            server.step(tokens(2, group.rank), [2, 2, 2, 2])
+    except weft.errors.GroupError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert engine._watch is not None
+    if group.rank == 2:
+        engine._watch._thread.join()
+        assert ended
+    Path(folder, f"{group.rank}").write_text("\n".join([said, *kept.lines]))
+
+
+def test_the_end_of_a_rank_ends_both_servers(ranks: Any, tmp_path: Path) -> None:
+    """Its host hears of the process, the other one of the rail; no rank waits for the deadline."""
+    with pytest.raises(weft.errors.RankFailed):
+        ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))
+    said = {rank: (tmp_path / str(rank)).read_text() for rank in (0, 1, 2)}
+    assert "the process of rank 3 has ended" in said[2]
+    for rank in (0, 1):
+        assert re.match("RailFailed|PeerLeft", said[rank])
+        assert "rank 3" in said[rank]
