@@ -15,8 +15,8 @@ from weft.runtime.timeline import DEFINE
 pytestmark = reads(tools=(NVRTC,))
 
 PLAIN = SHAPES["deepseek-v3"]
-# 32 ranks with a top k of 32 use all registers: there 8 bytes are spilled, once for each CTA.
-TIGHT = ("32 ranks, mapped",)
+# These use all registers: there up to 24 bytes are spilled, once for each CTA.
+TIGHT = ("32 ranks, mapped", "mxfp8 of fp32")
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_profiling_spills_nothing_on_hopper(shape):
 
 
 @pytest.mark.parametrize("name", TIGHT)
-def test_where_registers_are_short_profiling_spills_one_word(name):
+def test_where_registers_are_short_profiling_spills_few_words(name):
     profiled = frames(cuda_program(SHAPES[name], 1).cubin("sm_90a", defines=(DEFINE,)))
-    assert max(profiled.values()) <= 16
+    assert max(profiled.values()) <= 24

@@ -50,6 +50,7 @@ from weft.moe import (
     router_logits,
     weigh,
 )
+from weft.placement import MAX_EP_SIZE
 
 __all__ = ["pytestmark"]
 HIDDEN, EXPERTS, TOKENS, BF16 = 128, 4, 3, torch.bfloat16
@@ -114,7 +115,7 @@ def sizes() -> list[Row]:
             {"expert_map": [0, 0, 1, 1], "num_experts": 4, "ep_size": 2},
             mapped,
         ),
-        Row(placement.experts_of, {"rank": 0}, {"rank": listed(*WHOLE, -1, 32)}),
+        Row(placement.experts_of, {"rank": 0}, {"rank": listed(*WHOLE, -1, MAX_EP_SIZE)}),
         Row(placement.table, {"device": torch.device("cpu")}, {"device": THING}),
         Row(launched, {"fn": print, "args": (), "ranks": 1}, run),
         Row(Group.from_torch, {}, {**torch_group(), "timeout": SECONDS}),

@@ -147,9 +147,11 @@ class _Rendezvous:
         return listener
 
     def _over(self) -> None:
+        missing = [str(rank) for rank in range(self.size) if rank not in self._there()]
         self.control.fail(
             f"the meeting in {self.meeting.directory} is over: another rank gave up, or the "
-            "launcher saw one fail, before all ranks had met"
+            f"launcher saw one fail, before all ranks had met; rank {', '.join(missing)} of "
+            f"{self.size} did not come to this one"
         )
 
     def _connect(self, place: str, rank: int) -> None:
