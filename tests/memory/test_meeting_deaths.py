@@ -194,10 +194,8 @@ def test_whoever_started_the_ranks_can_end_the_meeting(meeting, why):
             meeting.remove()
         else:
             meeting.end(why)
-        told, said = (
-            why or "is over: another rank gave up, or the ",
-            [str(r.result()) for r in ranks],
-        )
+        told = why or "is over: another rank gave up, or the "
+        said = [str(each.result()) for each in ranks]
         assert any(told in text for text in said)
         # One may see the other leave before it is told itself.
         assert all(told in text or "left before all ranks had met" in text for text in said)
