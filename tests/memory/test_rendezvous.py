@@ -86,7 +86,7 @@ def test_missing_ranks_are_named_at_the_deadline(meeting):
         lambda: gather(meeting, 0, size=4, timeout=0.3),
         lambda: gather(meeting, 2, size=4, timeout=0.3),
     ):
-        assert "rank 1, 3 of 4 did not come" in str(error)  # also who sees the other give up
+        assert "rank 1, 3 of 4 did not come" in str(error)  # or the other gave up first
     assert time.monotonic() - started < 8.0
     assert not os.path.exists(meeting.directory)
 

@@ -6,6 +6,7 @@ answers nobody: every question has a limit, after which the rank goes on without
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -38,10 +39,9 @@ class FirstCause:
         said = [""]
 
         def run() -> None:
-            try:
+            # Without an answer the store is gone: its host may be the one that is.
+            with contextlib.suppress(RuntimeError):
                 said[0] = step()
-            except RuntimeError:  # the store is gone: its host may be the one that is
-                said[0] = ""
 
         thread = threading.Thread(target=run, name="weft-first-cause", daemon=True)
         thread.start()
