@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import socket
 import time
@@ -154,15 +155,20 @@ def test_a_hello_with_the_nonce_and_odd_fields_is_an_error_in_words(meeting):
     good = json.loads(said(meeting, rank=2))
 
     @settings(max_examples=100, deadline=None, database=None)
+    @example({"abi": math.inf}, None)
+    @example({"abi": math.nan}, 0)
     @given(
         st.dictionaries(st.sampled_from(["abi", "rank", "size", "device"]), JSON_VALUES),
         st.sampled_from([0, None]),
     )
     def admit(fields, called):
         hello = {**good, **fields} if called is None else {**good, "rank": 0, **fields}
-        found, told = rank_that_reads(meeting, json.dumps(hello).encode(), called)
+        data = json.dumps(hello)
+        found, told = rank_that_reads(meeting, data.encode(), called)
         wanted = 2 if called is None else 0
-        if repr(hello) == repr({**good, "rank": wanted}):
+        if "NaN" in data or "Infinity" in data:  # no JSON, so nobody has seen a nonce
+            assert found == (set() if called is None else "error")
+        elif repr(hello) == repr({**good, "rank": wanted}):
             assert found == {wanted}
         else:
             assert found == "error"
