@@ -7,7 +7,8 @@ graph. Rank 2 is killed; the survivors recover and make the next round, by the s
 process takes the number. Each result is compared with the reference. ms, the slowest survivor's:
 `named`, from the kill until `check` raises; `recovered`, `group.recover`; `right`, from the kill
 until a round of the living is there; `replaced`, from the start of the new process (Python and
-torch included) until a round of all is there.
+torch included) until a round of all is there; `replaced_by_spare`, from the moment when a process
+that has already imported weft (and made its CUDA context) learns the address, until the same.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from weft.errors import GroupError
 from weft.memory.launch import launch
 
 RANKS, VICTIM, ROUNDS, LONG = 4, 2, 200, 600.0
+SPARE, READY = "spare", b"ready"
 SIZES = {"max_tokens": 128, "top_k": 8, "num_experts": 64, "hidden": 7168}
 
 
@@ -87,9 +89,20 @@ class Rounds:
         assert torch.equal(self.out.view(torch.int16), wanted.view(torch.int16)), living
 
 
-def survivor(group: weft.Group, folder: str, device: str) -> dict[str, float]:
+def started(device: str, address: str) -> subprocess.Popen[bytes]:
+    """A process that joins at `address`, or a spare, which waits to read it."""
+    command = [sys.executable, __file__, "--join", address, "--device", device]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[str, float]:
     """A rank of the beginning; what it measured."""
     rounds, killed = Rounds(group), Path(folder, "killed")
+    starts, new = group.rank == 0, None
+    if starts and spare:
+        new = started(device, SPARE)
+        assert new.stdout is not None  # a pipe, as asked for
+        assert new.stdout.read(len(READY)) == READY
     with rounds.a2a:
         rounds()
         rounds.capture()
@@ -115,8 +128,11 @@ def survivor(group: weft.Group, folder: str, device: str) -> dict[str, float]:
         for _ in range(ROUNDS):
             rounds()
         meeting, began = group.open_meeting(), time.monotonic()
-        command = [sys.executable, __file__, "--join", meeting.address, "--device", device]
-        new = subprocess.Popen(command) if group.rank == group.living[0] else None
+        if new is not None and new.stdin is not None:
+            new.stdin.write(meeting.address.encode())
+            new.stdin.close()
+        elif starts:
+            new = started(device, meeting.address)
         group.replace(meeting, timeout=LONG)
         rounds()
         joined = time.monotonic()
@@ -125,7 +141,8 @@ def survivor(group: weft.Group, folder: str, device: str) -> dict[str, float]:
         if new is not None and new.wait(LONG):
             raise SystemExit("the new process failed")
     times = {"named": named - at, "recovered": recovery.seconds, "right": right - at}
-    return {name: 1e3 * t for name, t in (times | {"replaced": joined - began}).items()}
+    times["replaced_by_spare" if spare else "replaced"] = joined - began
+    return {name: 1e3 * t for name, t in times.items()}
 
 
 def newcomer(address: str, device: str) -> None:
@@ -135,6 +152,11 @@ def newcomer(address: str, device: str) -> None:
         torch.cuda.set_device(where)
     else:
         torch.set_num_threads(1)
+    if address == SPARE:
+        torch.zeros(1, device=where)
+        sys.stdout.buffer.write(READY)
+        sys.stdout.flush()
+        address = sys.stdin.read()
     with weft.Group.join(address, rank=VICTIM, size=RANKS, device=where, timeout=LONG) as group:
         rounds = Rounds(group)
         with rounds.a2a:
@@ -148,7 +170,7 @@ def main() -> None:
     """Some kills, and the medians."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5, help="of each kind of new process")
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--out")
     given = parser.parse_args()
@@ -156,12 +178,13 @@ def main() -> None:
         newcomer(given.join, given.device)
         return
     turns = []
-    for _ in range(given.turns):
+    for turn in range(2 * given.turns):
         with tempfile.TemporaryDirectory() as folder:
             told = launch(
                 survivor,
                 folder,
                 given.device,
+                turn % 2 == 1,
                 ranks=RANKS,
                 device=given.device,
                 timeout=LONG,
@@ -170,7 +193,10 @@ def main() -> None:
         slowest = [each for each in told if each is not None]
         turns.append({name: round(max(e[name] for e in slowest), 1) for name in slowest[0]})
         print(turns[-1], flush=True)
-    middle = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+    names = dict.fromkeys(name for turn in turns for name in turn)
+    middle = {
+        name: statistics.median(turn[name] for turn in turns if name in turn) for name in names
+    }
     print("median", middle)
     if given.out:
         gpus = [torch.cuda.get_device_name()] if given.device == "cuda" else []
