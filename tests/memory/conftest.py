@@ -9,4 +9,4 @@ from weft.memory.meeting import Meeting
 def meeting():
     meeting = Meeting.open()
     yield meeting
-    meeting.remove()
+    meeting.close()

@@ -1,12 +1,10 @@
 """Ranks that meet, in threads of one process, and strangers that connect."""
 
-import os
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from weft.errors import RendezvousFailed
-from weft.memory.rendezvous import ABI, meet
+from weft.memory.meeting import ABI, meet
 from weft.memory.wire import encode, receive
 
 LONG = 1000.0  # a deadline that no test waits for
@@ -30,18 +28,14 @@ def all_ranks(*calls):
         return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
-def connect(meeting, rank=0):
-    """A connection to a rank, which may not listen yet."""
+def connect(meeting):
+    """A connection to the hub."""
     until = time.monotonic() + 600
-    while True:
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            stranger.connect(os.path.join(meeting.directory, str(rank)))
-            return stranger
-        except OSError:
-            stranger.close()
-            assert time.monotonic() < until
-            time.sleep(0.002)
+    while (stranger := meeting.connect()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    stranger.setblocking(True)
+    return stranger
 
 
 def said(meeting, **changes):

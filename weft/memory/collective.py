@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
-from weft.memory.store import listen, serve
+from weft.memory.store import serve
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -189,10 +189,9 @@ def _meet_at_store(rank: int, gather: Callable[[JSON], list[Any]], timeout: floa
     store, port, problem = None, 0, ""
     if rank == 0:
         try:
-            listener = listen("127.0.0.1", 0)
-            assert listener is not None  # the system chooses a port that is free
-            port = listener.getsockname()[1]
-            store = serve(listener, timeout)
+            store = serve("127.0.0.1", 0, timeout)
+            assert store is not None  # the system chooses a port that is free
+            port = store.port
         except RuntimeError as error:
             problem = str(error) or type(error).__name__
     offer = gather({"port": port, "problem": problem})[0]

@@ -35,9 +35,9 @@ from weft.memory.wire import (
 
 
 class ControlPlane:
-    """The sockets of one rank, one to each living peer; `meet` (rendezvous.py) adds them.
+    """The sockets of one rank, one to each living peer; `meet` adds them.
 
-    `pids[r]` is rank r's process id as the kernel reports it here.
+    `pids[r]` is rank r's process id as the kernel reports it to the rank at which all met.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -31,17 +31,10 @@ from weft.memory.control_plane import ControlPlane
 from weft.memory.creation import Creation, Step
 from weft.memory.discovery import default_device, find
 from weft.memory.hosts import Hosts, by_host, open_process_groups, whereabouts
-from weft.memory.liveness import Liveness, LivenessFd
-from weft.memory.meeting import Meeting
+from weft.memory.liveness import Liveness, LivenessFd, Peers
+from weft.memory.meeting import Meeting, meet
 from weft.memory.membership import Membership
-from weft.memory.peers import Peers
-from weft.memory.rendezvous import meet
-from weft.memory.store import (
-    StoreExchange,
-    environment,
-    store_of_environment,
-    store_of_group,
-)
+from weft.memory.store import StoreExchange, environment, store_of_environment
 from weft.memory.wire import JSON, encode
 
 T = TypeVar("T")
@@ -123,6 +116,7 @@ class Group:
         self._process: LivenessFd | None = None
         self._membership: Membership | None = None
         self._fresh: Membership | None = None  # with new ranks, until all take them in or none
+        self._opened: Meeting | None = None  # by this rank, for new processes
         self._undecided = False  # whether they do, because the deadline was over
         # A group that is dropped unclosed gives its sockets back without a warning. At exit the
         # system does.
@@ -162,8 +156,7 @@ class Group:
     ) -> Group:
         """The ranks of a torch process group (default: the world). Collective.
 
-        The process group only carries where to meet; it stays the caller's, and WEFT_SECRET
-        authenticates as in `from_env`. `device` defaults to the current CUDA device where there is
+        The process group only carries where to meet; it stays the caller's. `device` defaults to the current CUDA device where there is
         one. Ranks of several hosts find out who shares one, by boot id and WEFT_HOST; between hosts
         the group's control messages and its operators' rows go over torch process groups alone
         (docs/several-hosts.md).
@@ -189,11 +182,11 @@ class Group:
             )
             made._find_hosts(ranks, names, said)
             return made
-        store, peers = store_of_group(group), Peers()
-        exchange = StoreExchange(
-            store, "the store of the process group", rank, size, timeout, peers
-        )
-        control = find(exchange, rank, size, where.type, timeout, peers)
+
+        def exchange(value: JSON) -> list[Any]:
+            return over_torch.gather("Group.from_torch", value, timeout)
+
+        control = find(exchange, rank, size, where.type, timeout)
         return cls(
             control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
         )
@@ -279,9 +272,9 @@ class Group:
         rank, size, local_rank = environment()
         where = default_device(device, local_rank)
         store, name = store_of_environment(rank, timeout)
-        peers = Peers()
-        exchange = StoreExchange(store, name, rank, size, timeout, peers)
-        control = find(exchange, rank, size, where.type, timeout, peers)
+        with Peers() as peers:
+            exchange = StoreExchange(store, name, rank, size, timeout, peers)
+            control = find(exchange, rank, size, where.type, timeout, peers)
         return cls(control, rank=rank, size=size, device=where, timeout=timeout)
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
@@ -520,22 +513,22 @@ class Group:
         """A place for `replace` and `join` to meet in. Collective over the living.
 
         Its `address` is for the new processes alone: who knows it may join.
-        Raises CreationFailed where there is no directory for temporary files.
+        Raises CreationFailed where a rank is at its limit of descriptors.
         """
-        made: list[Meeting] = []  # what must not stay behind where a rank dies meanwhile
 
         def make() -> None:
             if self.rank == self.living[0]:
-                made.append(Meeting.open())
+                self._close_meeting()
+                self._opened = Meeting.open(self.rank)
 
-        try:
-            self.together(make, doing="opening a meeting")
-            said = self._gather("open_meeting", made[0].address if made else None, None)
-        except BaseException:
-            for each in made:
-                each.remove()
-            raise
-        return Meeting.at(said[self.living[0]])
+        self.together(make, doing="opening a meeting")
+        mine = self._opened if self.rank == self.living[0] else None
+        said = self._gather("open_meeting", mine.address if mine else None, None)
+        return mine or Meeting.at(said[self.living[0]])
+
+    def _close_meeting(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
 
     def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
         """Take in new processes for all ranks that are gone. Collective over the living.
@@ -823,6 +816,7 @@ class Group:
             members = self._attached()
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
+        self._close_meeting()
         self._control.close(None if why is None else f"it {why}")
         for each in (self._membership, self._fresh):
             if each is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import RendezvousFailed
+from weft.memory.discovery import this_host
 from weft.memory.wire import JSON, text_of
 
 if TYPE_CHECKING:
@@ -86,16 +86,13 @@ def break_rail(rail: dist.ProcessGroup) -> None:
 
 
 def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
-    """The host of this process: by its boot, because containers have host names of their own.
+    """Where this process runs.
 
     rails: the number of the process groups that it has for the hosts of `whole`; 0 for none.
     """
     found = _opened.get(whole)
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
     return {
-        "host": socket.gethostname(),
-        "boot": boot,
+        **this_host(),
         "part": os.environ.get(HOST, ""),
         "token": secrets.token_hex(8),
         "rails": 0 if found is None or found.rail in _broken else found.serial,

@@ -18,7 +18,7 @@ from weft.arguments import flags, function, integer, one_of, seconds
 from weft.errors import InvalidArgument, SetupError
 from weft.memory.group import Group
 from weft.memory.meeting import Meeting
-from weft.memory.processes import GRACE, GRACE_MEETING, Job, run_processes
+from weft.memory.processes import GRACE, GRACE_MEETING, Job, end_meeting, run_processes
 from weft.memory.reports import Report, failure, report_of
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def launch(
             job = Job(work, meeting, ranks, device, group_timeout, tolerate_deaths)
             reports = run_processes(job, timeout)
     finally:
-        meeting.remove()
+        meeting.close()
     survivors = [report for report in reports if report.kind != "died"]
     error = failure(survivors if tolerate_deaths and survivors else reports, ranks, timeout)
     if error is not None:
@@ -154,7 +154,7 @@ class _Threads:
             report = report_of(rank, group, lambda: fn(group, *args))
         except BaseException as error:
             report = Report.raised(rank, error)
-            self.meeting.end(report.line())
+            end_meeting(self.meeting, rank, report)
         self.reports.put(report)
 
     def collect(self, deadline: float) -> list[Report]:

@@ -1,9 +1,10 @@
-"""Notices at once when the process of a peer ends.
+"""Notices at once when the process of a peer ends, before all ranks have met and after that.
 
-Every rank hands its peers a descriptor that becomes readable when its process ends: a pidfd of
-itself, which means the same process in every PID namespace and is not fooled by forked children.
-Where the kernel or a container refuses pidfds it is the end of a pipe, which a forked child that
-outlives its parent keeps open.
+Once they have met, every rank hands its peers a descriptor that becomes readable when its process
+ends: a pidfd of itself, which means the same process in every PID namespace and is not fooled by
+forked children. Where the kernel or a container refuses pidfds it is the end of a pipe, which a
+forked child that outlives its parent keeps open. Before that a rank is known by the process id that
+it has sent, which means that process within one PID namespace.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from weft.errors import RendezvousFailed
 
 _log = logging.getLogger(__name__)
 
@@ -102,3 +106,71 @@ class Liveness:
             for fd in ranks:
                 with contextlib.suppress(OSError):
                     os.close(fd)
+
+
+class Peers:
+    """The processes of ranks that have yet to meet, as far as they are known. A context manager.
+
+    Owns their pidfds. A rank in another PID namespace has the deadline, and errors say so.
+    """
+
+    def __init__(self) -> None:
+        self._pids: dict[int, int] = {}
+        self._pidfds: dict[int, int] = {}
+        self._dead: set[int] = set()
+        self._unseen: dict[int, str] = {}  # ranks whose death cannot be seen, and why
+
+    def watch(self, rank: int, said: Any) -> None:
+        """Watch a rank that sent what `identity` returned there; anything else is ignored.
+
+        Only the first counts: a process keeps its identity.
+        """
+        pid = said.get("pid") if isinstance(said, dict) else None
+        if rank in self._pids or type(pid) is not int or not 0 < pid < 1 << 31:
+            return
+        self._pids[rank] = pid
+        if said.get("namespace") != identity()["namespace"]:
+            self._unseen[rank] = "it runs in another pid namespace"
+            return
+        try:
+            self._pidfds[rank] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._dead.add(rank)
+        except OSError as error:
+            self._unseen[rank] = f"pidfd_open: {error.strerror}"
+
+    def hold(self, rank: int, pid: int, fd: int) -> None:
+        """Watch a rank by what its `LivenessFd` gave; duplicates `fd`."""
+        self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
+
+    def pidfds(self) -> list[int]:
+        """Of the ranks that are watched: readable once the process ended."""
+        return list(self._pidfds.values())
+
+    def check(self, connected: Iterable[int] = ()) -> None:
+        """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
+        poller, ranks = select.poll(), {fd: rank for rank, fd in self._pidfds.items()}
+        for fd in ranks:
+            poller.register(fd, select.POLLIN)
+        self._dead.update(ranks[fd] for fd, _ in poller.poll(0))
+        for rank in sorted(self._dead.difference(connected)):
+            raise RendezvousFailed(
+                f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
+            )
+
+    def unseen(self, ranks: Iterable[int]) -> str:
+        """For an error at the deadline: of which of `ranks` it cannot be said that they live."""
+        known = [f"rank {r}: {self._unseen[r]}" for r in ranks if r in self._unseen]
+        return f" (whether they live cannot be seen from here: {'; '.join(known)})" if known else ""
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+
+def identity() -> dict[str, Any]:
+    """What this process sends of itself: its id, and where that is valid."""
+    return {"pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}

@@ -1,165 +1,398 @@
-"""Where the ranks of one job meet: a directory that only its user may enter, and a secret."""
+"""How the ranks of one host meet: at one of them, the hub, which hands every two ranks a socket.
+
+The hub listens at an abstract Unix address, which has a name and no file: nothing is left behind
+even by `kill -9`, and mounts do not matter. Processes of one network namespace reach it. It listens
+before anybody learns the address, so a refused connection says that the meeting is over.
+
+The kernel says of which user the other end is, and the first message either way has to show the
+job's 32-byte nonce; then the hub compares what the ranks were built for. A stranger is refused and
+disturbs no rank.
+
+Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another
+by its pidfd where its process is known (`Peers`), or the word of whoever started it (`end`). Before
+the hub closes it tells the reason to every rank that is connected, let in or not. A rank that is
+stopped, and not dead, has the deadline.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import hmac
+import itertools
+import logging
 import os
 import re
 import secrets
+import select
 import socket
-import stat
 import struct
-import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from weft.errors import InvalidArgument, RendezvousFailed
-from weft.memory.wire import encode, send
+from weft.memory.control_plane import ControlPlane, milliseconds
+from weft.memory.liveness import Peers
+from weft.memory.wire import JSON, Gone, Malformed, Message, encode, receive, send, text_of
 
-_PREFIX = "weft-"
-_OURS = re.compile(r"\d+(\.bound)?")  # the sockets of the ranks
+ABI = 4  # of the messages and of what a Heap promises its peers
+_OP = "the meeting"
+_RETRY = 0.002  # seconds between two tries of what cannot be waited for
+_HUB_FIRST = 1.0  # seconds that a rank outwaits the hub, which knows who is missing
+_OVER = "the meeting is over: a rank failed or gave up, or all that it was for had met"
+_NOT_OURS = "the nonce is not this job's; start every rank from the same launcher"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of one job meet: a private directory and a secret of 32 bytes.
+    """Where the ranks of one job meet: at rank `hub`, which has the listener, with a secret."""
 
-    A meeting whose directory is gone is over, for every rank that has not met the others yet.
-    """
-
-    directory: str
+    hub: int
     nonce: bytes
+    listener: socket.socket | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def draw(cls) -> Meeting:
-        """Choose a directory below $TMPDIR, which `make` makes, and a nonce.
-
-        Raises RendezvousFailed where there is no directory for temporary files.
-        """
+    def open(cls, hub: int = 0) -> Meeting:
+        """Draw a nonce and listen. Raises RendezvousFailed for want of descriptors."""
+        drawn = cls(hub, secrets.token_bytes(32))
         try:
-            parent = os.path.abspath(tempfile.gettempdir())
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind(drawn._name)
+            listener.listen(socket.SOMAXCONN)
         except OSError as error:
             raise RendezvousFailed(
-                f"{error}; set TMPDIR to a directory that is writable"
+                f"cannot listen for the other ranks ({error.strerror}): free descriptors (ulimit "
+                "-n), and allow Unix sockets"
             ) from error
-        name = _PREFIX + secrets.token_hex(8)
-        return cls(os.path.join(parent, name), secrets.token_bytes(32))
-
-    @classmethod
-    def open(cls) -> Meeting:
-        """Draw a meeting and make its directory. Raises RendezvousFailed."""
-        meeting = cls.draw()
-        meeting.make()
-        return meeting
+        listener.setblocking(False)
+        return cls(hub, drawn.nonce, listener)
 
     @property
     def address(self) -> str:
-        """The directory and the nonce as one text, which nobody else should see."""
-        return f"{self.directory}:{self.nonce.hex()}"
+        """The hub and the nonce as one text, which nobody else should see."""
+        return f"{self.hub}-{self.nonce.hex()}"
 
     @classmethod
     def at(cls, address: str) -> Meeting:
-        """The meeting of an `address`. Raises InvalidArgument for what `draw` would not choose.
+        """The meeting of an `address`, for a rank that is not the hub. Raises InvalidArgument."""
+        found = re.fullmatch(r"(\d{1,5})-([0-9a-f]{64})", address, re.ASCII)
+        if found is None or address.endswith("\n"):
+            raise InvalidArgument(
+                f"the address of the meeting is {address!r:.20}...: pass what `Meeting.address` is"
+            )
+        return cls(int(found[1]), bytes.fromhex(found[2]))
 
-        A false directory could otherwise have this process remove an empty one.
-        """
-        directory, _, nonce = address.rpartition(":")
-        why = ""
-        if not os.path.isabs(directory) or "\0" in directory:
-            why = f"{directory!r:.200} is no absolute path"
-        elif not os.path.basename(directory).startswith(_PREFIX):
-            why = f"{directory!r:.200} is no directory of a meeting"
-        elif re.fullmatch("[0-9a-f]{64}", nonce) is None:
-            why = "the nonce is not 64 hex digits"
-        if why:
-            raise InvalidArgument(f"the address of the meeting is not one: {why}")
-        return cls(directory, bytes.fromhex(nonce))
+    @property
+    def _name(self) -> str:
+        """What everyone on this host may see; the nonce does not follow from it."""
+        return f"\0weft-{hashlib.sha256(self.nonce).hexdigest()[:32]}"
 
-    def make(self) -> None:
-        """Make the directory, mode 0700. Raises RendezvousFailed."""
+    def connect(self) -> socket.socket | None:
+        """A connection to the hub; None while its queue is full. Raises RendezvousFailed."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            os.mkdir(self.directory, 0o700)
-        except OSError as error:
-            raise RendezvousFailed(
-                f"cannot make the directory {self.directory} to meet in ({error.strerror}); set "
-                "TMPDIR to a directory that is writable"
-            ) from error
-
-    def enter(self) -> int:
-        """An O_PATH descriptor of the directory, after checking that it is this user's alone.
-
-        Sockets are bound and reached through /proc/self/fd/N, which stays below the 108 bytes of a
-        Unix socket's address however long $TMPDIR is. Raises RendezvousFailed.
-        """
-        path = self.directory
-        try:
-            fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise RendezvousFailed(
-                f"the meeting directory {path} cannot be opened ({error.strerror}): this rank does "
-                "not see it, or the meeting is over"
-            ) from error
-        try:
-            status = os.fstat(fd)
-            mode = stat.S_IMODE(status.st_mode)
-            if status.st_uid != os.geteuid() or mode & 0o077:
+            connection.setblocking(False)
+            connection.connect(self._name)
+            uid = credentials(connection)[1]
+            if uid != os.geteuid():
                 raise RendezvousFailed(
-                    f"the meeting directory {path} belongs to user {status.st_uid} with mode "
-                    f"{mode:04o}; it must belong to user {os.geteuid()} with mode 0700 (run all "
-                    "ranks as one user, containers in one user namespace)"
+                    f"rank {self.hub} runs as user {uid} and this rank as user {os.geteuid()}; run "
+                    "all ranks as one user"
                 )
-            if not os.path.exists(f"/proc/self/fd/{fd}"):
-                raise RendezvousFailed(
-                    "/proc does not show this process, so its sockets have no address there: mount "
-                    "the /proc of this pid namespace (unshare --mount-proc), or share the host's "
-                    "(--pid=host)"
-                )
-        except RendezvousFailed:
-            os.close(fd)
+        except OSError as error:
+            connection.close()
+            if error.errno == errno.EAGAIN:
+                return None
+            raise RendezvousFailed(
+                _OVER
+                if error.errno == errno.ECONNREFUSED
+                else f"cannot connect to rank {self.hub}: {error}"
+            ) from error
+        except BaseException:
+            connection.close()
             raise
-        return fd
-
-    def below(self, root: int) -> Meeting:
-        """This meeting, reached from the root directory that the descriptor `root` names."""
-        return Meeting(f"/proc/self/fd/{root}{self.directory}", self.nonce)
-
-    def in_shared_memory(self) -> Meeting:
-        """This meeting moved to /dev/shm, which containers of one IPC namespace share."""
-        return Meeting(os.path.join("/dev/shm", os.path.basename(self.directory)), self.nonce)
+        return connection
 
     def end(self, why: str) -> None:
         """End the meeting for every rank that has not met the others yet: it raises `why`.
 
-        For a launcher that sees a rank fail. After all have met it does nothing.
+        For a process that started a rank and sees it fail. After all have met it does nothing.
         """
-        with contextlib.suppress(RendezvousFailed, OSError):  # they met, or failed
-            directory = self.enter()
-            try:
-                for name in filter(str.isdigit, os.listdir(self.directory)):
-                    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                        connection.setblocking(False)
-                        with contextlib.suppress(OSError):  # that one is gone
-                            connection.connect(f"/proc/self/fd/{directory}/{name}")
-                            send(connection, encode({"nonce": self.nonce.hex(), "fail": why}))
-            finally:
-                os.close(directory)
-        self.remove()
+        with contextlib.suppress(RendezvousFailed, Gone):  # they met, or failed
+            connection = self.connect()
+            if connection is not None:
+                with connection:
+                    send(connection, encode({"nonce": self.nonce.hex(), "fail": why}))
 
-    def remove(self) -> None:
-        """Remove the directory and the ranks' names in it, which ends the meeting. Idempotent.
+    def close(self, why: str = _OVER) -> None:
+        """Refuse all that come from now on, and tell `why` to those that wait. Idempotent.
 
-        What others put there stays, and the directory with it.
+        For the hub, and for the process that has opened the meeting for it.
         """
-        with contextlib.suppress(OSError):  # two ranks may do this at the same time
-            while names := list(filter(_OURS.fullmatch, os.listdir(self.directory))):
-                for name in names:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(self.directory, name))
-            os.rmdir(self.directory)
+        if self.listener is None or self.listener.fileno() < 0:
+            return
+        for connection in self.accept():
+            refuse(connection, why)
+        with contextlib.suppress(OSError):  # a copy of it in another process has been shut down
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+    def accept(self) -> list[socket.socket]:
+        """What has connected and, as the kernel says, is of this user."""
+        assert self.listener is not None
+        found: list[socket.socket] = []
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            while True:
+                connection, _ = self.listener.accept()
+                if credentials(connection)[1] == os.geteuid():
+                    found.append(connection)
+                else:
+                    connection.close()
+        return found
+
+    def trusts(self, said: Mapping[str, Any]) -> bool:
+        """Whether a message shows the nonce, in constant time."""
+        shown = said.get("nonce")
+        return isinstance(shown, str) and hmac.compare_digest(
+            shown.encode(errors="surrogatepass"), self.nonce.hex().encode()
+        )
+
+
+def meet(
+    meeting: Meeting,
+    *,
+    rank: int,
+    size: int,
+    device: str,
+    timeout: float,
+    peers: Peers | None = None,
+) -> ControlPlane:
+    """Meet the other `size - 1` ranks within `timeout` seconds.
+
+    `device` is the kind of memory the rank has ("cpu", "cuda"), the same on every rank. `peers`
+    are the processes of ranks, as far as the hub knows them: one that dies ends the meeting.
+    Raises RendezvousFailed naming the rank that is missing, died, differs or is not trusted.
+    """
+    for name, value in (("rank", rank), ("the hub of the meeting", meeting.hub)):
+        if not 0 <= value < size:
+            raise InvalidArgument(f"{name} is {value} and size is {size}: give 0 <= rank < size")
+    if rank == meeting.hub and meeting.listener is None:
+        raise InvalidArgument(
+            f"rank {rank} is where all meet, and this process has not opened the meeting: pass "
+            "what Meeting.open() returned, and give every process its own rank"
+        )
+    began = time.monotonic()
+    control = ControlPlane(rank, size)
+    built_for: dict[str, JSON] = {"abi": ABI, "size": size, "device": device}
+    try:
+        if rank == meeting.hub:
+            with _Hub(meeting, control, built_for, peers or Peers()) as hub:
+                hub.gather(began + timeout, timeout)
+        else:
+            _come(meeting, control, built_for, timeout)
+        # Nobody returns before all have met: one that leaves at once disturbs no meeting.
+        control.gather(_OP, None, max(1.0, began + timeout + _HUB_FIRST - time.monotonic()))
+    except BaseException as error:
+        control.close(str(error) or type(error).__name__)
+        raise
+    _log.info(
+        "rank %d of %d on %s met the others after %.3f s; processes by rank: %s",
+        *(rank, size, device, time.monotonic() - began, control.pids),
+    )
+    return control
+
+
+class _Hub:
+    """The rank at which all meet. A context manager, which ends the meeting."""
+
+    def __init__(
+        self, meeting: Meeting, control: ControlPlane, built_for: dict[str, JSON], peers: Peers
+    ) -> None:
+        self.meeting = meeting
+        self.control = control
+        self.built_for = built_for
+        self.peers = peers
+        self.greeting: set[socket.socket] = set()  # connections that have not said anything yet
+
+    def __enter__(self) -> _Hub:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        why = _OVER if error is None else str(error) or type(error).__name__
+        for connection in self.greeting:
+            refuse(connection, why)
+        self.meeting.close(why)
+
+    def gather(self, deadline: float, timeout: float) -> None:
+        """Let every rank in, then hand every two of them a pair of connected sockets."""
+        control = self.control
+        try:
+            while missing := [r for r in range(control.size) if r not in self._there()]:
+                if time.monotonic() >= deadline:
+                    control.fail(
+                        f"rank {', '.join(map(str, missing))} of {control.size} did not come to "
+                        f"rank {control.rank} within {timeout:g} s; raise `timeout` if the ranks "
+                        f"start that far apart{self.peers.unseen(missing)}"
+                    )
+                self._turn(deadline)
+            for one, other in itertools.combinations(sorted(control.peers), 2):
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with ours, theirs:
+                    self._hand(one, other, ours, deadline)
+                    self._hand(other, one, theirs, deadline)
+        except OSError as error:
+            control.fail(
+                f"rank {control.rank} cannot meet the others: {error}; it needs free descriptors "
+                "(ulimit -n)"
+            )
+
+    def _there(self) -> set[int]:
+        return {self.control.rank, *self.control.peers}
+
+    def _turn(self, deadline: float) -> None:
+        """Wait for what comes next: a connection, its hello, the end of a rank."""
+        assert self.meeting.listener is not None
+        poller = select.poll()
+        members = self.control.peers
+        for each in (self.meeting.listener, *self.greeting, *members.values()):
+            poller.register(each, select.POLLIN)
+        for fd in self.peers.pidfds():
+            poller.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll(milliseconds(deadline))}
+        for rank in [r for r, connection in members.items() if connection.fileno() in ready]:
+            self.control.hear_out(rank, _OP)
+        self.greeting.update(self.meeting.accept())
+        for connection in list(self.greeting):
+            self._read_hello(connection)
+        try:
+            self.peers.check(self._there())
+        except RendezvousFailed as error:
+            self.control.fail(str(error))
+
+    def _read_hello(self, connection: socket.socket) -> None:
+        try:
+            message = receive(connection, trusted=False)
+        except (OSError, Malformed) as error:
+            self._refuse(connection, f"not a rank's hello: {error}")
+            return
+        if message is None:
+            return
+        message.drop()
+        if not self.meeting.trusts(message.body):
+            self._refuse(connection, _NOT_OURS)
+            return
+        if "fail" in message.body:  # of the launcher (Meeting.end)
+            self.control.fail(text_of(message.body["fail"]))
+        self._admit(connection, message.body)
+
+    def _admit(self, connection: socket.socket, said: dict[str, Any]) -> None:
+        """A connection that shows the nonce is a rank of this job: what differs is an error."""
+        control, rank, pid = self.control, said.get("rank"), credentials(connection)[0]
+        differs = [
+            f"{k} {v!r} and {text_of(repr(said.get(k)))[:200]}"
+            for k, v in self.built_for.items()
+            if said.get(k) != v or type(said.get(k)) is not type(v)
+        ]
+        known = type(rank) is int and rank in range(control.size)
+        if type(rank) is int and known and rank not in self._there() and not differs:
+            self.greeting.remove(connection)
+            control.add(rank, pid, connection)
+            with contextlib.suppress(Gone):  # seen by the next turn
+                send(connection, hello(self.meeting, {"pid": os.getpid()}))
+            return
+        name = text_of(repr(rank))[:200]
+        if differs:
+            why = f"rank {control.rank} and rank {name} (pid {pid}) disagree: {'; '.join(differs)}"
+        else:
+            what = "another process has taken" if known else f"is none of {control.size}"
+            why = f"pid {pid} came as rank {name}, which {what}; give every process its own rank"
+        control.fail(why)  # whoever is still greeting is told as well
+
+    def _refuse(self, connection: socket.socket, why: str) -> None:
+        self.greeting.remove(connection)
+        refuse(connection, why)
+
+    def _hand(self, rank: int, peer: int, end: socket.socket, deadline: float) -> None:
+        """Give `rank` its end of a pair with `peer`."""
+        control = self.control
+        body = encode({"peer": peer, "pid": control.pids[peer]})
+        try:
+            while not send(control.peers[rank], body, end.fileno()):
+                if time.monotonic() >= deadline:
+                    control.fail(f"{control.name(rank)} did not take its sockets in time")
+                time.sleep(_RETRY)
+        except Gone:
+            control.hear_out(rank, _OP)
+
+
+def _come(
+    meeting: Meeting, control: ControlPlane, built_for: dict[str, JSON], timeout: float
+) -> None:
+    """Connect to the hub, and take from it the sockets to all others."""
+    deadline = time.monotonic() + timeout + _HUB_FIRST
+    while (connection := meeting.connect()) is None and time.monotonic() < deadline:
+        time.sleep(_RETRY)
+    hub = meeting.hub
+    late = f"rank {hub}, at which all meet, did not bring this rank to the others in {timeout:g} s"
+    if connection is None:
+        raise RendezvousFailed(f"{late}: it accepts no more connections")
+    control.add(hub, 0, connection)
+    with contextlib.suppress(Gone):  # it has said why
+        send(connection, hello(meeting, {**built_for, "rank": control.rank}))
+    while control.pids[hub] == 0 or len(control.peers) < control.size - 1:
+        try:
+            message = receive(connection, trusted=False)
+            if message is not None:
+                _take(meeting, control, message)
+                continue
+        except Gone:
+            control.fail(f"{control.name(hub)} died before all ranks had met")
+        except (Malformed, OSError) as error:
+            control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
+        if time.monotonic() >= deadline:
+            control.fail(f"{late}: look whether it is stopped")
+        poller = select.poll()
+        poller.register(connection, select.POLLIN)
+        poller.poll(milliseconds(deadline))
+
+
+def _take(meeting: Meeting, control: ControlPlane, message: Message) -> None:
+    """What the hub sent: why the meeting is over, its hello, or a socket to a peer."""
+    said, fd = message.body, message.fd
+    for end in ("fail", "bye"):
+        if end in said:
+            message.drop()
+            control.fail(text_of(said[end]))
+    if control.pids[meeting.hub] == 0:
+        message.drop()
+        if not meeting.trusts(said) or type(said.get("pid")) is not int:
+            control.fail(f"rank {meeting.hub}: {_NOT_OURS}")
+        control.pids[meeting.hub] = said["pid"]
+        return
+    peer, pid = said.get("peer"), said.get("pid")
+    if type(peer) is not int or type(pid) is not int or fd is None:
+        message.drop()
+        raise Malformed(f"it sent {said!r:.200} in place of a peer's socket")
+    control.add(peer, pid, socket.socket(fileno=fd))
+
+
+def hello(meeting: Meeting, shown: Mapping[str, JSON]) -> bytes:
+    """The first message of either end."""
+    return encode({**shown, "nonce": meeting.nonce.hex()})
+
+
+def refuse(connection: socket.socket, why: str) -> None:
+    """Say why, and close."""
+    with connection, contextlib.suppress(OSError):  # it may have gone
+        send(connection, encode({"fail": text_of(why)}))
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
     """Process id and user id of the other end, as the kernel knows them."""
-    size = struct.calcsize("3i")
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     return int(pid), int(uid)

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -69,6 +69,8 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
 
 def _start(context: multiprocessing.context.ForkServerContext, job: Job, rank: int) -> _Rank:
     mine, theirs = context.Pipe(duplex=False)
+    if rank != job.meeting.hub:  # the listener is for that one alone
+        job = replace(job, meeting=Meeting.at(job.meeting.address))
     process = context.Process(target=_child, args=(theirs, job, rank), name=f"weft-rank-{rank}")
     try:
         process.start()
@@ -103,7 +105,15 @@ def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
             grace = GRACE if ranks[r].met else GRACE_MEETING
             deadline = min(deadline, time.monotonic() + grace)
             if not ranks[r].met:
-                job.meeting.end(report.line())
+                end_meeting(job.meeting, r, report)
+
+
+def end_meeting(meeting: Meeting, rank: int, report: Report) -> None:
+    """Tell the other ranks how one failed before all had met."""
+    if rank == meeting.hub:  # it tells nobody any more, unless it has done so already
+        meeting.close(report.line())
+    else:
+        meeting.end(report.line())
 
 
 def _hear(rank: int, each: _Rank) -> Report | None:

@@ -3,14 +3,15 @@
 A store has no authentication: anyone who reaches its port may use it. So where rank 0 serves it, it
 listens on the one address that MASTER_ADDR names (127.0.0.1: nobody outside), and what a store says
 is checked before it is believed. A writer there can end a meeting, but cannot join one, nor lead a
-rank into another: the directory must belong to this user with mode 0700, the kernel must report
-this user at both ends of each socket, and both ends must show one nonce. What remains to a writer
-is to lead ranks of two jobs of the same user to each other. Where WEFT_SECRET is set, the same on
-every rank, every value carries an HMAC under it and its key, and that is closed, too.
+rank into another: the kernel must report this user at both ends of each socket, and both ends must
+show one nonce. What remains to a writer is to lead ranks of two jobs of the same user to each
+other. Where WEFT_SECRET is set, the same on every rank, every value carries an HMAC under it and
+its key, and that is closed, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -28,11 +29,12 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from weft.errors import RendezvousFailed
-from weft.memory.peers import Peers
+from weft.memory.liveness import Peers
 from weft.memory.wire import JSON, VALUE_LIMIT, Malformed, decode, encode, text_of
 
 SECRET = "WEFT_SECRET"
-_LINGER = 2.0  # seconds that rank 0 keeps a store for ranks that have still to connect
+_FAILED = "failed"  # the key of what ended the exchange for one rank, for the others
+_LINGER = 2.0  # seconds that rank 0 keeps a store for ranks that have still to learn that
 _LAST_WORDS = 0.5  # seconds: a dead rank's connections end a moment before its process
 # By process and address, until the process ends: other ranks may have still to read, and a later
 # group, or init_process_group in this process, goes on with the same server.
@@ -62,9 +64,9 @@ def store_of_environment(rank: int, timeout: float) -> tuple[Store, str]:
     served = os.getpid(), at
     try:
         if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            listener = None if served in _served else listen(address, port)
-            if listener is not None:
-                _served[served] = serve(listener, timeout)
+            store = _served.get(served) or serve(address, port, timeout)
+            if store is not None:
+                _served[served] = store
         limit = timedelta(seconds=timeout)
         store = _served.get(served) if rank == 0 else None
         store = store or TCPStore(address, port, None, False, limit, wait_for_workers=False)
@@ -79,18 +81,32 @@ def store_of_environment(rank: int, timeout: float) -> tuple[Store, str]:
     return PrefixStore(f"weft/{attempt}", store), f"the store at {at}"
 
 
-def store_of_group(group: dist.ProcessGroup) -> Store:
-    """The store through which the ranks of a process group found each other."""
-    of_group = getattr(group, "get_group_store", None)  # torch 2.8 need not have it
-    store = dist.distributed_c10d._world.pg_map[group][1] if of_group is None else of_group()
-    return PrefixStore("weft", store)
+def serve(address: str, port: int, timeout: float) -> TCPStore | None:
+    """A store that listens at `address` alone; None where somebody listens already.
 
-
-def serve(listener: socket.socket, timeout: float) -> TCPStore:
-    """A store that is served at `listener`, which it takes over.
-
-    By itself it would listen on every interface.
+    By itself torch's listens on every interface. Shared memory needs one host, so the address is
+    this machine's, and a loopback address keeps everyone else out.
     """
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise RendezvousFailed(
+            f"MASTER_ADDR is {address!r}, which has no address ({error}); for ranks on one host "
+            "set MASTER_ADDR=127.0.0.1"
+        ) from error
+    # IPv4 first: a client that tries both finds it either way.
+    family, _, _, _, (host, *rest) = min(found, key=lambda each: each[0] != socket.AF_INET)
+    if ipaddress.ip_address(str(host).partition("%")[0]).is_unspecified:
+        host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    try:
+        listener = socket.create_server((host, *rest), family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise RendezvousFailed(
+            f"MASTER_ADDR is {address!r} and rank 0 cannot listen there ({error}): give an address "
+            "of the machine that rank 0 runs on; for ranks on one host set MASTER_ADDR=127.0.0.1"
+        ) from error
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host,
@@ -104,44 +120,8 @@ def serve(listener: socket.socket, timeout: float) -> TCPStore:
     )
 
 
-def listen(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at `address` alone; None where somebody listens already.
-
-    Shared memory needs one host, so the address is this machine's: a loopback address keeps
-    everyone else out, and another one serves ranks in containers with networks of their own.
-    """
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise RendezvousFailed(
-            f"MASTER_ADDR is {address!r}, which has no address ({error}); for ranks on one host "
-            "set MASTER_ADDR=127.0.0.1"
-        ) from error
-    problem: OSError | None = None
-    # IPv4 first: a client that tries both finds it either way.
-    for family, _, _, _, where in sorted(found, key=lambda each: each[0] != socket.AF_INET):
-        host = str(where[0])
-        if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-            host = "127.0.0.1" if family == socket.AF_INET else "::1"
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port, *where[2:]))
-            listener.listen(socket.SOMAXCONN)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRINUSE:
-                return None
-            problem = error
-    raise RendezvousFailed(
-        f"MASTER_ADDR is {address!r} and rank 0 cannot listen there ({problem}): give an address "
-        "of the machine that rank 0 runs on; for ranks on one host set MASTER_ADDR=127.0.0.1"
-    ) from problem
-
-
 class StoreExchange:
-    """An exchange through a store, one for each group, while it looks after peers.
+    """One exchange through a store, for one group, while it looks after peers.
 
     `where` names the store in errors. A rank has a number in it for every group that it makes.
     """
@@ -157,7 +137,6 @@ class StoreExchange:
         self._secret = os.environ.get(SECRET, "").encode(errors="surrogateescape")
         self._store = store
         self._group = 0
-        self._turn = 0
 
     def __call__(self, value: JSON) -> list[Any]:
         """`value` of every rank, in rank order. Raises RendezvousFailed.
@@ -186,11 +165,11 @@ class StoreExchange:
 
     def _ask(self, value: JSON) -> list[Any]:
         try:
-            self._group = self._group or self._store.add(f"{self._rank}/groups", 1)
-            self._turn += 1
-            return self._swap(encode(value), time.monotonic() + self._timeout)
-        except RendezvousFailed:
-            self._linger()
+            self._group = self._store.add(f"{self._rank}/groups", 1)
+            return self._swap(value, time.monotonic() + self._timeout)
+        except RendezvousFailed as error:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and who would read it
+                self._leave(str(error))
             raise
         except RuntimeError as error:
             until = time.monotonic() + _LAST_WORDS
@@ -202,22 +181,9 @@ class StoreExchange:
                 f"rank 0, gave up or died ({error})"
             ) from error
 
-    def _linger(self) -> None:
-        """Keep the store, if this rank may serve it, until the others are connected; 2 s at most.
-
-        One that comes later would wait for a server until its deadline.
-        """
-        until = time.monotonic() + _LINGER
-        others = [self._key(rank) for rank in range(1, self._size)]
-        while self._rank == 0 and not self._store.check(others) and time.monotonic() < until:
-            time.sleep(0.01)
-
-    def _key(self, rank: int) -> str:
-        return f"{self._group}/{self._turn}/{rank}"
-
-    def _swap(self, body: bytes, deadline: float) -> list[Any]:
+    def _swap(self, value: JSON, deadline: float) -> list[Any]:
         found: dict[int, Any] = {}
-        self._store.set(self._key(self._rank), (self._mac(self._rank, body) + body).decode())
+        self._write(self._rank, value)
         pause = 0.001
         while missing := [r for r in range(self._size) if r not in found]:
             late = time.monotonic() >= deadline
@@ -228,10 +194,12 @@ class StoreExchange:
                 dead = error
             for rank in missing:
                 if self._store.check([self._key(rank)]):
-                    found[rank] = self._open(rank, self._store.get(self._key(rank)))
+                    found[rank] = self._read(rank)
                     if rank != self._rank:
                         self._peers.watch(rank, found[rank])
             if missing := [r for r in missing if r not in found]:
+                if self._store.check([self._key(_FAILED)]):
+                    raise RendezvousFailed(text_of(self._read(_FAILED)))
                 if dead is not None:
                     raise dead
                 if late:
@@ -244,12 +212,33 @@ class StoreExchange:
                 pause = min(2 * pause, 0.02)
         return [found[r] for r in range(self._size)]
 
-    def _open(self, rank: int, data: bytes) -> Any:
-        """What rank `rank` wrote. Raises RendezvousFailed naming the key if it did not."""
-        named = f"{self._key(rank)} in {self._where}"
-        size = len(self._mac(rank, b""))
+    def _leave(self, why: str) -> None:
+        """Tell the others why there will be no group; rank 0, which may serve the store, waits
+        until they have left as well, 2 s at most."""
+        if not self._store.check([self._key(_FAILED)]):
+            self._write(_FAILED, why)
+        self._store.set(self._key(f"left/{self._rank}"), "")
+        until = time.monotonic() + _LINGER
+        others = [self._key(f"left/{rank}") for rank in range(1, self._size)]
+        while self._rank == 0 and not self._store.check(others) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def _key(self, name: int | str) -> str:
+        return f"{self._group}/{name}"
+
+    def _write(self, name: int | str, value: JSON) -> None:
+        body = encode(value)
+        self._store.set(self._key(name), (self._mac(name, body) + body).decode())
+
+    def _read(self, name: int | str) -> Any:
+        """What a rank wrote. Raises RendezvousFailed naming the key if it did not."""
+        return self._open(name, self._store.get(self._key(name)))
+
+    def _open(self, name: int | str, data: bytes) -> Any:
+        named = f"{self._key(name)} in {self._where}"
+        size = len(self._mac(name, b""))
         body = data[size:]
-        if not hmac.compare_digest(data[:size], self._mac(rank, body)):
+        if not hmac.compare_digest(data[:size], self._mac(name, body)):
             raise RendezvousFailed(
                 f"{named} was not written with this rank's {SECRET}: set the same on every rank; "
                 "else somebody who does not know it wrote there"
@@ -260,16 +249,16 @@ class StoreExchange:
             return decode(body)
         except Malformed as error:
             raise RendezvousFailed(
-                f"{named} is not what rank {rank} would write: {text_of(str(error))}. A process "
+                f"{named} is not what a rank would write: {text_of(str(error))}. A process "
                 f"that is no rank wrote there, or only some ranks have {SECRET}: set it, the same "
                 "on every rank, to keep others out"
             ) from error
 
-    def _mac(self, rank: int, body: bytes) -> bytes:
+    def _mac(self, name: int | str, body: bytes) -> bytes:
         """64 hex digits over the key and the value; nothing without a secret."""
         if not self._secret:
             return b""
-        key = f"{self._key(rank)}/{self._size}\n".encode()
+        key = f"{self._key(name)}/{self._size}\n".encode()
         return hmac.new(self._secret, key + body, hashlib.sha256).hexdigest().encode()
 
 
