@@ -487,7 +487,7 @@ def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
         return outcome(this, before)
 
 
-def arrive(address: str, rank: int, seed: int, folder: str) -> None:
+def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
     """A rank that meets the others for the first time, while some are struck."""
     death = Plan.of(seed).deaths.get(rank)
     with stacks(Path(folder), f"rank {rank}"):
@@ -497,7 +497,7 @@ def arrive(address: str, rank: int, seed: int, folder: str) -> None:
         said, text = "met", ""
         try:
             group = weft.Group.from_meeting(
-                Meeting.at(address),
+                meeting,
                 rank=rank,
                 size=RANKS,
                 device=torch.device("cpu"),
@@ -522,10 +522,12 @@ def meet(plan: Plan, folder: Path) -> None:
     """Ranks are struck while they meet: survivors raise what says so, in time, and keep nothing."""
     meeting = Meeting.open()
     context = fork_server()
-    arriving = [
-        context.Process(target=arrive, args=(meeting.address, rank, plan.seed, str(folder)))
-        for rank in range(RANKS)
-    ]
+    arriving = []
+    for rank in range(RANKS):
+        given = meeting if rank == meeting.hub else Meeting.at(meeting.address)
+        arriving.append(
+            context.Process(target=arrive, args=(given, rank, plan.seed, str(folder)))
+        )
     try:
         for process in arriving:
             process.start()
@@ -536,7 +538,7 @@ def meet(plan: Plan, folder: Path) -> None:
             assert time.monotonic() < deadline, "ranks still meet"
             for rank, process in enumerate(arriving):
                 if launches and process.exitcode not in (None, 0):
-                    meeting.end(f"rank {rank} ended")
+                    (meeting.close if rank == meeting.hub else meeting.end)(f"rank {rank} ended")
             time.sleep(0.01)
         codes = {rank: arriving[rank].exitcode for rank in survivors}
         assert set(codes.values()) == {0}, f"exit codes of survivors: {codes}"
@@ -545,7 +547,7 @@ def meet(plan: Plan, folder: Path) -> None:
             if process.pid is not None:
                 process.kill()
                 process.join()
-        meeting.remove()
+        meeting.close()
     for rank in survivors:
         said = json.loads((folder / f"rank {rank}.json").read_text())
         assert said["files"] == said["mapped"] == 0, f"rank {rank}: {said}"

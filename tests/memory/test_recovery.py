@@ -290,10 +290,10 @@ def test_a_rank_that_left_and_lives_is_waited_for():
 
 
 def in_two_groups(group):
-    meeting = Meeting.open() if group.rank == 0 else None
+    meeting = Meeting.open(3) if group.rank == 0 else None
     address = group.all_gather(meeting.address if meeting else None)[0]
     second = weft.Group.from_meeting(
-        Meeting.at(address),
+        meeting or Meeting.at(address),
         rank=3 - group.rank,
         size=4,
         device=torch.device("cpu"),

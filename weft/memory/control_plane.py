@@ -37,7 +37,8 @@ from weft.memory.wire import (
 class ControlPlane:
     """The sockets of one rank, one to each living peer; `meet` adds them.
 
-    `pids[r]` is rank r's process id as the kernel reports it to the rank at which all met.
+    `pids[r]` is rank r's process id as the kernel reports it to the rank at which all met, 0 where it
+    has none there.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -102,8 +103,8 @@ class ControlPlane:
         self._tell({"era": self._era, "fail": text_of(why)}, ranks)
 
     def name(self, rank: int) -> str:
-        """For errors: the rank, and its process."""
-        return f"rank {rank} (pid {self.pids[rank]})"
+        """For errors: the rank, and its process, which no rank of another pid namespace knows."""
+        return f"rank {rank} (pid {self.pids[rank]})" if self.pids[rank] else f"rank {rank}"
 
     def abort(self, why: str) -> None:
         """Break the group from another thread of this process: a blocked call raises at once."""
