@@ -525,9 +525,7 @@ def meet(plan: Plan, folder: Path) -> None:
     arriving = []
     for rank in range(RANKS):
         given = meeting if rank == meeting.hub else Meeting.at(meeting.address)
-        arriving.append(
-            context.Process(target=arrive, args=(given, rank, plan.seed, str(folder)))
-        )
+        arriving.append(context.Process(target=arrive, args=(given, rank, plan.seed, str(folder))))
     try:
         for process in arriving:
             process.start()

@@ -69,7 +69,7 @@ class TorchTooOld(SetupError, ImportError):
 
 
 class GroupError(WeftError, RuntimeError):
-    """The group broke while running. Call `recover`, or close it and make a new one."""
+    """The group broke while running. Call `recover` where it is on one host, or make a new one."""
 
 
 class PeerTimeout(GroupError):

@@ -165,7 +165,7 @@ def meets_some(address, rank, how):
 
 def start_may_take_long():
     """Deadlines of this rank begin where all have met: a new process imports torch before."""
-    groups: Any = weft.memory.group
+    groups: Any = weft.memory.recovery
     meet = groups.meet
     groups.meet = lambda *place, **given: meet(*place, **{**given, "timeout": LONG})
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weft.errors import Aborted, GroupError, PeerTimeout
+from weft.errors import Aborted, GroupError, PeerDied, PeerTimeout
 from weft.memory.header import EPOCH_MASK, ErrorRecord
-from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_TIMEOUT, breakage
+from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, breakage
 
 DISPATCH = 1
 
@@ -50,3 +50,13 @@ def test_an_interrupted_rank_is_no_peers_fault() -> None:
     error = raised(record)
     assert isinstance(error, Aborted)
     assert "because this rank called abort() or was interrupted" in str(error)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_death_says_what_is_possible_then(hosts: int) -> None:
+    record = ErrorRecord(code=PEER_DIED, rank=0, peer=2, phase=DISPATCH, wanted=5)
+    error = breakage(record, lambda rank: 7, lambda rank: "", hosts=hosts)
+    assert isinstance(error, PeerDied)
+    assert "rank 2 died: process 7 ended" in str(error)
+    assert ("call group.recover()" in str(error)) == (hosts == 1)
+    assert ("a group of 2 hosts does not recover: end the job" in str(error)) == (hosts == 2)

@@ -37,8 +37,8 @@ from weft.memory.wire import (
 class ControlPlane:
     """The sockets of one rank, one to each living peer; `meet` adds them.
 
-    `pids[r]` is rank r's process id as the kernel reports it to the rank at which all met, 0 where it
-    has none there.
+    `pids[r]` is rank r's process id as the kernel reports it to the rank at which all met; 0 where
+    it has none there.
     """
 
     def __init__(self, rank: int, size: int) -> None:

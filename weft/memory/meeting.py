@@ -29,7 +29,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,24 +135,23 @@ class Meeting:
         """
         if self.listener is None or self.listener.fileno() < 0:
             return
-        for connection in self.accept():
-            refuse(connection, why)
+        with contextlib.suppress(OSError):  # no descriptor is free, or a copy has been shut down
+            for connection in self.accept():
+                refuse(connection, why)
         with contextlib.suppress(OSError):  # a copy of it in another process has been shut down
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
 
-    def accept(self) -> list[socket.socket]:
-        """What has connected and, as the kernel says, is of this user."""
+    def accept(self) -> Iterator[socket.socket]:
+        """What has connected and, as the kernel says, is of this user. Raises OSError."""
         assert self.listener is not None
-        found: list[socket.socket] = []
         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
             while True:
                 connection, _ = self.listener.accept()
                 if credentials(connection)[1] == os.geteuid():
-                    found.append(connection)
+                    yield connection
                 else:
                     connection.close()
-        return found
 
     def trusts(self, said: Mapping[str, Any]) -> bool:
         """Whether a message shows the nonce, in constant time."""

@@ -24,7 +24,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -34,7 +33,7 @@ from weft.memory.wire import JSON, VALUE_LIMIT, Malformed, decode, encode, text_
 
 SECRET = "WEFT_SECRET"
 _FAILED = "failed"  # the key of what ended the exchange for one rank, for the others
-_LINGER = 2.0  # seconds that rank 0 keeps a store for ranks that have still to learn that
+_LINGER = 2.0  # seconds that rank 0 keeps a store for ranks that have still to read
 _LAST_WORDS = 0.5  # seconds: a dead rank's connections end a moment before its process
 # By process and address, until the process ends: other ranks may have still to read, and a later
 # group, or init_process_group in this process, goes on with the same server.
@@ -166,10 +165,17 @@ class StoreExchange:
     def _ask(self, value: JSON) -> list[Any]:
         try:
             self._group = self._store.add(f"{self._rank}/groups", 1)
-            return self._swap(value, time.monotonic() + self._timeout)
-        except RendezvousFailed as error:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and who would read it
-                self._leave(str(error))
+            try:
+                return self._swap(value, time.monotonic() + self._timeout)
+            except RendezvousFailed as error:
+                with contextlib.suppress(RuntimeError):  # with the store those are gone who read it
+                    if not self._store.check([self._key(_FAILED)]):
+                        self._write(_FAILED, str(error))
+                raise
+            finally:
+                with contextlib.suppress(RuntimeError):
+                    self._leave()
+        except RendezvousFailed:
             raise
         except RuntimeError as error:
             until = time.monotonic() + _LAST_WORDS
@@ -212,11 +218,8 @@ class StoreExchange:
                 pause = min(2 * pause, 0.02)
         return [found[r] for r in range(self._size)]
 
-    def _leave(self, why: str) -> None:
-        """Tell the others why there will be no group; rank 0, which may serve the store, waits
-        until they have left as well, 2 s at most."""
-        if not self._store.check([self._key(_FAILED)]):
-            self._write(_FAILED, why)
+    def _leave(self) -> None:
+        """Say that this rank has read all; rank 0, which may serve it, waits 2 s for the others."""
         self._store.set(self._key(f"left/{self._rank}"), "")
         until = time.monotonic() + _LINGER
         others = [self._key(f"left/{rank}") for rank in range(1, self._size)]

@@ -113,6 +113,7 @@ def _gone(
     who: str,
     pid_of: Callable[[int], int | None],
     words_of: Callable[[int], str],
+    hosts: int,
 ) -> GroupError:
     """A peer that will make no more calls."""
     if record.code == PEER_LEFT:
@@ -123,10 +124,15 @@ def _gone(
         )
     pid = pid_of(record.peer)
     process = "the process" if pid is None else f"process {pid}"
+    fix = "call group.recover(), or make a new group."
+    if hosts > 1:
+        fix = (
+            f"a group of {hosts} hosts does not recover: end the job on all of them, start it anew "
+            "and make new process groups and a new group."
+        )
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.wanted}{_finder(record)}. Its own output may say why; call group.recover(), or "
-        "make a new group."
+        f"{record.wanted}{_finder(record)}. Its own output may say why; {fix}"
     )
 
 
@@ -152,8 +158,9 @@ def breakage(
     words_of: Callable[[int], str],
     *,
     first_epoch: int = 0,
+    hosts: int = 1,
 ) -> GroupError:
-    """The error that ended the group.
+    """The error that ended the group, which has ranks on `hosts` hosts.
 
     first_epoch: the epoch before the first round, whose waits have a deadline of their own.
     pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
@@ -164,7 +171,7 @@ def breakage(
     first = (record.wanted - first_epoch) & EPOCH_MASK <= 1
     option = "first_timeout" if first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
-        return _gone(record, who, pid_of, words_of)
+        return _gone(record, who, pid_of, words_of, hosts)
     if record.code == GONE_UNMASKED:
         return PeerDied(
             f"{who}: rank {record.peer} is gone, and this all-reduce sums over all ranks. Build it "

@@ -1,0 +1,251 @@
+"""The messages between the ranks of a group, by which they make an object together or not at all.
+
+What a rank said while it made an object is noted, to be said again for one that joins later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar, cast
+
+from weft.arguments import function, instance, integer, seconds, shown
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    UsageError,
+    WeftError,
+)
+from weft.memory.wire import JSON, encode
+
+T = TypeVar("T")
+Step = Callable[[Any], object]  # with the group that says it again
+_TEXT_LIMIT = 4000  # characters of an error's text that a vote carries
+
+
+class Control(Protocol):
+    """What carries a group's control messages."""
+
+    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
+    def exchange_fds(self, fd: int, timeout: float) -> list[int | None]: ...
+    def close(self, why: str | None = None) -> None: ...
+
+
+class Creation:
+    """The control messages of one constructor, and what it made: the object and its heaps."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._made: list[weakref.ref[object]] = []
+
+    def add(self, made: object) -> None:
+        """Belongs to this creation."""
+        self._made.append(weakref.ref(made))
+
+    @property
+    def exists(self) -> bool:
+        """Is everything that was made still there, and open?"""
+        found = [each() for each in self._made]
+        return all(each is not None and not getattr(each, "closed", False) for each in found)
+
+
+class Messages:
+    """The collective calls of a group, among the ranks that take part."""
+
+    def __init__(self, control: Control, *, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._control = control
+        self._living = (1 << size) - 1  # bit r: rank r takes part
+        self._generation = 0
+        self._creations: list[Creation] = []
+        self._creation: Creation | None = None  # that is under way
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that take part: all, until a recovery goes on without the dead."""
+        return tuple(self._taking_part(range(self.size)))
+
+    def _taking_part(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self._living >> rank & 1]
+
+    def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
+        """Every rank's `value`, in rank order; at most 1 MiB of JSON a rank.
+
+        None for a rank that is gone. Tuples come back as lists. Raises InvalidArgument for what
+        JSON cannot say and RendezvousFailed when a rank died, closed its group or did not come in
+        time.
+        """
+        _check_json(value)
+        with self.noted(lambda group: group._gather("all_gather", value, timeout)):
+            return self._gather("all_gather", value, timeout)
+
+    def barrier(self, *, timeout: float | None = None) -> None:
+        """Return when every rank is here. Raises RendezvousFailed as all_gather does."""
+        with self.noted(lambda group: group._gather("barrier", None, timeout)):
+            self._gather("barrier", None, timeout)
+
+    def vote(
+        self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
+    ) -> None:
+        """Go on only if every rank can.
+
+        Each rank passes what stopped it in `doing`, or None. If any passed an error, every rank
+        raises the same: where all passed UsageErrors of one class, that class, with the first
+        rank's text, for then the call is wrong on each; else CreationFailed naming the ranks. A
+        rank's own error is the cause. On ranks that passed none `undo` gives back first what they
+        had made; so it does if the vote itself fails.
+        """
+        if error is not None:
+            instance("error", error, BaseException)
+        instance("doing", doing, str)
+        if undo is not None:
+            function("undo", undo, "which gives back what was made")
+        try:
+            with self.noted(lambda group: group._vote(None, doing)):
+                self._vote(error, doing)
+        except BaseException:
+            if error is None and undo is not None:
+                undo()
+            raise
+
+    def _vote(
+        self,
+        error: BaseException | None,
+        doing: str,
+        timeout: float | None = None,
+        *,
+        alike: type[WeftError] = UsageError,
+    ) -> None:
+        """alike: errors that are raised as what they are where every rank has the same one."""
+        mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
+        said = self._gather("vote", {"doing": doing, "error": mine}, timeout)
+        votes = {rank: said[rank] for rank in self.living}
+        failed = [r for r, vote in votes.items() if vote["error"] is not None]
+        if not failed:
+            return
+        first = failed[0]
+        name, text = votes[first]["error"]
+        if isinstance(error, alike) and all(
+            vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
+        ):
+            raise type(error)(text) from error
+        others = f" (and on rank {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
+        raise CreationFailed(
+            f"{votes[first]['doing']} failed on rank {first} of {self.size}{others}: {name}: {text}"
+        ) from error
+
+    def together(self, step: Callable[[], T], *, doing: str) -> T:
+        """Run `step` on every rank, vote on how it went, and return its result.
+
+        Raises as `vote` does, the same on every rank, if `step` raised on any.
+        """
+        function("step", step, "which every rank runs")
+        instance("doing", doing, str)
+        result, problem = None, None
+        try:
+            result = step()
+        except Exception as error:
+            problem = error
+        try:
+            self.vote(problem, doing=doing)
+        finally:
+            problem = None  # its traceback holds this frame, and its callers' frames
+        return cast("T", result)
+
+    def agree(self, value: JSON, *, what: str) -> None:
+        """Check that every rank passes an equal `value`; `what` names it in the error.
+
+        Raises GeometryMismatch with the same text on every rank, naming two ranks and, key by key
+        for dicts, both values.
+        """
+        instance("what", what, str)
+        _check_json(value)
+        with self.noted(lambda group: group.agree(value, what=what)):
+            values = self._gather(f"agreement on {what}", value, None)
+        first = self.living[0]
+        for rank in self.living:
+            if values[rank] != values[first]:
+                theirs, ours = _difference(values[rank], values[first])
+                raise GeometryMismatch(
+                    f"{what} differs: rank {first} has {ours} and rank {rank} has {theirs}; pass "
+                    "the same on every rank"
+                )
+
+    def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
+        """One file descriptor of every rank, in rank order; the own entry is a duplicate.
+
+        None for a rank that is gone. The caller closes all of them. Raises RendezvousFailed as
+        all_gather does, and InvalidArgument for a group without shared memory.
+        """
+        fd = integer("fd", fd, 0, (1 << 31) - 1)
+        try:
+            os.fstat(fd)
+        except OSError as error:
+            raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
+        return self._control.exchange_fds(fd, self._deadline(timeout))
+
+    def next_generation(self) -> int:
+        """1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
+        following = self._generation % 0xFFFF + 1
+        # The most of all: a creation that was interrupted was begun on some ranks only, and a rank
+        # that joins has made none.
+        with self.noted(lambda group: group._gather("generation", following, None)):
+            said = self._gather("generation", following, None)
+        self._generation = max(said[rank] for rank in self.living)
+        return self._generation
+
+    @contextlib.contextmanager
+    def creation(self) -> Iterator[Creation]:
+        """Inside, control messages are noted for a rank that makes the same object later."""
+        if self._creation is not None:  # part of another object
+            yield self._creation
+            return
+        self._creation = Creation()
+        try:
+            yield self._creation
+            self._creations = [each for each in self._creations if each.exists]
+            self._creations.append(self._creation)
+        finally:
+            self._creation = None
+
+    @contextlib.contextmanager
+    def noted(self, step: Step) -> Iterator[None]:
+        """Inside are the messages of `step`, which says them to a rank that joins."""
+        creation, self._creation = self._creation, None
+        try:
+            yield
+        finally:
+            self._creation = creation
+        if creation is not None:
+            creation.steps.append(step)
+
+    def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
+        return self._control.gather(op, value, self._deadline(timeout))
+
+    def _deadline(self, timeout: float | None) -> float:
+        return self.timeout if timeout is None else seconds("timeout", timeout)
+
+
+def _check_json(value: JSON) -> None:
+    """Raises InvalidArgument for what no message can carry."""
+    try:
+        encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
+
+
+def _difference(other: Any, first: Any) -> tuple[str, str]:
+    """How two unequal values differ, as texts: key by key where both are dicts."""
+    if not (isinstance(other, dict) and isinstance(first, dict)):
+        return repr(other), repr(first)
+    unset = object()
+    keys = [k for k in {**first, **other} if other.get(k, unset) != first.get(k, unset)]
+    theirs, ours = (
+        ", ".join(f"{k}={d[k]!r}" if k in d else f"no {k}" for k in keys) for d in (other, first)
+    )
+    return theirs, ours

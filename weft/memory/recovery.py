@@ -1,0 +1,278 @@
+"""How the survivors of a death go on: without those that died, or with new processes for them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from types import MappingProxyType
+
+import torch
+
+from weft.arguments import instance, integers, seconds
+from weft.errors import CreationFailed, OutOfOrder, RecoveryFailed, RendezvousFailed, WeftError
+from weft.memory.agreement import Recovery
+from weft.memory.liveness import Peers
+from weft.memory.meeting import Meeting, meet
+from weft.memory.membership import Members, Membership
+from weft.memory.messages import Control
+
+
+class Recovering(Members):
+    """A group that survives its ranks."""
+
+    def __init__(
+        self,
+        control: Control,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        watched: bool,
+    ) -> None:
+        self.device = device
+        self.joining: frozenset[int] = frozenset()  # ranks that new processes take now
+        self._fresh: Membership | None = None  # with new ranks, until all take them in or none
+        self._opened: Meeting | None = None  # by this rank, for new processes
+        self._undecided = False  # whether all take them in, because the deadline was over
+        super().__init__(control, rank=rank, size=size, timeout=timeout, watched=watched)
+
+    def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
+        """Go on without the ranks that died. Collective over those that live.
+
+        To be called on every rank after one of them died, or stalled, under a call. The survivors
+        agree on who is gone, wait for their own calls to end, write the memory of all operators as
+        at creation, and take calls again. The control messages go on among the living; where they
+        return a value of each rank, a rank that is gone has None.
+
+        suspects: ranks to kill if they do not call this, too, within half a second. Those that an
+        operator waited for in vain (PeerTimeout) are among them without being named. One that
+        waits in a control message raises RendezvousFailed at once, so that it can come. Nobody
+        else is killed, and no living rank is left out.
+        timeout: seconds, in all.
+
+        Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
+        then end its process and call this again. Raises what an operator raises that cannot go on
+        without the dead, when all others have recovered: the same on every rank, or CreationFailed
+        naming those that did. Raises InvalidArgument for ranks that are threads or that share no
+        memory.
+        """
+        began, timeout = time.monotonic(), seconds("timeout", timeout)
+        doubted = set(integers("suspects", suspects, 0, self.size - 1))
+        self._recoverable()
+        with self._fate:
+            members = self._attached()
+        doubted |= {rank for member in members for rank in member._suspects()}
+        deadline = began + timeout
+        if self._undecided and self._take_in(doubted, deadline):
+            self._recoverable()[0].leave(f"rank {self.rank} gave up waiting in replace")
+        control, liveness, agreement = self._recoverable()
+        if doubted:  # one of them may only wait for another, in a message with a longer deadline
+            control.interrupt(doubted, f"{control.name(self.rank)} left its calls to recover")
+        while True:
+            era, dead, _ = agreement.decide(liveness, doubted, deadline)
+            with self._fate:
+                self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
+            control.resume(era, set(self.living))
+            try:
+                finished = self._go_on(deadline)
+            except RendezvousFailed as error:  # another one died, or gave up: agree anew
+                if time.monotonic() < deadline:
+                    continue
+                raise RecoveryFailed(f"{error}; call recover again") from error
+            took = time.monotonic() - began
+            return Recovery(tuple(sorted(dead)), self.living, MappingProxyType(finished), took)
+
+    def open_meeting(self) -> Meeting:
+        """A place for `replace` and `join` to meet in. Collective over the living.
+
+        Its `address` is for the new processes alone: who knows it may join.
+        Raises CreationFailed where a rank is at its limit of descriptors.
+        """
+
+        def make() -> None:
+            if self.rank == self.living[0]:
+                if self._opened is not None:
+                    self._opened.close()
+                self._opened = Meeting.open(self.rank)
+                weakref.finalize(self, self._opened.close).atexit = False
+
+        self.together(make, doing="opening a meeting")
+        mine = self._opened if self.rank == self.living[0] else None
+        said = self._gather("open_meeting", mine.address if mine else None, None)
+        return mine or Meeting.at(said[self.living[0]])
+
+    def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
+        """Take in new processes for all ranks that are gone. Collective over the living.
+
+        Meanwhile each new process calls `Group.join` with the number of a rank that is gone, makes
+        the operators of this group in the same order, and calls `enter`. Their memory is mapped
+        where that of the dead was, so addresses, and the graphs that have them, stay valid. On
+        return every operator is as at creation, on all ranks.
+
+        timeout: seconds for all to meet, and then for each step of the new process.
+
+        Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
+        dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
+        RecoveryFailed where a survivor does not come. Then end the new processes and call
+        `recover`. A new process that ends before it has come is only noticed if the process that
+        started it calls `meeting.end`, which says why; else at the deadline.
+        """
+        instance("meeting", meeting, Meeting)
+        timeout = seconds("timeout", timeout)
+        self._recoverable()
+        gone = frozenset(range(self.size)) - set(self.living)
+        if not gone:
+            raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
+        problem: Exception | None = None
+        try:
+            self._fresh = self._meet_again(meeting, gone, timeout)
+        except Exception as error:
+            problem = error
+        # Another survivor that waits for a new process does so for `timeout`, and then comes.
+        if not self._take_in((), time.monotonic() + 2 * timeout):
+            raise problem or RendezvousFailed(
+                f"another survivor did not meet all new processes, for ranks {sorted(gone)}: end "
+                "them, call recover and begin again"
+            )
+        self.joining, before, self.timeout = gone, self.timeout, timeout
+        try:
+            for creation in [each for each in self._creations if each.exists]:
+                for step in creation.steps:
+                    step(self)
+        finally:
+            self.joining, self.timeout = frozenset(), before
+        self._go_on(time.monotonic() + timeout)
+
+    def enter(self, *, timeout: float = 120.0) -> None:
+        """Begin to take calls, after `join` and the constructors. Collective with `replace`."""
+        self._go_on(time.monotonic() + seconds("timeout", timeout))
+
+    def _meet_again(self, meeting: Meeting, gone: frozenset[int], timeout: float) -> Membership:
+        """This rank's sockets and pages with the other survivors and new processes for `gone`."""
+        control, liveness, _ = self._recoverable()
+        with Peers() as peers:
+            for rank in self.living:
+                if rank != self.rank:
+                    peers.hold(rank, control.pids[rank], liveness.fd(rank))
+            control = meet(
+                meeting,
+                rank=self.rank,
+                size=self.size,
+                device=self.device.type,
+                timeout=timeout,
+                peers=peers,
+            )
+        fresh = self._watch(control, timeout)
+        try:
+            check_joining(fresh.control.gather("replace", sorted(gone), timeout))
+        except BaseException as error:
+            fresh.close(str(error))
+            raise
+        return fresh
+
+    def _take_in(self, suspects: Collection[int], deadline: float) -> bool:
+        """Go on with new processes, if every survivor has met them: all survivors do, or none.
+
+        A new process that dies may have met some of them only. Raises RecoveryFailed.
+        """
+        control, liveness, agreement = self._recoverable()
+        self._undecided = True
+        decided = agreement.decide(liveness, suspects, deadline, keep=self._fresh is not None)
+        self._undecided = False
+        fresh, self._fresh = self._fresh, None
+        if not decided.keep:
+            if fresh is not None:
+                fresh.close("went on without new processes, which not every survivor had met")
+            # A survivor that has given up waiting is in this era already, in a recovery.
+            control.resume(decided.round, set(self.living) - decided.dead)
+            control.leave(f"rank {self.rank} could not take in new processes; call recover")
+            return False
+        assert fresh is not None
+        with self._fate:
+            members = self._attached()
+        for member in members:  # before its memory changes
+            member._quiesce()
+        self._move(fresh)
+        return True
+
+    def _go_on(self, deadline: float) -> dict[str, int]:
+        """Make the living equal, and resume the operators that all of them still have."""
+
+        def left() -> float:
+            return max(0.001, deadline - time.monotonic())
+
+        heard: list[Exception] = []  # of a peer
+
+        def barrier() -> None:
+            try:
+                self._vote(None, "recovering", left())
+            except (RendezvousFailed, CreationFailed) as error:
+                heard.append(error)
+                raise
+
+        with self._fate:
+            own = {name: member._finished() for name, member in self._members.items()}
+        said = self._gather("recover", own, left())
+        states = [said[rank] for rank in self.living]
+        finished = {
+            name: min(state[name] for state in states)
+            for name in own
+            if all(name in state for state in states)
+        }
+        problem: Exception | None = None
+        try:
+            self._resume(self._living, barrier, finished)
+        except Exception as error:
+            if error in heard:
+                raise
+            problem = error
+        self._vote(problem, "recovering", left(), alike=WeftError)
+        return finished
+
+    def _resume(
+        self, living: int, barrier: Callable[[], None], names: Collection[str] | None = None
+    ) -> None:
+        """Let operators start anew among the ranks of `living`, bit r for rank r.
+
+        Collective over the living, when no process but theirs can store into their memory.
+        barrier: returns when all of the living have called it.
+        names: of the operators that all of them have; all where nobody says.
+
+        Raises what the first operator raised that cannot go on, when the others have recovered.
+        """
+        with self._fate:
+            items = list(self._members.items())
+        members = [member for name, member in items if names is None or name in names]
+        for member in members:
+            member._quiesce()
+        barrier()  # no kernel of the living runs: none stores into a share
+        self._living = living
+        failures: list[Exception] = []
+        for member in members:
+            try:
+                member._recover(living)
+            except Exception as error:  # the peers wait in the barrier
+                failures.append(error)
+        barrier()  # every share is as at creation: calls may store into it
+        with self._fate:
+            for rank in self._ended:
+                if living >> rank & 1:  # ended meanwhile: `_recover` has forgotten it
+                    for member in members:
+                        member._peer_ended(rank)
+        if failures:
+            raise failures[0]
+
+
+def check_joining(said: list[list[int] | None]) -> None:
+    """Are those that join, and send nothing, the ranks that each survivor goes on without?"""
+    joining = [rank for rank, gone in enumerate(said) if gone is None]
+    for rank, gone in enumerate(said):
+        if gone is not None and gone != joining:
+            raise RendezvousFailed(
+                f"rank {rank} goes on without ranks {gone}, and ranks {joining} join: start one "
+                "new process for each that is gone, with its number"
+            )
+    if len(joining) == len(said):
+        raise RendezvousFailed("all ranks join and none is there to join: make a new group")
