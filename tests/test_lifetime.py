@@ -96,7 +96,7 @@ def fail_to_open(group: weft.Group, name: str) -> tuple[str, int, list[str]]:
     gc.freeze()
     gc.disable()
     if group.rank == 1:
-        weft.Group.attach = fail  # type: ignore[method-assign]
+        weft.Group.attach = fail  # type: ignore[method-assign, assignment]
     try:
         MODES[name](group)
     except CreationFailed as error:
