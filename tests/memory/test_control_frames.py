@@ -98,3 +98,16 @@ def test_a_peer_that_does_not_read_is_named_at_the_deadline() -> None:
         control.gather("test", None, 0.2)
     control.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_failure_of_a_later_call_does_not_undo_this_one(call):
+    """All parts have come; the peer gave up waiting for this rank in it, or in the next one."""
+    control, theirs = plane()
+    with contextlib.closing(control), contextlib.closing(theirs):
+        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
+        theirs.send(b'{"era":0,"n":%d,"fail":"rank 2 is late"}' % call)
+        if call == 1:
+            assert control.gather("test", 6, 5.0) == [5, 6]
+        with pytest.raises(RendezvousFailed, match="rank 2 is late"):
+            control.gather("test", 6, 5.0)

@@ -28,9 +28,9 @@ def test_a_rank_that_closed_its_group_is_named():
 
 def raise_in_the_group(group, culprit):
     """The culprit's function raises; on each other rank, what it was told."""
+    group.barrier()  # where all came, even if the culprit has left when the last one looks
     try:
         with group:
-            group.barrier()  # some may still be in it when the culprit leaves
             if group.rank == culprit:
                 raise KeyError("no such expert")
             group.barrier(timeout=200.0)

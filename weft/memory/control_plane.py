@@ -5,7 +5,8 @@ so all others know at once which rank it was, and none is more needed than anoth
 deadline; a failed call breaks the group, until a recovery resumes it among the living.
 
 A message is a part of a call (`op`, `n` and a `value` or a descriptor), or says why the sender's
-group is broken (`fail`) or why it left (`bye`: null where it closed its group).
+group is broken (`fail`, with the `n` of the call that failed) or why it left (`bye`: null where it
+closed its group).
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class ControlPlane:
         The first text stays: a rank that comes later learns the first cause.
         """
         self._broken = text
-        self._tell({"era": self._era, "fail": text_of(text)})
+        self._tell({"era": self._era, "n": self._sequence, "fail": text_of(text)})
         raise RendezvousFailed(text)
 
     def hear_out(self, rank: int, op: str) -> NoReturn:
@@ -206,11 +207,15 @@ class ControlPlane:
         return None
 
     def _look_for_failure(self, op: str) -> None:
-        """Fail as a peer did that sent its part and then gave up waiting for this rank."""
+        """Fail as a peer did in this call, which sent its part and gave up waiting for this rank.
+
+        One that fails in a later call has all parts of this one.
+        """
         for rank, connection in self.peers.items():
             with contextlib.suppress(OSError, Malformed):  # of the next call
                 body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-                if isinstance(body, dict) and "fail" in body and body.get("era") == self._era:
+                here = {"era": self._era, "n": self._sequence}
+                if isinstance(body, dict) and "fail" in body and here.items() <= body.items():
                     self._take(rank, op)
 
     def _late(self, waiting: list[int], found: dict[int, Message], op: str, timeout: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,8 @@ def find(
 
 def _check_hosts(said: list[Any]) -> None:
     """Can the ranks share memory, and sockets? Raises RendezvousFailed on each alike."""
+    check_said(said, ("host", "boot", "network"))
     for r, each in enumerate(said):
-        texts = ("host", "boot", "network")
-        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in texts):
-            raise RendezvousFailed(
-                f"rank {r} was to send where it runs and sent {each!r:.200}: it is no rank of this "
-                "weft, or somebody else wrote in its place"
-            )
         first = said[0]
         if each["boot"] != first["boot"]:
             raise RendezvousFailed(
@@ -83,6 +78,16 @@ def _check_hosts(said: list[Any]) -> None:
                 f"rank {r} on {_named(each)} in {text_of(each['network'])}: ranks meet over Unix "
                 "sockets of one network namespace; give their containers one, as those of a pod "
                 "have (--network=host)"
+            )
+
+
+def check_said(said: list[Any], names: Sequence[str]) -> None:
+    """Has every rank sent texts by these names, of where it runs? Raises RendezvousFailed."""
+    for rank, each in enumerate(said):
+        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in names):
+            raise RendezvousFailed(
+                f"rank {rank} was to send where it runs and sent {each!r:.200}: it is no rank of "
+                "this weft, or somebody else wrote in its place"
             )
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import RendezvousFailed
-from weft.memory.discovery import this_host
+from weft.memory.discovery import check_said, this_host
 from weft.memory.wire import JSON, text_of
 
 if TYPE_CHECKING:
@@ -106,13 +106,8 @@ def by_host(said: list[Any]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ..
     """
     found: dict[tuple[str, str], list[int]] = {}
     names: dict[tuple[str, str], str] = {}
+    check_said(said, ("host", "boot", "part", "token"))
     for rank, each in enumerate(said):
-        keys = ("host", "boot", "part", "token")
-        if not isinstance(each, dict) or not all(isinstance(each.get(k), str) for k in keys):
-            raise RendezvousFailed(
-                f"rank {rank} was to send where it runs and sent {each!r:.200}: every rank must "
-                "call Group.from_torch with this version of weft"
-            )
         key = each["boot"], each["part"]
         found.setdefault(key, []).append(rank)
         names.setdefault(key, text_of(each["part"] or each["host"]))

@@ -59,16 +59,18 @@ class Meeting:
     def open(cls, hub: int = 0) -> Meeting:
         """Draw a nonce and listen. Raises RendezvousFailed for want of descriptors."""
         drawn = cls(hub, secrets.token_bytes(32))
-        try:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            listener.bind(drawn._name)
-            listener.listen(socket.SOMAXCONN)
-        except OSError as error:
-            raise RendezvousFailed(
-                f"cannot listen for the other ranks ({error.strerror}): free descriptors (ulimit "
-                "-n), and allow Unix sockets"
-            ) from error
-        listener.setblocking(False)
+        with contextlib.ExitStack() as held:
+            try:
+                listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.setblocking(False)
+                listener.bind(drawn._name)
+                listener.listen(socket.SOMAXCONN)
+            except OSError as error:
+                raise RendezvousFailed(
+                    f"cannot listen for the other ranks ({error.strerror}): free descriptors "
+                    "(ulimit -n), and allow Unix sockets"
+                ) from error
+            held.pop_all()  # it is the meeting's now
         return cls(hub, drawn.nonce, listener)
 
     @property
@@ -82,7 +84,7 @@ class Meeting:
         found = re.fullmatch(r"(\d{1,5})-([0-9a-f]{64})", address, re.ASCII)
         if found is None or address.endswith("\n"):
             raise InvalidArgument(
-                f"the address of the meeting is {address!r:.20}...: pass what `Meeting.address` is"
+                "the address of the meeting is none that a rank gave: pass its `Meeting.address`"
             )
         return cls(int(found[1]), bytes.fromhex(found[2]))
 
@@ -290,14 +292,15 @@ class _Hub:
 
     def _admit(self, connection: socket.socket, said: dict[str, Any]) -> None:
         """A connection that shows the nonce is a rank of this job: what differs is an error."""
-        control, rank, pid = self.control, said.get("rank"), credentials(connection)[0]
+        control, pid = self.control, credentials(connection)[0]
+        rank: Any = said.get("rank")
         differs = [
             f"{k} {v!r} and {text_of(repr(said.get(k)))[:200]}"
             for k, v in self.built_for.items()
             if said.get(k) != v or type(said.get(k)) is not type(v)
         ]
         known = type(rank) is int and rank in range(control.size)
-        if type(rank) is int and known and rank not in self._there() and not differs:
+        if known and rank not in self._there() and not differs:
             self.greeting.remove(connection)
             control.add(rank, pid, connection)
             with contextlib.suppress(Gone):  # seen by the next turn
