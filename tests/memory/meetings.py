@@ -31,9 +31,13 @@ def all_ranks(*calls):
 def connect(meeting):
     """A connection to the hub."""
     until = time.monotonic() + 600
-    while (stranger := meeting.connect()) is None:
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    while True:
+        try:
+            stranger = meeting.connect()
+            break
+        except BlockingIOError:
+            assert time.monotonic() < until
+            time.sleep(0.002)
     stranger.setblocking(True)
     return stranger
 

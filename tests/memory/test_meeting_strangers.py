@@ -163,7 +163,7 @@ def rank_that_reads(meeting, data, *, hub):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Meeting, "connect", lambda self: ours)
                     theirs.shutdown(socket.SHUT_WR)
-                    module._come(here, control, {}, LONG)
+                    module._come(here, control, {}, LONG, Peers())
         except RendezvousFailed as error:
             str(error).encode()
             return "error", theirs.recv(1 << 15)

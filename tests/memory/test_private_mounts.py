@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -190,11 +191,7 @@ def test_a_rank_that_dies_on_its_way_is_named_on_all(victim, tmp_path, monkeypat
         kind, text, seconds = json.loads((tmp_path / f"rank-{rank}").read_text())
         assert kind == RendezvousFailed.__name__
         assert seconds < SOON
-        if victim:
-            assert f"rank {victim} (pid " in text
-            assert "died before all ranks had met" in text
-        else:  # its listener is gone as well
-            assert "rank 0 died before all ranks had met" in text or "the meeting is over" in text
+        assert re.search(rf"rank {victim} \(pid \d+\) died before all ranks had met", text)
 
 
 def meet_without_rights(group, place):

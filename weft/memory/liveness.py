@@ -15,11 +15,13 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weft.errors import RendezvousFailed
 
+_LAST_WORDS = 0.5  # seconds between the end of a dead rank's sockets and that of its process
 _log = logging.getLogger(__name__)
 
 
@@ -157,6 +159,14 @@ class Peers:
             raise RendezvousFailed(
                 f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
             )
+
+    def check_ended(self) -> None:
+        """As `check`, for a rank whose connection has ended: its process does so a moment later."""
+        until = time.monotonic() + _LAST_WORDS
+        while self._pidfds and time.monotonic() < until:
+            self.check()
+            time.sleep(0.01)
+        self.check()
 
     def unseen(self, ranks: Iterable[int]) -> str:
         """For an error at the deadline: of which of `ranks` it cannot be said that they live."""

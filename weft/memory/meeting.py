@@ -17,7 +17,6 @@ stopped, and not dead, has the deadline.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
 import itertools
@@ -93,8 +92,8 @@ class Meeting:
         """What everyone on this host may see; the nonce does not follow from it."""
         return f"\0weft-{hashlib.sha256(self.nonce).hexdigest()[:32]}"
 
-    def connect(self) -> socket.socket | None:
-        """A connection to the hub; None while its queue is full. Raises RendezvousFailed."""
+    def connect(self) -> socket.socket:
+        """A connection to the hub. Raises OSError, and RendezvousFailed for another user's."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.setblocking(False)
@@ -105,15 +104,6 @@ class Meeting:
                     f"rank {self.hub} runs as user {uid} and this rank as user {os.geteuid()}; run "
                     "all ranks as one user"
                 )
-        except OSError as error:
-            connection.close()
-            if error.errno == errno.EAGAIN:
-                return None
-            raise RendezvousFailed(
-                _OVER
-                if error.errno == errno.ECONNREFUSED
-                else f"cannot connect to rank {self.hub}: {error}"
-            ) from error
         except BaseException:
             connection.close()
             raise
@@ -124,11 +114,9 @@ class Meeting:
 
         For a process that started a rank and sees it fail. After all have met it does nothing.
         """
-        with contextlib.suppress(RendezvousFailed, Gone):  # they met, or failed
-            connection = self.connect()
-            if connection is not None:
-                with connection:
-                    send(connection, encode({"nonce": self.nonce.hex(), "fail": why}))
+        # Where they met, or failed, nobody listens.
+        with contextlib.suppress(RendezvousFailed, OSError), self.connect() as connection:
+            send(connection, encode({"nonce": self.nonce.hex(), "fail": why}))
 
     def close(self, why: str = _OVER) -> None:
         """Refuse all that come from now on, and tell `why` to those that wait. Idempotent.
@@ -175,7 +163,7 @@ def meet(
     """Meet the other `size - 1` ranks within `timeout` seconds.
 
     `device` is the kind of memory the rank has ("cpu", "cuda"), the same on every rank. `peers`
-    are the processes of ranks, as far as the hub knows them: one that dies ends the meeting.
+    are the processes of ranks, as far as they are known: one that dies ends the meeting.
     Raises RendezvousFailed naming the rank that is missing, died, differs or is not trusted.
     """
     for name, value in (("rank", rank), ("the hub of the meeting", meeting.hub)):
@@ -194,7 +182,7 @@ def meet(
             with _Hub(meeting, control, built_for, peers or Peers()) as hub:
                 hub.gather(began + timeout, timeout)
         else:
-            _come(meeting, control, built_for, timeout)
+            _come(meeting, control, built_for, timeout, peers or Peers())
         # Nobody returns before all have met: one that leaves at once disturbs no meeting.
         control.gather(_OP, None, max(1.0, began + timeout + _HUB_FIRST - time.monotonic()))
     except BaseException as error:
@@ -332,16 +320,28 @@ class _Hub:
 
 
 def _come(
-    meeting: Meeting, control: ControlPlane, built_for: dict[str, JSON], timeout: float
+    meeting: Meeting,
+    control: ControlPlane,
+    built_for: dict[str, JSON],
+    timeout: float,
+    peers: Peers,
 ) -> None:
     """Connect to the hub, and take from it the sockets to all others."""
-    deadline = time.monotonic() + timeout + _HUB_FIRST
-    while (connection := meeting.connect()) is None and time.monotonic() < deadline:
-        time.sleep(_RETRY)
-    hub = meeting.hub
+    hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
     late = f"rank {hub}, at which all meet, did not bring this rank to the others in {timeout:g} s"
-    if connection is None:
-        raise RendezvousFailed(f"{late}: it accepts no more connections")
+    while True:
+        try:
+            connection = meeting.connect()
+            break
+        except BlockingIOError:  # its queue is full
+            if time.monotonic() >= deadline:
+                raise RendezvousFailed(f"{late}: it accepts no connections") from None
+            time.sleep(_RETRY)
+        except ConnectionRefusedError as error:
+            peers.check_ended()
+            raise RendezvousFailed(_OVER) from error
+        except OSError as error:
+            raise RendezvousFailed(f"cannot connect to rank {hub}: {error}") from error
     control.add(hub, 0, connection)
     with contextlib.suppress(Gone):  # it has said why
         send(connection, hello(meeting, {**built_for, "rank": control.rank}))
@@ -352,6 +352,7 @@ def _come(
                 _take(meeting, control, message)
                 continue
         except Gone:
+            peers.check_ended()
             control.fail(f"{control.name(hub)} died before all ranks had met")
         except (Malformed, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")

@@ -34,7 +34,6 @@ from weft.memory.wire import JSON, VALUE_LIMIT, Malformed, decode, encode, text_
 SECRET = "WEFT_SECRET"
 _FAILED = "failed"  # the key of what ended the exchange for one rank, for the others
 _LINGER = 2.0  # seconds that rank 0 keeps a store for ranks that have still to read
-_LAST_WORDS = 0.5  # seconds: a dead rank's connections end a moment before its process
 # By process and address, until the process ends: other ranks may have still to read, and a later
 # group, or init_process_group in this process, goes on with the same server.
 _served: dict[tuple[int, str], TCPStore] = {}
@@ -178,10 +177,7 @@ class StoreExchange:
         except RendezvousFailed:
             raise
         except RuntimeError as error:
-            until = time.monotonic() + _LAST_WORDS
-            while time.monotonic() < until:
-                self._peers.check()
-                time.sleep(0.01)
+            self._peers.check_ended()
             raise RendezvousFailed(
                 f"rank {self._rank} lost {self._where}: the process that serves it, in most jobs "
                 f"rank 0, gave up or died ({error})"
