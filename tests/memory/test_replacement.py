@@ -173,7 +173,7 @@ def start_may_take_long():
 def meets_only_some(group, how):
     """All survivors take a new process in, or none does; then another takes the number."""
     plane: Any = ControlPlane
-    take = plane._take
+    take = plane.hear
     operator = Operator(group)
     group.barrier()
     if group.rank == 3:
@@ -187,7 +187,7 @@ def meets_only_some(group, how):
         return take(self, peer, op)
 
     if group.rank > 0:
-        plane._take = late
+        plane.hear = late
     meeting = group.open_meeting()
     process = start(meets_some, meeting.address, 3, how) if group.rank == 0 else None
     met = []
@@ -210,7 +210,7 @@ def meets_only_some(group, how):
     if process is not None:
         process.kill()
         process.wait()
-    plane._take = take
+    plane.hear = take
     del group._meet_again
     dead = group.recover(timeout=LONG).dead
     assert group.all_gather(bool(met)) == [True, False, False, None]

@@ -51,7 +51,7 @@ class ControlPlane:
         self._owner = os.getpid()
         self._busy = threading.Lock()
         self._era = 0  # of messages: those that a broken call left in a socket are of an older one
-        self._sequence = -1  # the end of the meeting is call 0
+        self._sequence = -1  # of the last call
         self._broken: str | None = None
         self._closed = False
 
@@ -125,7 +125,7 @@ class ControlPlane:
 
     def hear_out(self, rank: int, op: str) -> NoReturn:
         """Raise what a peer said last that has ended its socket."""
-        while (message := self._take(rank, op)) is not None:
+        while (message := self.hear(rank, op)) is not None:
             message.drop()
         self.fail(f"{self.name(rank)} broke the protocol in {op}: it reads no more")
 
@@ -155,7 +155,7 @@ class ControlPlane:
                 for rank in sorted(unsent):
                     self._send(rank, op, data, fd, unsent)
                 for rank in sorted(set(self.peers) - set(found)):
-                    message = self._take(rank, op)
+                    message = self.hear(rank, op)
                     if message is not None:
                         found[rank] = message
                         self._check(rank, message, op, fd is None)
@@ -186,7 +186,7 @@ class ControlPlane:
         except OSError as error:
             self.fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
 
-    def _take(self, rank: int, op: str) -> Message | None:
+    def hear(self, rank: int, op: str) -> Message | None:
         """The peer's next message of this era. Raises RendezvousFailed if there will be none."""
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
@@ -216,7 +216,7 @@ class ControlPlane:
                 body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
                 here = {"era": self._era, "n": self._sequence}
                 if isinstance(body, dict) and "fail" in body and here.items() <= body.items():
-                    self._take(rank, op)
+                    self.hear(rank, op)
 
     def _late(self, waiting: list[int], found: dict[int, Message], op: str, timeout: float) -> str:
         missing = [self.name(rank) for rank in waiting if rank not in found]

@@ -183,8 +183,6 @@ def meet(
                 hub.gather(began + timeout, timeout)
         else:
             _come(meeting, control, built_for, timeout, peers or Peers())
-        # Nobody returns before all have met: one that leaves at once disturbs no meeting.
-        control.gather(_OP, None, max(1.0, began + timeout + _HUB_FIRST - time.monotonic()))
     except BaseException as error:
         control.close(str(error) or type(error).__name__)
         raise
@@ -206,6 +204,7 @@ class _Hub:
         self.built_for = built_for
         self.peers = peers
         self.greeting: set[socket.socket] = set()  # connections that have not said anything yet
+        self.met: set[int] = set()  # ranks that have the sockets to all others
 
     def __enter__(self) -> _Hub:
         return self
@@ -217,7 +216,10 @@ class _Hub:
         self.meeting.close(why)
 
     def gather(self, deadline: float, timeout: float) -> None:
-        """Let every rank in, then hand every two of them a pair of connected sockets."""
+        """Let every rank in, then hand every two of them a pair of connected sockets.
+
+        None returns before all have theirs: one that leaves at once then disturbs no meeting.
+        """
         control = self.control
         try:
             while missing := [r for r in range(control.size) if r not in self._there()]:
@@ -231,8 +233,15 @@ class _Hub:
             for one, other in itertools.combinations(sorted(control.peers), 2):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with ours, theirs:
-                    self._hand(one, other, ours, deadline)
-                    self._hand(other, one, theirs, deadline)
+                    self._send(one, {"peer": other, "pid": control.pids[other]}, deadline, ours)
+                    self._send(other, {"peer": one, "pid": control.pids[one]}, deadline, theirs)
+            while missing := sorted(set(control.peers) - self.met):
+                if time.monotonic() >= deadline + _HUB_FIRST / 2:
+                    names = ", ".join(map(control.name, missing))
+                    control.fail(f"{names} did not take the sockets to the others in time")
+                self._turn(deadline + _HUB_FIRST / 2)
+            for rank in control.peers:
+                self._send(rank, {"met": True}, deadline)
         except OSError as error:
             control.fail(
                 f"rank {control.rank} cannot meet the others: {error}; it needs free descriptors "
@@ -253,7 +262,10 @@ class _Hub:
             poller.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poller.poll(milliseconds(deadline))}
         for rank in [r for r, connection in members.items() if connection.fileno() in ready]:
-            self.control.hear_out(rank, _OP)
+            message = self.control.hear(rank, _OP)
+            if message is not None:
+                message.drop()
+                self.met.add(rank)
         self.greeting.update(self.meeting.accept())
         for connection in list(self.greeting):
             self._read_hello(connection)
@@ -306,12 +318,13 @@ class _Hub:
         self.greeting.remove(connection)
         refuse(connection, why)
 
-    def _hand(self, rank: int, peer: int, end: socket.socket, deadline: float) -> None:
-        """Give `rank` its end of a pair with `peer`."""
+    def _send(
+        self, rank: int, body: JSON, deadline: float, end: socket.socket | None = None
+    ) -> None:
         control = self.control
-        body = encode({"peer": peer, "pid": control.pids[peer]})
+        fd = None if end is None else end.fileno()
         try:
-            while not send(control.peers[rank], body, end.fileno()):
+            while not send(control.peers[rank], encode(body), fd):
                 if time.monotonic() >= deadline:
                     control.fail(f"{control.name(rank)} did not take its sockets in time")
                 time.sleep(_RETRY)
@@ -345,11 +358,15 @@ def _come(
     control.add(hub, 0, connection)
     with contextlib.suppress(Gone):  # it has said why
         send(connection, hello(meeting, {**built_for, "rank": control.rank}))
-    while control.pids[hub] == 0 or len(control.peers) < control.size - 1:
+    while True:
         try:
             message = receive(connection, trusted=False)
             if message is not None:
-                _take(meeting, control, message)
+                if _take(meeting, control, message):
+                    return
+                if len(control.peers) == control.size - 1:
+                    with contextlib.suppress(Gone):  # it has said why
+                        send(connection, encode({"era": 0, "met": True}))
                 continue
         except Gone:
             peers.check_ended()
@@ -363,8 +380,12 @@ def _come(
         poller.poll(milliseconds(deadline))
 
 
-def _take(meeting: Meeting, control: ControlPlane, message: Message) -> None:
-    """What the hub sent: why the meeting is over, its hello, or a socket to a peer."""
+def _take(meeting: Meeting, control: ControlPlane, message: Message) -> bool:
+    """What the hub sent: why there will be no group, its hello, a socket to a peer; all have met?
+
+    The hub alone is heard: it passes on why a rank left, of which a peer's socket only shows the
+    end, where that rank had not taken its own end yet.
+    """
     said, fd = message.body, message.fd
     for end in ("fail", "bye"):
         if end in said:
@@ -375,12 +396,16 @@ def _take(meeting: Meeting, control: ControlPlane, message: Message) -> None:
         if not meeting.trusts(said) or type(said.get("pid")) is not int:
             control.fail(f"rank {meeting.hub}: {_NOT_OURS}")
         control.pids[meeting.hub] = said["pid"]
-        return
+        return False
+    if "met" in said and len(control.peers) == control.size - 1:
+        message.drop()
+        return True
     peer, pid = said.get("peer"), said.get("pid")
     if type(peer) is not int or type(pid) is not int or fd is None:
         message.drop()
         raise Malformed(f"it sent {said!r:.200} in place of a peer's socket")
     control.add(peer, pid, socket.socket(fileno=fd))
+    return False
 
 
 def hello(meeting: Meeting, shown: Mapping[str, JSON]) -> bytes:
