@@ -236,10 +236,10 @@ class _Hub:
                     self._send(one, {"peer": other, "pid": control.pids[other]}, deadline, ours)
                     self._send(other, {"peer": one, "pid": control.pids[one]}, deadline, theirs)
             while missing := sorted(set(control.peers) - self.met):
-                if time.monotonic() >= deadline + _HUB_FIRST / 2:
+                if time.monotonic() >= deadline:
                     names = ", ".join(map(control.name, missing))
                     control.fail(f"{names} did not take the sockets to the others in time")
-                self._turn(deadline + _HUB_FIRST / 2)
+                self._turn(deadline)
             for rank in control.peers:
                 self._send(rank, {"met": True}, deadline)
         except OSError as error:
