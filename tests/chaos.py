@@ -53,7 +53,7 @@ from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import plan_death
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
-from weft.memory import control_plane, processes, rendezvous, wire
+from weft.memory import control_plane, meeting, processes, wire
 from weft.memory.launch import launch
 from weft.memory.meeting import Meeting
 from weft.moe import ExpertWeights, Replicas
@@ -106,7 +106,7 @@ class Death:
 
     def _at_frame(self) -> None:
         """Strike before that control message is sent: each goes to one peer."""
-        modules: Any = control_plane, rendezvous
+        modules: Any = control_plane, meeting
         send, left = wire.send, [int(self.after)]
 
         def counted(*given: Any) -> bool:

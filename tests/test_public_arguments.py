@@ -32,7 +32,7 @@ RESULTS = {
 # tests/test_arguments.py tries every field there.
 DECLARED = {"FP8Static", "MoEFinalize", "Payload", "Push", "ExpertWeights"}
 ELSEWHERE = {
-    "Group.from_meeting": "tests/memory/test_rendezvous.py",
+    "Group.from_meeting": "tests/memory/test_meeting.py",
     "Group.attach": "tests/runtime/test_culprits.py",
     "Group.recover": "tests/memory/test_recovery.py",
     **dict.fromkeys(
