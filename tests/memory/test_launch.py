@@ -27,11 +27,12 @@ DEVICES = ("threads", "cpu")
 def leftovers(temporary):
     """Names that a job with this $TMPDIR could leave: directories, shared memory, sockets.
 
-    The fork server's own socket and its directory go when the server ends.
+    The fork server's own socket and its directory go when the server ends. An abstract address goes
+    with the last descriptor of it; other jobs of this machine have theirs.
     """
     with open("/proc/net/unix", encoding="ascii") as file:
         sockets = [line.split()[-1] for line in file if "weft-" in line]
-    own = [name for name in sockets if str(temporary) in name or name.startswith("@")]
+    own = [name for name in sockets if str(temporary) in name]
     return sorted([*own, *glob.glob(f"{temporary}/weft-*"), *glob.glob("/dev/shm/*weft-share*")])
 
 
