@@ -15,7 +15,7 @@ MAX_PLANES = 8
 MAX_RANKS = 32
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
-COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
+COMBINES = ("pull", "push", "push_fp8", "gemm_push", "push_flag_in_data")  # weft::Combine
 QUANTS = ("none", "fp8", "mxfp8")
 MAX_ROW_BYTES = 1 << 24
 
@@ -35,7 +35,7 @@ class Shape:
     top_k: experts per token, 1..32.              experts: experts of the whole layer.
     hidden, dtype: elements and type of a combine row ("bf16", "fp16", "fp32").
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
-    combine: how rows are returned: "pull", "push", "push_fp8" or "gemm_push".
+    combine: how rows are returned: "pull", "push", "push_fp8", "gemm_push" or "push_flag_in_data".
     quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
     mapped: experts are where a table says instead of in contiguous blocks.
     stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
@@ -96,9 +96,14 @@ class Shape:
         """Bytes of a row's place where rows are pushed to their owner; 0 where they are pulled."""
         if self.combine == "pull":
             return 0
-        if self.combine in ("push", "gemm_push"):
+        if self.combine != "push_fp8":
             return self.out_bytes
         return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 128) * 128
+
+    @property
+    def flag_in_data(self) -> bool:
+        """Is each returned row its own flag?"""
+        return self.combine in ("push_fp8", "push_flag_in_data")
 
     @property
     def returned_rows(self) -> int:

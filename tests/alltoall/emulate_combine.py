@@ -41,7 +41,7 @@ class EmulatedCombine:
         if not isinstance(args, CombineArgs):
             return self._entries.run(name, args, tokens)
         p = self.plan
-        args.pushers, args.strips = p.pushers, p.strips
+        args.pushers, args.parts = p.pushers, p.parts
         getattr(self._library, name)(
             ctypes.byref(args), (ctypes.c_uint32 * 2)(p.workers, p.threads)
         )

@@ -1,4 +1,4 @@
-"""The kernels of a combine by FP8 on a CPU give the reference's bits in every launch shape.
+"""The kernels of a combine with flag-in-data on a CPU give the reference's bits in every launch shape.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
@@ -15,20 +15,29 @@ from tests.alltoall.emulate_combine import EmulatedCombine, compile_combine
 from tests.alltoall.test_ways import one_round, strange_rows
 from tests.patience import hurry
 from tests.recorded import reads
-from tests.rounds import Round
+from tests.rounds import Round, combining
 from weft.alltoall.kernels import Plan
 from weft.errors import PeerTimeout
 
 pytestmark = reads("tests/emulator/*.hpp")
 
-# 1152 columns are two strips and a quarter, 4608 are nine.
+WAYS = ("fp8", "flag in data")
+# 1152 columns are two parts and a quarter, 4608 are nine.
+BF16 = Round(tokens=(7, 0, 16), hidden=1152, top_k=3, experts=9, add=True)
+FP32 = Round(tokens=(3, 5, 2), hidden=640, dtype=torch.float32, router="holes")
+FP16 = Round(tokens=(4, 1, 3), hidden=4608, dtype=torch.float16, router="perfect", add=True)
+TEN_RANKS = Round(tokens=(2, 3) * 5, hidden=128, top_k=10, experts=10, router="perfect")
 CASES = {
-    "bf16": Round(tokens=(7, 0, 16), hidden=1152, top_k=3, experts=9, add=True),
-    "fp32": Round(tokens=(3, 5, 2), hidden=640, dtype=torch.float32, router="holes"),
-    "fp16": Round(tokens=(4, 1, 3), hidden=4608, dtype=torch.float16, router="perfect", add=True),
-    "ten ranks": Round(tokens=(2, 3) * 5, hidden=128, top_k=10, experts=10, router="perfect"),
+    "fp8 of bf16": ("fp8", BF16),
+    "fp8 of fp32": ("fp8", FP32),
+    "fp8 of fp16": ("fp8", FP16),
+    "fp8, ten ranks": ("fp8", TEN_RANKS),
+    "bf16": ("flag in data", BF16.next(hidden=1160)),  # and a vector
+    "fp32": ("flag in data", FP32.next(hidden=516)),
+    "fp16": ("flag in data", FP16),
+    "ten ranks": ("flag in data", TEN_RANKS.next(hidden=8)),
 }
-# The coordinator, those that push and those that sum; threads; strips at once.
+# The coordinator, those that push and those that sum; threads; parts at once.
 PLANS = (
     Plan(3, 1, 64, 1, 1),
     Plan(6, 1, 32, 3, 2),
@@ -37,7 +46,7 @@ PLANS = (
 )
 
 
-def make(group: weft.Group, case: Round) -> weft.AllToAll:
+def make(group: weft.Group, way: str, case: Round) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=16,
@@ -45,7 +54,7 @@ def make(group: weft.Group, case: Round) -> weft.AllToAll:
         num_experts=case.experts,
         hidden=case.hidden,
         dtype=case.dtype,
-        combine_dtype="fp8",
+        **combining(way),
         split_phase=True,
         timeout=600.0,
         first_timeout=600.0,
@@ -61,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def emulate(a2a: weft.AllToAll, folder: Path) -> EmulatedCombine:
     """Let this rank's combine run as kernels; rank 0 compiles them for all."""
     shape = a2a.config.shape
-    place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}"
+    place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}-{shape.combine}"
     if a2a.rank == 0 and not place.exists():
         place.mkdir()
         compile_combine(shape, place)
@@ -79,8 +88,8 @@ def blank(a2a: weft.AllToAll) -> bool:
     return bool((places == 0xFF).all())
 
 
-def every_shape(group: weft.Group, case: Round, folder: Path, mixed: bool) -> None:
-    with make(group, case) as a2a:
+def every_shape(group: weft.Group, way: str, case: Round, folder: Path, mixed: bool) -> None:
+    with make(group, way, case) as a2a:
         # In a mixed group odd ranks run the CPU's own protocol: it is the same.
         entries = None
         if mixed and group.rank % 2:
@@ -91,7 +100,7 @@ def every_shape(group: weft.Group, case: Round, folder: Path, mixed: bool) -> No
             if entries:
                 entries.plan = plan
             turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-            one_round(a2a, turn, "fp8", split_phase=bool(seed % 2))
+            one_round(a2a, turn, way, split_phase=bool(seed % 2))
             group.barrier()
             assert blank(a2a)
             group.barrier()
@@ -101,22 +110,24 @@ def every_shape(group: weft.Group, case: Round, folder: Path, mixed: bool) -> No
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_launch_shape_has_the_bits_of_the_reference(ranks, folder, name, mixed):
-    case = CASES[name]
-    ranks(len(case.tokens), "threads")(every_shape, case, folder, mixed)
+    way, case = CASES[name]
+    ranks(len(case.tokens), "threads")(every_shape, way, case, folder, mixed)
 
 
-def strange(group: weft.Group, folder: Path) -> None:
+def strange(group: weft.Group, way: str, folder: Path) -> None:
     case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
-    with make(group, case) as a2a:
+    with make(group, way, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
         x = strange_rows(640).bfloat16()
+        x[8].view(torch.int16)[:] = -1  # NaN with all bits set
         ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
         for _ in range(2):
             received = a2a.dispatch(x, ids)
             a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
+            a2a.output()[:, 8].view(torch.int16)[:] = -1
             out = a2a.combine()
             wanted = weft.reference.identity_round_trip(
-                x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8"
+                x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8" if way == "fp8" else None
             )
             assert torch.equal(out.isnan(), wanted.isnan())
             assert torch.equal(out.nan_to_num(7.0), wanted.nan_to_num(7.0))
@@ -125,16 +136,17 @@ def strange(group: weft.Group, folder: Path) -> None:
             group.barrier()
 
 
-def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder):
-    ranks(2, "threads")(strange, folder)
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder, way):
+    ranks(2, "threads")(strange, way, folder)
 
 
-def absent(group: weft.Group, folder: Path) -> str:
+def absent(group: weft.Group, way: str, folder: Path) -> str:
     """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
-    case = CASES["bf16"].next(tokens=(4, 4, 4))
-    with make(group, case) as a2a:
+    case = BF16.next(tokens=(4, 4, 4))
+    with make(group, way, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
-        one_round(a2a, case, "fp8", split_phase=False)
+        one_round(a2a, case, way, split_phase=False)
         hurry(a2a, 4.0)
         group.barrier()
         x, ids, weights, _ = case.of(group.rank, group.device)
@@ -150,8 +162,9 @@ def absent(group: weft.Group, folder: Path) -> str:
         return said
 
 
-def test_a_combine_ends_when_rows_do_not_come(ranks, folder):
-    said = ranks(3, "threads")(absent, folder)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_combine_ends_when_rows_do_not_come(ranks, folder, way):
+    said = ranks(3, "threads")(absent, way, folder)
     for rank in (0, 2):
         seen = f"rank {rank}, combine: rank 1 did not publish epoch 2"
         told = f"rank {rank}, combine: rank {2 - rank} waited in vain for rank 1"

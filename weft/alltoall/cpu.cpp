@@ -1,6 +1,6 @@
 // The CPU backend of an all-to-all: the same protocol with a team of one thread. A generated entry
 // includes this file and exports its functions as extern "C".
-#include <weft/alltoall/combine_fp8_cpu.hpp>
+#include <weft/alltoall/combine_flag_in_data_cpu.hpp>
 #include <weft/device/cpu.hpp>
 
 namespace weft {
@@ -142,7 +142,7 @@ bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32
         const u8* row = own_share<S>(site).inbox.returned.row[peer][token];
         add_block<S.dtype>(sum, reinterpret_cast<const Bits<S.dtype>*>(row) + at);
     } else {
-        return add_fp8<S>(sum, site, peer, token, at);
+        return receive_block<S>(sum, site, peer, token, at);
     }
     return true;
 }
@@ -180,7 +180,7 @@ template <Shape S> bool reduce_tokens(const CombineArgs& a) {
 }
 
 // Stores a row as FP8 at its owner.
-template <Shape S> void post_row(const u8* from, u8* row) {
+template <Shape S> void post_fp8(const u8* from, u8* row) {
     for (u32 block = 0; block < S.hidden / scale_columns; ++block) {
         float x[scale_columns];
         read_block<S.dtype>(x, from, block * scale_columns);
@@ -202,7 +202,9 @@ template <Shape S> void push_rows(const CombineArgs& a) {
             const u8* from = own.outbox.row[slot];
             u8* to = share<S>(site, source).inbox.returned.row[site.rank][token];
             if constexpr (S.combine == Combine::push_fp8)
-                post_row<S>(from, to);
+                post_fp8<S>(from, to);
+            else if constexpr (S.flag_in_data())
+                post_row<S.dtype>(to, from, S.out_bytes());
             else
                 std::memcpy(to, from, S.out_bytes());
         }
@@ -217,15 +219,15 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         mark_start(Solo{}, own.header, Phase::combine, state.epoch, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
-        if constexpr (S.combine == Combine::push || S.combine == Combine::push_fp8) push_rows<S>(a);
+        if constexpr (S.combine == Combine::push || S.flag_in_data()) push_rows<S>(a);
         publish<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch, 0);
     }
     if constexpr (part != PhasePart::send) {
-        // FP8 rows are summed as they arrive; the flags, which say that the peers have read their
-        // inboxes, come last.
-        if (S.combine == Combine::push_fp8 && !reduce_tokens<S>(a)) return;
+        // Rows with flag-in-data are summed as they arrive; the flags, which say that the peers
+        // have read their inboxes, come last.
+        if (S.flag_in_data() && !reduce_tokens<S>(a)) return;
         if (!await_all<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch)) return;
-        if (S.combine != Combine::push_fp8 && !reduce_tokens<S>(a)) return;
+        if (!S.flag_in_data() && !reduce_tokens<S>(a)) return;
         keep_record(own.header, Phase::combine, state.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, state.epoch);
     }

@@ -11,15 +11,53 @@ constexpr u32 rows_in_flight = 8;  // of one token, in each lane
 constexpr u32 block_lanes = scale_columns / lane_columns;
 constexpr u32 blocks_in_strip = warp_lanes / block_lanes;
 
-// Posts a lane's columns of a row as FP8, from column v * n on. The lanes of a block share its
-// maximum, so all lanes of the warp take part. Nothing is written after the last scale, because no
-// reader waits for those words: such a word could arrive after the row has been read, and would
-// then be taken for a part of the next row.
-template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (&x)[n]) {
-    constexpr u32 lanes = scale_columns / n;
+// A lane's 16-byte vectors of 512 columns that a warp loads or posts: the index of the first, and
+// the step to the next. The vectors of unquantised rows lie side by side, so that a warp's store
+// fills whole lines. For rows that are quantised each lane holds 16 columns of one block.
+template <bool quantised> constexpr u32 lane_step = quantised ? 1 : warp_lanes;
+template <DType D, bool quantised> WEFT_FN u32 first_vector(u32 part) {
+    constexpr u32 width = Columns<D>::vectors;
+    const u32 lane = threadIdx.x % warp_lanes;
+    return quantised ? (part * warp_lanes + lane) * width : part * width * warp_lanes + lane;
+}
+
+// A lane's columns of such a part of a row.
+template <DType D, bool quantised, u32 hidden>
+WEFT_FN Columns<D> load_columns(const void* row, u32 part) {
+    constexpr u32 vectors = hidden / elements_in_vector(D), step = lane_step<quantised>;
+    const u32 first = first_vector<D, quantised>(part);
+    const uint4* from = static_cast<const uint4*>(row) + first;
+    Columns<D> columns{};
+#pragma unroll
+    for (u32 i = 0; i < Columns<D>::vectors; ++i)
+        if (first + (quantised ? 0 : i * step) < vectors) columns.v[i] = load_once(from + i * step);
+    return columns;
+}
+
+// The cheaper form (sentinel.cuh), for rows of which only the sum is seen.
+template <DType D> WEFT_FN Columns<D> without_sentinel(Columns<D> columns) {
+#pragma unroll
+    for (u32 i = 0; i < Columns<D>::vectors; ++i) columns.v[i] = without_sentinel<D>(columns.v[i]);
+    return columns;
+}
+
+// Posts a lane's columns of such a part of an unquantised row. No word may be the sentinel.
+template <DType D, u32 hidden>
+WEFT_FN void post_columns(u8* row, u32 part, const Columns<D>& columns) {
+    constexpr u32 step = lane_step<false>;
+    const u32 first = first_vector<D, false>(part);
+#pragma unroll
+    for (u32 i = 0; i < Columns<D>::vectors; ++i)
+        if (first + i * step < hidden / elements_in_vector(D))
+            post_vector(reinterpret_cast<uint4*>(row) + first + i * step, columns.v[i]);
+}
+
+// Posts a lane's columns of a row as e4m3 values, from column v * n on. The lanes of a block share
+// its maximum, so all lanes of the warp take part. Returns the scale of the block.
+template <u32 hidden, u32 n> WEFT_FN float post_e4m3(u8* row, u32 v, const float (&x)[n]) {
     const u32 amax = block_amax_bits<scale_columns>(x);
-    if (v >= hidden / n) return;
     const BlockScale block = block_scale(amax);
+    if (v >= hidden / n) return block.scale;
     const bool broken = amax >= infinity_bits;
     if constexpr (n == lane_columns) {
         post_vector(reinterpret_cast<uint4*>(row) + v, quantize(x, block.inverse, broken));
@@ -34,9 +72,17 @@ template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (
         else
             store_relaxed(reinterpret_cast<u32*>(row) + v, word[0]);
     }
-    if (v % lanes == 0)
-        store_relaxed(reinterpret_cast<u32*>(row + hidden) + v / lanes,
-                      __float_as_uint(block.scale));
+    return block.scale;
+}
+
+// The same with the block's scale, after the values. Nothing is written after the last scale,
+// because no reader waits for those words: such a word could arrive after the row has been read,
+// and would then be taken for a part of the next row.
+template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (&x)[n]) {
+    constexpr u32 lanes = scale_columns / n;
+    const float scale = post_e4m3<hidden>(row, v, x);
+    if (v < hidden / n && v % lanes == 0)
+        store_relaxed(reinterpret_cast<u32*>(row + hidden) + v / lanes, __float_as_uint(scale));
 }
 
 // Vectors that one lane polls, `step` bytes apart, first when they are declared.
@@ -136,8 +182,8 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
     }
 };
 
-// Polls a strip until everything in it is ready; false, for all lanes, when a wait has failed.
-// tokens: of the batch. peer_of(i): the rank that sends row i.
+// Polls a strip until everything in it is ready, and restores its sentinels; false, for all lanes,
+// when a wait has failed. tokens: of the batch. peer_of(i): the rank that sends row i.
 template <class Strip, class PeerOf>
 WEFT_FN bool await_rows(Header& header, const Site& site, u64 wanted, u32 tokens, Strip& rows,
                         const PeerOf& peer_of) {
@@ -152,6 +198,7 @@ WEFT_FN bool await_rows(Header& header, const Site& site, u64 wanted, u32 tokens
         poll_missing(
             left, tokens, [&](u32 which) { rows.poll(which); }, [&] { return rows.missing(); });
     }
+    rows.restore();
     return true;
 }
 

@@ -14,6 +14,16 @@ template <class Word> void post_words(u8* to, const void* from, u32 bytes) {
     }
 }
 
+// Posts a row, of which only the sum is seen, with no sentinel among its words.
+template <DType D> void post_row(u8* to, const void* from, u32 bytes) {
+    for (u32 at = 0; at < bytes; at += 8) {
+        u32 word[2];
+        std::memcpy(word, static_cast<const u8*>(from) + at, 8);
+        store_relaxed(reinterpret_cast<u64*>(to + at),
+                      without_sentinel<D>(word[0]) | u64(without_sentinel<D>(word[1])) << 32);
+    }
+}
+
 // Receives a row's words as they arrive and restores the sentinels; false when a wait has failed.
 template <class Word>
 bool receive_words(Header& header, const Site& site, const Wait& wait, u8* row, void* to,

@@ -1,8 +1,6 @@
 // Push with flag-in-data on a CPU. Like any file of this folder it is compiled into an entry, which
 // gemm/reference.py generates.
-#include <cstring>
-
-#include <weft/device/sentinel.cuh>
+#include <weft/device/row.hpp>
 
 namespace weft {
 
@@ -14,13 +12,7 @@ void push_rows(const u64* dst_addr, const u8* from, u64 rows, u64 bytes, u32* ab
     if (abort_flag != nullptr && load_relaxed(abort_flag) != 0) return;
     for (u64 row = 0; row < rows; ++row) {
         if (dst_addr[row] == 0) continue;
-        u8* to = reinterpret_cast<u8*>(dst_addr[row]);
-        for (u64 at = 0; at < bytes; at += 8) {
-            u32 word[2];
-            std::memcpy(word, from + row * bytes + at, 8);
-            store_relaxed(reinterpret_cast<u64*>(to + at),
-                          canonical<N>(word[0]) | u64(canonical<N>(word[1])) << 32);
-        }
+        post_row<N>(reinterpret_cast<u8*>(dst_addr[row]), from + row * bytes, u32(bytes));
     }
 }
 

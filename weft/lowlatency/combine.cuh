@@ -17,8 +17,8 @@ template <LowLatencyShape S>
 using ReturnedStrip =
     RowStrip<S.dtype, S.combine_fp8, S.hidden, S.returned_rows(), S.returned_vectors() * 16>;
 
-// Waits for rows first .. first + 7 of a token, those in `expected`, restores their sentinels and
-// adds them. False when a wait has failed.
+// Waits for rows first .. first + 7 of a token, those in `expected`, and adds them. False when a
+// wait has failed.
 template <LowLatencyShape S, u32 n>
 WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 strip, u32 first,
                       u32 expected, float lane_weight, float (&sum)[n], TraceRecorder& recorder) {
@@ -29,7 +29,6 @@ WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32
                     [&](u32 i) { return missing_rank<S>(a, token, first + i); }))
         return false;
     recorder.waited(since, a.site.rank);
-    rows.restore();
 #pragma unroll
     for (u32 i = 0; i < ReturnedStrip<S>::count; ++i) {
         if constexpr (S.reduce == Reduce::sender)

@@ -12,7 +12,7 @@ void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* 
               u32 choices, u8* row) {
     const u8* y = static_cast<const u8*>(a.y);
     if constexpr (S.reduce == Reduce::receiver && !S.combine_fp8) {
-        copy_canonical<S>(row, y + u64(position[__builtin_ctz(choices)]) * S.out_bytes());
+        std::memcpy(row, y + u64(position[__builtin_ctz(choices)]) * S.out_bytes(), S.out_bytes());
     } else {
         float sum[S.hidden] = {};
         for (u32 left = choices; left != 0; left &= left - 1) {
@@ -28,9 +28,8 @@ void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* 
                     reinterpret_cast<const float (&)[scale_columns]>(sum[at]), at / scale_columns,
                     row, row + S.hidden);
         } else {
-            Bits<S.dtype> rounded[S.hidden];
+            Bits<S.dtype>* rounded = reinterpret_cast<Bits<S.dtype>*>(row);
             for (u32 i = 0; i < S.hidden; ++i) rounded[i] = narrow<S.dtype>(sum[i]);
-            copy_canonical<S>(row, reinterpret_cast<const u8*>(rounded));
         }
     }
 }
@@ -61,7 +60,10 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
                     S.reduce == Reduce::sender ? a.site.rank : u32(__builtin_ctz(left));
                 const u32 choices = S.reduce == Reduce::sender ? left : left & -left;
                 make_row<S>(a, position, weights, choices, row);
-                post_words<u64>(owner.returned_row(token, which), row, sizeof(row));
+                if constexpr (S.combine_fp8)
+                    post_words<u64>(owner.returned_row(token, which), row, sizeof(row));
+                else
+                    post_row<S.dtype>(owner.returned_row(token, which), row, sizeof(row));
                 recorder.worked();
                 if (S.reduce == Reduce::sender) break;
             }

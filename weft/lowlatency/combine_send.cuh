@@ -36,20 +36,6 @@ template <LowLatencyShape S> struct TokenRows {
     WEFT_FN bool is_mine() const { return token < source_tokens && i32(position) >= 0; }
 };
 
-// This warp's columns of one row of an expert's results.
-template <LowLatencyShape S>
-WEFT_FN Columns<S.dtype> load_columns(const void* rows, u32 row, u32 part) {
-    constexpr u32 vectors = S.out_bytes() / 16;
-    Columns<S.dtype> columns{};
-    const uint4* from = static_cast<const uint4*>(rows) + u64(row) * vectors;
-#pragma unroll
-    for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
-        const u32 at = vector_of<S.dtype, S.combine_fp8>(part, i);
-        if (at < vectors) columns.v[i] = load_input(from + at);
-    }
-    return columns;
-}
-
 // Calls visit(k, columns) for the entries of a token that are this rank's, in top-k order. Several
 // rows are loaded before the first is used, because a rank often has more than one.
 template <LowLatencyShape S, class Visit>
@@ -67,21 +53,12 @@ WEFT_FN void for_choices(const LowLatencyCombineArgs& a, const TokenRows<S>& row
             if (mine == 0) continue;
             mine &= mine - 1;
             const u32 position = __shfl_sync(all_lanes, rows.position, choice[i]);
-            columns[i] = load_columns<S>(a.y, position, rows.part);
+            const u8* row = static_cast<const u8*>(a.y) + u64(position) * S.out_bytes();
+            columns[i] = load_columns<S.dtype, S.combine_fp8, S.hidden>(row, rows.part);
         }
 #pragma unroll
         for (u32 i = 0; i < together; ++i)
             if (choice[i] < warp_lanes) visit(choice[i], columns[i]);
-    }
-}
-
-template <LowLatencyShape S>
-WEFT_FN void send_row(u8* row, u32 part, const Columns<S.dtype>& columns) {
-#pragma unroll
-    for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
-        const u32 at = vector_of<S.dtype, false>(part, i);
-        if (at < S.out_bytes() / 16)
-            post_vector(reinterpret_cast<uint4*>(row) + at, canonical<S.dtype>(columns.v[i]));
     }
 }
 
@@ -96,7 +73,7 @@ WEFT_FN void send_entry_rows(const LowLatencyCombineArgs& a, const TokenRows<S>&
             columns.widen(x);
             post_fp8<S.hidden>(row, rows.vector(), x);
         } else {
-            send_row<S>(row, rows.part, columns);
+            post_columns<S.dtype, S.hidden>(row, rows.part, without_sentinel(columns));
         }
     });
 }
@@ -122,7 +99,7 @@ WEFT_FN void send_sum(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, 
         for (u32 i = 0; i < lane_columns / width; ++i)
             columns.v[i] =
                 round_vector<S.dtype>(reinterpret_cast<const float (&)[width]>(sum[i * width]));
-        send_row<S>(row, rows.part, columns);
+        post_columns<S.dtype, S.hidden>(row, rows.part, without_sentinel(columns));
     }
 }
 

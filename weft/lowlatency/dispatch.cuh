@@ -32,13 +32,8 @@ template <LowLatencyShape S> struct TokenFragment {
                                .id_low = ~0u,
                                .id_high = ~0u};
         if (fragment.token >= a.tokens) return fragment;
-        constexpr u32 vectors = S.out_bytes() / 16;
-        const uint4* row = static_cast<const uint4*>(a.x) + u64(fragment.token) * vectors;
-#pragma unroll
-        for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
-            const u32 at = vector_of<S.dtype, S.group != 0>(fragment.part, i);
-            if (at < vectors) fragment.columns.v[i] = load_input(row + at);
-        }
+        const u8* row = static_cast<const u8*>(a.x) + u64(fragment.token) * S.out_bytes();
+        fragment.columns = load_columns<S.dtype, S.group != 0, S.hidden>(row, fragment.part);
         if (lane < S.top_k) {
             const u8* id = static_cast<const u8*>(a.ids) +
                            (u64(fragment.token) * S.top_k + lane) * a.ids_bytes;
@@ -70,14 +65,12 @@ WEFT_FN void for_destinations(const Site& site, u32 token, u32 destinations, con
 template <LowLatencyShape S>
 WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment, u32 destinations) {
     if constexpr (S.group == 0) {
-        for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
+        Columns<S.dtype> columns = fragment.columns;
 #pragma unroll
-            for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
-                const u32 at = vector_of<S.dtype, false>(fragment.part, i);
-                if (at < S.value_vectors())
-                    post_vector(reinterpret_cast<uint4*>(row) + at,
-                                canonical<S.dtype>(fragment.columns.v[i]));
-            }
+        for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i)
+            columns.v[i] = canonical<S.dtype>(columns.v[i]);
+        for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
+            post_columns<S.dtype, S.hidden>(row, fragment.part, columns);
         });
     } else {
         float x[lane_columns];

@@ -1,5 +1,5 @@
-// The state of the rank that every CTA of a low-latency kernel reads first, the credits, and the
-// way in which a warp's lanes share a row. The protocol is in lowlatency/layout.cuh.
+// The state of the rank that every CTA of a low-latency kernel reads first, and the credits. The
+// protocol is in lowlatency/layout.cuh.
 #pragma once
 #include <weft/device/roles.cuh>
 #include <weft/device/row.cuh>
@@ -15,16 +15,6 @@ template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale
     if constexpr (blocks % 4 != 0)
         if (block == blocks - 1)
             for (u32 i = blocks; i < (blocks + 3) / 4 * 4; ++i) store_relaxed(words + i, 0u);
-}
-
-// The index of a lane's i-th 16-byte vector, of 512 columns that a warp sends. The vectors of
-// unquantised rows lie side by side, so that a warp's store fills whole lines. For rows that are
-// quantised each lane holds 16 columns of one block.
-template <DType D, bool quantised> WEFT_FN u32 vector_of(u32 part, u32 i) {
-    constexpr u32 width = Columns<D>::vectors;
-    const u32 lane = threadIdx.x % warp_lanes;
-    if constexpr (quantised) return (part * warp_lanes + lane) * width + i;
-    return (part * width + i) * warp_lanes + lane;
 }
 
 // The progress of this rank, and whether the group is broken. Every thread reads it for itself, in

@@ -1,5 +1,5 @@
-// Combine by push_fp8, with flag-in-data: rows are summed as they arrive, so the link never waits
-// for a sum, nor a sum for the last row. A warp is the unit of work.
+// Combine by push_fp8 and push_flag_in_data: rows are summed as they arrive, so the link never
+// waits for a sum, nor a sum for the last row. A warp is the unit of work.
 //
 // Roles, in grid order:
 // coordinator  publishes that this rank has read its inbox, and waits for the same from the peers
@@ -12,44 +12,40 @@
 
 namespace weft {
 
-constexpr u32 max_strips = warp_lanes / blocks_in_strip;  // of one fragment: one lane per scale
+constexpr u32 max_parts = warp_lanes / blocks_in_strip;  // of one fragment: one lane per scale
 
-// A row in strips of 512 columns, sixteen per lane of a warp.
-template <Shape S> struct Strips {
-    static constexpr u32 vectors = S.hidden / lane_columns, blocks = S.hidden / scale_columns;
-    static constexpr u32 count = (vectors + warp_lanes - 1) / warp_lanes;
+template <Shape S> constexpr bool returns_fp8 = S.combine == Combine::push_fp8;
 
-    WEFT_FN static u32 vector(u32 strip) { return strip * warp_lanes + threadIdx.x % warp_lanes; }
-    WEFT_FN static u32* scales(u8* row) { return reinterpret_cast<u32*>(row + S.hidden); }
-};
+// Parts of a row that a warp pushes, of 512 columns.
+template <Shape S>
+constexpr u32 parts_in_row =
+    (S.hidden + warp_lanes * lane_columns - 1) / (warp_lanes * lane_columns);
 
-// Up to a.strips strips of one slot, at most max_strips. They are loaded before it is known whether
+// The rows of a token that return to its owner.
+template <Shape S>
+using ReturnedRows =
+    RowStrip<S.dtype, returns_fp8<S>, S.hidden, S.ranks, sizeof(Returned<S>::row[0])>;
+
+// Up to a.parts parts of one slot, at most max_parts. They are loaded before it is known whether
 // the row is wanted, so that cold loads share one round trip. Slots come in the order (token,
 // source), each rank starting with itself, so that ranks do not store to the same peer at once.
 template <Shape S> struct PushFragment {
-    u32 source, token, strip, end;
+    u32 source, token, part, end;
     u32 expert, source_tokens;  // lane k: entry k; token count of the source
-    Columns<S.dtype> columns;   // of the first strip
+    Columns<S.dtype> columns;   // of the first part
 
-    WEFT_FN static Columns<S.dtype> load(const CombineArgs& a, u32 source, u32 token, u32 strip) {
-        constexpr u32 width = Columns<S.dtype>::vectors;
-        const u32 v = Strips<S>::vector(strip), slot = slot_of(a.source_rows, source, token);
-        Columns<S.dtype> columns{};
-        const auto* row =
-            reinterpret_cast<const uint4*>(own_share<S>(a.site).outbox.row[slot]) + v * width;
-        if (v < Strips<S>::vectors)
-#pragma unroll
-            for (u32 i = 0; i < width; ++i) columns.v[i] = load_peer_row(row + i);
-        return columns;
+    WEFT_FN static Columns<S.dtype> load(const CombineArgs& a, u32 source, u32 token, u32 part) {
+        return load_columns<S.dtype, returns_fp8<S>, S.hidden>(
+            own_share<S>(a.site).outbox.row[slot_of(a.source_rows, source, token)], part);
     }
 
     WEFT_FN static PushFragment of(const CombineArgs& a, u32 unit) {
-        const u32 fragments = (Strips<S>::count + a.strips - 1) / a.strips, slot = unit / fragments;
-        const u32 strip = unit % fragments * a.strips, lane = threadIdx.x % warp_lanes;
+        const u32 fragments = (parts_in_row<S> + a.parts - 1) / a.parts, slot = unit / fragments;
+        const u32 part = unit % fragments * a.parts, lane = threadIdx.x % warp_lanes;
         PushFragment fragment{.source = (a.site.rank + slot) % S.ranks,
                               .token = slot / S.ranks,
-                              .strip = strip,
-                              .end = min(strip + a.strips, Strips<S>::count),
+                              .part = part,
+                              .end = min(part + a.parts, parts_in_row<S>),
                               .expert = ~0u,
                               .source_tokens = 0,
                               .columns = {}};
@@ -59,7 +55,7 @@ template <Shape S> struct PushFragment {
         if (lane < S.top_k)
             fragment.expert = load_early(
                 &inbox.route[slot_of(a.source_rows, fragment.source, fragment.token)].expert[lane]);
-        fragment.columns = load(a, fragment.source, fragment.token, strip);
+        fragment.columns = load(a, fragment.source, fragment.token, part);
         return fragment;
     }
 
@@ -73,29 +69,28 @@ template <Shape S> struct PushFragment {
 // for each block would be packets of their own, some 6 % of a row's time on the link.
 template <Shape S>
 WEFT_FN void push_fragment(const CombineArgs& a, const PushFragment<S>& fragment) {
-    constexpr u32 lanes = scale_columns / lane_columns;
     const u32 lane = threadIdx.x % warp_lanes;
     u8* row = share<S>(a.site, fragment.source).inbox.returned.row[a.site.rank][fragment.token];
     Columns<S.dtype> ahead = fragment.columns;
     u32 scale = 0;  // of this lane's block of the fragment
-    for (u32 strip = fragment.strip; strip < fragment.end; ++strip) {
+    for (u32 part = fragment.part; part < fragment.end; ++part) {
         const Columns<S.dtype> columns = ahead;
-        if (strip + 1 < fragment.end)
-            ahead = PushFragment<S>::load(a, fragment.source, fragment.token, strip + 1);
-        float x[lane_columns];
-        columns.widen(x);
-        const u32 amax = block_amax_bits<scale_columns>(x), v = Strips<S>::vector(strip);
-        const BlockScale block = block_scale(amax);
-        if (v < Strips<S>::vectors)
-            post_vector(reinterpret_cast<uint4*>(row) + v,
-                        quantize(x, block.inverse, amax >= infinity_bits));
-        const u32 found =
-            __shfl_sync(all_lanes, __float_as_uint(block.scale), lane % blocks_in_strip * lanes);
-        if (lane / blocks_in_strip == strip - fragment.strip) scale = found;
+        if (part + 1 < fragment.end)
+            ahead = PushFragment<S>::load(a, fragment.source, fragment.token, part + 1);
+        if constexpr (returns_fp8<S>) {
+            float x[lane_columns];
+            columns.widen(x);
+            const float block = post_e4m3<S.hidden>(row, part * warp_lanes + lane, x);
+            const u32 found = __shfl_sync(all_lanes, __float_as_uint(block),
+                                          lane % blocks_in_strip * block_lanes);
+            if (lane / blocks_in_strip == part - fragment.part) scale = found;
+        } else {
+            post_columns<S.dtype, S.hidden>(row, part, without_sentinel(columns));
+        }
     }
-    const u32 at = fragment.strip * blocks_in_strip + lane;
-    if (at < min(fragment.end * blocks_in_strip, Strips<S>::blocks))
-        store_relaxed(Strips<S>::scales(row) + at, scale);
+    const u32 at = fragment.part * blocks_in_strip + lane;
+    if (returns_fp8<S> && at < min(fragment.end * blocks_in_strip, ReturnedRows<S>::blocks))
+        store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + at, scale);
 }
 
 // The token count of the source that sent most, loaded before anything is decided.
@@ -115,7 +110,7 @@ template <Shape S> WEFT_FN u32 max_source_tokens(const Site& site) {
 template <Shape S>
 WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits warp_units,
                             PushFragment<S> fragment, u32 max_tokens) {
-    const u32 fragments = (Strips<S>::count + a.strips - 1) / a.strips,
+    const u32 fragments = (parts_in_row<S> + a.parts - 1) / a.parts,
               end = max_tokens * S.ranks * fragments;
     for (bool last = false; !last; warp_units.first += warp_units.step) {
         last = warp_units.first - team.warp() + warp_units.step >= end;  // the same in all warps
@@ -135,36 +130,34 @@ WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits w
 // once.
 template <Shape S>
 WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip, u32 destinations) {
-    using Rows = RowStrip<S.dtype, true, S.hidden, S.ranks, sizeof(Returned<S>::row[0])>;
+    using Rows = ReturnedRows<S>;
     Share<S>& own = own_share<S>(a.site);
-    float sum[lane_columns] = {};
+    float sum[Rows::columns] = {};
 #pragma unroll 1
     for (u32 first = 0; first < S.ranks; first += rows_in_flight) {
         Rows rows(own.inbox.returned.row[first][token], strip, destinations >> first);
         if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
                         [&](u32 i) { return first + i; }))
             return false;
-        rows.restore();
 #pragma unroll
         for (u32 i = 0; i < Rows::count; ++i) rows.add_to(sum, i);
     }
-    const u32 v = Strips<S>::vector(strip);
-    if (v >= Strips<S>::vectors) return true;
-    constexpr u32 parts = Columns<S.dtype>::vectors;
-    const u64 at = u64(token) * (S.out_bytes() / 16) + v * parts;
+    const u32 v = strip * warp_lanes + threadIdx.x % warp_lanes;
+    if (v >= Rows::vectors) return true;
+    constexpr u32 width = Rows::columns / elements_in_vector(S.dtype);
+    const u64 at = u64(token) * (S.out_bytes() / 16) + v * width;
     store_sum<S.dtype>(a.out, a.add, at, sum);
     return true;
 }
 
 template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, WarpUnits warp_units) {
-    const u32 *peers = own_share<S>(a.site).destinations, end = a.tokens * Strips<S>::count;
-    u32 next = warp_units.first < end ? load_early(peers + warp_units.first / Strips<S>::count) : 0;
+    constexpr u32 strips = ReturnedRows<S>::strips;
+    const u32 *peers = own_share<S>(a.site).destinations, end = a.tokens * strips;
+    u32 next = warp_units.first < end ? load_early(peers + warp_units.first / strips) : 0;
     for (u32 unit = warp_units.first; unit < end; unit += warp_units.step) {
         const u32 destinations = next, after = unit + warp_units.step;
-        if (after < end) next = load_early(peers + after / Strips<S>::count);
-        if (!sum_strip<S>(a, wanted, unit / Strips<S>::count, unit % Strips<S>::count,
-                          destinations))
-            return false;
+        if (after < end) next = load_early(peers + after / strips);
+        if (!sum_strip<S>(a, wanted, unit / strips, unit % strips, destinations)) return false;
     }
     return true;
 }
@@ -189,7 +182,7 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
     return true;
 }
 
-template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineArgs& a) {
+template <Shape S, PhasePart part> WEFT_FN void combine_flag_in_data(const CombineArgs& a) {
     const Block team;
     Header& header = own_share<S>(a.site).header;
     const CtaRoles roles{0, part == PhasePart::recv ? 0 : a.pushers};
