@@ -87,7 +87,7 @@ template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (
 
 // Vectors that one lane polls, `step` bytes apart, first when they are declared.
 template <u32 count, u64 step> struct PolledVectors {
-    uint4 v[count];
+    uint4 v[count] = {};  // zeros are ready
     u8* first;
     u32 mine;  // those that this lane has, as bits
 
@@ -103,7 +103,7 @@ template <u32 count, u64 step> struct PolledVectors {
         u32 found = 0;
 #pragma unroll
         for (u32 i = 0; i < count; ++i)
-            if ((mine >> i & 1) != 0 && !is_ready(v[i])) found |= 1u << i;
+            if (!is_ready(v[i])) found |= 1u << i;
         return found;
     }
     WEFT_FN void restore() const {
