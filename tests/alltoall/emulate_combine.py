@@ -1,4 +1,4 @@
-"""The kernels of a combine by FP8 compiled for a CPU, behind the entries' interface."""
+"""The kernels of a combine with flag-in-data compiled for a CPU, behind the entries' interface."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ CALLS = {
 }
 
 
-def compile_combine(shape: Shape, folder: Path) -> Path:
-    """The shared library of combine and its halves."""
+def compile_combine(shape: Shape, folder: Path, broken: tuple[str, str, str] | None = None) -> Path:
+    """The shared library of combine and its halves.
+
+    broken: a header, a text that it has once, and what the text becomes.
+    """
+    root = emulated_tree(folder)
+    if broken is not None:
+        header, text, becomes = root / "weft" / broken[0], *broken[1:]
+        right = header.read_text()
+        assert right.count(text) == 1, text
+        header.write_text(right.replace(text, becomes))
     entries = "".join(ENTRY.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
     return build_library(
-        emulated_tree(folder),
+        root,
         "#include <weft/alltoall/combine.cuh>\n"
         f"constexpr weft::Shape S = {shape.literal()};\n{entries}",
     )

@@ -1,10 +1,11 @@
-"""The kernels of a combine with flag-in-data on a CPU give the reference's bits in every launch shape.
+"""The kernels of a combine with flag-in-data on a CPU give the reference's bits in every launch.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,30 @@ PLANS = (
 )
 
 
+# A header, a text of it, and what that becomes in a kernel that is broken.
+COMBINE, ROW = "alltoall/combine_flag_in_data.cuh", "device/row.cuh"
+BROKEN = {
+    "a sentinel that is not restored": (ROW, "    rows.restore();\n", ""),
+    "a NaN that looks like an empty place": (COMBINE, "without_sentinel(columns)", "columns"),
+    "a vector beyond the row": (
+        ROW,
+        "if (first + i * step < hidden / elements_in_vector(D))\n            post_vector",
+        "post_vector",
+    ),
+    "rows that nobody is owed": (COMBINE, "if (wanted) push_fragment", "push_fragment"),
+    "parts that nobody pushes": (
+        COMBINE,
+        "part < fragment.end; ++part",
+        "part + 1 < fragment.end; ++part",
+    ),
+    "a vector that is taken before it has come": (
+        ROW,
+        "if (!is_ready(v[i])) found",
+        "if (false) found",
+    ),
+}
+
+
 def make(group: weft.Group, way: str, case: Round) -> weft.AllToAll:
     return weft.AllToAll(
         group,
@@ -67,13 +92,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("combine")
 
 
-def emulate(a2a: weft.AllToAll, folder: Path) -> EmulatedCombine:
+def emulate(
+    a2a: weft.AllToAll, folder: Path, broken: tuple[str, str, str] | None = None
+) -> EmulatedCombine:
     """Let this rank's combine run as kernels; rank 0 compiles them for all."""
     shape = a2a.config.shape
     place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}-{shape.combine}"
     if a2a.rank == 0 and not place.exists():
         place.mkdir()
-        compile_combine(shape, place)
+        compile_combine(shape, place, broken)
     a2a.group.barrier()
     entries = EmulatedCombine(place / "kernels.so", a2a._kernels)
     a2a._kernels = entries
@@ -122,23 +149,58 @@ def strange(group: weft.Group, way: str, folder: Path) -> None:
         x[8].view(torch.int16)[:] = -1  # NaN with all bits set
         ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
         for _ in range(2):
-            received = a2a.dispatch(x, ids)
-            a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
-            a2a.output()[:, 8].view(torch.int16)[:] = -1
-            out = a2a.combine()
-            wanted = weft.reference.identity_round_trip(
-                x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8" if way == "fp8" else None
-            )
-            assert torch.equal(out.isnan(), wanted.isnan())
-            assert torch.equal(out.nan_to_num(7.0), wanted.nan_to_num(7.0))
+            assert strange_round(a2a, x, ids, way)
             group.barrier()
             assert blank(a2a)
             group.barrier()
 
 
+def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, way: str) -> bool:
+    """A round of strange rows, the ninth a NaN with all bits set: is its result right?"""
+    received = a2a.dispatch(x, ids)
+    a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
+    a2a.output()[:, 8].view(torch.int16)[:] = -1
+    if a2a.rank == 1:
+        time.sleep(0.2)  # so that rank 0 looks for rows before they come
+    out = a2a.combine()
+    wanted = weft.reference.identity_round_trip(
+        x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8" if way == "fp8" else None
+    )
+    values = [rows.nan_to_num(7.0) for rows in (out, wanted)]
+    return torch.equal(out.isnan(), wanted.isnan()) and torch.equal(*values)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder, way):
     ranks(2, "threads")(strange, way, folder)
+
+
+def broken(group: weft.Group, folder: Path, how: tuple[str, str, str] | None) -> bool:
+    """Rounds until one is wrong on some rank: is there one?"""
+    case = Round(tokens=(9, 9), hidden=1160, top_k=2, experts=4)
+    with make(group, "flag in data", case) as a2a:
+        emulate(a2a, folder, how).plan = PLANS[1]
+        x = strange_rows(1160)[:9].bfloat16()
+        x[8].view(torch.int16)[:] = -1
+        ids = torch.tensor([[0, 2], [1, -1], [3, -1]], dtype=torch.int32).repeat(3, 1)
+        ids[8] = torch.tensor([0, 2])
+        if how is not None:
+            hurry(a2a, 8.0)
+        for _ in range(2):
+            try:
+                right = strange_round(a2a, x, ids, "flag in data")
+            except PeerTimeout:
+                right = False
+            group.barrier()
+            if not all(group.all_gather(right and blank(a2a))):
+                return True
+        return False
+
+
+@pytest.mark.parametrize("name", [None, *BROKEN])
+def test_a_broken_kernel_is_noticed(ranks, tmp_path, name):
+    how = None if name is None else BROKEN[name]
+    assert ranks(2, "threads")(broken, tmp_path, how) == [name is not None] * 2
 
 
 def absent(group: weft.Group, way: str, folder: Path) -> str:

@@ -130,26 +130,41 @@ VARIANTS = (
     Variant("one place, credits of one kind", "SHARED LAX", STALE_PLACE, "lowlatency"),
     Variant("halves in one place", "CALLS=6 HALVES SHARED", STALE_OR_STUCK, "lowlatency"),
     Variant("low latency, calls in another order", "UNEQUAL", DEADLOCK, "lowlatency"),
-    # Combine by FP8: rows that bring their own news, summed beside the pushes.
-    Variant("combine by FP8, two ranks", "ROUNDS=3", None, "combine_fp8"),
-    Variant("combine by FP8, sparse routing", "ROUNDS=4 SPARSE", None, "combine_fp8"),
-    Variant("combine by FP8, a rank without tokens", "ROUNDS=3 IDLE", None, "combine_fp8"),
+    # Combine with flag-in-data: rows that bring their own news, summed beside the pushes.
+    Variant("flag-in-data, two ranks", "ROUNDS=3", None, "combine_flag_in_data"),
+    Variant("flag-in-data, sparse routing", "ROUNDS=4 SPARSE", None, "combine_flag_in_data"),
+    Variant("flag-in-data, a rank without tokens", "ROUNDS=3 IDLE", None, "combine_flag_in_data"),
     Variant(
-        "combine by FP8, three ranks", "N=3 ROUNDS=2 SPARSE COARSE", None, "combine_fp8", large=True
+        "flag-in-data, three ranks",
+        "N=3 ROUNDS=2 SPARSE COARSE",
+        None,
+        "combine_flag_in_data",
+        large=True,
     ),
-    Variant("combine by FP8, crash, with a deadline", "CRASH DEADLINE", None, "combine_fp8"),
-    Variant("combine by FP8, crash, without a deadline", "CRASH", DEADLOCK, "combine_fp8"),
+    Variant("flag-in-data, crash, with a deadline", "CRASH DEADLINE", None, "combine_flag_in_data"),
+    Variant("flag-in-data, crash, without a deadline", "CRASH", DEADLOCK, "combine_flag_in_data"),
     Variant(
-        "combine by FP8, a taken row stays in its place", "KEEP", STALE_RETURNED, "combine_fp8"
+        "flag-in-data, a taken row stays in its place",
+        "KEEP",
+        STALE_RETURNED,
+        "combine_flag_in_data",
     ),
     Variant(
-        "combine by FP8, counted before it has read", "SPARSE EAGER", STALE_INBOX, "combine_fp8"
+        "flag-in-data, counted before it has read",
+        "SPARSE EAGER",
+        STALE_INBOX,
+        "combine_flag_in_data",
     ),
-    Variant("combine by FP8, nobody waits for ready", "SPARSE DEAF", STALE_INBOX, "combine_fp8"),
     Variant(
-        "combine by FP8, rows that nobody is owed", "SPARSE DENSE", STALE_RETURNED, "combine_fp8"
+        "flag-in-data, nobody waits for ready", "SPARSE DEAF", STALE_INBOX, "combine_flag_in_data"
     ),
-    Variant("combine by FP8, dispatch does not wait", "BLIND", STALE_INBOX, "combine_fp8"),
+    Variant(
+        "flag-in-data, rows that nobody is owed",
+        "SPARSE DENSE",
+        STALE_RETURNED,
+        "combine_flag_in_data",
+    ),
+    Variant("flag-in-data, dispatch does not wait", "BLIND", STALE_INBOX, "combine_flag_in_data"),
     # The fused all-reduce: slots that are their own flag.
     Variant("all-reduce, two ranks", "N=2 CALLS=5", None, "allreduce"),
     Variant("all-reduce, three ranks", "N=3 CALLS=4", None, "allreduce", large=True),

@@ -1,5 +1,5 @@
-/* Combine by FP8, sequentially consistent: rows that bring their own news, in single places. Can a rank sum a row of
-   another round, can an inbox be overwritten while it is read, can the ranks wait for each other for ever?
+/* Combine with flag-in-data, sequentially consistent: rows that bring their own news, in single places. Can a rank sum a
+   row of another round, can an inbox be overwritten while it is read, can the ranks wait for each other for ever?
 
    A round of rank r, epoch e. Its combine is three processes at once, as CTAs of one kernel are:
      rank     dispatch: store into every inbox (routes at least); flag dispatched; wait for dispatched of all;
