@@ -11,26 +11,32 @@ constexpr u32 rows_in_flight = 8;  // of one token, in each lane
 constexpr u32 block_lanes = scale_columns / lane_columns;
 constexpr u32 blocks_in_strip = warp_lanes / block_lanes;
 
-// A lane's 16-byte vectors of 512 columns that a warp loads or posts: the index of the first, and
-// the step to the next. The vectors of unquantised rows lie side by side, so that a warp's store
-// fills whole lines. For rows that are quantised each lane holds 16 columns of one block.
-template <bool quantised> constexpr u32 lane_step = quantised ? 1 : warp_lanes;
-template <DType D, bool quantised> WEFT_FN u32 first_vector(u32 part) {
+// The index of a lane's i-th 16-byte vector, of 512 columns that a warp loads or posts. The vectors
+// of unquantised rows lie side by side, so that a warp's store fills whole lines. For rows that are
+// quantised each lane holds 16 columns of one block.
+template <DType D, bool quantised> WEFT_FN u32 lane_vector(u32 part, u32 i) {
     constexpr u32 width = Columns<D>::vectors;
     const u32 lane = threadIdx.x % warp_lanes;
-    return quantised ? (part * warp_lanes + lane) * width : part * width * warp_lanes + lane;
+    if constexpr (quantised) return (part * warp_lanes + lane) * width + i;
+    return (part * width + i) * warp_lanes + lane;
 }
 
-// A lane's columns of such a part of a row.
+// Is vector v one of the row's? Where a row is of whole parts of a warp, all are.
+template <u32 vectors, u32 of_warp> WEFT_FN bool is_in_row(u32 v) {
+    return vectors % of_warp == 0 || v < vectors;
+}
+
+// A lane's columns of such a part of a row. With `is_in_row` here a low-latency combine takes 95
+// registers in place of 80, and an SM two of its CTAs in place of three (NVRTC 13, sm_90a).
 template <DType D, bool quantised, u32 hidden>
 WEFT_FN Columns<D> load_columns(const void* row, u32 part) {
-    constexpr u32 vectors = hidden / elements_in_vector(D), step = lane_step<quantised>;
-    const u32 first = first_vector<D, quantised>(part);
-    const uint4* from = static_cast<const uint4*>(row) + first;
+    constexpr u32 vectors = hidden / elements_in_vector(D);
     Columns<D> columns{};
 #pragma unroll
-    for (u32 i = 0; i < Columns<D>::vectors; ++i)
-        if (first + (quantised ? 0 : i * step) < vectors) columns.v[i] = load_once(from + i * step);
+    for (u32 i = 0; i < Columns<D>::vectors; ++i) {
+        const u32 at = lane_vector<D, quantised>(part, i);
+        if (at < vectors) columns.v[i] = load_once(static_cast<const uint4*>(row) + at);
+    }
     return columns;
 }
 
@@ -44,12 +50,13 @@ template <DType D> WEFT_FN Columns<D> without_sentinel(Columns<D> columns) {
 // Posts a lane's columns of such a part of an unquantised row. No word may be the sentinel.
 template <DType D, u32 hidden>
 WEFT_FN void post_columns(u8* row, u32 part, const Columns<D>& columns) {
-    constexpr u32 step = lane_step<false>;
-    const u32 first = first_vector<D, false>(part);
+    constexpr u32 vectors = hidden / elements_in_vector(D);
 #pragma unroll
-    for (u32 i = 0; i < Columns<D>::vectors; ++i)
-        if (first + i * step < hidden / elements_in_vector(D))
-            post_vector(reinterpret_cast<uint4*>(row) + first + i * step, columns.v[i]);
+    for (u32 i = 0; i < Columns<D>::vectors; ++i) {
+        const u32 at = lane_vector<D, false>(part, i);
+        if (is_in_row<vectors, Columns<D>::vectors * warp_lanes>(at))
+            post_vector(reinterpret_cast<uint4*>(row) + at, columns.v[i]);
+    }
 }
 
 // Posts a lane's columns of a row as e4m3 values, from column v * n on. The lanes of a block share
@@ -57,7 +64,7 @@ WEFT_FN void post_columns(u8* row, u32 part, const Columns<D>& columns) {
 template <u32 hidden, u32 n> WEFT_FN float post_e4m3(u8* row, u32 v, const float (&x)[n]) {
     const u32 amax = block_amax_bits<scale_columns>(x);
     const BlockScale block = block_scale(amax);
-    if (v >= hidden / n) return block.scale;
+    if (!is_in_row<hidden / n, warp_lanes>(v)) return block.scale;
     const bool broken = amax >= infinity_bits;
     if constexpr (n == lane_columns) {
         post_vector(reinterpret_cast<uint4*>(row) + v, quantize(x, block.inverse, broken));
@@ -81,13 +88,13 @@ template <u32 hidden, u32 n> WEFT_FN float post_e4m3(u8* row, u32 v, const float
 template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (&x)[n]) {
     constexpr u32 lanes = scale_columns / n;
     const float scale = post_e4m3<hidden>(row, v, x);
-    if (v < hidden / n && v % lanes == 0)
+    if (is_in_row<hidden / n, warp_lanes>(v) && v % lanes == 0)
         store_relaxed(reinterpret_cast<u32*>(row + hidden) + v / lanes, __float_as_uint(scale));
 }
 
 // Vectors that one lane polls, `step` bytes apart, first when they are declared.
 template <u32 count, u64 step> struct PolledVectors {
-    uint4 v[count] = {};  // zeros are ready
+    uint4 v[count];
     u8* first;
     u32 mine;  // those that this lane has, as bits
 
@@ -103,7 +110,7 @@ template <u32 count, u64 step> struct PolledVectors {
         u32 found = 0;
 #pragma unroll
         for (u32 i = 0; i < count; ++i)
-            if (!is_ready(v[i])) found |= 1u << i;
+            if ((mine >> i & 1) != 0 && !is_ready(v[i])) found |= 1u << i;
         return found;
     }
     WEFT_FN void restore() const {

@@ -147,7 +147,7 @@ WEFT_FN ExpertRow find_expert_row(const LowLatencyDispatchArgs& a, const Receive
 
 // One warp's part of one row that may arrive.
 template <LowLatencyShape S> struct RowFragment {
-    PolledVectors<lane_vectors, warp_lanes * 16> row;
+    uint4 v[lane_vectors];
     u64 word;  // lane k: the `choices` word of entry k
 
     static constexpr u32 span = warp_lanes * lane_vectors;
@@ -171,13 +171,16 @@ template <LowLatencyShape S> struct ReceiveUnit {
 // Polls choices and row at once: when the one has arrived, the other most often has, too.
 template <LowLatencyShape S>
 WEFT_FN RowFragment<S> poll_row(LowLatencyInbox<S>& inbox, u32 source, u32 token, u32 unit) {
+    RowFragment<S> fragment{};
     const u32 lane = threadIdx.x % warp_lanes;
-    const u64 word = lane < S.top_k ? load_relaxed(&inbox.choices[source][token][lane]) : 0;
-    u32 mine = 0;
+    fragment.word = 0;
+    if (lane < S.top_k) fragment.word = load_relaxed(&inbox.choices[source][token][lane]);
+    const uint4* row = reinterpret_cast<const uint4*>(inbox.sent_row(source, token));
 #pragma unroll
     for (u32 i = 0; i < lane_vectors; ++i)
-        if (RowFragment<S>::vector(unit, i) < S.sent_vectors()) mine |= 1u << i;
-    return {{inbox.sent_row(source, token) + RowFragment<S>::vector(unit, 0) * 16, mine}, word};
+        if (RowFragment<S>::vector(unit, i) < S.sent_vectors())
+            fragment.v[i] = poll_vector(row + RowFragment<S>::vector(unit, i));
+    return fragment;
 }
 
 // Waits for a token's choices and, if one of them is this rank's (`mine`), for this warp's part of
@@ -188,10 +191,24 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
                        RowFragment<S>& fragment, bool& mine) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 lane = threadIdx.x % warp_lanes;
+    uint4* row = reinterpret_cast<uint4*>(own.inbox.sent_row(source, token));
+    const auto missing = [&] {
+        u32 found = 0;
+#pragma unroll
+        for (u32 i = 0; i < lane_vectors; ++i)
+            if (RowFragment<S>::vector(unit, i) < S.sent_vectors() && !is_ready(fragment.v[i]))
+                found |= 1u << i;
+        return found;
+    };
+    const auto poll = [&](u32 which) {
+#pragma unroll
+        for (u32 i = 0; i < lane_vectors; ++i)
+            if (which >> i & 1) fragment.v[i] = poll_vector(row + RowFragment<S>::vector(unit, i));
+    };
     SpinWait spin;
     for (;;) {
         const bool has_choice = lane >= S.top_k || is_of(fragment.word, wanted);
-        const u32 left = fragment.row.missing();
+        const u32 left = missing();
         const bool has_all_choices = __all_sync(all_lanes, has_choice);
         if (has_all_choices) {
             mine = __any_sync(all_lanes, value_of(fragment.word) != 0);
@@ -205,11 +222,12 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
         const bool waiting = !waits || spin.keep_waiting(own.header, a.site, wait);
         if (!__all_sync(all_lanes, waiting)) return false;
         if (!has_choice) fragment.word = load_relaxed(&own.inbox.choices[source][token][lane]);
-        poll_missing(
-            left, a.tokens, [&](u32 which) { fragment.row.poll(which); },
-            [&] { return fragment.row.missing(); });
+        poll_missing(left, a.tokens, poll, missing);
     }
-    fragment.row.restore();
+#pragma unroll
+    for (u32 i = 0; i < lane_vectors; ++i)
+        if (RowFragment<S>::vector(unit, i) < S.sent_vectors())
+            restore_sentinel(row + RowFragment<S>::vector(unit, i));
     return true;
 }
 
@@ -268,12 +286,12 @@ WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source
                   to_row = __shfl_sync(all_lanes, row, from);
 #pragma unroll
         for (u32 i = 0; i < lane_vectors; ++i)
-            put_vector<S>(a, to_e, to_row, RowFragment<S>::vector(unit, i), fragment.row.v[i]);
+            put_vector<S>(a, to_e, to_row, RowFragment<S>::vector(unit, i), fragment.v[i]);
     }
     if constexpr (S.reduce == Reduce::sender)
 #pragma unroll
         for (u32 i = 0; i < lane_vectors; ++i)
-            keep_weights<S>(a, slot, RowFragment<S>::vector(unit, i), fragment.row.v[i]);
+            keep_weights<S>(a, slot, RowFragment<S>::vector(unit, i), fragment.v[i]);
     return true;
 }
 
@@ -281,7 +299,7 @@ WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source
 template <LowLatencyShape S>
 WEFT_FN RowFragment<S> poll_first_row(const LowLatencyDispatchArgs& a, u32 unit) {
     const auto [source, token] = ReceiveUnit<S>::of(unit, a.site.rank);
-    if (token >= S.tokens) return {{nullptr, 0}, 0};
+    if (token >= S.tokens) return {};
     return poll_row<S>(own_share<S>(a.site).inbox, source, token, unit);
 }
 
