@@ -88,7 +88,7 @@ tests() {
         failures
     fi
     check grid 150 some tests/gpu/test_grid.py
-    check graphs 120 some tests/gpu/test_graphs.py
+    check graphs 180 some tests/gpu/test_graphs.py
     check overlap 200 some tests/gpu/test_overlap_graphs.py
     check skew 200 some tests/runtime/test_skew.py
     step demo 150 "$python" -m weft demo
@@ -110,6 +110,7 @@ bench() {
     measure fp8-out 60 --routing perfect --tokens 1..4096 --payload fp8
     ((${#gpus[@]} < 4)) || measure ranks-4 60 --routing perfect --tokens 1..4096 --ranks 4
     ((${#gpus[@]} < 2)) || measure ranks-2 60 --routing perfect --tokens 1..4096 --ranks 2
+    ((${#gpus[@]} < 2)) || step rows-home 180 "$python" benchmarks/rows_home.py --out "$out/rows-home.json"
     for n in 16 8 24; do measure "sms-$n" 40 --routing perfect --tokens 1024,2048 --num-sms $n; done
     measure trace 40 --routing perfect --tokens 128 --trace "$out/trace-128.json"
 }
