@@ -214,7 +214,8 @@ class AllToAllConfig:
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize = one_of("quantize", quantize, (None, *SCALES))
         returns = combine_of(combine, combine_dtype)
-        if _flag_in_data and returns == "push":
+        if _flag_in_data:
+            assert returns == "push", returns
             returns = "push_flag_in_data"
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
