@@ -54,7 +54,7 @@ BROKEN = {
     "a NaN that looks like an empty place": (COMBINE, "without_sentinel(columns)", "columns"),
     "a vector beyond the row": (
         ROW,
-        "if (first + i * step < hidden / elements_in_vector(D))\n            post_vector",
+        "if (is_in_row<vectors, Columns<D>::vectors * warp_lanes>(at))\n            post_vector",
         "post_vector",
     ),
     "rows that nobody is owed": (COMBINE, "if (wanted) push_fragment", "push_fragment"),
@@ -65,7 +65,7 @@ BROKEN = {
     ),
     "a vector that is taken before it has come": (
         ROW,
-        "if (!is_ready(v[i])) found",
+        "if ((mine >> i & 1) != 0 && !is_ready(v[i])) found",
         "if (false) found",
     ),
 }
