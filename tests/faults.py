@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tests.headers import HEADER_BYTES, Header
 from tests.patience import HasHeap
-from weft.memory.header import HEADER_BYTES, Fault, Header
+from weft.memory.header import Fault
 
 FAULTS = ("WEFT_FAULTS=1",)
 DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = range(1, 7)

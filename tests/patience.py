@@ -10,8 +10,8 @@ import inspect
 from typing import Protocol
 
 import weft
+from tests.headers import Header
 from weft.memory import Heap
-from weft.memory.header import Header
 
 
 class HasHeap(Protocol):

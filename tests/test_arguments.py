@@ -108,7 +108,7 @@ def tried(row: Row) -> None:
 def sized_alltoall(group: weft.Group) -> None:
     built = {**TIMES, **LAUNCHED, "split_phase": FLAG, "profile": FLAG}
     tried(Row(weft.AllToAll, {"group": group, **SIZES}, {**A2A, **WIRES, **built}))
-    sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **A2A, **WIRES}
+    sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **A2A, **WIRES}
     kinds = {name: kind for name, kind in sizes.items() if name != "group"}
     tried(Row(weft.AllToAll.memory_bytes, {"ranks": 2, **SIZES}, kinds))
     weft.AllToAll(group, **{**SIZES, "max_tokens": np.int64(8)}).close()
@@ -159,7 +159,7 @@ def called_alltoall(group: weft.Group) -> None:
 def sized_low_latency(group: weft.Group) -> None:
     kinds = {"group": GROUP, **LOW, **TIMES, **LAUNCHED, "split_phase": FLAG}
     tried(Row(weft.LowLatencyAllToAll, {"group": group, **SIZES}, kinds))
-    sizes = {"ranks": listed(*WHOLE, 0, -1, 33), **LOW}
+    sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **LOW}
     tried(Row(weft.LowLatencyAllToAll.memory_bytes, {"ranks": 2, **SIZES}, sizes))
 
 

@@ -12,7 +12,8 @@ from weft.errors import InvalidArgument
 from weft.fields import Array, Choice, Size, check_fields, hash_byte, literal
 
 MAX_PLANES = 8
-MAX_RANKS = 32
+MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
+NARROW_RANKS = 32  # up to so many, a set of ranks is one word of a kernel
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
 COMBINES = ("pull", "push", "push_fp8", "gemm_push", "push_flag_in_data")  # weft::Combine
@@ -31,7 +32,7 @@ ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 class Shape:
     """Sizes of one all-to-all. `weft::Shape` in alltoall/layout.cuh is the same struct.
 
-    ranks: ranks of the group (ep_size), 1..32.   tokens: most tokens of one rank in one call.
+    ranks: ranks of the group (ep_size), 1..72.   tokens: most tokens of one rank in one call.
     top_k: experts per token, 1..32.              experts: experts of the whole layer.
     hidden, dtype: elements and type of a combine row ("bf16", "fp16", "fp32").
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).

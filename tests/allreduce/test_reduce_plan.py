@@ -18,7 +18,7 @@ def resident(threads: int, cluster: int) -> int:
 @pytest.mark.parametrize("vectors", [1, 31, 33, 360, 512, 896, 1024, 1792, 4096])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 32, 128])
 def test_one_shot_has_a_thread_for_every_vector(vectors, tokens):
-    p = plan_oneshot(tokens, vectors, sms=SMS, resident=resident)
+    p = plan_oneshot(tokens, vectors, 8, sms=SMS, resident=resident)
     assert p.ctas == tokens * p.cluster
     assert p.threads % 32 == 0
     assert p.threads <= 512
@@ -42,7 +42,7 @@ def test_two_shots_fit_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
 @pytest.mark.parametrize("vectors", [640, 896, 1792, 4096])
 def test_a_one_shot_that_stays_fits_on_the_gpu_at_once(vectors):
     for tokens in (67, 131, 512):
-        p = plan_resident(tokens, vectors, pieces=2, resident=resident)
+        p = plan_resident(tokens, vectors, 8, pieces=2, resident=resident)
         assert vectors <= 2 * p.threads * p.cluster
         assert p.ctas % p.cluster == 0
         assert p.cluster <= p.ctas <= min(tokens * p.cluster, resident(p.threads, p.cluster))
@@ -50,15 +50,15 @@ def test_a_one_shot_that_stays_fits_on_the_gpu_at_once(vectors):
 
 
 def test_few_tokens_are_spread_over_many_sms():
-    assert plan_oneshot(1, 896, sms=SMS, resident=resident).ctas >= 7
-    assert plan_oneshot(16, 896, sms=SMS, resident=resident).ctas >= 112
+    assert plan_oneshot(1, 896, 8, sms=SMS, resident=resident).ctas >= 7
+    assert plan_oneshot(16, 896, 8, sms=SMS, resident=resident).ctas >= 112
 
 
 def test_a_gpu_that_forms_only_powers_of_two():
     def picky(threads: int, cluster: int) -> int:
         return resident(threads, cluster) if cluster in (1, 2, 4, 8) else 0
 
-    assert plan_oneshot(1, 896, sms=SMS, resident=picky).cluster == 8
+    assert plan_oneshot(1, 896, 8, sms=SMS, resident=picky).cluster == 8
     for pieces in (1, 2):
         p = plan_twoshot(64, 896, 8, pieces=pieces, resident=picky)
         assert p.cluster == (8 if pieces == 1 else 1)
@@ -67,8 +67,20 @@ def test_a_gpu_that_forms_only_powers_of_two():
 
 def test_a_gpu_without_such_clusters_is_named():
     with pytest.raises(InvalidArgument, match="no cluster of this GPU holds a row of 14336 bytes"):
-        plan_oneshot(1, 896, sms=SMS, resident=lambda threads, cluster: 0)
+        plan_oneshot(1, 896, 8, sms=SMS, resident=lambda threads, cluster: 0)
     with pytest.raises(InvalidArgument, match="no cluster of this GPU"):
-        plan_resident(67, 896, pieces=2, resident=lambda threads, cluster: 0)
+        plan_resident(67, 896, 8, pieces=2, resident=lambda threads, cluster: 0)
     with pytest.raises(InvalidArgument, match="no cluster of this GPU"):
         plan_twoshot(1, 896, 8, pieces=1, resident=lambda threads, cluster: 0)
+
+
+@pytest.mark.parametrize("vectors", [1, 16, 896, 4096])
+@pytest.mark.parametrize("ranks", [33, 34, 65, 66, 72])
+def test_a_cta_has_a_thread_for_every_peer(vectors, ranks):
+    plans = [
+        plan_oneshot(3, vectors, ranks, sms=SMS, resident=resident),
+        plan_resident(300, vectors, ranks, pieces=2, resident=resident),
+        *(plan_twoshot(100, vectors, ranks, pieces=p, resident=resident) for p in (1, 2)),
+    ]
+    assert all(plan.threads >= ranks - 1 for plan in plans)
+    assert all(plan.threads <= 512 for plan in plans)

@@ -24,13 +24,13 @@ from tests.faults import (
     STAY_AWAY,
     plan_fault,
 )
+from tests.headers import HEADER_BYTES
 from tests.patience import hurry
 from tests.recorded import reads
 from tests.sums import Sum, play, quants, same
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
-from weft.memory.header import HEADER_BYTES
 
 pytestmark = reads("tests/emulator/*.hpp")
 

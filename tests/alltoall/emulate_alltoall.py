@@ -9,20 +9,26 @@ from pathlib import Path
 import weft
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.watch import Watch
+from tests.headers import HEADER_BYTES, Header
 from weft.alltoall.config import Offsets
 from weft.alltoall.kernels import Plan, entry_points
-from weft.memory.header import HEADER_BYTES, Header
 from weft.shape import Shape
 
 FLAGS_ONLY = Plan(1, 1, 64)
 
 
-def compile_alltoall(shapes: Sequence[Shape], folder: Path, *, defines: Sequence[str] = ()) -> Path:
-    """The shared library of all entries of some Shapes."""
+def compile_alltoall(
+    shapes: Sequence[Shape],
+    folder: Path,
+    *,
+    defines: Sequence[str] = (),
+    ranks: Sequence[int] = (),
+) -> Path:
+    """The shared library of all entries of some Shapes, on some ranks; default: all."""
     lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
     for i, shape in enumerate(shapes):
         lines += [f"namespace shape_{i} {{", f"constexpr weft::Shape S = {shape.literal()};"]
-        for rank in range(shape.ranks):
+        for rank in ranks or range(shape.ranks):
             lines += [
                 'extern "C" __attribute__((visibility("default"))) '
                 f"void {name}_{i}_{rank}(const weft::{entry.struct}* a, const unsigned* grid) {{ "

@@ -37,8 +37,8 @@ H200 = replace(
     ("change", "text"),
     [
         ({"backends": ()}, "nothing to measure"),
-        ({"ranks": 1}, "all-reduce of 1 ranks; it takes 2 to 8"),
-        ({"ranks": 9}, "of 9 ranks"),
+        ({"ranks": 1}, "all-reduce of 1 ranks; it takes 2 to 72"),
+        ({"ranks": 73}, "of 73 ranks"),
         ({"hidden": 100}, "multiple of 8"),
         ({"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),
     ],

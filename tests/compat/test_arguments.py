@@ -120,7 +120,7 @@ def workspace_sizes(group: weft.Group) -> None:
     size, amount = listed(*WHOLE, 0, -1), listed(*WHOLE, -1)
     asked = {"ep_size": 2, "top_k": 2, "max_num_tokens": 8, "hidden_size": 128}
     kinds = {
-        **{"ep_size": listed(*WHOLE, 0, -1, 33), "top_k": listed(*WHOLE, 0, -1, 33)},
+        **{"ep_size": listed(*WHOLE, 0, -1, 73), "top_k": listed(*WHOLE, 0, -1, 33)},
         **{"max_num_tokens": size, "hidden_size": listed(*WHOLE, 0, -1)},
         **{"extra_payload_bytes_per_token": amount, "eplb_stats_num_experts": amount},
         "backend": NAME,
@@ -260,7 +260,7 @@ def buffers(group: weft.Group) -> None:
     size = listed(*WHOLE, 0, -1)
     hint = {
         **{"num_max_dispatch_tokens_per_rank": size, "hidden": listed(*WHOLE, 0, -1, 100)},
-        **{"num_ranks": listed(*WHOLE, 0, -1, 33), "num_experts": size},
+        **{"num_ranks": listed(*WHOLE, 0, -1, 73), "num_experts": size},
     }
     asked = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
     tried(Row(deep_ep.Buffer.get_low_latency_rdma_size_hint, asked, hint))

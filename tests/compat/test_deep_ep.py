@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import weft
+from tests.headers import HEADER_BYTES, Header
 from weft.compat.deep_ep import Buffer
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
 from weft.lowlatency import reference as low
-from weft.memory.header import HEADER_BYTES, Header
 from weft.reference import dequantize
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]

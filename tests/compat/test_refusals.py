@@ -38,6 +38,13 @@ def no_construction(group: weft.Group) -> None:
         lambda: MoeAlltoAll(bare, 8, 2, 7, hidden_size=HIDDEN),
         "moe_ep_rank is missing",
     )
+    many = SimpleNamespace(moe_ep_rank=0, moe_ep_size=65)
+    refused(
+        InvalidArgument,
+        lambda: MoeAlltoAll(many, 8, 2, 70, hidden_size=HIDDEN, enable_rank_mask=True),
+        "moe_ep_size with enable_rank_mask is 65",
+        "1..64",
+    )
     refused(InvalidArgument, lambda: make(group, hidden_size=63), "multiples of 16")
     refused(InvalidArgument, lambda: make(group, eplb_stats_num_experts=-1), "eplb_stats", "is -1")
 

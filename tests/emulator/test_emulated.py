@@ -14,12 +14,12 @@ import weft
 from tests.allreduce.test_allreduce import expert_rows
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
+from tests.headers import HEADER_BYTES
 from tests.recorded import reads
 from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
-from weft.memory.header import HEADER_BYTES
 
 pytestmark = reads("tests/emulator/*.hpp")
 

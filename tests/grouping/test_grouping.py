@@ -17,6 +17,7 @@ from tests.groups import (
     random_ids,
     settle,
 )
+from tests.headers import Header
 from weft.grouping.operator import ExpertGroups, Grouped
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -137,7 +138,7 @@ def broken(group: weft.Group) -> None:
         ids = random_ids(received.ids.shape, a2a.num_local_experts, 1, 0.0, 0.0)
         fill(received, ids, [150] * group.size, 1)
         header = a2a.heap.tensor((8192,), torch.uint8)
-        failed = weft.memory.header.Header.failed.offset
+        failed = Header.failed.offset
         header[failed] = 4
         grouped: Grouped = groups.gather(received)
         settle(group.device)

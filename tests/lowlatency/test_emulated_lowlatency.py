@@ -5,6 +5,7 @@ Whether a GPU orders memory as they need is for the tests with the gpu marker.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.recorded import reads
 from tests.rounds import Round
-from weft.lowlatency.config import LowLatencyConfig, TraceRecord
+from weft.lowlatency.config import LowLatencyConfig, trace_record
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.trace import ROLES, read_work
 from weft.memory.header import PHASES
 from weft.runtime.timeline import DEFINE, read_timeline
 
+TraceRecord = trace_record(2)
 pytestmark = reads("tests/emulator/*.hpp")
 
 MOST = 56  # tokens: three chunks, the last of them cut
@@ -187,7 +189,7 @@ def test_rows_of_several_choices_return_in_any_form(ranks, tmp_path, name, dtype
         }
 
 
-def tracks_of(tracks: torch.Tensor, phase: str) -> list[TraceRecord]:
+def tracks_of(tracks: torch.Tensor, phase: str) -> list[ctypes.Structure]:
     found = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in tracks.flatten(0, 1)]
     return [t for t in found if t.epoch and PHASES[t.phase] == phase]
 

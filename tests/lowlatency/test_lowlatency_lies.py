@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from tests.headers import HEADER_BYTES
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, store_at_owners
 from tests.rounds import Round
@@ -17,7 +18,6 @@ from weft.errors import PeerTimeout
 from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
-from weft.memory.header import HEADER_BYTES
 from weft.runtime.layout import LINE
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -13,10 +13,11 @@ import weft
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.config import TraceRecord
+from weft.lowlatency.config import trace_record
 from weft.lowlatency.trace import Work, merge, read_work, to_chrome
 from weft.runtime.skew import Skew
 
+TraceRecord = trace_record(2)
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODE = Mode(more={"profile": True})
 CASE = Round(tokens=(5, 9), hidden=128)
@@ -63,7 +64,7 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     assert all(event["dur"] > 0 for event in slices)
 
 
-def pages(*tracks: TraceRecord) -> torch.Tensor:
+def pages(*tracks: ctypes.Structure) -> torch.Tensor:
     """`[1, teams, bytes]`: what the teams of one operation left, and one more place."""
     found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(TraceRecord))]
     return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]

@@ -6,9 +6,9 @@ import signal
 import pytest
 import torch
 
+from tests.headers import HEADER_BYTES
 from weft.errors import RankFailed
 from weft.memory.dlpack import tensor_at
-from weft.memory.header import HEADER_BYTES
 from weft.memory.heap import Heap
 from weft.memory.launch import launch
 

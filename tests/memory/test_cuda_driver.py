@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.headers import HEADER_BYTES
 from tests.memory.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles, Results
 from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
 from weft.memory import cuda, driver, posix
-from weft.memory.header import HEADER_BYTES
 from weft.memory.heap import Heap
 from weft.memory.launch import launch
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.headers import HEADER_BYTES
 from tests.memory.baseline import raised, shares_mapped, state
 from weft.errors import (
     InvalidArgument,
     OutOfOrder,
     RankFailed,
 )
-from weft.memory.header import HEADER_BYTES
 from weft.memory.heap import Heap
 from weft.memory.launch import launch
 

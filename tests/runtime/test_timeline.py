@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import weft
+from tests.headers import HEADER_BYTES, Header, Timeline
 from tests.patience import hurry
 from tests.rounds import Round, combining
 from weft.errors import PeerTimeout
-from weft.memory.header import HEADER_BYTES, RING_TIMELINES, Header, Timeline
+from weft.memory.header import RING_TIMELINES
 from weft.runtime.timeline import DEFINE, Span, read_timeline
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -12,13 +12,13 @@ import torch
 from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, literal
-from weft.memory.header import HEADER_BYTES
+from weft.memory.header import header_bytes
 from weft.memory.wire import JSON
 from weft.runtime.args import Site
 from weft.runtime.layout import Numbers, offset, up
-from weft.shape import DTYPE_NAMES, ITEM_BYTES
+from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
-MIN_RANKS, MAX_RANKS = 2, 8
+MIN_RANKS = 2
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
 MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
 # Rows that one shot has slots for: beyond, two shots move fewer bytes, or on two ranks the same and
@@ -75,7 +75,7 @@ ADDRESSES = (
 class ReduceConfig:
     """`weft::Reduction` in allreduce/layout.cuh is the same struct.
 
-    ranks: 2..8.   tokens: most of one call.   direct: most of one call in one shot.
+    ranks: 2..72.   tokens: most of one call.   direct: most of one call in one shot.
     hidden, dtype: elements and type of a row.   epilogue_at: the rank of two shots that adds the
     residual and takes a row's statistics: its "owner", which sums it, or each "receiver".
     missing: what a sum does when ranks are gone.
@@ -146,12 +146,12 @@ class ReduceConfig:
     @property
     def slots(self) -> int:
         """Where the part of a share that peers write begins."""
-        return HEADER_BYTES
+        return header_bytes(self.ranks)
 
     @property
     def rows(self) -> int:
         """Where the slots for rows begin, after the call words: what sentinels fill."""
-        return self.slots + 2 * 8 * MAX_RANKS
+        return self.slots + 2 * up(8 * self.ranks, 64)
 
     @property
     def trailers(self) -> int:

@@ -90,6 +90,7 @@ def _program(config: ReduceConfig, headers: str, entries: str, names: Iterable[s
     return Program(
         name="allreduce",
         what="all-reduce",
+        ranks=config.ranks,
         body=headers + constant + entries,
         entry_points={name + end: ReduceArgs for name in names for end in ("", MOE)},
         offsets=config.asserted(),
@@ -164,10 +165,10 @@ class CudaReduceKernels(CudaKernels):
 
         vectors, ranks = self._config.vectors, self._config.ranks
         if name == "oneshot":
-            return plan_oneshot(tokens, vectors, sms=self._sms, resident=resident)
+            return plan_oneshot(tokens, vectors, ranks, sms=self._sms, resident=resident)
         pieces = KERNELS[name].pieces
         if name == "oneshot_resident":
-            return plan_resident(tokens, vectors, pieces=pieces, resident=resident)
+            return plan_resident(tokens, vectors, ranks, pieces=pieces, resident=resident)
         return plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
 
 
@@ -199,18 +200,22 @@ class ReducePlan:
     pushers: int = 0
 
 
-def plan_oneshot(tokens: int, vectors: int, *, sms: int, resident: Resident) -> ReducePlan:
+def plan_oneshot(
+    tokens: int, vectors: int, ranks: int, *, sms: int, resident: Resident
+) -> ReducePlan:
     """One cluster a token, as wide as fills the SMs: one SM pushes only about 36 GB/s."""
     for widest in range(min(LARGEST_CLUSTER, max(1, sms // tokens)), LARGEST_CLUSTER + 1):
-        for threads, cluster in _rows(vectors, widest):
+        for threads, cluster in _rows(vectors, widest, ranks):
             if resident(threads, cluster) >= cluster:
                 return ReducePlan(tokens * cluster, threads, cluster)
     raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
 
 
-def plan_resident(tokens: int, vectors: int, *, pieces: int, resident: Resident) -> ReducePlan:
+def plan_resident(
+    tokens: int, vectors: int, ranks: int, *, pieces: int, resident: Resident
+) -> ReducePlan:
     """One shot of clusters that all fit at once and take one token after the other."""
-    threads, cluster, room = _roomy(-(-vectors // pieces), 1, resident)
+    threads, cluster, room = _roomy(-(-vectors // pieces), 1, ranks, resident)
     if room == 0:
         raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
     return ReducePlan(min(tokens * cluster, room), threads, cluster)
@@ -227,7 +232,8 @@ def plan_twoshot(
     """
     rows = -(-tokens // ranks)
     share = -(-vectors // pieces)
-    threads, cluster, room = _roomy(share, LARGEST_CLUSTER if pieces == 1 else 1, resident)
+    widest = LARGEST_CLUSTER if pieces == 1 else 1
+    threads, cluster, room = _roomy(share, widest, ranks, resident)
     if room < 2 * cluster:
         raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
     # The fewer the ranks, the more of the work is summing: a rank owns more of the rows.
@@ -238,24 +244,27 @@ def plan_twoshot(
     return ReducePlan(pushers + reducers, threads, cluster, pushers)
 
 
-def _roomy(vectors: int, widest: int, resident: Resident) -> tuple[int, int, int]:
+def _roomy(vectors: int, widest: int, ranks: int, resident: Resident) -> tuple[int, int, int]:
     """(threads, cluster, CTAs that fit at once) of the first shape of which two clusters fit."""
     for most in range(widest, LARGEST_CLUSTER + 1):
         # Warps of a CTA: four at least, so that few CTAs make a row.
-        for threads, cluster in _rows(vectors, min(most, max(1, -(-vectors // (4 * WARP))))):
+        most = min(most, max(1, -(-vectors // (4 * WARP))))
+        for threads, cluster in _rows(vectors, most, ranks):
             room = resident(threads, cluster) // cluster * cluster
             if room >= 2 * cluster:
                 return threads, cluster, room
     return WARP, 1, 0
 
 
-def _rows(vectors: int, widest: int) -> Iterator[tuple[int, int]]:
+def _rows(vectors: int, widest: int, ranks: int) -> Iterator[tuple[int, int]]:
     """(threads, cluster) with a thread for each vector, in at most `widest` CTAs.
+
+    Each CTA has a thread for each peer, too, whose call word it sends and compares.
 
     The second has a power of two, for GPUs that form no other clusters; some CTAs of it may idle.
     """
     warps = -(-vectors // WARP)
-    each = -(-warps // widest)
+    each = max(-(-warps // widest), -(-(ranks - 1) // WARP))
     cluster = -(-warps // each)
     if each * WARP <= LARGEST_CTA:
         yield each * WARP, cluster

@@ -14,7 +14,6 @@
 namespace weft {
 
 constexpr Phase all_reduce_phase = Phase(4);  // in error records
-constexpr u32 max_call_ranks = 8;
 
 // Which rank of twoshot adds the residual and takes the statistics of a row: the one that summed
 // it, or each one, with a residual, a weight and a scale of its own.
@@ -26,7 +25,7 @@ enum class Missing : u32 { error, drop };
 
 // What specialises the entries; allreduce/reduction.py mirrors it.
 struct Reduction {
-    u32 ranks;   // 2..8
+    u32 ranks;   // 2..72
     u32 tokens;  // at most, of one call
     u32 direct;  // at most, of one call of oneshot
     u32 hidden;
@@ -41,6 +40,7 @@ struct Reduction {
     constexpr u32 partials() const { return (vectors() + 31) / 32; }
     constexpr u32 peers() const { return ranks - 1; }
     constexpr u32 owned() const { return (tokens + ranks - 1) / ranks; }
+    constexpr u32 call_words() const { return (ranks + 7) / 8 * 8; }  // of a side: whole lines
 };
 
 enum class Backend : u32 { oneshot = 1, twoshot = 2, bulk = 3 };
@@ -60,7 +60,7 @@ WEFT_FN constexpr u32 trailer_tag(u64 epoch) { return u32(epoch) | 0x80000000u; 
 // Written by peers. Peer p's slots at rank r have index p, or p - 1 if p > r: no rank has slots at
 // itself.
 template <Reduction R> struct ReductionInbox {
-    alignas(128) u64 call[2][max_call_ranks];  // by side: what each peer has called
+    alignas(128) u64 call[2][R.call_words()];  // by side: what each peer has called
     alignas(128) u8 direct[2][R.peers()][R.direct][R.row_bytes()];  // oneshot: every peer's rows
     alignas(128) u8 part[2][R.peers()][R.owned()][R.row_bytes()];   // peers' rows of own tokens
     alignas(128) u8 whole[R.peers()][R.owned()][R.row_bytes()];     // summed rows of peers' tokens
@@ -72,13 +72,14 @@ template <Reduction R> struct ReductionShare {
     ReductionInbox<R> inbox;
 };
 
-// The ranks whose rows are summed, as bits. Where a sum needs all of them, kernels hold no mask.
-template <Reduction R> WEFT_FN u32 summed_ranks(const Header& header) {
+// The ranks whose rows are summed. Where a sum needs all of them, kernels hold no set.
+template <Reduction R> WEFT_FN RankSet summed_ranks(const Header& header) {
     if constexpr (R.missing == Missing::drop) return header.living;
-    return (1u << R.ranks) - 1;
+    constexpr RankSet all = ranks_below(R.ranks);
+    return all;
 }
-template <Reduction R> WEFT_FN bool is_summed(u32 summed, u32 rank) {
-    return R.missing != Missing::drop || lives(summed, rank);
+template <Reduction R> WEFT_FN bool is_summed(RankSet summed, u32 rank) {
+    return R.missing != Missing::drop || has(summed, rank);
 }
 
 // Two elements of 16 bits, or one of 32, that change no sum: -0, because +0 would change -0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ from weft.arguments import flags, integer, listed, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import HEADER_BYTES, ErrorRecord, Header
+from weft.memory.header import ErrorRecord
 from weft.memory.wire import JSON
 from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_tokens
@@ -230,9 +231,9 @@ class AllReduce(Operator):
     def _start_anew(self) -> None:
         """No call leaves anything to the next one."""
 
-    def _write_contents(self, config: ReduceConfig, header: Header) -> None:
+    def _write_contents(self, config: ReduceConfig, header: ctypes.Structure) -> None:
         share = self.heap.tensor((config.share_bytes,), torch.uint8)
-        share[HEADER_BYTES : config.rows].zero_()
+        share[config.slots : config.rows].zero_()
         share[config.rows : config.trailers].fill_(0xFF)
         share[config.trailers :].zero_()
         gone = [r for r in range(config.ranks) if not self._living >> r & 1]

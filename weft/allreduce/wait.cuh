@@ -11,8 +11,8 @@ template <Reduction R> struct Call {
     const ReduceArgs& a;
     Header& header;
     u64 start, epoch;
-    u32 summed;  // ranks, as bits
-    bool live;   // the group is not broken
+    RankSet summed;  // the ranks whose rows are summed
+    bool live;       // the group is not broken
 
     WEFT_FN explicit Call(const ReduceArgs& args)
         : a(args), header(own_share<R>(args.site).header), start(0) {
@@ -49,7 +49,8 @@ template <Reduction R> struct Call {
         keep_record(header, all_reduce_phase, epoch, start, a.tokens);
     }
 
-    // One lane per peer sends this call's word; the same lane compares the peer's.
+    // One lane per peer sends this call's word; the same lane compares the peer's. A CTA has as
+    // many threads (_rows in allreduce/kernels.py).
     WEFT_FN bool has_peer(u32 offset) const {
         return live && blockIdx.x == 0 && offset < R.ranks &&
                is_summed<R>(summed, next_rank<R>(me(), offset));
@@ -89,22 +90,22 @@ struct PeerSlots {
 
 // Waits for the vector of every peer that is summed; row[me] is the caller's own. polls_one: while
 // a vector is missing, only that one is polled, so that many waiting threads leave the memory to
-// those that work.
+// those that work. Rows of more than 8 ranks do not fit into registers.
 template <Reduction R, bool polls_one>
 WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
                            uint4 (&row)[R.ranks]) {
     const u32 me = call.me();
-    u32 missing = call.summed & ~(1u << me);
+    RankSet missing = without(call.summed, me);
     SlotWait wait{.slot = slots.kind, .peer = 0, .token = token, .vector = v};
     for (u32 polls = 1;; ++polls) {
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
-            if (missing >> i & 1) row[i] = poll_vector(slots.at(me, i));
+            if (has(missing, i)) row[i] = poll_vector(slots.at(me, i));
 #pragma unroll
         for (u32 i = 0; i < R.ranks; ++i)
-            if (is_ready(row[i])) missing &= ~(1u << i);
-        if (missing == 0) return true;
-        wait.peer = __ffs(int(missing)) - 1;
+            if (is_ready(row[i])) missing = without(missing, i);
+        if (missing == RankSet{}) return true;
+        wait.peer = first_of(missing);
         while (polls_one && polls % polls_per_check != 0 &&
                !is_ready(poll_vector(slots.at(me, wait.peer)))) {
             relax(polls);

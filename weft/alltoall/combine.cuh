@@ -39,24 +39,25 @@ template <Shape S, u32 rank> WEFT_FN RowPointers rows_of(const CombineArgs& a, u
 // upwards, so that the ranks do not all pull from the same peer at once (7 % at 128 tokens, 8 x
 // H200, 2026-11-20). `rank` is a compile-time constant, so that rotated rows stay in registers.
 template <Shape S, u32 rank, u32 n>
-WEFT_FN void add_peers(RowPointers rows, u32 v, u32 destinations, u32 first, float (&sum)[n]) {
+WEFT_FN void add_peers(RowPointers rows, u32 v, RankSet destinations, u32 first, float (&sum)[n]) {
     constexpr u32 in_flight = S.ranks < loads_in_flight ? S.ranks : loads_in_flight;
     uint4 piece[in_flight];
 #pragma unroll
     for (u32 offset = 0; offset < in_flight; ++offset) {
         const u32 i = (offset + rank) % in_flight;
-        if (destinations >> (first + i) & 1)
+        if (has(destinations, first + i))
             piece[i] = load_peer_row(
                 reinterpret_cast<const uint4*>(rows.first + (first + i) * rows.step) + v);
     }
 #pragma unroll
     for (u32 i = 0; i < in_flight; ++i)
-        if (destinations >> (first + i) & 1) add_vector<S.dtype>(sum, piece[i]);
+        if (has(destinations, first + i)) add_vector<S.dtype>(sum, piece[i]);
 }
 
 // out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded once.
 template <Shape S, u32 rank>
-WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u32 destinations) {
+WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token,
+                          RankSet destinations) {
     constexpr u32 vectors = S.out_bytes() / 16;
     const RowPointers rows = rows_of<S, rank>(a, token);
     uint4* out = static_cast<uint4*>(a.out) + u64(token) * vectors;
@@ -76,13 +77,14 @@ WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token, u3
 // has seen.
 template <Shape S, u32 rank>
 WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochState& state,
-                          u32 living) {
+                          RankSet living) {
     const Share<S>& own = own_share<S>(a.site);
-    u32 token = blockIdx.x, destinations = token < a.tokens ? own.destinations[token] : 0;
+    u32 token = blockIdx.x;
+    RankSet destinations = token < a.tokens ? own.destinations[token] : RankSet{};
     if (!await_all<S>(team, a.site, living, Phase::combine, state.epoch)) return false;
     while (token < a.tokens) {
-        const u32 next = token + gridDim.x,
-                  next_destinations = next < a.tokens ? own.destinations[next] : 0;
+        const u32 next = token + gridDim.x;
+        const RankSet next_destinations = next < a.tokens ? own.destinations[next] : RankSet{};
         if constexpr (S.combine == Combine::gemm_push)
             reduce_expert_rows<S>(team, a, token, destinations);
         else
@@ -97,7 +99,7 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochSt
 // earlier kernels have stored them.
 template <Shape S>
 WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState& state,
-                       u32 living) {
+                       RankSet living) {
     bool publishes = team.first();
     if constexpr (S.combine == Combine::push) {
         push_rows<S>(team, a);
@@ -114,7 +116,7 @@ WEFT_FN void combine_after_flags(const CombineArgs& a) {
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
-    const u32 living = header.living;  // loaded with the state
+    const RankSet living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;

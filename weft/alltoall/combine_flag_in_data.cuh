@@ -129,13 +129,14 @@ WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits w
 // One strip of out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded
 // once.
 template <Shape S>
-WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip, u32 destinations) {
+WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip,
+                       RankSet destinations) {
     using Rows = ReturnedRows<S>;
     Share<S>& own = own_share<S>(a.site);
     float sum[Rows::columns] = {};
 #pragma unroll 1
     for (u32 first = 0; first < S.ranks; first += rows_in_flight) {
-        Rows rows(own.inbox.returned.row[first][token], strip, destinations >> first);
+        Rows rows(own.inbox.returned.row[first][token], strip, ranks_from(destinations, first));
         if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
                         [&](u32 i) { return first + i; }))
             return false;
@@ -152,10 +153,13 @@ WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip, u
 
 template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, WarpUnits warp_units) {
     constexpr u32 strips = ReturnedRows<S>::strips;
-    const u32 *peers = own_share<S>(a.site).destinations, end = a.tokens * strips;
-    u32 next = warp_units.first < end ? load_early(peers + warp_units.first / strips) : 0;
+    const RankSet* peers = own_share<S>(a.site).destinations;
+    const u32 end = a.tokens * strips;
+    RankSet next{};
+    if (warp_units.first < end) next = load_early(peers + warp_units.first / strips);
     for (u32 unit = warp_units.first; unit < end; unit += warp_units.step) {
-        const u32 destinations = next, after = unit + warp_units.step;
+        const RankSet destinations = next;
+        const u32 after = unit + warp_units.step;
         if (after < end) next = load_early(peers + after / strips);
         if (!sum_strip<S>(a, wanted, unit / strips, unit % strips, destinations)) return false;
     }
@@ -167,7 +171,7 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, War
 // Order: lane 0 acquires all CTAs' counts, and the barrier gathers that to the lanes that release.
 template <Shape S>
 WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state,
-                                u32 living) {
+                                RankSet living) {
     Header& header = own_share<S>(a.site).header;
     bool read = true;
     if (team.lane() == 0) {
@@ -195,7 +199,7 @@ template <Shape S, PhasePart part> WEFT_FN void combine_flag_in_data(const Combi
         max_tokens = max_source_tokens<S>(a.site);
     }
     const EpochState state = header.state;
-    const u32 living = header.living;  // loaded with the state
+    const RankSet living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     const u64 start = team.lane() == 0 ? now_ns() : 0;
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;

@@ -18,9 +18,9 @@ struct Choice {
 };
 
 template <Shape S>
-WEFT_FN Choice load_choice(const Share<S>& own, u32 token, u32 destinations, u32 k) {
+WEFT_FN Choice load_choice(const Share<S>& own, u32 token, RankSet destinations, u32 k) {
     Choice c{.rank = max_ranks, .weight = 0.0f, .order = 0};
-    if (k < S.top_k && destinations != 0) {
+    if (k < S.top_k && destinations != RankSet{}) {
         c.rank = own.saved_routing.rank[token][k];
         c.weight = own.saved_routing.weight[token][k];
     }
@@ -76,7 +76,7 @@ WEFT_FN void add_expert_rows(const Choice& c, const uint4* row, bool loads, u32 
 // once. Whole warps stay together, because each lane holds one entry.
 template <Shape S>
 WEFT_FN void reduce_expert_rows(const Block& team, const CombineArgs& a, u32 token,
-                                u32 destinations) {
+                                RankSet destinations) {
     constexpr u32 vectors = S.out_bytes() / 16;
     Share<S>& own = own_share<S>(a.site);
     const Choice c = load_choice<S>(own, token, destinations, team.warp_lane());

@@ -14,7 +14,7 @@ from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
 from weft.hosts.config import Span
-from weft.memory.header import HEADER_BYTES
+from weft.memory.header import header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.args import Site
@@ -104,7 +104,7 @@ class Offsets:
     def of(cls, shape: Shape) -> Offsets:
         """The offsets of a Shape."""
         slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
-        counts = HEADER_BYTES + 2 * up(8 * shape.ranks)
+        counts = header_bytes(shape.ranks) + 2 * up(8 * shape.ranks)
         source_rows = counts + up(4 * shape.ranks)
         route = source_rows + up(4 * shape.ranks)
         route_bytes = 8 * shape.slots
@@ -123,7 +123,7 @@ class Offsets:
         stats = at + (returned or LINE)
         outbox = stats + up(4 * shape.ranks * shape.stats) if shape.stats else at + returned + LINE
         destinations = outbox + (LINE if by_choice else up(slots * shape.out_bytes))
-        end = destinations + 4 * shape.tokens
+        end = destinations + 4 * rank_words(shape.ranks) * shape.tokens
         return cls(
             share_bytes=up(up(end) + 8 * shape.tokens * shape.slots) if by_choice else up(end + 1),
             counts=counts,

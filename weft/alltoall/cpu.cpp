@@ -31,10 +31,10 @@ template <Shape S, u32 P> void copy_planes(const DispatchArgs& a, Inbox<S>& to, 
 }
 
 // Sends one token to every rank that owns one of its experts, and its Route to every rank. Returns
-// those ranks as bits.
-template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
+// those ranks.
+template <Shape S> RankSet send_token(const DispatchArgs& a, u32 token) {
     Share<S>& own = own_share<S>(a.site);
-    u32 destinations = 0;
+    RankSet destinations{};
     ExpertLocation location[S.top_k];
     i32 ids[S.top_k];
     for (u32 k = 0; k < S.top_k; ++k) {
@@ -44,7 +44,7 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
             if (ids[j] == ids[k]) refuse_duplicate(own.header, a.site, token, k, ids[k]);
         location[k] = living_location<S>(a, own.header.living, ids[k], token, k, true);
         if (ids[k] < 0) continue;
-        destinations |= 1u << location[k].rank;
+        add(destinations, location[k].rank);
     }
     if constexpr (S.combine == Combine::gemm_push)
         for (u32 k = 0; k < S.top_k; ++k) {
@@ -59,7 +59,7 @@ template <Shape S> u32 send_token(const DispatchArgs& a, u32 token) {
             route.expert[k] = here ? i32(location[k].local) : -1;
             route.weight[k] = !here ? 0.0f : a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
         }
-        if (!(destinations >> peer & 1)) continue;
+        if (!has(destinations, peer)) continue;
         Inbox<S>& to = share<S>(a.site, peer).inbox;
         if constexpr (S.quant != Quant::none) quantize_payload<S>(a, to, token);
         copy_planes<S, S.quant == Quant::none ? 0 : 2>(a, to, token);
@@ -78,7 +78,7 @@ template <Shape S> void clear_rows(const DispatchArgs& a, u32 from, u32 until) {
 template <Shape S> void send_stats(const DispatchArgs& a) {
     if constexpr (S.stats != 0)
         for (u32 peer = 0; peer < S.ranks; ++peer)
-            if (lives(own_share<S>(a.site).header.living, peer))
+            if (has(own_share<S>(a.site).header.living, peer))
                 std::memcpy(share<S>(a.site, peer).inbox.stats.row[a.site.rank], a.stats,
                             4 * S.stats);
 }
@@ -94,7 +94,7 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
             return;
         const u32 count = token_count<S>(a, true);
         for (u32 token = 0; token < a.tokens; ++token)
-            own.destinations[token] = token < count ? send_token<S>(a, token) : 0;
+            own.destinations[token] = token < count ? send_token<S>(a, token) : RankSet{};
         const bool slot_stride_changed = own.header.source_rows != a.source_rows;
         clear_rows<S>(a, count, slot_stride_changed ? a.source_rows : state.rows);
         send_stats<S>(a);
@@ -153,11 +153,11 @@ bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32
 // 2026-11-20).
 template <Shape S, u32 count> bool reduce_block(const CombineArgs& a, u32 token, u32 at) {
     using Element = Bits<S.dtype>;
-    const u32 destinations = own_share<S>(a.site).destinations[token];
+    const RankSet destinations = own_share<S>(a.site).destinations[token];
     const u64 in_output = u64(token) * S.hidden + at;
     float sum[count] = {};
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        if ((destinations >> peer & 1) && !add_row<S>(sum, a, peer, token, at)) return false;
+        if (has(destinations, peer) && !add_row<S>(sum, a, peer, token, at)) return false;
     if (a.add) add_block<S.dtype>(sum, static_cast<const Element*>(a.add) + in_output);
     Element* out = static_cast<Element*>(a.out) + in_output;
     for (u32 i = 0; i < count; ++i) out[i] = narrow<S.dtype>(sum[i]);

@@ -12,8 +12,8 @@ namespace weft {
 
 // One token's routing in a warp: lane k holds entry k.
 struct Routing {
-    u32 destinations;  // the same in every lane
-    u32 rank;          // max_ranks where the entry names no expert
+    RankSet destinations;  // the same in every lane
+    u32 rank;              // max_ranks where the entry names no expert
     i32 local;
     float weight;
     i32 id;
@@ -45,9 +45,9 @@ WEFT_FN TokenFragment<S> load_fragment(const Block& team, const DispatchArgs& a,
 }
 
 template <Shape S>
-WEFT_FN Routing route_token(const DispatchArgs& a, u32 living, const TokenFragment<S>& fragment,
+WEFT_FN Routing route_token(const DispatchArgs& a, RankSet living, const TokenFragment<S>& fragment,
                             u32 token, u32 k, bool reports) {
-    Routing r{.destinations = 0, .rank = max_ranks, .local = -1, .weight = 0.0f, .id = -1};
+    Routing r{.destinations = {}, .rank = max_ranks, .local = -1, .weight = 0.0f, .id = -1};
     r.id = expert_id<S>(a, fragment.id, token, k, reports);
     ExpertLocation location{};
     if (r.id >= 0) location = living_location<S>(a, living, r.id, token, k, reports);
@@ -56,7 +56,7 @@ WEFT_FN Routing route_token(const DispatchArgs& a, u32 living, const TokenFragme
         r.local = i32(location.local);
         r.weight = fragment.weight;
     }
-    r.destinations = __reduce_or_sync(all_lanes, r.rank < max_ranks ? 1u << r.rank : 0u);
+    r.destinations = union_of_lanes(r.rank < max_ranks ? only(r.rank) : RankSet{});
     return r;
 }
 
@@ -79,7 +79,8 @@ template <Shape S> WEFT_FN uint4 route_vector(const Routing& r, u32 peer, u32 ve
 
 // One warp writes the token's Route to every rank and saves its destinations for combine.
 template <Shape S>
-WEFT_FN void send_route(const DispatchArgs& a, u32 living, u32 token, u32 lane, const Routing& r) {
+WEFT_FN void send_route(const DispatchArgs& a, RankSet living, u32 token, u32 lane,
+                        const Routing& r) {
     Share<S>& own = own_share<S>(a.site);
     constexpr u32 vectors = S.padded_top_k() / 2, total = S.ranks * vectors;
 #pragma unroll
@@ -102,7 +103,7 @@ WEFT_FN void send_route(const DispatchArgs& a, u32 living, u32 token, u32 lane, 
 }
 
 template <Shape S>
-WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 living, u32 token,
+WEFT_FN void send_token(const Block& team, const DispatchArgs& a, RankSet living, u32 token,
                         const TokenFragment<S>& fragment) {
     const bool routes = blockIdx.y == 0 && team.warp() == 0;
     const Routing r = route_token<S>(a, living, fragment, token, team.warp_lane(), routes);
@@ -113,7 +114,8 @@ WEFT_FN void send_token(const Block& team, const DispatchArgs& a, u32 living, u3
 // Routes that the last round may have used and this one does not: their ids become -1, so no stale
 // token is ever read. Where the slots lie elsewhere than in the last round, any may be stale.
 template <Shape S>
-WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 living, u32 from, u32 until) {
+WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, RankSet living, u32 from,
+                        u32 until) {
     constexpr u32 vectors = S.padded_top_k() / 4, each = S.ranks * vectors;
     const u32 block = blockIdx.y * gridDim.x + blockIdx.x,
               total = until > from ? (until - from) * each : 0;
@@ -124,12 +126,13 @@ WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, u32 living, u3
     }
     for (u32 token = from + block * team.lanes() + team.lane(); token < a.tokens;
          token += team.teams() * team.lanes())
-        own_share<S>(a.site).destinations[token] = 0;
+        own_share<S>(a.site).destinations[token] = {};
 }
 
 // This rank's statistics to every living rank, split over all CTAs. They are stored before
 // `is_last_cta`, as rows are, so its barriers order them before the flags.
-template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs& a, u32 living) {
+template <Shape S>
+WEFT_FN void send_stats(const Block& team, const DispatchArgs& a, RankSet living) {
     if constexpr (S.stats != 0) {
         const u32 block = blockIdx.y * gridDim.x + blockIdx.x;
         for (u32 i = block * team.lanes() + team.lane(); i < S.stats;
@@ -139,7 +142,7 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
             for (u32 offset = 0; offset < S.ranks; ++offset) {
                 const u32 rank = a.site.rank + offset,
                           peer = rank < S.ranks ? rank : rank - S.ranks;
-                if (lives(living, peer))
+                if (has(living, peer))
                     store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], value);
             }
         }
@@ -149,7 +152,7 @@ template <Shape S> WEFT_FN void send_stats(const Block& team, const DispatchArgs
 // Sends all tokens of this rank; true in the team that finishes last, which then publishes for all.
 template <Shape S>
 WEFT_FN bool send_tokens(const Block& team, const DispatchArgs& a, const EpochState& state,
-                         u32 living, u32 count, u32 stale, TokenFragment<S> fragment) {
+                         RankSet living, u32 count, u32 stale, TokenFragment<S> fragment) {
     u32 token = blockIdx.x;
     while (token < count) {
         const TokenFragment<S> next = load_fragment<S>(team, a, token + gridDim.x);
@@ -169,7 +172,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
-    const u32 living = header.living;  // loaded with the state, as is this:
+    const RankSet living = header.living;  // loaded with the state, as is this:
     const bool slot_stride_changed = header.source_rows != a.source_rows;
     TokenFragment<S> fragment{};
     if constexpr (part != PhasePart::recv) fragment = load_fragment<S>(team, a, blockIdx.x);

@@ -105,6 +105,7 @@ def _program(shape: Shape, lines: list[str], found: Mapping[str, EntryPoint]) ->
     return Program(
         name="alltoall",
         what="all-to-all",
+        ranks=shape.ranks,
         body="\n".join(lines) + "\n",
         entry_points={name: STRUCTS[entry.struct] for name, entry in found.items()},
         offsets=Offsets.of(shape).asserted(),

@@ -138,7 +138,7 @@ template <Shape S> struct Share {
     Header header;
     Inbox<S> inbox;
     Outbox<S> outbox;
-    alignas(128) u32 destinations[S.tokens];  // of own tokens: ranks as bits, saved for combine
+    alignas(128) RankSet destinations[S.tokens];  // of own tokens, saved for combine
     SavedRouting<S> saved_routing;
 };
 

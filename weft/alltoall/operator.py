@@ -6,6 +6,7 @@ them. The order is strict on one object: that is what makes single buffers safe 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from enum import Enum
 
@@ -20,7 +21,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.hosts.operator import AcrossHosts
 from weft.memory import Group, Heap
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import HEADER_BYTES, Header
+from weft.memory.header import header_bytes
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_of
@@ -463,12 +464,12 @@ class AllToAll(Placed, AcrossHosts):
         self._rows = self.max_tokens  # slots for each source in this round
         self._traced_tokens, self._traced_rows = 0, self.max_tokens
 
-    def _write_contents(self, config: AllToAllConfig, header: Header) -> None:
+    def _write_contents(self, config: AllToAllConfig, header: ctypes.Structure) -> None:
         shape, at, heap = config.shape, config.offsets, self.heap
         header.source_rows = shape.tokens
         words = at.route_bytes // 4
-        flags_and_counts = (at.source_rows - HEADER_BYTES,)
-        heap.tensor(flags_and_counts, torch.uint8, offset=HEADER_BYTES).zero_()
+        flags = header_bytes(shape.ranks)
+        heap.tensor((at.source_rows - flags,), torch.uint8, offset=flags).zero_()
         heap.tensor((shape.ranks,), torch.int32, offset=at.source_rows).fill_(shape.tokens)
         routes = heap.tensor((shape.ranks * shape.tokens, words), torch.int32, offset=at.route)
         routes[:, : shape.slots].fill_(-1)

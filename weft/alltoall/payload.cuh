@@ -24,19 +24,19 @@ WEFT_FN V* inbox_row(const DispatchArgs& a, u32 peer, u32 token) {
 // One vector of plane P to all destinations. Each rank starts with itself and goes upwards, so that
 // ranks do not store to the same peer at once.
 template <Shape S, u32 P, class V>
-WEFT_FN void push_vector(const DispatchArgs& a, u32 token, u32 v, u32 destinations, V data) {
+WEFT_FN void push_vector(const DispatchArgs& a, u32 token, u32 v, RankSet destinations, V data) {
     const u32 rank = a.site.rank;
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = rank + i < S.ranks ? rank + i : rank + i - S.ranks;
-        if (destinations >> peer & 1) store(inbox_row<S, P, V>(a, peer, token) + v, data);
+        if (has(destinations, peer)) store(inbox_row<S, P, V>(a, peer, token) + v, data);
     }
 }
 
 // This thread's vectors of plane P and the following ones. The planes form one flat index space, so
 // small planes use the threads that a large one leaves idle.
 template <Shape S, u32 P>
-WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, u32 destinations) {
+WEFT_FN void push_planes(const DispatchArgs& a, u32 token, u32 v, u32 step, RankSet destinations) {
     if constexpr (P < S.planes) {
         using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
@@ -59,7 +59,7 @@ template <Shape S> struct PayloadFragment {
     }
 
     WEFT_FN void push(const RowSlice& slice, const DispatchArgs& a, u32 token,
-                      u32 destinations) const {
+                      RankSet destinations) const {
         if (slice.first < vectors) {
             push_vector<S, 0>(a, token, slice.first, destinations, data);
             push_planes<S, 0>(a, token, slice.first + slice.step, slice.step, destinations);
@@ -88,7 +88,7 @@ struct PayloadFragment<S> {
         return columns;
     }
 
-    WEFT_FN static void push_columns(const DispatchArgs& a, u32 token, u32 v, u32 destinations,
+    WEFT_FN static void push_columns(const DispatchArgs& a, u32 token, u32 v, RankSet destinations,
                                      const Source& columns) {
         float x[lane_columns];
         columns.widen(x);
@@ -113,7 +113,7 @@ struct PayloadFragment<S> {
 
     // Whole warps stay together, because the lanes of a block share their maximum.
     WEFT_FN void push(const RowSlice& slice, const DispatchArgs& a, u32 token,
-                      u32 destinations) const {
+                      RankSet destinations) const {
         const u32 lane = slice.first % warp_lanes;
         push_columns(a, token, slice.first, destinations, source);
         for (u32 v = slice.first + slice.step; v - lane < row_lanes; v += slice.step)

@@ -39,10 +39,10 @@ WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool repo
 // Where the expert of a known id is. For an expert on a rank that is gone the id becomes -1 and is
 // refused.
 template <Shape S>
-WEFT_FN ExpertLocation living_location(const DispatchArgs& a, u32 living, i32& id, u32 token, u32 k,
-                                       bool reports) {
+WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i32& id, u32 token,
+                                       u32 k, bool reports) {
     const ExpertLocation location = locate_expert<S>(a, u32(id));
-    if (lives(living, location.rank)) return location;
+    if (has(living, location.rank)) return location;
     if (reports) refuse_gone(own_share<S>(a.site).header, a.site, location.rank, id, token, k);
     id = -1;
     return location;
@@ -51,8 +51,8 @@ WEFT_FN ExpertLocation living_location(const DispatchArgs& a, u32 living, i32& i
 // The Route of one of this rank's tokens at a peer. It names no expert of a peer that is gone, and
 // goes to that peer's slot at this rank: its slots name none either when `source_rows` moves them.
 template <Shape S>
-WEFT_FN Route<S>& route_at(const DispatchArgs& a, u32 living, u32 peer, u32 token) {
-    const bool alive = lives(living, peer);
+WEFT_FN Route<S>& route_at(const DispatchArgs& a, RankSet living, u32 peer, u32 token) {
+    const bool alive = has(living, peer);
     const u32 at = alive ? peer : a.site.rank, source = alive ? a.site.rank : peer;
     return share<S>(a.site, at).inbox.route[slot_of(a.source_rows, source, token)];
 }
@@ -83,14 +83,14 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
 // it is 0, the number of slots for each source. Order: each release covers everything that this
 // team wrote or acquired: the whole rank's payload, routes and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, u32 living, Phase phase, u64 wanted,
+WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u64 wanted,
                      u32 count, u32 source_rows = 0) {
     Header& header = own_share<S>(site).header;
     const u64 flag = make_flag(header.generation, site.descriptor, wanted);
     mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
         const u32 peer = (site.rank + i) % S.ranks;
-        if (!lives(living, peer)) continue;
+        if (!has(living, peer)) continue;
         Inbox<S>& to = share<S>(site, peer).inbox;
         const bool sending = phase == Phase::dispatch;
         const Action planned =
@@ -106,11 +106,12 @@ WEFT_FN void publish(const Team& team, const Site& site, u32 living, Phase phase
 
 // Waits for every living peer's flag; false, for the whole team, when one wait has failed.
 template <Shape S, class Team>
-WEFT_FN bool await_all(const Team& team, const Site& site, u32 living, Phase phase, u64 wanted) {
+WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase phase,
+                       u64 wanted) {
     Share<S>& own = own_share<S>(site);
     bool arrived = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
-        if (!lives(living, peer)) continue;
+        if (!has(living, peer)) continue;
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               wanted);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
@@ -124,14 +125,14 @@ WEFT_FN bool await_all(const Team& team, const Site& site, u32 living, Phase pha
 // Waits for every peer's dispatch. Where the slots of sources lie closer than S.tokens, every peer
 // must place them likewise: if two ranks differ, one of them looks here.
 template <Shape S, class Team>
-WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, u32 living, u64 wanted) {
+WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted) {
     if (!await_all<S>(team, a.site, living, Phase::dispatch, wanted)) return false;
     if (a.source_rows == S.tokens) return true;
     Share<S>& own = own_share<S>(a.site);
     bool equal = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         const u32 theirs = own.inbox.source_rows[peer];
-        if (theirs == a.source_rows || !lives(living, peer)) continue;
+        if (theirs == a.source_rows || !has(living, peer)) continue;
         equal = false;
         fail_call(own.header, a.site, Code::other_rows, peer, Phase::dispatch, a.source_rows,
                   theirs);

@@ -34,10 +34,11 @@ from weft.jit.host import compile_shared, compiler_identity, find_compiler
 from weft.jit.module import CudaModule
 from weft.jit.nvrtc import compile_cubin, nvrtc_version
 from weft.memory import Group, Heap, launch
+from weft.shape import MAX_RANKS
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
 MIN_PYTHON, GPU_TORCH = (3, 11), (2, 11)
-MIN_FILES = 1024  # open files: sockets and handles of 32 ranks, with room for torch's own
+MIN_FILES = 1024  # open files: sockets and handles of 72 ranks, with room for torch's own
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 # Every variable that weft reads, or that its dependencies read for it: docs/environment.md.
 VARIABLES = (
@@ -214,6 +215,7 @@ def _system() -> Iterator[Line]:
     enough = files == resource.RLIM_INFINITY or files >= MIN_FILES
     remedy = f"ulimit -n {MIN_FILES}: many ranks need more"
     yield _line("open files", enough, str(files), remedy, "warn")
+    yield "NVLink domain", "ok", f"up to {MAX_RANKS} ranks, of one host", ""
     yield _tried("cache", _cache, "fail")
     yield _tried("CPU ranks", _two_ranks, "warn" if gpu_count() else "fail")
 

@@ -19,7 +19,7 @@ from weft.compat.normal_mode import NormalHandle, NormalMode, Rows
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.rank_layout import Layout
 from weft.compat.refusals import refuse, renamed
-from weft.compat.row_exchange import exchange_bytes
+from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
 from weft.lowlatency import reference as reference_lowlatency
@@ -105,15 +105,15 @@ class Config:
         hidden_bytes = integer("hidden_bytes", hidden_bytes, 16, MAX_ROW_BYTES)
         if hidden_bytes % 16:
             wrong("hidden_bytes", hidden_bytes, "a multiple of 16")
-        ranks = integer("num_ranks", num_ranks, 1, MAX_RANKS)
+        ranks = integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         tokens = min(tokens, largest(Shape, "tokens"))
         return exchange_bytes(ranks, tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: weft serves one NVLink domain, of up to 32 ranks. Raises InvalidArgument."""
+        """0: weft serves one NVLink domain, here of up to 32 ranks. Raises InvalidArgument."""
         integer("hidden_bytes", hidden_bytes, 1, MAX_ROW_BYTES)
-        integer("num_ranks", num_ranks, 1, MAX_RANKS)
+        integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return 0
 
 
@@ -231,7 +231,7 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """A Config with `Buffer.num_sms`. Raises InvalidArgument for more than 32 ranks."""
-        integer("num_ranks", num_ranks, 1, MAX_RANKS)
+        integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return Config(Buffer.num_sms)
 
     @staticmethod

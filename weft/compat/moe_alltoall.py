@@ -17,6 +17,7 @@ from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely
 from weft.compat.ranks import EpMapping, lease_group, place, release_group
 from weft.compat.refusals import (
     BACKEND,
+    MASK_WORDS,
     RESULT,
     check_batch,
     check_ids,
@@ -114,6 +115,8 @@ class MoeAlltoAll:
             hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_rank, self.ep_size = rank, size
+        if enable_rank_mask:
+            integer("mapping.moe_ep_size with enable_rank_mask", size, 1, 64 * MASK_WORDS)
         self._check_sizes(hidden=hidden_size or 8, stats=stats)
         if workspace_size_per_rank is not None:
             given = workspace_size_per_rank

@@ -51,12 +51,12 @@ struct SourceRows {
 // rank r, and its weight is 1.
 template <Shape S> WEFT_FN void save_ranks(const ReturnArgs& a, u32 token) {
     Share<S>& own = own_share<S>(a.site);
-    u32 destinations = 0;
+    RankSet destinations{};
     for (u32 rank = 0; rank < S.ranks; ++rank) {
         const bool has_row = a.in_rank[u64(token) * S.ranks + rank] != 0;
         own.saved_routing.rank[token][rank] = has_row ? rank : max_ranks;
         own.saved_routing.weight[token][rank] = 1.0f;
-        destinations |= u32(has_row) << rank;
+        add_if(destinations, has_row, rank);
     }
     own.destinations[token] = destinations;
 }

@@ -98,7 +98,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
     griddep_wait();
     launch_dependents();
     const EpochState state = header.state;
-    const u32 living = header.living;  // loaded with the state
+    const RankSet living = header.living;  // loaded with the state
     if (state.failed != 0) return;
     mark_start(team, header, Phase::combine, state.epoch, team.lane() == 0 ? now_ns() : 0);
     if (fault(header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away) return;

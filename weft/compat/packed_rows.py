@@ -77,6 +77,7 @@ def program(name: str, shape: Shape, *, device: bool) -> Program:
     return Program(
         name="packed",
         what="normal mode",
+        ranks=shape.ranks,
         body=source.format(
             **{"shape": shape.literal(), "threads": THREADS},
             **{"name": name, "args": args.__name__},

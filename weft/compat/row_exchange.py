@@ -18,6 +18,7 @@ import torch
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll, State
+from weft.arguments import integer
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
 from weft.grouping.config import GroupConfig
 from weft.grouping.operator import RowGroups
@@ -26,6 +27,7 @@ from weft.memory.driver import plain_tensors
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.stream import synchronize_stream
+from weft.shape import MAX_TOP_K
 
 
 class Closes(Protocol):
@@ -38,6 +40,8 @@ class Closes(Protocol):
 T = TypeVar("T", bound=Closes)
 
 VECTOR_BYTES = 16
+# A rank is an entry of a token's top k here, and the entries of a token are lanes of a warp.
+MAX_ROW_RANKS = MAX_TOP_K
 NO_ROW = 8  # columns of bfloat16 that a combine must have where none is needed
 
 
@@ -279,6 +283,7 @@ class Announcement:
 def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
     """Bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16. InvalidArgument."""
     blank = [Payload((VECTOR_BYTES,), torch.uint8)]
+    ranks = integer("ranks", ranks, 1, MAX_ROW_RANKS)
     sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
     sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": blank}
     there = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))
@@ -286,7 +291,8 @@ def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
 
 
 def _between_ranks(group: Group) -> dict[str, Any]:
-    return {"top_k": group.size, "num_experts": group.size}
+    ranks = integer("ranks of normal mode", group.size, 1, MAX_ROW_RANKS)
+    return {"top_k": ranks, "num_experts": ranks}
 
 
 def _no_tokens(group: Group) -> tuple[torch.Tensor, torch.Tensor]:

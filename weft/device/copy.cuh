@@ -57,6 +57,12 @@ WEFT_FN u32 load_early(const void* at) {
     return v;
 }
 
+template <u32 words> WEFT_FN RankWords<words> load_early(const RankWords<words>* at) {
+    RankWords<words> set;
+    for (u32 i = 0; i < words; ++i) set.word[i] = load_early(&at->word[i]);
+    return set;
+}
+
 WEFT_FN void store(uint4* at, uint4 v) {
     asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)

@@ -6,8 +6,9 @@
 
 namespace weft {
 
-constexpr u32 abi = 9;         // to be raised whenever a struct below changes
-constexpr u32 max_ranks = 32;  // a token's destinations are the bits of one u32
+constexpr u32 abi = 10;                         // to be raised whenever a struct below changes
+constexpr u32 max_ranks = WEFT_WIDE ? 72 : 32;  // of one NVLink domain; 72 is GB200 NVL72
+constexpr u32 rank_words = (max_ranks + 31) / 32, host_words = (max_ranks + 62) / 63;
 constexpr u32 ring_records = 256;
 constexpr u32 ring_timelines = 64;  // the last 32 rounds
 
@@ -33,6 +34,76 @@ enum class Code : u32 {
     gone_rank = 13,
     gone_unmasked = 14,
 };
+
+// A set of ranks, as bits: one word up to 32 ranks, and several in a wide domain. Words of several
+// are selected, not indexed, because registers have no addresses.
+template <u32 words> struct RankWords {
+    u32 word[words];
+
+    bool operator==(const RankWords&) const = default;
+    WEFT_FN RankWords operator&(const RankWords& other) const {
+        RankWords both;
+        for (u32 i = 0; i < words; ++i) both.word[i] = word[i] & other.word[i];
+        return both;
+    }
+};
+template <u32 words> struct RankSetOf {
+    using type = RankWords<words>;
+};
+template <> struct RankSetOf<1> {
+    using type = u32;
+};
+using RankSet = typename RankSetOf<rank_words>::type;
+
+// The ranks from `first` on as the lowest bits; of several words, those in the word of `first`.
+WEFT_FN constexpr u32 ranks_from(u32 set, u32 first) { return set >> first; }
+template <u32 words> WEFT_FN constexpr u32 ranks_from(const RankWords<words>& set, u32 first) {
+    u32 bits = set.word[0];
+    for (u32 i = 1; i < words; ++i) bits = first / 32 == i ? set.word[i] : bits;
+    return bits >> first % 32;
+}
+
+WEFT_FN constexpr bool has(u32 set, u32 rank) { return (set >> rank & 1) != 0; }
+template <u32 words> WEFT_FN constexpr bool has(const RankWords<words>& set, u32 rank) {
+    return (ranks_from(set, rank) & 1) != 0;
+}
+
+WEFT_FN constexpr void add(u32& set, u32 rank) { set |= 1u << rank; }
+template <u32 words> WEFT_FN constexpr void add(RankWords<words>& set, u32 rank) {
+    for (u32 i = 0; i < words; ++i)
+        if (rank / 32 == i) set.word[i] |= 1u << rank % 32;
+}
+
+// Adds a rank where it belongs to the set.
+WEFT_FN constexpr void add_if(u32& set, bool belongs, u32 rank) { set |= u32(belongs) << rank; }
+template <u32 words> WEFT_FN constexpr void add_if(RankWords<words>& set, bool belongs, u32 rank) {
+    if (belongs) add(set, rank);
+}
+
+WEFT_FN constexpr u32 without(u32 set, u32 rank) { return set & ~(1u << rank); }
+template <u32 words> WEFT_FN constexpr RankWords<words> without(RankWords<words> set, u32 rank) {
+    for (u32 i = 0; i < words; ++i)
+        if (rank / 32 == i) set.word[i] &= ~(1u << rank % 32);
+    return set;
+}
+
+// The set of one rank.
+WEFT_FN constexpr RankSet only(u32 rank) {
+    RankSet set{};
+    add(set, rank);
+    return set;
+}
+
+// The set of the ranks 0 .. ranks - 1.
+WEFT_FN constexpr RankSet ranks_below(u32 ranks) {
+    RankSet set{};
+    for (u32 rank = 0; rank < ranks; ++rank) add(set, rank);
+    return set;
+}
+
+// A word of a set.
+WEFT_FN u32& word_of(u32& set, u32) { return set; }
+template <u32 words> WEFT_FN u32& word_of(RankWords<words>& set, u32 i) { return set.word[i]; }
 
 // A flag is one 64-bit word: generation 16 | descriptor 8 | epoch 40. A wait is satisfied by an
 // equal generation and an epoch that is not older in serial arithmetic, so a peer that runs ahead
@@ -68,9 +139,9 @@ WEFT_FN constexpr u32 notice_culprit(u64 notice) { return u32(notice >> 40) & 0x
 
 // Host memory that a kernel can write while it runs: the host polls it without synchronising.
 struct Mailbox {
-    // From this rank's host to its own kernels. Bit 63: leave. Bit r below: the process of rank r
-    // has ended.
-    alignas(128) u64 host_word;
+    // From this rank's host to its own kernels. Bit 63 of the first: leave. Bit r % 63 of word
+    // r / 63: the process of rank r has ended.
+    alignas(128) u64 host_word[host_words];
     alignas(128) u32 refusals;  // serial number of the latest refusal; refused[serial % 8] holds it
     alignas(128) u32 broken_code;         // published after `broken`
     ErrorRecord broken;                   // the first error that ended the group
@@ -114,13 +185,15 @@ struct alignas(128) Header {
     u64 share_bytes, first_epoch;
     u64 deadline_ns, first_deadline_ns;
     alignas(128) EpochState state;
-    u32 source_rows;           // slots for each source in this rank's last dispatch
-    u32 living;                // bit r: rank r takes part. Changes only while no kernel runs
+    u32 source_rows;  // slots for each source in this rank's last dispatch
+    // The ranks that take part. No kernel waits for, stores to or reads from another one. Changes
+    // only while no kernel runs.
+    RankSet living;
     alignas(128) u32 arrived;  // teams of the running dispatch that have finished sending
     u32 refusing;              // lock, held while a refusal is written
     u32 refusals;
     u32 sending;                          // tokens of a dispatch that is sent and not yet received
-    u32 reported;                         // ranks that are gone, as bits, and reported as such
+    RankSet reported;                     // ranks that are gone, and reported as such
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
     alignas(128) u64 waiting_ns;          // a wait's last check of its deadline; peers read it
     alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
@@ -141,9 +214,6 @@ WEFT_FN Mailbox& mailbox(const Site& site) { return *reinterpret_cast<Mailbox*>(
 WEFT_FN Header& header_of(const Site& site, u32 rank) {
     return *reinterpret_cast<Header*>(site.base + rank * site.stride);
 }
-
-// Does a rank take part? No kernel waits for, stores to or reads from a rank that does not.
-WEFT_FN constexpr bool lives(u32 living, u32 rank) { return (living >> rank & 1) != 0; }
 
 static_assert(sizeof(EpochState) == 16, "the epoch state is read in one load");
 static_assert(sizeof(ErrorRecord) == 56 && sizeof(Record) == 32 && sizeof(Mailbox) <= 4096);

@@ -23,6 +23,7 @@
 // Macros of the build:
 // -DWEFT_FAULTS=1 arms the named fault points.
 // -DWEFT_PROFILE=1 records timelines.
+// -DWEFT_WIDE=1 is for more than 32 ranks: sets of ranks take several words.
 // -DWEFT_WEAK_FLAGS=1 breaks the release on purpose.
 // -DWEFT_ONE_SIDE=1 removes the second buffer where two are needed.
 // -DWEFT_NO_GRANTS=1 stores into inboxes that nobody has emptied.
@@ -32,6 +33,9 @@
 #endif
 #ifndef WEFT_PROFILE
 #define WEFT_PROFILE 0
+#endif
+#ifndef WEFT_WIDE
+#define WEFT_WIDE 0
 #endif
 #ifndef WEFT_ONE_SIDE
 #define WEFT_ONE_SIDE 0

@@ -42,6 +42,22 @@ struct Cluster {
     }
 };
 
+// The lowest rank of a set that is not empty.
+WEFT_FN u32 first_of(u32 set) { return __ffs(int(set)) - 1; }
+template <u32 words> WEFT_FN u32 first_of(const RankWords<words>& set) {
+    u32 first = 0;
+    for (u32 i = words; i-- > 0;)
+        if (set.word[i] != 0) first = 32 * i + first_of(set.word[i]);
+    return first;
+}
+
+// The union of all lanes' sets, in every lane.
+WEFT_FN RankSet union_of_lanes(RankSet set) {
+    for (u32 i = 0; i < rank_words; ++i)
+        word_of(set, i) = __reduce_or_sync(all_lanes, word_of(set, i));
+    return set;
+}
+
 struct Block {
     WEFT_FN u32 lane() const { return threadIdx.x; }
     WEFT_FN u32 lanes() const { return blockDim.x; }

@@ -29,11 +29,11 @@ template <u32 experts, u32 ranks> WEFT_FN ExpertLocation block_location(u32 expe
 
 // Reports bad input, which the caller drops, to the host. One refusal is written at a time; a
 // refusal that comes while another is written loses its report, never its check.
-// once: bits of header.reported, after which such input is not reported again.
-WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record, u32 once = 0) {
-    const auto was_reported = [&] {
-        return once != 0 && (load_relaxed(&header.reported) & once) != 0;
-    };
+// once: bits of a word of header.reported, after which such input is not reported again.
+WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record, u32 once = 0,
+                    u32 word = 0) {
+    u32& reported = word_of(header.reported, word);
+    const auto was_reported = [&] { return once != 0 && (load_relaxed(&reported) & once) != 0; };
     if (was_reported() || !claim(&header.refusing, 0, 1)) return;
     if (!was_reported()) {
         const u32 serial = ++header.refusals;
@@ -41,7 +41,7 @@ WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record, u32 on
         record.rank = site.rank;
         box.refused[serial % 8] = record;
         store_release(&box.refusals, serial);
-        if (once != 0) store_relaxed(&header.reported, header.reported | once);
+        if (once != 0) store_relaxed(&reported, reported | once);
     }
     claim(&header.refusing, 1, 0);
 }
@@ -60,7 +60,7 @@ WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     const u64 notice = make_notice(record.code, record.peer, record.wanted);
     for (u32 i = 1; i < header.ranks; ++i) {
         const u32 peer = (site.rank + i) % header.ranks;
-        if (!lives(header.living, peer)) continue;
+        if (!has(header.living, peer)) continue;
         store_release(&header_of(site, peer).notices[site.rank], notice);
     }
 }
@@ -104,11 +104,11 @@ WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32
            {.code = u32(Code::gone_rank),
             .peer = gone,
             .phase = u32(Phase::dispatch),
-            .wanted = header.living,
+            .wanted = ranks_from(header.living, 0),
             .seen = u64(id),
             .token = token,
             .slot = k},
-           1u << gone);
+           1u << (rank_words == 1 ? gone : gone % 32), gone / 32);
 }
 
 // What a wait is for, as an error record reports it.
@@ -136,12 +136,18 @@ struct WaitResult {
     u32 culprit, reported_by;
 };
 
+// Has the process of a peer ended? host_word: the first one, as the caller has read it.
+WEFT_FN bool has_ended(const Site& site, u64 host_word, u32 peer) {
+    if constexpr (host_words == 1) return (host_word >> peer & 1) != 0;
+    return (load_acquire(&mailbox(site).host_word[peer / 63]) >> peer % 63 & 1) != 0;
+}
+
 // Has a peer failed and sent a notice? Or has one left or ended before it did its part of this
 // operation?
 WEFT_FN WaitResult check_peers(Header& header, const Site& site, const Wait& wait, u64 host_word) {
     for (u32 peer = 0; peer < header.ranks; ++peer) {
         const u64 notice = load_acquire(&header.notices[peer]);
-        const bool ended = (host_word >> peer & 1) != 0;
+        const bool ended = has_ended(site, host_word, peer);
         if (notice == 0 && !ended) continue;
         const Code code = notice_code(notice);
         const u32 culprit = notice_culprit(notice);
@@ -172,7 +178,7 @@ WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 
 WEFT_FN WaitResult check_wait(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
     // Another wait of this rank has failed and has written the record.
     if (load_acquire(&header.state.failed) != 0) return {Code::aborted, site.rank, 0};
-    const u64 host_word = load_acquire(&mailbox(site).host_word);
+    const u64 host_word = load_acquire(mailbox(site).host_word);
     if (host_word & host_asks_to_leave) return {Code::aborted, site.rank, 0};
     const WaitResult result = check_peers(header, site, wait, host_word);
     if (result.code != Code::ok) return result;

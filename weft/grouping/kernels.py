@@ -64,6 +64,7 @@ def _program(
     return Program(
         name="grouping",
         what="grouping",
+        ranks=shape.ranks,
         body=f"#include <weft/grouping/{file}>\n{constants}{entries}",
         entry_points=dict.fromkeys(names, GroupArgs),
         offsets=(("weft::max_groups", MAX_GROUPS), *numbers),

@@ -23,24 +23,41 @@ struct TokenSlot {
     WEFT_FN u32 in_inbox(const GroupArgs& a) const { return slot_of(a.source_rows, source, token); }
 };
 
-// All tokens of the round as one index space; lane s of every warp holds source s.
-struct ReceivedTokens {
-    u32 count, until;  // of this source; of it and all sources before it
+// All tokens of the round as one index space; lane s of every warp holds the sources s, s + 32, ...
+template <Shape S> struct ReceivedTokens {
+    static constexpr u32 sources = (S.ranks + warp_lanes - 1) / warp_lanes;  // of a lane
+    u32 count[sources], until[sources];  // of a source; of it and all sources before it
 
-    template <Shape S> WEFT_FN static ReceivedTokens of(const Inbox<S>& inbox, u32 lane) {
-        ReceivedTokens t{.count = lane < S.ranks ? tokens_from<S>(inbox, lane) : 0, .until = 0};
-        t.until = t.count;
+    WEFT_FN static ReceivedTokens of(const Inbox<S>& inbox, u32 lane) {
+        ReceivedTokens t;
+        u32 before = 0;
 #pragma unroll
-        for (u32 step = 1; step < warp_lanes; step *= 2) {
-            const u32 earlier = __shfl_up_sync(all_lanes, t.until, step);
-            if (lane >= step) t.until += earlier;
+        for (u32 j = 0; j < sources; ++j) {
+            const u32 source = j * warp_lanes + lane;
+            t.count[j] = source < S.ranks ? tokens_from<S>(inbox, source) : 0;
+            t.until[j] = t.count[j];
+#pragma unroll
+            for (u32 step = 1; step < warp_lanes; step *= 2) {
+                const u32 earlier = __shfl_up_sync(all_lanes, t.until[j], step);
+                if (lane >= step) t.until[j] += earlier;
+            }
+            t.until[j] += before;
+            if (j + 1 < sources) before = __shfl_sync(all_lanes, t.until[j], warp_lanes - 1);
         }
         return t;
     }
-    WEFT_FN u32 total() const { return __shfl_sync(all_lanes, until, warp_lanes - 1); }
+    WEFT_FN u32 total() const { return __shfl_sync(all_lanes, until[sources - 1], warp_lanes - 1); }
     WEFT_FN TokenSlot slot(u32 i) const {
-        const u32 source = __popc(__ballot_sync(all_lanes, until <= i));
-        return {source, i - __shfl_sync(all_lanes, until - count, source)};
+        u32 source = 0;
+#pragma unroll
+        for (u32 j = 0; j < sources; ++j) source += __popc(__ballot_sync(all_lanes, until[j] <= i));
+        u32 begin = 0;
+#pragma unroll
+        for (u32 j = 0; j < sources; ++j) {
+            const u32 found = __shfl_sync(all_lanes, until[j] - count[j], source - j * warp_lanes);
+            if (sources == 1 || source / warp_lanes == j) begin = found;
+        }
+        return {source, i - begin};
     }
 };
 
@@ -142,7 +159,7 @@ template <Shape S, Grouping G> WEFT_FN void gather(const GroupArgs& a) {
     launch_dependents();
     if (own_share<S>(a.site).header.state.failed != 0) return;
     const u32 k = team.warp_lane();
-    const ReceivedTokens tokens = ReceivedTokens::of<S>(own_share<S>(a.site).inbox, k);
+    const auto tokens = ReceivedTokens<S>::of(own_share<S>(a.site).inbox, k);
     for (u32 i = blockIdx.x, total = tokens.total(); i < total; i += gridDim.x) {
         const TokenSlot at = tokens.slot(i);
         const Entry entry = load_entry<S, G>(a, at, k);

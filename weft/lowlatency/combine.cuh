@@ -23,7 +23,7 @@ template <LowLatencyShape S, u32 n>
 WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 strip, u32 first,
                       u32 expected, float lane_weight, float (&sum)[n], TraceRecorder& recorder) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
-    ReturnedStrip<S> rows(own.inbox.returned_row(token, first), strip, expected >> first);
+    ReturnedStrip<S> rows(own.inbox.returned_row(token, first), strip, expected);
     const u64 since = recorder.waits();
     if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
                     [&](u32 i) { return missing_rank<S>(a, token, first + i); }))
@@ -46,14 +46,15 @@ WEFT_FN bool sum_columns(const LowLatencyCombineArgs& a, u64 wanted, u32 token, 
                          TraceRecorder& recorder) {
     const u32 lane = threadIdx.x % warp_lanes, strip = unit % ReturnedStrip<S>::strips;
     const u32 at = strip * warp_lanes + lane;
-    const u32 expected = a.routing.expected[2 * token + (S.reduce == Reduce::sender)];
+    const auto expected = returned_rows<S>(a.routing, token);
     float weight = 1.0f;
     if (S.reduce == Reduce::receiver && a.weights != nullptr && lane < S.top_k)
         weight = a.weights[u64(token) * S.top_k + lane];
     float sum[ReturnedStrip<S>::columns] = {};
 #pragma unroll
     for (u32 first = 0; first < S.returned_rows(); first += rows_in_flight)
-        if (!add_rows<S>(a, wanted, token, strip, first, expected, weight, sum, recorder))
+        if (!add_rows<S>(a, wanted, token, strip, first, ranks_from(expected, first), weight, sum,
+                         recorder))
             return false;
     if (at >= ReturnedStrip<S>::vectors) return true;
     constexpr u32 parts = ReturnedStrip<S>::columns / elements_in_vector(S.dtype);
@@ -74,10 +75,12 @@ WEFT_FN bool sum_tokens(const LowLatencyCombineArgs& a, u64 wanted, WarpUnits wa
 
 // The coordinator checks that all ranks combine the same dispatch: one warp sends this rank's
 // dispatch id, another one compares those of the peers.
-template <LowLatencyShape S, PhasePart part>
+template <LowLatencyShape S, PhasePart part, u32 first = 0>
 WEFT_FN void compare_dispatch_ids(const Block& team, const LowLatencyCombineArgs& a,
                                   const RankState& state, u64 wanted) {
-    const u32 peer = team.warp_lane();
+    if constexpr (first + warp_lanes < S.ranks)
+        compare_dispatch_ids<S, part, first + warp_lanes>(team, a, state, wanted);
+    const u32 peer = first + team.warp_lane();
     if (S.gemm_push || !state.serves<S>(peer)) return;
     if (part != PhasePart::recv && team.warp() == 2 &&
         await_credit<S>(a.site, state.progress, Phase::combine, peer))

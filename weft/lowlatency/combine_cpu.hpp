@@ -89,10 +89,10 @@ template <LowLatencyShape S> void add_row(float (&sum)[S.hidden], const u8* row,
 // out[token] = its rows in order, weighted, in fp32, then `add`, rounded once.
 template <LowLatencyShape S> bool sum_token(const LowLatencyCombineArgs& a, u64 wanted, u32 token) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
-    const u32 expected = a.routing.expected[2 * token + (S.reduce == Reduce::sender)];
+    const auto expected = returned_rows<S>(a.routing, token);
     float sum[S.hidden] = {};
-    for (u32 left = expected; left != 0; left &= left - 1) {
-        const u32 which = u32(__builtin_ctz(left));
+    for (u32 which = 0; which < S.returned_rows(); ++which) {
+        if (!has(expected, which)) continue;
         alignas(16) u8 row[S.returned_vectors() * 16];
         const Wait wait{missing_rank<S>(a, token, which), Phase::combine, wanted,
                         epoch_before(wanted)};

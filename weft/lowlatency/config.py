@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from ctypes import c_uint16, c_uint32, c_uint64
@@ -15,7 +16,7 @@ from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
 from weft.hosts.config import Span
-from weft.memory.header import HEADER_BYTES, RING_TIMELINES
+from weft.memory.header import RING_TIMELINES, header_bytes, most_ranks, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.args import Site
@@ -94,27 +95,34 @@ class LowLatencyCombineArgs(ctypes.Structure):
     )
 
 
-class TraceRecord(ctypes.Structure):
-    """Mirror of `weft::TraceRecord` in lowlatency/trace.cuh."""
+@functools.cache
+def trace_record(ranks: int) -> type[ctypes.Structure]:
+    """Mirror of `weft::TraceRecord` in lowlatency/trace.cuh, in a domain of so many ranks."""
 
-    _fields_ = (
-        ("epoch", c_uint64),
-        ("start_ns", c_uint64),
-        ("end_ns", c_uint64),
-        ("credited", c_uint32),
-        ("learned", c_uint32),
-        ("ended", c_uint32),
-        ("phase", c_uint16),
-        ("role", c_uint16),
-        ("team", c_uint32),
-        ("units", c_uint32),
-        ("waited", c_uint32 * MAX_RANKS),
-    )
+    class TraceRecord(ctypes.Structure):
+        _fields_ = (
+            ("epoch", c_uint64),
+            ("start_ns", c_uint64),
+            ("end_ns", c_uint64),
+            ("credited", c_uint32),
+            ("learned", c_uint32),
+            ("ended", c_uint32),
+            ("phase", c_uint16),
+            ("role", c_uint16),
+            ("team", c_uint32),
+            ("units", c_uint32),
+            ("waited", c_uint32 * most_ranks(ranks)),
+        )
+
+    return TraceRecord
 
 
 MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
-# Tracks that profiled kernels keep: of 32 rounds, by phase and team.
-TRACKS = (RING_TIMELINES, MAX_TRACES, ctypes.sizeof(TraceRecord))
+
+
+def tracks(ranks: int) -> tuple[int, int, int]:
+    """The bytes that profiled kernels keep: of 32 rounds, by phase and team."""
+    return RING_TIMELINES, MAX_TRACES, ctypes.sizeof(trace_record(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +240,14 @@ class LowOffsets:
     @classmethod
     def of(cls, shape: LowShape) -> LowOffsets:
         """The offsets of a shape: `LowLatencyShare` in lowlatency/layout.cuh."""
-        flags = up(8 * shape.ranks)
-        tokens = HEADER_BYTES + LINE + 3 * flags
+        flags, progress = up(8 * shape.ranks), header_bytes(shape.ranks)
+        tokens = progress + LINE + 3 * flags
         token_masks = tokens + 2 * flags
         choices = token_masks + up(8 * shape.ranks * shape.chunks * shape.local)
         rows = choices + up(8 * shape.rows * shape.top_k)
         dispatched, returned = shape.rows_bytes
         share = rows + up(dispatched + returned)
-        return cls(share, HEADER_BYTES, tokens, token_masks, choices, rows, rows + dispatched)
+        return cls(share, progress, tokens, token_masks, choices, rows, rows + dispatched)
 
     def asserted(self) -> Numbers:
         """C++ expressions of these offsets, after the Shape literal S, and their values."""
@@ -432,7 +440,7 @@ class LowLatencyConfig:
             "position": ((0,) if s.gemm_push else entries, torch.int32),
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "source_tokens": ((s.ranks,), torch.int32),
-            "expected": ((s.tokens, 2), torch.int32),
+            "expected": ((s.tokens, 1 + rank_words(s.ranks)), torch.int32),
             "came_ids": (came, torch.int32),
             "came_weights": (came, torch.float32),
             "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
@@ -452,10 +460,10 @@ class LowLatencyConfig:
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self.result_shapes(s.local).values()
         )
-        tracks = math.prod(TRACKS) if self.profile else 0
+        traced = math.prod(tracks(s.ranks)) if self.profile else 0
         return Memory(
             shared=self.share_bytes,
-            ordinary=self.slots * slot + tracks,
+            ordinary=self.slots * slot + traced,
         )
 
 

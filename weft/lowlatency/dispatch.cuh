@@ -52,18 +52,20 @@ template <LowLatencyShape S> struct TokenFragment {
 // Calls visit(row of the token in the inbox) for each destination. Each rank starts with itself and
 // goes upwards.
 template <LowLatencyShape S, class Visit>
-WEFT_FN void for_destinations(const Site& site, u32 token, u32 destinations, const Visit& visit) {
+WEFT_FN void for_destinations(const Site& site, u32 token, RankSet destinations,
+                              const Visit& visit) {
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
-        if (destinations >> peer & 1)
+        if (has(destinations, peer))
             visit(share_of<S>(site, peer).inbox.sent_row(site.rank, token));
     }
 }
 
 // Sends the columns of one warp, quantised or unquantised.
 template <LowLatencyShape S>
-WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment, u32 destinations) {
+WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment,
+                          RankSet destinations) {
     if constexpr (S.group == 0) {
         Columns<S.dtype> columns = fragment.columns;
 #pragma unroll
@@ -93,7 +95,7 @@ WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment, u3
 
 // Sends the weights of one token, for Reduce::sender.
 template <LowLatencyShape S>
-WEFT_FN void send_weights(const LowLatencyDispatchArgs& a, u32 token, u32 destinations) {
+WEFT_FN void send_weights(const LowLatencyDispatchArgs& a, u32 token, RankSet destinations) {
     const u32 lane = threadIdx.x % warp_lanes;
     if (lane >= S.weight_vectors() * 4) return;
     u32 bits = 0;
@@ -108,15 +110,15 @@ WEFT_FN void send_weights(const LowLatencyDispatchArgs& a, u32 token, u32 destin
 }
 
 template <LowLatencyShape S>
-WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, u32 living, u64 wanted,
+WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted,
                          WarpUnits warp_units, TokenFragment<S> fragment, TraceRecorder& recorder) {
     constexpr u32 units = TokenFragment<S>::units;
     for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
         const TokenFragment<S> next = TokenFragment<S>::of(a, unit + warp_units.step);
         const i32 id = fragment.id(a);
-        u32 mine = 0;
-        if (id >= 0) mine = 1u << locate_expert<S>(a.placement, u32(id)).rank;
-        const u32 destinations = __reduce_or_sync(all_lanes, mine) & living;
+        RankSet mine{};
+        if (id >= 0) mine = only(locate_expert<S>(a.placement, u32(id)).rank);
+        const RankSet destinations = union_of_lanes(mine) & living;
         if (unit % units == 0) send_choices<S>(a, living, wanted, fragment.token, id);
         send_columns<S>(a.site, fragment, destinations);
         if constexpr (S.reduce == Reduce::sender)

@@ -8,7 +8,7 @@ namespace weft {
 // Calls visit(peer) for every living rank, until it returns false; then it returns false, too.
 template <LowLatencyShape S, class Visit> bool for_living(const Site& site, Visit visit) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
-        if (lives(own_share<S>(site).header.living, peer) && !visit(peer)) return false;
+        if (has(own_share<S>(site).header.living, peer) && !visit(peer)) return false;
     return true;
 }
 
@@ -78,12 +78,13 @@ void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&ma
     Header& header = own_share<S>(a.site).header;
     i32 ids[S.top_k];
     read_choices<S>(a, token, ids);
-    u32 choices[S.top_k] = {}, owner[S.top_k] = {}, kept = 0, ranks = 0;
+    u32 choices[S.top_k] = {}, owner[S.top_k] = {}, kept = 0;
+    RankSet ranks{};
     for (u32 k = 0; k < S.top_k; ++k) {
         owner[k] = S.ranks;
         if (ids[k] < 0) continue;
         const ExpertLocation location = locate_expert<S>(a.placement, u32(ids[k]));
-        if (!lives(header.living, location.rank)) {
+        if (!has(header.living, location.rank)) {
             refuse_gone(header, a.site, location.rank, ids[k], token, k);
             continue;
         }
@@ -91,20 +92,19 @@ void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&ma
         choices[k] = location.local + 1;
         mask[ids[k]] |= 1u << token % chunk_tokens;
         kept |= 1u << k;
-        ranks |= 1u << location.rank;
+        add(ranks, location.rank);
     }
-    a.routing.expected[2 * token] = kept;
-    a.routing.expected[2 * token + 1] = ranks;
+    save_returned_rows(a.routing, token, kept, ranks);
     alignas(16) u8 row[S.sent_vectors() * 16] = {};
-    if (ranks != 0) load_token<S>(a, token, row);
+    if (kept != 0) load_token<S>(a, token, row);
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 peer = (a.site.rank + i) % S.ranks;
-        if (!lives(header.living, peer)) continue;
+        if (!has(header.living, peer)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         for (u32 k = 0; k < S.top_k; ++k)
             store_relaxed(&to.choices[a.site.rank][token][k],
                           tagged(wanted, owner[k] == peer ? choices[k] : 0));
-        if (ranks >> peer & 1) post_words<u64>(to.sent_row(a.site.rank, token), row, sizeof(row));
+        if (has(ranks, peer)) post_words<u64>(to.sent_row(a.site.rank, token), row, sizeof(row));
     }
 }
 
@@ -114,7 +114,7 @@ void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
                 const u32 (&mask)[S.experts]) {
     for (u32 expert = 0; expert < S.experts; ++expert) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
-        if (!lives(own_share<S>(a.site).header.living, location.rank)) continue;
+        if (!has(own_share<S>(a.site).header.living, location.rank)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
         store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
                       tagged(wanted, mask[expert]));

@@ -17,7 +17,7 @@ from weft.lowlatency.config import (
     LowOffsets,
     LowShape,
     RoutingRecord,
-    TraceRecord,
+    trace_record,
 )
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
@@ -99,10 +99,11 @@ def _program(shape: LowShape, lines: list[str], found: EntryPoints) -> Program:
     return Program(
         name="lowlatency",
         what="all-to-all",
+        ranks=shape.ranks,
         body="\n".join(lines) + "\n",
         entry_points={name: struct for name, (struct, _) in found.items()},
         offsets=LowOffsets.of(shape).asserted(),
-        structs=(RoutingRecord, TraceRecord),
+        structs=(RoutingRecord, trace_record(shape.ranks)),
     )
 
 

@@ -125,9 +125,28 @@ struct RoutingRecord {
     i32* position;       // [ranks, tokens, top_k] of expert rows of this rank, or -1
     float* weights;      // [ranks, tokens, top_k], with Reduce::sender
     i32* source_tokens;  // [ranks] tokens of each source
-    u32* expected;       // [tokens, 2] of own tokens: entries that return a row, and their ranks
+    u32* expected;       // [tokens, 1 + rank_words] of own tokens: see returned_rows
     u64* dst_addr;       // [local, rows] of each row's slot at its token's owner; 0 after combine
 };
+
+// The rows of an own token that return: entries, or with Reduce::sender ranks, as bits.
+template <LowLatencyShape S> WEFT_FN auto returned_rows(const RoutingRecord& routing, u32 token) {
+    const u32 at = (1 + rank_words) * token;
+    if constexpr (S.reduce == Reduce::receiver) {
+        return routing.expected[at];
+    } else {
+        RankSet ranks;
+        for (u32 i = 0; i < rank_words; ++i) word_of(ranks, i) = routing.expected[at + 1 + i];
+        return ranks;
+    }
+}
+
+WEFT_FN void save_returned_rows(const RoutingRecord& routing, u32 token, u32 entries,
+                                RankSet ranks) {
+    const u32 at = (1 + rank_words) * token;
+    routing.expected[at] = entries;
+    for (u32 i = 0; i < rank_words; ++i) routing.expected[at + 1 + i] = word_of(ranks, i);
+}
 
 struct LowLatencyDispatchArgs {
     Site site;

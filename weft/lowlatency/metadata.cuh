@@ -6,7 +6,8 @@
 
 namespace weft {
 
-constexpr u32 max_threads = 256;  // of a CTA of the low-latency kernels
+constexpr u32 max_threads = 256, min_threads = 128;  // of a CTA of the low-latency kernels
+static_assert(max_ranks + warp_lanes <= min_threads, "a lane for each peer, also after one warp");
 
 template <LowLatencyShape S> struct MetadataScratch {
     u32 mask[S.experts];  // bit t: by token t of the chunk
@@ -62,7 +63,7 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
     if (announces) planned = send_token_count<S>(a, wanted, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
-        if (!lives(state.living, location.rank)) continue;
+        if (!has(state.living, location.rank)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
         store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
                       tagged(wanted, scratch.mask[expert]));
@@ -76,7 +77,7 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
 // One warp per token, lane k for entry k: sends to every living rank which of its experts are
 // chosen, reports wrong ids, and records which rows combine will return.
 template <LowLatencyShape S>
-WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u32 living, u64 wanted, u32 token,
+WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted, u32 token,
                           i32 id) {
     Header& header = own_share<S>(a.site).header;
     const u32 lane = threadIdx.x % warp_lanes;
@@ -90,7 +91,7 @@ WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u32 living, u64 wante
     bool kept = id >= 0 && !repeats;
     ExpertLocation location{S.ranks, 0};
     if (kept) location = locate_expert<S>(a.placement, u32(id));
-    if (kept && !lives(living, location.rank)) {
+    if (kept && !has(living, location.rank)) {
         refuse_gone(header, a.site, location.rank, id, token, lane);
         kept = false;
     }
@@ -99,16 +100,13 @@ WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, u32 living, u64 wante
         for (u32 i = 0; i < S.ranks; ++i) {
             const u32 peer =
                 a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
-            if (!lives(living, peer)) continue;
+            if (!has(living, peer)) continue;
             store_relaxed(&share_of<S>(a.site, peer).inbox.choices[a.site.rank][token][lane],
                           tagged(wanted, location.rank == peer ? location.local + 1 : 0));
         }
     const u32 choices = __ballot_sync(all_lanes, kept);
-    const u32 ranks = __reduce_or_sync(all_lanes, kept ? 1u << location.rank : 0);
-    if (lane == 0) {
-        a.routing.expected[2 * token] = choices;
-        a.routing.expected[2 * token + 1] = ranks;
-    }
+    const RankSet ranks = union_of_lanes(kept ? only(location.rank) : RankSet{});
+    if (lane == 0) save_returned_rows(a.routing, token, choices, ranks);
 }
 
 }  // namespace weft

@@ -6,6 +6,7 @@ most one dispatch and one combine may be on their way, sent and not yet received
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,18 +18,18 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.hosts.operator import AcrossHosts
 from weft.lowlatency import compile as traced
 from weft.lowlatency.config import (
-    TRACKS,
     LowLatencyCombineArgs,
     LowLatencyConfig,
     LowLatencyDispatchArgs,
     memory_bytes,
+    tracks,
 )
 from weft.lowlatency.kernels import load_kernels
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
-from weft.memory.header import HEADER_BYTES, Header
+from weft.memory.header import mirrors
 from weft.placement import Placed
 from weft.runtime.check import check_alignment, check_choices, check_tensor
 from weft.runtime.kernels import Build, Kernels
@@ -534,9 +535,9 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         for slot in self._slots:
             slot.start_anew()
 
-    def _write_contents(self, config: LowLatencyConfig, header: Header) -> None:
+    def _write_contents(self, config: LowLatencyConfig, header: ctypes.Structure) -> None:
         at, heap = config.offsets, self.heap
-        heap.tensor((at.tokens - HEADER_BYTES,), torch.uint8, offset=HEADER_BYTES).zero_()
+        heap.tensor((at.tokens - at.progress,), torch.uint8, offset=at.progress).zero_()
         blank = config.share_bytes - at.tokens
         heap.tensor((blank,), torch.uint8, offset=at.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
@@ -544,9 +545,10 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     def _make_views(self, config: LowLatencyConfig) -> None:
         heap, device = self.heap, self.group.device
         own = len(config.placement.experts_of(self.group.rank))
-        abort_flag = heap.tensor((1,), torch.int32, offset=Header.failed.offset)
+        failed = mirrors(config.shape.ranks).Header.failed
+        abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
         self._slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]
-        size = TRACKS if config.profile else (0,)
+        size = tracks(config.shape.ranks) if config.profile else (0,)
         self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _drop_views(self) -> None:

@@ -23,31 +23,36 @@ template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale
 // may advance the progress.
 struct RankState {
     Progress progress;
-    u32 failed, generation, living;
+    u32 failed, generation;
+    RankSet living;
 
     template <LowLatencyShape S> WEFT_FN static RankState read(const LowLatencyShare<S>& own) {
         return {own.progress, own.header.state.failed, own.header.generation, own.header.living};
     }
     // Is this lane one for a peer, and does that take part?
     template <LowLatencyShape S> WEFT_FN bool serves(u32 peer) const {
-        return peer < S.ranks && lives(living, peer);
+        return peer < S.ranks && has(living, peer);
     }
 
     // True if the group is not broken and, for a CTA that stores, if the peers have emptied their
-    // inboxes.
-    template <LowLatencyShape S>
+    // inboxes. A lane looks at the peers `first` and, by recursion, 32, 64 ... after it.
+    template <LowLatencyShape S, u32 first = 0>
     WEFT_FN bool may_start(const Block& team, const Site& site, Phase phase, bool stores) const {
         bool ok = true;
+        if constexpr (first + warp_lanes < S.ranks)
+            ok = may_start<S, first + warp_lanes>(team, site, phase, stores);
         // The last warp waits: in a metadata CTA of a small batch it has nothing else to wait for.
         const u32 before = team.lanes() - warp_lanes;
-        if (stores && team.lane() >= before && serves<S>(team.lane() - before)) {
-            const u32 peer = team.lane() - before;
+        if (stores && team.lane() >= before && serves<S>(team.lane() - before + first)) {
+            const u32 peer = team.lane() - before + first;
             const u64 seen = load_acquire(credit_of<S>(site, phase, peer));
             // Most often the credit is there, and it is exactly this one.
             const u64 usual =
                 make_flag(generation, site.descriptor, credit_needed(progress, phase));
-            if (failed == 0 && seen != usual) ok = await_credit<S>(site, progress, phase, peer);
+            if (ok && failed == 0 && seen != usual)
+                ok = await_credit<S>(site, progress, phase, peer);
         }
+        if constexpr (first != 0) return ok;
         // Always true; it takes the values of all four loads before the barrier.
         const u64 words = progress.sent | progress.received | progress.returned | progress.combined;
         ok = ok && failed == 0 && words <= epoch_mask;
@@ -75,11 +80,14 @@ constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
 // The coordinator of every operation sends credits before it waits for anything. Each kind of
 // credit has a warp of its own, because a release waits for the store before it.
-template <LowLatencyShape S>
+template <LowLatencyShape S, u32 first = 0>
 WEFT_FN void send_credits(const Block& team, const Site& site, const RankState& state) {
-    if (team.warp() > 1 || team.warp_lane() >= S.ranks) return;
-    const u32 rank = site.rank + team.warp_lane(), peer = rank < S.ranks ? rank : rank - S.ranks;
-    if (!lives(state.living, peer)) return;
+    if constexpr (first + warp_lanes < S.ranks)
+        send_credits<S, first + warp_lanes>(team, site, state);
+    if (team.warp() > 1 || first + team.warp_lane() >= S.ranks) return;
+    const u32 rank = site.rank + first + team.warp_lane(),
+              peer = rank < S.ranks ? rank : rank - S.ranks;
+    if (!has(state.living, peer)) return;
     send_credit<S>(site, state.progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
 }
 

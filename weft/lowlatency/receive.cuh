@@ -55,8 +55,8 @@ WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 s
 // the others where they begin among the source's rows. Called by one thread; false when a wait has
 // failed.
 template <LowLatencyShape S>
-WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u32 living, u64 wanted, u32 source, u32 e,
-                         ReceiveScratch<S>& scratch) {
+WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted, u32 source,
+                         u32 e, ReceiveScratch<S>& scratch) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const auto at = [&](u32 chunk) { return &own.inbox.token_masks[source][chunk][e]; };
     u64 word[masks_in_flight] = {};
@@ -64,7 +64,7 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u32 living, u64 wanted
 #pragma unroll
     for (u32 j = 1; j < masks_in_flight; ++j)
         if (j < S.chunks()) word[j] = load_relaxed(at(j));
-    if (lives(living, source) && !await_first_mask<S>(a, wanted, source, e, tokens, word[0]))
+    if (has(living, source) && !await_first_mask<S>(a, wanted, source, e, tokens, word[0]))
         return false;
     const u32 chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
     for (u32 c = 0; c < chunks; c += masks_in_flight) {
@@ -92,7 +92,7 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, u32 living, u64 wanted
 }
 
 template <LowLatencyShape S>
-WEFT_FN bool await_metadata(const Block& team, const LowLatencyDispatchArgs& a, u32 living,
+WEFT_FN bool await_metadata(const Block& team, const LowLatencyDispatchArgs& a, RankSet living,
                             u64 wanted, bool leads, ReceiveScratch<S>& scratch) {
     if (leads && team.lane() < S.ranks)
         fault(own_share<S>(a.site).header, Point::before_poll, team.lane(), wanted);

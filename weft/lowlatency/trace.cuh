@@ -18,7 +18,7 @@ struct TraceRecord {
 };
 constexpr u32 max_traces = 1024;  // records of one operation
 constexpr u32 trace_words = sizeof(TraceRecord) / 8;
-static_assert(trace_words <= 32, "one word a lane: the first warp writes all of it");
+constexpr u32 publishing_lanes = 32;  // of the first warp, which writes all of a record
 
 // The rank's clock in profiled builds; other builds do not need it.
 WEFT_FN u64 profiled_now() {
@@ -38,8 +38,7 @@ class TraceRecorder {
         if constexpr (WEFT_PROFILE) {
             kept = keeps;
             if (!kept) return;
-            for (u32 i = team.lane(); i < trace_words; i += team.lanes())
-                reinterpret_cast<u64*>(&record)[i] = 0;
+            for_words(team, [&](u32 i) { reinterpret_cast<u64*>(&record)[i] = 0; });
             team.meet_publishers();
             writes = team.lane() == 0;
             if (!writes) return;
@@ -85,12 +84,17 @@ class TraceRecorder {
             team.meet_publishers();
             const u32 line = (u32(epoch) * 2 + (phase == Phase::combine)) % ring_timelines;
             u64* to = reinterpret_cast<u64*>(traces + u64(line) * max_traces + at);
-            for (u32 i = team.lane(); i < trace_words; i += team.lanes())
-                to[i] = reinterpret_cast<const u64*>(&record)[i];
+            for_words(team, [&](u32 i) { to[i] = reinterpret_cast<const u64*>(&record)[i]; });
         }
     }
 
   private:
+    template <class Team, class Visit>
+    WEFT_FN static void for_words(const Team& team, const Visit& visit) {
+        const u32 step = team.lanes() < publishing_lanes ? team.lanes() : publishing_lanes;
+        if (team.lane() >= step) return;
+        for (u32 i = team.lane(); i < trace_words; i += step) visit(i);
+    }
     WEFT_FN static u32 bounded(u64 value) { return value < ~0u ? u32(value) : ~0u; }
     WEFT_FN static u32 since(u64 from) { return bounded(ticks() - from); }
 

@@ -7,6 +7,7 @@ rank can read in all ranks' headers.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.lowlatency.config import TraceRecord
+from weft.lowlatency.config import trace_record
 from weft.memory import Heap
 from weft.memory.header import PHASES
 from weft.runtime.skew import Skew, estimate_skew
@@ -46,7 +47,6 @@ STEPS = {
     ("combine", RECEIVER): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
-_STAMPS = (TraceRecord.epoch, TraceRecord.start_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,12 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     """
     tracks = tracks.cpu()
     words = tracks.view(torch.int64)
-    epochs, starts = (words[..., name.offset // 8] for name in _STAMPS)
+    record = trace_record(ranks)
+    epochs, starts = (words[..., at.offset // 8] for at in (record.epoch, record.start_ns))
     # Where an operation has fewer teams, those of an earlier one follow them.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
     used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
-    lines = [TraceRecord.from_buffer_copy(bytes(row.numpy())) for row in used]
+    lines = [record.from_buffer_copy(bytes(row.numpy())) for row in used]
     if not any(line.end_ns for line in lines):
         return []
     clock = ns_per_tick(lines)
@@ -90,7 +91,7 @@ def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
     return sorted(works, key=lambda work: work.start_ns)
 
 
-def ns_per_tick(lines: Sequence[TraceRecord]) -> float:
+def ns_per_tick(lines: Sequence[ctypes.Structure]) -> float:
     """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
     both = [line for line in lines if line.end_ns]
     lasted: int = sum(line.end_ns - line.start_ns for line in both)
@@ -98,7 +99,7 @@ def ns_per_tick(lines: Sequence[TraceRecord]) -> float:
     return lasted / ticks
 
 
-def _work(line: TraceRecord, rank: int, ranks: int, clock: float) -> Work:
+def _work(line: ctypes.Structure, rank: int, ranks: int, clock: float) -> Work:
     def at(ticks: int) -> int:
         return line.start_ns + round(ticks * clock) if ticks else 0
 

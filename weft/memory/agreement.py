@@ -28,15 +28,17 @@ from typing import NamedTuple
 from weft.errors import RecoveryFailed
 from weft.memory.liveness import Liveness
 from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
+from weft.shape import MAX_RANKS
 
-MAX_AGREEING = 32  # ranks: bits of a set in a word
+MAX_AGREEING = MAX_RANKS
+_SET_BITS = 32  # of a set of ranks, in a word
 SLOTS = 2
 _PAGE = mmap.PAGESIZE
 _LATE = 0.5  # seconds that a suspect has to come to a round before it is killed
 _LOOK = 0.0005  # seconds between two looks at the pages
 _ROUND_LIMIT = (1 << 31) - 1
-_KEEP = 1 << 32
-_ROUND_AT = 33  # the bit of a word where the round begins
+_KEEP = 1 << _SET_BITS
+_ROUND_AT = _SET_BITS + 1  # the bit of a word where the round begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ class Decision(NamedTuple):
 class Agreement:
     """This rank's page, and those of its peers. Owns its mappings.
 
-    A word of a page is, from the top, a round of 31 bits, `keep`, and a set of ranks in 32 bits.
+    A word of a page is, from the top, a round of 31 bits, `keep`, and a set of 32 ranks in as many
+    bits. More ranks take more words, one after the other; a peer reads them as published once each
+    of them has the round, so it never takes some of one round and some of another.
     """
 
     def __init__(self, rank: int, size: int, name: Callable[[int], str]) -> None:
@@ -78,6 +82,7 @@ class Agreement:
         self._published = False  # in this round, which is not over
         self._dead: frozenset[int] = frozenset()
         self._keep = False
+        self._words = -(-size // _SET_BITS)  # that a set takes
         self._pages: dict[int, int] = {}
         self._fd = sealed_memfd("weft-page", _PAGE)
         try:
@@ -139,8 +144,10 @@ class Agreement:
         self._round += 1
         if self._round > _ROUND_LIMIT:
             raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
-        word = self._round << _ROUND_AT | sum(1 << rank for rank in self._dead)
-        self._word(self._rank).value = word | (_KEEP if self._keep else 0)
+        tag = self._round << _ROUND_AT | (_KEEP if self._keep else 0)
+        bits = sum(1 << rank for rank in self._dead)
+        for i, word in enumerate(self._slot(self._rank)):
+            word.value = tag | (bits >> i * _SET_BITS & _KEEP - 1)
         self._published = True
 
     def _collect(
@@ -174,21 +181,23 @@ class Agreement:
 
     def _read(self, rank: int) -> tuple[frozenset[int], bool] | None:
         """What `rank` has published in this round."""
-        word = self._word(rank).value
-        number = word >> _ROUND_AT
-        if number > self._round:
+        words = [word.value for word in self._slot(rank)]
+        rounds = [word >> _ROUND_AT for word in words]
+        if max(rounds) > self._round:
             raise RecoveryFailed(
-                f"{self._name(rank)} is in round {number} of the agreement and this rank in "
+                f"{self._name(rank)} is in round {max(rounds)} of the agreement and this rank in "
                 f"round {self._round}: it has not waited for this rank; make a new group"
             )
-        if number < self._round:
+        if min(rounds) < self._round:
             return None
-        dead = frozenset(each for each in range(self._size) if word >> each & 1)
-        return dead, bool(word & _KEEP)
+        bits = sum((word & _KEEP - 1) << i * _SET_BITS for i, word in enumerate(words))
+        dead = frozenset(each for each in range(self._size) if bits >> each & 1)
+        return dead, bool(words[0] & _KEEP)
 
-    def _word(self, rank: int) -> ctypes.c_uint64:
-        """One load or store of eight bytes: a word is never seen half."""
-        return ctypes.c_uint64.from_address(self._pages[rank] + 8 * (self._round % SLOTS))
+    def _slot(self, rank: int) -> list[ctypes.c_uint64]:
+        """Words of eight bytes, each loaded and stored at once: none is ever seen half."""
+        first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
+        return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 
     def _kill(self, processes: Liveness, rank: int) -> None:
         try:

@@ -8,14 +8,20 @@ be changed here by hand.
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_uint8, c_uint32, c_uint64
+from typing import NamedTuple
 
-from weft.shape import MAX_RANKS
+from weft.shape import MAX_RANKS, NARROW_RANKS
 
-ABI = 9
+ABI = 10
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
+MAILBOX_BYTES = 4096
+LAST_WORDS_BYTES = 512
+HOST_BITS = 63  # of a Mailbox.host_word: bit r % 63 of word r // 63 says that rank r has ended
+HOST_ASKS_TO_LEAVE = 1 << HOST_BITS  # in the first one
 
 
 class ErrorRecord(ctypes.Structure):
@@ -40,23 +46,6 @@ class ErrorRecord(ctypes.Structure):
     )
 
 
-class Mailbox(ctypes.Structure):
-    """One page of host memory that kernels can write: errors out, notices of the host in."""
-
-    _fields_ = (
-        ("host_word", c_uint64),
-        ("_pad0", c_uint8 * 120),
-        ("refusals", c_uint32),
-        ("_pad1", c_uint8 * 124),
-        ("broken_code", c_uint32),
-        ("_pad2", c_uint8 * 4),
-        ("broken", ErrorRecord),
-        ("_pad3", c_uint8 * 64),
-        ("refused", ErrorRecord * 8),
-        ("_pad4", c_uint8 * 64),
-    )
-
-
 class Record(ctypes.Structure):
     """One finished operation: times in nanoseconds of the device's clock."""
 
@@ -66,21 +55,6 @@ class Record(ctypes.Structure):
         ("end_ns", c_uint64),
         ("phase", c_uint32),
         ("tokens", c_uint32),
-    )
-
-
-class Timeline(ctypes.Structure):
-    """When a profiled operation did what: times in nanoseconds of the device's clock."""
-
-    _fields_ = (
-        ("epoch", c_uint64),
-        ("start_ns", c_uint64),
-        ("sent_ns", c_uint64),
-        ("published_ns", c_uint64),
-        ("end_ns", c_uint64),
-        ("phase", c_uint32),
-        ("ctas", c_uint32),
-        ("arrived_ns", c_uint64 * MAX_RANKS),
     )
 
 
@@ -97,44 +71,109 @@ class Fault(ctypes.Structure):
     )
 
 
-class Header(ctypes.Structure):
-    """First bytes of every share."""
+class Mirrors(NamedTuple):
+    """The structs that hold something of each rank.
 
-    _fields_ = (
-        ("abi", c_uint32),
-        ("rank", c_uint32),
-        ("ranks", c_uint32),
-        ("generation", c_uint32),
-        ("share_bytes", c_uint64),
-        ("first_epoch", c_uint64),
-        ("deadline_ns", c_uint64),
-        ("first_deadline_ns", c_uint64),
-        ("_pad0", c_uint8 * 80),
-        ("epoch", c_uint64),
-        ("failed", c_uint32),
-        ("rows", c_uint32),
-        ("source_rows", c_uint32),
-        ("living", c_uint32),
-        ("_pad1", c_uint8 * 104),
-        ("arrived", c_uint32),
-        ("refusing", c_uint32),
-        ("refusals", c_uint32),
-        ("sending", c_uint32),
-        ("reported", c_uint32),
-        ("_pad2", c_uint8 * 108),
-        ("notices", c_uint64 * MAX_RANKS),
-        ("waiting_ns", c_uint64),
-        ("_pad3", c_uint8 * 120),
-        ("last_words", c_uint8 * 512),
-        ("fault", Fault),
-        ("_pad4", c_uint8 * 96),
-        ("ring", Record * RING_RECORDS),
-        ("timelines", Timeline * RING_TIMELINES),
-    )
+    Mailbox: a page of host memory that kernels can write: errors out, notices of the host in.
+    Timeline: when a profiled operation did what, in nanoseconds of the device's clock.
+    Header: the first bytes of every share.
+    """
+
+    Mailbox: type[ctypes.Structure]
+    Timeline: type[ctypes.Structure]
+    Header: type[ctypes.Structure]
 
 
-HEADER_BYTES = ctypes.sizeof(Header)
-MAILBOX_BYTES = 4096
-HOST_ASKS_TO_LEAVE = 1 << 63  # in Mailbox.host_word, above one bit for each rank that has ended
-LAST_WORDS_BYTES = Header.last_words.size
+def mirrors(ranks: int) -> Mirrors:
+    """The structs of a domain of so many ranks: one layout serves up to 32, another up to 72."""
+    return _mirrors(most_ranks(ranks))
+
+
+@functools.cache
+def _mirrors(most: int) -> Mirrors:
+    words, host_words = rank_words(most), -(-most // HOST_BITS)
+
+    class Mailbox(ctypes.Structure):
+        _fields_ = (
+            ("host_word", c_uint64 * host_words),
+            ("_pad0", c_uint8 * (128 - 8 * host_words)),
+            ("refusals", c_uint32),
+            ("_pad1", c_uint8 * 124),
+            ("broken_code", c_uint32),
+            ("_pad2", c_uint8 * 4),
+            ("broken", ErrorRecord),
+            ("_pad3", c_uint8 * 64),
+            ("refused", ErrorRecord * 8),
+            ("_pad4", c_uint8 * 64),
+        )
+
+    class Timeline(ctypes.Structure):
+        _fields_ = (
+            ("epoch", c_uint64),
+            ("start_ns", c_uint64),
+            ("sent_ns", c_uint64),
+            ("published_ns", c_uint64),
+            ("end_ns", c_uint64),
+            ("phase", c_uint32),
+            ("ctas", c_uint32),
+            ("arrived_ns", c_uint64 * most),
+        )
+
+    class Header(ctypes.Structure):
+        _fields_ = (
+            ("abi", c_uint32),
+            ("rank", c_uint32),
+            ("ranks", c_uint32),
+            ("generation", c_uint32),
+            ("share_bytes", c_uint64),
+            ("first_epoch", c_uint64),
+            ("deadline_ns", c_uint64),
+            ("first_deadline_ns", c_uint64),
+            ("_pad0", c_uint8 * 80),
+            ("epoch", c_uint64),
+            ("failed", c_uint32),
+            ("rows", c_uint32),
+            ("source_rows", c_uint32),
+            ("living", c_uint32 * words),
+            ("_pad1", c_uint8 * (108 - 4 * words)),
+            ("arrived", c_uint32),
+            ("refusing", c_uint32),
+            ("refusals", c_uint32),
+            ("sending", c_uint32),
+            ("reported", c_uint32 * words),
+            ("_pad2", c_uint8 * (112 - 4 * words)),
+            ("notices", c_uint64 * most),
+            ("_pad3", c_uint8 * (-8 * most % 128)),
+            ("waiting_ns", c_uint64),
+            ("_pad4", c_uint8 * 120),
+            ("last_words", c_uint8 * LAST_WORDS_BYTES),
+            ("fault", Fault),
+            ("_pad5", c_uint8 * 96),
+            ("ring", Record * RING_RECORDS),
+            ("timelines", Timeline * RING_TIMELINES),
+        )
+
+    return Mirrors(Mailbox, Timeline, Header)
+
+
+def most_ranks(ranks: int) -> int:
+    """The ranks that the layout of a domain of so many has room for (max_ranks)."""
+    return NARROW_RANKS if ranks <= NARROW_RANKS else MAX_RANKS
+
+
+def rank_words(ranks: int) -> int:
+    """32-bit words that a set of ranks takes (RankSet)."""
+    return -(-most_ranks(ranks) // 32)
+
+
+def header_bytes(ranks: int) -> int:
+    """Bytes of a header."""
+    return ctypes.sizeof(mirrors(ranks).Header)
+
+
+def words_of(ranks: int, count: int) -> tuple[int, ...]:
+    """A set of ranks, bit r for rank r, as `count` words of 32 bits (RankSet)."""
+    return tuple(ranks >> 32 * i & 0xFFFFFFFF for i in range(count))
+
+
 PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce"}

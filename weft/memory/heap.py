@@ -14,7 +14,7 @@ from weft.arguments import instance, integer, integers
 from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import posix
 from weft.memory.group import Group
-from weft.memory.header import HEADER_BYTES, MAILBOX_BYTES
+from weft.memory.header import MAILBOX_BYTES, header_bytes
 from weft.memory.room import require_room
 
 _log = logging.getLogger(__name__)
@@ -158,12 +158,13 @@ class Heap:
         Raises InvalidArgument when the share is smaller than a header, OutOfOrder after close().
         """
         shares = self._open()
-        if self.size < HEADER_BYTES:
+        size = header_bytes(self.group.size)
+        if self.size < size:
             raise InvalidArgument(
-                f"the heap has {self.size} bytes a rank and a header takes {HEADER_BYTES}"
+                f"the heap has {self.size} bytes a rank and a header takes {size}"
             )
         where = self.address(self.group.rank if rank is None else rank)
-        return shares.read(where, HEADER_BYTES)
+        return shares.read(where, size)
 
     def write(self, rank: int, offset: int, data: bytes) -> None:
         """Write a few bytes into a rank's share while kernels may run, and wait for it.

@@ -20,10 +20,10 @@ from weft.memory.group import Group
 from weft.memory.meeting import Meeting
 from weft.memory.processes import GRACE, GRACE_MEETING, Job, end_meeting, run_processes
 from weft.memory.reports import Report, failure, report_of
+from weft.shape import MAX_RANKS
 
 T = TypeVar("T")
 _DEVICES = ("cpu", "cuda", "threads")
-MAX_LAUNCHED = 32  # ranks of one host: as many as weft's operators serve
 _GROUP_TIMEOUT = 120.0  # seconds, for the group's control messages
 
 
@@ -53,7 +53,7 @@ def launch(
     ranks waited for one that had returned, the text says so.
     """
     function("fn", fn, "which every rank calls with its group and args")
-    ranks = integer("ranks", ranks, 1, MAX_LAUNCHED)
+    ranks = integer("ranks", ranks, 1, MAX_RANKS)
     device = one_of("device", device, _DEVICES)
     timeout = seconds("timeout", timeout)
     flags(tolerate_deaths=tolerate_deaths)

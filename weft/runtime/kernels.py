@@ -27,6 +27,7 @@ from weft.jit import (
 from weft.runtime.check import check_sms
 from weft.runtime.layout import Numbers, assertions, common_assertions
 from weft.runtime.stream import current_stream
+from weft.shape import NARROW_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Build:
 class Program:
     """The generated source of one operator on one kind of device.
 
-    name: of its files in the cache.   what: it is, in errors.
+    name: of its files in the cache.   what: it is, in errors.   ranks: of its domain.
     entry_points: the argument struct of each entry.
     offsets: C++ expressions, for instance of sizes and offsets in a share, and their values in
         Python: the source asserts them, and so the layout of every argument struct.
@@ -58,6 +59,7 @@ class Program:
 
     name: str
     what: str
+    ranks: int
     body: str
     entry_points: Mapping[str, type[ctypes.Structure]]
     offsets: Numbers = ()
@@ -68,7 +70,9 @@ class Program:
     def source(self) -> str:
         """The entries, and after them the assertions that Python and C++ agree on every layout."""
         structs = dict.fromkeys((*self.entry_points.values(), *self.structs))
-        return self.body + common_assertions() + assertions(structs, self.offsets)
+        wide = "#define WEFT_WIDE 1\n" if self.ranks > NARROW_RANKS else ""
+        layout = common_assertions(self.ranks) + assertions(structs, self.offsets)
+        return wide + self.body + layout
 
     def kernel(self, entry: str) -> str:
         """The name of an entry's kernel, as a profiler shows it."""

@@ -12,15 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from weft.memory.header import (
-    ABI,
-    ErrorRecord,
-    Fault,
-    Header,
-    Mailbox,
-    Record,
-    Timeline,
-)
+from weft.memory.header import ABI, ErrorRecord, Fault, Record, mirrors
 from weft.runtime.args import Site
 
 P = ParamSpec("P")
@@ -29,7 +21,7 @@ T = TypeVar("T")
 LINE = 128  # bytes: what the parts of a share are aligned to
 Numbers = Sequence[tuple[str, int]]  # C++ expressions and their values
 # What every share and every call has.
-COMMON = (ErrorRecord, Mailbox, Record, Timeline, Fault, Header, Site)
+COMMON = (ErrorRecord, Record, Fault, Site)
 # Fields of Header that C++ keeps together, to be read by one 16-byte load.
 STATE = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
 
@@ -44,9 +36,10 @@ def vector_bytes(row_bytes: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
 
 
-def common_assertions() -> str:
+def common_assertions(ranks: int) -> str:
     """C++ that compiles only if what every share and call has is laid out as Python has it."""
-    return f"static_assert(weft::abi == {ABI});\n" + assertions(COMMON)
+    structs = (*COMMON, *mirrors(ranks))
+    return f"static_assert(weft::abi == {ABI});\n" + assertions(structs)
 
 
 def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ()) -> str:
@@ -74,7 +67,7 @@ def offset(struct: str, member: str) -> str:
 
 
 def _member(struct: type[ctypes.Structure], field: str) -> str:
-    return STATE.get(field, field) if struct is Header else field
+    return STATE.get(field, field) if struct.__name__ == "Header" else field
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ call waits: the call ends first, then the memory goes.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
@@ -24,13 +25,13 @@ from weft.memory.group import reason
 from weft.memory.header import (
     ABI,
     EPOCH_MASK,
-    HEADER_BYTES,
     HOST_ASKS_TO_LEAVE,
+    HOST_BITS,
     LAST_WORDS_BYTES,
     ErrorRecord,
-    Header,
-    Mailbox,
     Record,
+    mirrors,
+    words_of,
 )
 from weft.memory.room import require_room
 from weft.memory.wire import JSON
@@ -116,6 +117,7 @@ class Operator(ABC):
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
         self._living = group.local._living
+        self._mirrors = mirrors(group.local.size)
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = self._manifest(config)
         try:
@@ -140,23 +142,25 @@ class Operator(ABC):
         # A vote: no peer may write into this share before it is initialised.
         local.together(lambda: self._initialise(config), doing=f"initialising {what}")
 
-    def _header(self, share_bytes: int) -> Header:
-        header, local = Header(), self.group.local
+    def _header(self, share_bytes: int) -> ctypes.Structure:
+        header, local = self._mirrors.Header(), self.group.local
         header.abi, header.rank, header.ranks = ABI, local.rank, local.size
         header.share_bytes, header.generation = share_bytes, self.heap.generation
         header.first_epoch = header.epoch = self._first_epoch
         # A peer may wait for another host first: whose fault it is, is known there.
         waits = 1 if self.group.hosts == 1 else 2
         header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self._limits)
-        header.living = self._living
-        before = Header.from_buffer_copy(self.heap.header())  # zeros at creation
+        living, before = header.living, self._header_of(local.rank)  # zeros at creation
+        living[:] = words_of(self._living, len(living))
         header.refusals = before.refusals
-        header.reported = before.reported & ~self._living
+        header.reported[:] = [
+            was & ~lives for was, lives in zip(before.reported, living, strict=True)
+        ]
         return header
 
     def _initialise(self, config: Any) -> None:
         """Open the mailbox, then write what this rank's share holds before the first call."""
-        self._mailbox = Mailbox.from_address(self.heap.mailbox.host)
+        self._mailbox = self._mirrors.Mailbox.from_address(self.heap.mailbox.host)
         self._config = config
         self._starts_anew: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._busy = threading.Lock()  # taken by a call, and by close for good
@@ -182,7 +186,7 @@ class Operator(ABC):
         header = self._header(self._config.share_bytes)
         self._write_contents(self._config, header)
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        self.heap.tensor((HEADER_BYTES,), torch.uint8).copy_(raw)
+        self.heap.tensor((len(raw),), torch.uint8).copy_(raw)
         synchronize_stream(self.group.device)
 
     def _manifest(self, config: Any) -> Mapping[str, JSON]:
@@ -199,7 +203,7 @@ class Operator(ABC):
         """Make views of this rank's share, and its memory beside the heap."""
 
     @abstractmethod
-    def _write_contents(self, config: Any, header: Header) -> None:
+    def _write_contents(self, config: Any, header: ctypes.Structure) -> None:
         """Write what the share holds before the first call, whatever it holds now.
 
         May change `header`, which is written after it.
@@ -239,7 +243,7 @@ class Operator(ABC):
         """Would `check` raise that the group is broken? One read of host memory."""
         with self._access:
             self._check_open()
-            word = self._mailbox.host_word & HOST_ASKS_TO_LEAVE
+            word = self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE
             return bool(self._mailbox.broken_code or word)
 
     def abort(self) -> None:
@@ -253,13 +257,13 @@ class Operator(ABC):
             self._check_open()
             self._left = self._left or "called abort()"
             self._notify_once(ABORTED, "")
-            self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
+            self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
     def history(self, rank: int | None = None) -> list[Record]:
         """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
         with self._access:
             self._check_open()
-            header = Header.from_buffer_copy(self.heap.header(rank))
+            header = self._header_of(rank)
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
     def close(self) -> None:
@@ -296,7 +300,7 @@ class Operator(ABC):
         """The process of a rank has ended: a wait for it need not last until the deadline."""
         with self._access:
             if not self._freed and self._living >> rank & 1:
-                self._mailbox.host_word |= 1 << rank
+                self._mailbox.host_word[rank // HOST_BITS] |= 1 << rank % HOST_BITS
 
     def _tell_left(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that this rank begins no more calls. Any thread; what runs goes on.
@@ -335,7 +339,7 @@ class Operator(ABC):
         with self._access:
             if self._freed:
                 return 0
-            header = Header.from_buffer_copy(self.heap.header())
+            header = self._header_of()
         ends = (COMBINE, ALL_REDUCE)
         done = [r.epoch - header.first_epoch & EPOCH_MASK for r in header.ring if r.phase in ends]
         return max(done, default=0)
@@ -352,13 +356,15 @@ class Operator(ABC):
         with relaxed(self.group.device):
             with self._access:
                 self._living, self._told = living, False
-                self._mailbox.broken_code = self._mailbox.host_word = 0
+                self._mailbox.broken_code = 0
+                words = self._mailbox.host_word
+                words[:] = [0] * len(words)
                 try:
                     self._start_anew()
                     self._write_share()
                 except BaseException as error:
                     self._left = f"could not recover: {reason(error)}"
-                    self._mailbox.host_word = HOST_ASKS_TO_LEAVE
+                    words[0] = HOST_ASKS_TO_LEAVE
                     raise
                 self._left = ""
             failures = []
@@ -388,7 +394,7 @@ class Operator(ABC):
             if not self._freed:
                 self._left = self._left or why
                 self._notify_once(PEER_LEFT, why)
-                self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
+                self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
     def _begin(self, doing: str) -> None:
         """A call begins; `_end` must follow. Raises OutOfOrder, and what broke the group."""
@@ -433,7 +439,7 @@ class Operator(ABC):
         """Raise what ended the group, if anything did. Within a call, or under `_access`."""
         if self._mailbox.broken_code:
             raise self._breakage(ErrorRecord.from_buffer_copy(self._mailbox.broken))
-        if self._mailbox.host_word & HOST_ASKS_TO_LEAVE:
+        if self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
             if self._failure is not None:
                 raise self._failure
             raise Aborted(f"this rank, {self.group.rank}, {self._left}; make a new group")
@@ -505,7 +511,7 @@ class Operator(ABC):
         if not self._busy.acquire(blocking=False):
             with self._access:
                 self._left = self._left or f"closed this {self._what} in another thread"
-                self._mailbox.host_word |= HOST_ASKS_TO_LEAVE
+                self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
             self._busy.acquire()
         return True
 
@@ -527,14 +533,17 @@ class Operator(ABC):
         self._told = True
         rank, heap = self._site.rank, self.heap
         words = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
-        heap.write(rank, Header.last_words.offset, words)
+        heap.write(rank, self._mirrors.Header.last_words.offset, words)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
         for peer in range(self.group.local.size):
             if peer != rank and self._living >> peer & 1:
-                heap.write(peer, Header.notices.offset + 8 * rank, notice)
+                heap.write(peer, self._mirrors.Header.notices.offset + 8 * rank, notice)
+
+    def _header_of(self, rank: int | None = None) -> ctypes.Structure:
+        return self._mirrors.Header.from_buffer_copy(self.heap.header(rank))
 
     def _last_words(self, rank: int) -> str:
-        header = Header.from_buffer_copy(self.heap.header(rank))
+        header = self._header_of(rank)
         return bytes(header.last_words).split(b"\0")[0].decode(errors="replace")
 
 

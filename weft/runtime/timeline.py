@@ -6,10 +6,11 @@ device/timeline.cuh says. Reading synchronises with nothing: let the device fini
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.memory.header import PHASES, Header, Timeline
+from weft.memory.header import PHASES, mirrors
 
 if TYPE_CHECKING:
     from weft.memory import Heap
@@ -58,12 +59,12 @@ def read_timeline(heap: Heap, rank: int | None = None) -> list[Span]:
     An operation that is under way, or was left by an error, is in it and not `finished`. Empty
     when that rank's kernels are not profiled. Raises InvalidArgument for a rank out of range.
     """
-    header = Header.from_buffer_copy(heap.header(rank))
+    header = mirrors(heap.group.size).Header.from_buffer_copy(heap.header(rank))
     spans = [_span(header.rank, header.ranks, line) for line in header.timelines if line.phase]
     return sorted(spans, key=lambda span: span.start_ns)
 
 
-def _span(rank: int, ranks: int, line: Timeline) -> Span:
+def _span(rank: int, ranks: int, line: ctypes.Structure) -> Span:
     """A stamp older than the start is what an earlier round left in its place."""
 
     def reached(stamp: int) -> int:

@@ -1,0 +1,161 @@
+"""The kernels, on CPUs, in a domain of 72 ranks, whose sets of ranks take three words.
+
+Three ranks of it live, one in each word, so that few threads run. Bit by bit as the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from tests import sums
+from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall
+from tests.alltoall.test_emulated_alltoall import launch_as
+from tests.alltoall.test_recovery import one_round
+from tests.emulator.emulate import (
+    EmulatedEntries,
+    build_library,
+    compile_emulated,
+    emulated_tree,
+)
+from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
+from tests.lowlatency_rounds import Mode, play
+from tests.recorded import reads
+from tests.rounds import Round, combining
+from weft.allreduce.config import ReduceConfig
+from weft.allreduce.kernels import ReducePlan
+from weft.alltoall.config import AllToAllConfig
+from weft.lowlatency.config import LowLatencyConfig
+
+pytestmark = reads("tests/emulator/*.hpp")
+
+RANKS, LIVING = 72, (1, 34, 70)
+WIDE = ("WEFT_WIDE=1",)
+CASE = Round(tokens=(3, 8) * 36, top_k=6, experts=83, hidden=256, add=True)
+SIZES: dict[str, Any] = {
+    "max_tokens": 8,
+    "top_k": CASE.top_k,
+    "num_experts": CASE.experts,
+    "hidden": CASE.hidden,
+}
+PATIENT: dict[str, Any] = {"timeout": 300.0, "first_timeout": 300.0}
+WAYS = ("push", "fp8")
+MODES = (
+    Mode(more=PATIENT),
+    Mode(reduce="sender", combine_dtype="fp8", more=PATIENT),
+    Mode(combine="gemm_push", more=PATIENT),
+)
+
+
+def low_shape(mode: Mode) -> Any:
+    options: dict[str, Any] = {"slots": 1} if mode.combine == "gemm_push" else {}
+    options |= {"reduce": mode.reduce, "combine": mode.combine, "combine_dtype": mode.combine_dtype}
+    return LowLatencyConfig.of(ranks=RANKS, **SIZES, **options).shape
+
+
+class Libraries:
+    """The kernels of all operators, compiled for a CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        def room(name: str) -> Path:
+            (folder / name).mkdir()
+            return folder / name
+
+        shapes = [AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS]
+        self.exchanges = compile_alltoall(shapes, room("alltoall"), defines=WIDE, ranks=LIVING)
+        self.low = [
+            compile_low(low_shape(mode), room(f"low {i}"), defines=WIDE)
+            for i, mode in enumerate(MODES)
+        ]
+        config = ReduceConfig.of(
+            ranks=RANKS, max_tokens=5, hidden=256, dtype=torch.bfloat16, missing="drop"
+        )
+        self.sums = compile_emulated(config, room("allreduce"), defines=WIDE)
+
+
+def wait(barrier: threading.Barrier) -> None:
+    barrier.wait()
+
+
+def rounds(
+    group: weft.Group, libraries: Libraries, all_here: threading.Barrier, met: threading.Barrier
+) -> None:
+    with ExitStack() as stack:
+        exchanges = [
+            stack.enter_context(weft.AllToAll(group, **SIZES, **combining(way), **PATIENT))
+            for way in WAYS
+        ]
+        lows = [stack.enter_context(mode.make(group, CASE, 8)) for mode in MODES]
+        ar = stack.enter_context(
+            weft.AllReduce(group, max_tokens=5, hidden=256, missing="drop", **PATIENT)
+        )
+        all_here.wait()
+        if group.rank in LIVING:
+            group._resume(sum(1 << rank for rank in LIVING), lambda: wait(met))
+            living = list(LIVING)
+            for number, (way, a2a) in enumerate(zip(WAYS, exchanges, strict=True)):
+                a2a._kernels = entries = EmulatedAllToAll(libraries.exchanges, number, a2a)
+                for seed in range(2):
+                    launch_as(entries, seed)
+                    case = CASE.next(seed=seed)
+                    one_round(a2a, case, living, way, rows=None, halves=False)
+            for mode, low, library in zip(MODES, lows, libraries.low, strict=True):
+                low._kernels = EmulatedLow(library, low.config.shape)
+                for seed in range(2):
+                    play(low, mode, CASE.next(seed=seed), living=living, checks=False)
+            ar._kernels = reducing = EmulatedEntries(libraries.sums)
+            for tokens in (1, 5):
+                reducing.plans["oneshot", tokens] = ReducePlan(tokens, 96, 1)
+                case_of_sums = sums.Sum(tokens=tokens, hidden=256, seed=tokens)
+                sums.play(ar, case_of_sums, "oneshot", None, living)
+        all_here.wait()
+
+
+def test_three_ranks_in_three_words(tmp_path: Path) -> None:
+    meetings = threading.Barrier(RANKS), threading.Barrier(len(LIVING))
+    weft.launch(rounds, Libraries(tmp_path), *meetings, ranks=RANKS, device="threads")
+
+
+RECEIVED = """
+#include <weft/grouping/rows.cuh>
+constexpr weft::Shape S = {.ranks = 72, .tokens = 5, .top_k = 2, .experts = 72, .hidden = 8,
+                           .dtype = weft::DType::bf16, .planes = 1, .row_bytes = {16}};
+static weft::Inbox<S> inbox;
+extern "C" __attribute__((visibility("default")))
+unsigned slots(const int* counts, unsigned* found) {
+    for (unsigned i = 0; i < S.ranks; ++i) inbox.counts[i] = counts[i];
+    unsigned total = 0;
+    emulated::Grid grid{1, 1, 32};
+    emulated::launch(grid, [&] {
+        const auto tokens = weft::ReceivedTokens<S>::of(inbox, threadIdx.x);
+        const unsigned all = tokens.total();
+        for (unsigned i = 0; i < all; ++i) {
+            const weft::TokenSlot at = tokens.slot(i);
+            if (threadIdx.x == i % 32) found[i] = at.source * S.tokens + at.token;
+        }
+        if (threadIdx.x == 0) total = all;
+    });
+    return total;
+}
+"""
+
+
+def test_received_tokens_of_more_sources_than_lanes(tmp_path: Path) -> None:
+    library = ctypes.CDLL(str(build_library(emulated_tree(tmp_path), RECEIVED, defines=WIDE)))
+    for seed in range(4):
+        counts = torch.randint(
+            0, 6, (RANKS,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+        )
+        counts[seed * 20 : seed * 20 + 12] = 0
+        found = torch.full((RANKS * 5,), -1, dtype=torch.int32)
+        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (counts, found))
+        total = library.slots(*pointers)
+        slots = [s * 5 + t for s, count in enumerate(counts.tolist()) for t in range(count)]
+        assert total == len(slots)
+        assert found[:total].tolist() == slots

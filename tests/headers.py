@@ -1,0 +1,6 @@
+"""The structs of a domain of up to 32 ranks, which is what most tests have."""
+
+from weft.memory.header import header_bytes, mirrors
+
+HEADER_BYTES = header_bytes(1)
+Timeline, Header = mirrors(1).Timeline, mirrors(1).Header
