@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import campaign, on_hosts
+from tests.hosts.spanning import campaign, lying, on_hosts
 from tests.rounds import Round, bits
 from weft.errors import BadExpertId, InvalidArgument
+from weft.hosts.rail import Slots
 from weft.lowlatency import reference
 
 TOKENS = 8
@@ -137,3 +139,32 @@ def refusals(group: weft.Group) -> None:
 
 def test_weights_and_bad_ids_are_refused_in_words(ranks):
     ranks(4, "cpu")(on_hosts, 2, refusals)
+
+
+def lies(group: weft.Group) -> list[str]:
+    """Rank 3, on host 1, sends ids that its host would not."""
+    case, said = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128), []
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    sizes: Way = {"max_tokens": 2, "top_k": 2, "num_experts": 4, "hidden": 128}
+    with weft.LowLatencyAllToAll(group, **sizes) as low:
+        for wrong in (4, -9):
+
+            def tell(slots: Slots, own: int, wrong: int = wrong) -> None:
+                slots.ids[own, 1, 0] = wrong
+
+            with lying(low, tell) if group.rank == 3 else contextlib.nullcontext():
+                got = low.dispatch(x, ids, weights)
+            y = torch.zeros((*got.x.shape[:2], 128), dtype=torch.bfloat16)
+            low.combine(y, ids, weights, got.handle)
+            try:
+                low.check()
+            except BadExpertId as error:
+                said.append(str(error))
+    return said
+
+
+def test_ids_that_another_host_would_not_send_are_refused_in_its_name(ranks):
+    none, said, *others = ranks(4, "cpu")(on_hosts, 2, lies)
+    assert [none, *others] == [[], [], []]
+    for text, wrong in zip(said, (4, -9), strict=True):
+        assert text.startswith(f"rank 3: topk_ids[1, 0] is {wrong} (rank 1 found it out); "), text

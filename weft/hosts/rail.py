@@ -30,6 +30,7 @@ from weft.memory.header import ErrorRecord
 from weft.memory.hosts import break_rail
 from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 
+SENT, ARRIVED = range(2)  # what is refused: of this rank's own call, or of another host's
 MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
 
 
@@ -129,16 +130,17 @@ class Rail:
         self._sums = empty(rows, span.hidden, dtype=span.dtype)
         self._returned = empty(rows, span.hidden, dtype=span.dtype)
         self._numbers = torch.arange(span.max_tokens, dtype=torch.int32, device=device)
-        # The last entry answers for id -1.
+        # The last entry answers for what is no expert.
         table = torch.tensor((*span.local_ids, -1), dtype=torch.int32)
         self._local_ids = table.to(device)
         self._experts = experts
-        # reports, and of the last one: code, token, slot, what was there
-        self._noted = empty(5, dtype=torch.int64)
-        self._seen_reports = 0
+        # Of what was sent and of what arrived: reports, and of the last one its code, what was
+        # there, and which entry of how many rows it was.
+        self._noted = empty(2, 4, dtype=torch.int64)
+        self._seen_reports = [0, 0]
         self._told = self._noted
         if device.type == "cuda":
-            self._told = torch.zeros(5, dtype=torch.int64).pin_memory()
+            self._told = torch.zeros((2, 4), dtype=torch.int64).pin_memory()
         self._views: dict[int, Slots] = {}
 
     def send(
@@ -161,32 +163,39 @@ class Rail:
         own = self._own
         counts, ids, weights = slots.counts[own], slots.ids[own], slots.weights[own]
         weights[:tokens] = 1.0 if topk_weights is None else topk_weights
+        count = torch.full((1,), tokens, dtype=torch.int32, device=self._device)
+        if num_tokens is not None:
+            count = num_tokens
+            beyond = (self._numbers[:tokens] >= count)[:, None]
+            topk_ids = topk_ids.masked_fill(beyond, -1)
+        counts[:1] = count.clamp(0, tokens)
         known = (topk_ids >= 0) & (topk_ids < self._experts)
         chosen = torch.where(known, topk_ids, -1)
-        counts[:1].fill_(tokens)
-        wrong = (topk_ids != -1) & ~known
-        if num_tokens is not None:
-            count = num_tokens.clamp(0, tokens)
-            counts[:1] = count
-            beyond = (self._numbers[:tokens] >= count)[:, None]
-            chosen, wrong = chosen.masked_fill(beyond, -1), wrong & ~beyond
         if stats is not None:
             counts[1:] = stats
         ids.fill_(-1)
         ids[:tokens] = chosen
-        self._note(topk_ids, chosen, wrong, num_tokens)
+        self._note(SENT, count, topk_ids, tokens, repeats=chosen)
         self._out = self._start(slots.out)
 
     def receive(self, rows: int) -> Arrived:
-        """Wait for the rows of all hosts. Raises RailFailed."""
+        """Wait for the rows of all hosts. Raises RailFailed.
+
+        Ids and counts that another host must not send are dropped and clamped; `reports` has them.
+        """
         assert self._out is not None
         out, self._out = self._out, None
         self._finish(out)
-        slots = self._slots(rows)
+        slots, experts = self._slots(rows), self._experts
         arrived = slots.arrived
-        arrived.ids.view(slots.ids.shape).copy_(self._local_ids[slots.ids])
+        ids, counts = slots.ids, slots.counts
+        known = torch.where((ids >= 0) & (ids < experts), ids, experts)
+        arrived.ids.view(ids.shape).copy_(self._local_ids[known])
         arrived.weights.view(slots.weights.shape).copy_(slots.weights)
-        arrived.stats.view(slots.counts.shape).copy_(slots.counts)
+        told = arrived.stats.view(counts.shape)
+        told.copy_(counts)
+        told[:, 0].clamp_(0, rows)
+        self._note(ARRIVED, counts[:, 0], ids, rows)
         return arrived
 
     def sums(self, rows: int) -> torch.Tensor:
@@ -221,16 +230,27 @@ class Rail:
         out.copy_(total)
 
     def reports(self) -> tuple[ErrorRecord, int] | None:
-        """The last refusal since the last call, and how many there were; None without one."""
-        reports, code, token, slot, seen = self._told.tolist()
-        if reports == self._seen_reports:
-            return None
-        count, self._seen_reports = reports - self._seen_reports, reports
-        record = ErrorRecord(code=code, rank=self._group.rank, token=token, slot=slot)
-        record.seen, record.wanted = seen & (1 << 64) - 1, self._experts
-        if code == TOKEN_OVERFLOW:
-            record.wanted = token
-        return record, count
+        """The last refusal since the last call, and how many there were; None without one.
+
+        What arrived is refused in the name of the rank that sent it.
+        """
+        for which, (reports, code, seen, where) in enumerate(self._told.tolist()):
+            count, self._seen_reports[which] = reports - self._seen_reports[which], reports
+            if count:
+                record = ErrorRecord(code=code, rank=self._group.rank, wanted=self._experts)
+                entry, rows = divmod(where, 1 << 32)
+                hosts = 1 if which == SENT else self._hosts
+                host, record.wanted = entry, rows
+                if entry >= hosts:
+                    token, record.slot = divmod(entry - hosts, self._span.top_k)
+                    host, record.token = divmod(token, rows)
+                    record.wanted = self._experts
+                if which == ARRIVED:
+                    record.reported_by = 1 + self._group.rank
+                    record.rank = self._group.host_ranks[host][self._group.local.rank]
+                record.seen = seen & (1 << 64) - 1
+                return record, count
+        return None
 
     def close(self) -> None:
         """Give the memory back, and stop watching."""
@@ -374,30 +394,30 @@ class Rail:
 
     def _note(
         self,
-        topk_ids: torch.Tensor,
-        chosen: torch.Tensor,
-        wrong: torch.Tensor,
-        num_tokens: torch.Tensor | None,
+        which: int,
+        counts: torch.Tensor,
+        ids: torch.Tensor,
+        rows: int,
+        *,
+        repeats: torch.Tensor | None = None,
     ) -> None:
-        """Note what is wrong with a call's ids or count, for `reports`; on GPUs in stream order."""
-        tokens, top_k = topk_ids.shape
-        if not tokens:
-            return
-        earlier = torch.ones((top_k, top_k), dtype=torch.bool, device=self._device).tril(-1)
-        repeats = (chosen[:, :, None] == chosen[:, None, :]) & earlier & (chosen >= 0)[:, :, None]
-        code = wrong * BAD_EXPERT_ID + repeats.any(dim=2) * DUPLICATE_EXPERT
-        entries = code.flatten()
-        at = (entries > 0).long().argmax()
-        count, kind, seen = (entries > 0).sum(), entries[at], topk_ids.flatten()[at].long()
-        token, slot = at // top_k, at % top_k
-        if num_tokens is not None:
-            over = ((num_tokens < 0) | (num_tokens > tokens))[0]
-            count = count + over
-            kind = torch.where(over, TOKEN_OVERFLOW, kind)
-            token = torch.where(over, tokens, token)
-            seen = torch.where(over, num_tokens[0].long(), seen)
-        noted = torch.stack([self._noted[0] + count, kind, token, slot, seen])
-        self._noted.copy_(torch.where(count > 0, noted, self._noted))
+        """Note what is wrong with counts and ids, for `reports`; on GPUs in stream order.
+
+        counts: of tokens, `[hosts]`, or of this rank.   ids: of `rows` rows for each of these.
+        repeats: ids without those that are wrong, to look for those that are in a row twice.
+        """
+        wrong = ((ids < -1) | (ids >= self._experts)) * BAD_EXPERT_ID
+        if repeats is not None:
+            top_k = self._span.top_k
+            earlier = torch.ones((top_k, top_k), dtype=torch.bool, device=self._device).tril(-1)
+            equal = (repeats[:, :, None] == repeats[:, None, :]) & earlier
+            wrong = wrong + (equal & (repeats >= 0)[:, :, None]).any(dim=2) * DUPLICATE_EXPERT
+        over = ((counts < 0) | (counts > rows)) * TOKEN_OVERFLOW
+        code, seen = torch.cat([over, wrong.flatten()]), torch.cat([counts, ids.flatten()])
+        at, count = (code > 0).long().argmax(), (code > 0).sum()
+        noted = self._noted[which]
+        last = torch.stack([noted[0] + count, code[at], seen[at].long(), at * (1 << 32) + rows])
+        noted.copy_(torch.where(count > 0, last, noted))
         if self._told is not self._noted:
             self._told.copy_(self._noted, non_blocking=True)
 
