@@ -12,7 +12,8 @@ void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* 
               u32 choices, u8* row) {
     const u8* y = static_cast<const u8*>(a.y);
     if constexpr (S.reduce == Reduce::receiver && !S.combine_fp8) {
-        copy_canonical<S>(row, y + u64(position[__builtin_ctz(choices)]) * S.out_bytes());
+        copy_canonical<S.dtype>(row, y + u64(position[__builtin_ctz(choices)]) * S.out_bytes(),
+                                S.out_bytes());
     } else {
         float sum[S.hidden] = {};
         for (u32 left = choices; left != 0; left &= left - 1) {
@@ -30,7 +31,7 @@ void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* 
         } else {
             Bits<S.dtype> rounded[S.hidden];
             for (u32 i = 0; i < S.hidden; ++i) rounded[i] = narrow<S.dtype>(sum[i]);
-            copy_canonical<S>(row, reinterpret_cast<const u8*>(rounded));
+            copy_canonical<S.dtype>(row, reinterpret_cast<const u8*>(rounded), S.out_bytes());
         }
     }
 }

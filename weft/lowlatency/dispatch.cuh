@@ -1,7 +1,7 @@
-// Low-latency dispatch: tokens are quantised in registers and go straight to every rank that has
-// one of their experts, once each; the receiver places them by expert as they arrive. One launch,
-// or split into a sending and a receiving kernel. A warp is the unit of work: it sends 512 columns
-// of a token, or receives 2 KiB of a row.
+// Low-latency dispatch: tokens are quantised in registers, unless they came so, and go straight to
+// every rank that has one of their experts, once each; the receiver places them by expert as they
+// arrive. One launch, or split into a sending and a receiving kernel. A warp is the unit of work:
+// it sends 512 columns of a token, or receives 2 KiB of a row.
 //
 // Roles, in grid order:
 // coordinator    sends credits and checks that the peers' dispatch is the same one
@@ -14,14 +14,18 @@
 
 namespace weft {
 
-// What a warp loads of a token before it may send: 16 columns per lane and, in lane k, the k-th id.
+// What a warp loads of a token before it may send: 16 columns per lane, or as many bytes of a row
+// that goes on as it is, and, in lane k, the k-th id.
 // All loads start at once and are used when the credits have come.
 template <LowLatencyShape S> struct TokenFragment {
-    Columns<S.dtype> columns;
+    // Of rows that come quantised a lane holds 32 bytes, whatever they were.
+    static constexpr DType held = S.recipe == Recipe::quantised ? DType::bf16 : S.dtype;
+    Columns<held> columns;
     u32 token, part;
     u32 id_low, id_high;
 
-    static constexpr u32 row_lanes = S.hidden / lane_columns;
+    static constexpr u32 row_lanes =
+        (S.given_vectors() + Columns<held>::vectors - 1) / Columns<held>::vectors;
     static constexpr u32 units = (row_lanes + warp_lanes - 1) / warp_lanes;  // of a token
 
     WEFT_FN static TokenFragment of(const LowLatencyDispatchArgs& a, u32 unit) {
@@ -32,11 +36,11 @@ template <LowLatencyShape S> struct TokenFragment {
                                .id_low = ~0u,
                                .id_high = ~0u};
         if (fragment.token >= a.tokens) return fragment;
-        constexpr u32 vectors = S.out_bytes() / 16;
+        constexpr u32 vectors = S.given_vectors();
         const uint4* row = static_cast<const uint4*>(a.x) + u64(fragment.token) * vectors;
 #pragma unroll
-        for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
-            const u32 at = vector_of<S.dtype, S.group != 0>(fragment.part, i);
+        for (u32 i = 0; i < Columns<held>::vectors; ++i) {
+            const u32 at = vector_of<held, S.quantises()>(fragment.part, i);
             if (at < vectors) fragment.columns.v[i] = load_input(row + at);
         }
         if (lane < S.top_k) {
@@ -66,17 +70,18 @@ WEFT_FN void for_destinations(const Site& site, u32 token, u32 destinations, con
     }
 }
 
-// Sends the columns of one warp, quantised or unquantised.
+// Sends the columns of one warp, which it quantises, or the vectors that it has loaded.
 template <LowLatencyShape S>
 WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment, u32 destinations) {
-    if constexpr (S.group == 0) {
+    if constexpr (!S.quantises()) {
+        constexpr DType held = TokenFragment<S>::held;
         for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
 #pragma unroll
-            for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i) {
-                const u32 at = vector_of<S.dtype, false>(fragment.part, i);
-                if (at < S.value_vectors())
+            for (u32 i = 0; i < Columns<held>::vectors; ++i) {
+                const u32 at = vector_of<held, false>(fragment.part, i);
+                if (at < S.given_vectors())
                     post_vector(reinterpret_cast<uint4*>(row) + at,
-                                canonical<S.dtype>(fragment.columns.v[i]));
+                                canonical<S.given_dtype()>(fragment.columns.v[i]));
             }
         });
     } else {

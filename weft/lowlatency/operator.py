@@ -21,9 +21,11 @@ from weft.lowlatency.config import (
     LowLatencyCombineArgs,
     LowLatencyConfig,
     LowLatencyDispatchArgs,
+    LowShape,
     memory_bytes,
 )
 from weft.lowlatency.kernels import load_kernels
+from weft.lowlatency.reference import sent
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.memory import Group
@@ -37,6 +39,21 @@ from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE
 
 Hook = Callable[[], object]
+
+
+def as_sent(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
+    """Rows of x `[tokens, hidden]` as they leave a host: uint8 `[tokens, shape.row_bytes]`.
+
+    Quantised, these are the numbers and then the scales in float32, as the kernels take them.
+    """
+    if not shape.group:
+        return x.view(torch.uint8)
+    numbers, scales = sent(x, "fp8", shape.group, shape.scales)
+    assert scales is not None
+    rows = torch.zeros((len(x), shape.row_bytes), dtype=torch.uint8, device=x.device)
+    rows[:, : shape.hidden] = numbers.view(torch.uint8)
+    rows[:, shape.hidden :][:, : 4 * shape.blocks] = scales.view(torch.uint8)
+    return rows
 
 
 class LowLatencyAllToAll(Placed, AcrossHosts):
@@ -310,7 +327,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         if self._rail is None:
             self._run_dispatch(entry, x, topk_ids, topk_weights)
         else:
-            self._rail.send((x,), topk_ids, topk_weights, None, None, self.max_tokens)
+            row = (as_sent(x, self.config.shape),)
+            self._rail.send(row, topk_ids, topk_weights, None, None, self.max_tokens)
             slot.sent_weights = topk_weights
             if entry == "dispatch":
                 self._forward(slot)
