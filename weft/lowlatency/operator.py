@@ -272,6 +272,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     ) -> tuple[torch.Tensor, Hook]:
         """The first half of `combine`: send rows to their owners.
 
+        With several hosts: wait for the ranks of this host, sum, and start to return the sums.
         The arguments are the whole call's: `add`, `out`, ids and weights must stay until the second
         half has run. Returns `out`, which holds nothing yet, and a function that receives: call
         that, or `combine_recv`.
@@ -424,9 +425,13 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         args.add = 0 if add is None or self._rail is not None else add.data_ptr()
         args.tokens, args.dispatch_id = tokens, self._place(handle)
         slot.point(args)
-        self._kernels.run(entry, args, tokens)
+        self._kernels.run(entry if self._rail is None else "combine", args, tokens)
+        if self._rail is not None:
+            self._raise_if_broken()
+            self._rail.send_home(self.max_tokens)
         if entry == "combine":
-            self._return(out, add)
+            if self._rail is not None:
+                self._rail.receive_home(out, add)
             slot.alive = None
         else:
             self._returned = slot.alive = handle
@@ -440,20 +445,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         handle = self._returned
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
-        tokens = handle.tokens if self._rail is None else self.config.shape.tokens
-        self._kernels.run("combine_receive", self._combine_args, tokens)
         out, add, _ = self._kept
-        self._return(out, add)
+        if self._rail is None:
+            self._kernels.run("combine_receive", self._combine_args, handle.tokens)
+        else:
+            self._rail.receive_home(out, add)
         self._slots[handle.slot].alive = self._returned = None
         del self._kept
         self._raise_if_broken()
         return out
-
-    def _return(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
-        """With several hosts: return this host's sums, and add those of this rank's tokens."""
-        if self._rail is not None:
-            self._raise_if_broken()
-            self._rail.home(out, add, self.max_tokens)
 
     @property
     def _mid_round(self) -> bool:
