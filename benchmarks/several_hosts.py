@@ -118,7 +118,7 @@ def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
     """All four between so many hosts, and the bytes that a host sent in a round."""
     found: dict[str, Any] = {"hosts": hosts, "ranks_a_host": RANKS, "rate": rate}
     with Network(hosts) as network:
-        if not network.namespaces:
+        if network.namespaces is None:
             raise SystemExit("no network namespaces here: run as root, with CAP_NET_ADMIN")
         if rate is not None:
             network.limit(rate)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import weft
-from tests.hosts.network import Network, allowed
+from tests.hosts.network import Network
 from tests.hosts.spanning import campaign, play
 from tests.rounds import Round
+from weft.cli.namespaces import allowed
 from weft.errors import GroupError
 
 TIMEOUT = 2.0
