@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +62,30 @@ class Network:
     def mend(self, host: int) -> None:
         """The end of `cut`."""
         ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
+
+    @contextmanager
+    def relayed(self, delay: float) -> Iterator[Callable[[float], None]]:
+        """Between two hosts every frame takes so many seconds; what is yielded changes them."""
+        assert self.hosts == 2
+        ports = [f"port{host}" for host in range(2)]
+        for host, port in enumerate(ports):
+            ip("-n", self._of("switch"), "link", "set", port, "nomaster")
+            whole = "from tests.hosts.relay import send_whole_frames as f; f('eth0')"
+            words = ["ip", "netns", "exec", self._of(host), sys.executable, "-c", whole]
+            subprocess.run(words, cwd=ROOT, check=True)
+        words = ["ip", "netns", "exec", self._of("switch"), sys.executable, "-m"]
+        words += ["tests.hosts.relay", *ports]
+        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, text=True) as relay:
+            assert relay.stdin is not None
+            lines = relay.stdin
+
+            def take(seconds: float) -> None:
+                print(seconds, file=lines, flush=True)
+
+            take(delay)
+            yield take
+            lines.close()
+            assert relay.wait(10.0) == 0
 
     def limit(self, rate: str) -> None:
         """Each host sends, and is sent, so much at most: "1gbit"."""
