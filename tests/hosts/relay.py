@@ -44,17 +44,18 @@ def main() -> None:
             _, to, frame = held.popleft()
             to.send(frame)
         wait = max(0.0, held[0][0] - now) if held else None
-        for ready in select.select([*links, sys.stdin], [], [], wait)[0]:
-            if ready is sys.stdin:
-                line = sys.stdin.readline()
-                if not line:
-                    return
-                delay = float(line)
+        ready = select.select([*links, sys.stdin], [], [], wait)[0]
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            delay = float(line)
+        for place, link in enumerate(links):
+            if link not in ready:
                 continue
-            frame, where = ready.recvfrom(1 << 16)
+            frame, where = link.recvfrom(1 << 16)
             if where[2] != socket.PACKET_OUTGOING:  # type: ignore[attr-defined, unused-ignore]
-                other = links[1 - links.index(ready)]
-                held.append((time.monotonic() + delay, other, frame))
+                held.append((time.monotonic() + delay, links[1 - place], frame))
 
 
 if __name__ == "__main__":
