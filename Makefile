@@ -3,7 +3,8 @@
 #   TORCH=...           what pip installs when the interpreter has no torch that sees a GPU, for example
 #                       TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 #   KILL=2              the demo kills this rank while the model writes
-#   HOSTS=2             the demo's ranks count as ranks of so many hosts
+#   HOSTS=2             the demo's ranks count as ranks of so many hosts: network namespaces joined by veth,
+#                       where CPU ranks run and this machine lets them be made, else the loopback
 #   PYTEST_ARGS='-k x'  passed on to pytest
 #   JOBS=3              tests at a time: one more than cores, since some wait for a deadline, asleep
 #   WEFT_SKIP_SPIN=1    test without the SPIN model checker

@@ -1,9 +1,11 @@
 """A round over several hosts on CPU ranks, beside a bare exchange of its bytes and an all-gather.
 
-Hosts are network namespaces of this machine (tests/hosts/network.py; needs root). All three are
+Hosts are network namespaces of this machine (tests/hosts/network.py; needs root). All four are
 timed in turn in one run:
 
     round       dispatch and combine of weft.AllToAll, without experts
+    two_parts   the same in two operators of half the tokens, by split_phase: the rows of one part
+                cross while the other is inside its host, out and home
     bare        two all_to_all_single of the bytes that the round sends between hosts
     all_gather  dispatch by all-gather, combine by reduce-scatter, over all ranks
 
@@ -38,6 +40,7 @@ from weft.bench.machine import describe_code, describe_machine
 
 TOKENS, HIDDEN, TOP_K, EXPERTS, RANKS = 512, 7168, 8, 64, 2
 ROW = 2 * HIDDEN  # bytes, bfloat16
+EACH = ("bare", "round", "two_parts", "all_gather")
 SIZES: dict[str, Any] = {
     "max_tokens": TOKENS,
     "hidden": HIDDEN,
@@ -59,7 +62,7 @@ def timed(group: weft.Group, call: Callable[[], object], rounds: int) -> list[fl
 
 
 def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[float]:
-    """One of the three on this rank."""
+    """One of the four on this rank."""
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).bfloat16()
     ids = torch.rand((TOKENS, EXPERTS), generator=generator).topk(TOP_K, dim=1).indices.int()
@@ -73,6 +76,26 @@ def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[f
                 a2a.combine(out=out)
 
             return timed(group, call, rounds)
+    if which == "two_parts":
+        sizes = SIZES | {"max_tokens": TOKENS // 2}
+        made = [weft.AllToAll(group, timeout=60.0, split_phase=True, **sizes) for _ in range(2)]
+        parts = [slice(0, TOKENS // 2), slice(TOKENS // 2, TOKENS)]
+        outs = [torch.empty_like(x[part]) for part in parts]
+
+        def call() -> None:
+            for a2a, part in zip(made, parts, strict=True):
+                a2a.dispatch_send(x[part], ids[part], weights[part])
+            for a2a in made:
+                a2a.dispatch_recv()
+            for a2a in made:
+                a2a.combine_send()
+            for a2a, out in zip(made, outs, strict=True):
+                a2a.combine_recv(out=out)
+
+        times = timed(group, call, rounds)
+        for a2a in made:
+            a2a.close()
+        return times
     if which == "bare":
         sent = torch.zeros((group.hosts, TOKENS * ROW), dtype=torch.uint8)
         came = torch.empty_like(sent)
@@ -92,14 +115,14 @@ def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[f
 
 
 def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
-    """All three between so many hosts, and the bytes that a host sent in a round."""
+    """All four between so many hosts, and the bytes that a host sent in a round."""
     found: dict[str, Any] = {"hosts": hosts, "ranks_a_host": RANKS, "rate": rate}
     with Network(hosts) as network:
-        if not network.namespaces:
+        if network.namespaces is None:
             raise SystemExit("no network namespaces here: run as root, with CAP_NET_ADMIN")
         if rate is not None:
             network.limit(rate)
-        for which in ("bare", "round", "all_gather", "round", "bare"):
+        for which in (*EACH, *reversed(EACH)):
             before = network.sent(0)
             times = network.run(RANKS, f"{MODULE}:measure", which, rounds)[0]
             each = (network.sent(0) - before) / (1 + rounds) / RANKS / (hosts - 1)
@@ -107,10 +130,11 @@ def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
             part["ms"] += times
             part["load"].append(os.getloadavg()[0])
             part["sent_rows_of_max_tokens"].append(each / (TOKENS * ROW))
-    for which in ("bare", "round", "all_gather"):
+    for which in EACH:
         found[which]["median_ms"] = statistics.median(found[which]["ms"])
     took = found["round"]["median_ms"]
     found["round_over_bare"] = took / found["bare"]["median_ms"]
+    found["round_over_two_parts"] = took / found["two_parts"]["median_ms"]
     found["round_over_all_gather"] = took / found["all_gather"]["median_ms"]
     return found
 

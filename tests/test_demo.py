@@ -70,6 +70,18 @@ def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
         assert piece in out
 
 
+@pytest.mark.parametrize(
+    ("apart", "text"), [(True, "a network namespace each, joined by veth"), (False, "its loopback")]
+)
+def test_the_command_says_what_joins_its_hosts(weft_command, monkeypatch, apart, text):
+    pytest.importorskip("transformers", minversion="5.23")
+    monkeypatch.setattr(demo, "run", lambda ranks, device, hosts: _verdict())
+    monkeypatch.setattr(demo, "allowed", lambda: apart)
+    code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu", "--hosts", "2")
+    assert (code, err) == (0, "")
+    assert text in " ".join(out.split())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 3])
 def test_survivors_write_on_and_answer_for_the_dead(victim):

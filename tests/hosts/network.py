@@ -6,7 +6,6 @@ made, hosts are told apart by WEFT_HOST alone and share the loopback; then no li
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,67 +25,35 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.cli.namespaces import ADDRESS, Namespaces, allowed, ip
 
 PORT = 29571
 ROOT = Path(__file__).parents[2]
 ENDS = 300.0  # seconds after which ranks that should have ended are killed, and the test fails
 
 
-def ip(*words: str) -> str:
-    """`ip WORDS`, which must succeed."""
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
-
-
-@functools.cache
-def allowed() -> bool:
-    """May this process make network namespaces?"""
-    name = f"weft-{os.getpid()}-try"
-    try:
-        ip("netns", "add", name)
-        ip("netns", "delete", name)
-    except (OSError, subprocess.CalledProcessError):
-        return False
-    return True
-
-
 class Network:
     """So many hosts; a context manager."""
 
     def __init__(self, hosts: int) -> None:
-        self.hosts, self.namespaces = hosts, allowed()
-        self._name = f"weft-{os.getpid()}"
+        self.hosts = hosts
+        self.namespaces = Namespaces(hosts) if allowed() else None
         self._jobs: list[Job] = []
 
     def __enter__(self) -> Network:
-        if self.namespaces:
-            self._make("switch")
-            ip("-n", self._of("switch"), "link", "add", "bridge", "type", "bridge")
-            ip("-n", self._of("switch"), "link", "set", "bridge", "up")
-            for host in range(self.hosts):
-                self._make(host)
-                self._connect(host)
+        if self.namespaces is not None:
+            self.namespaces.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         for job in self._jobs:
             job.close()
-        if self.namespaces:
-            for which in ("switch", *range(self.hosts)):
-                ip("netns", "delete", self._of(which))
+        if self.namespaces is not None:
+            self.namespaces.__exit__()
 
     def _of(self, which: int | str) -> str:
-        return f"{self._name}-{which}"
-
-    def _make(self, which: int | str) -> None:
-        ip("netns", "add", self._of(which))
-        ip("-n", self._of(which), "link", "set", "lo", "up")
-
-    def _connect(self, host: int) -> None:
-        own, switch, port = self._of(host), self._of("switch"), f"port{host}"
-        ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", own)
-        ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-        ip("-n", own, "address", "add", f"10.77.0.{host + 1}/24", "dev", "eth0")
-        ip("-n", own, "link", "set", "eth0", "up")
+        assert self.namespaces is not None, "no network namespaces here"
+        return self.namespaces.of(which)
 
     def cut(self, host: int) -> None:
         """From now on nothing reaches the host, and nothing of it arrives."""
@@ -95,6 +62,30 @@ class Network:
     def mend(self, host: int) -> None:
         """The end of `cut`."""
         ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
+
+    @contextmanager
+    def relayed(self, delay: float) -> Iterator[Callable[[float], None]]:
+        """Between two hosts every frame takes so many seconds; what is yielded changes them."""
+        assert self.hosts == 2
+        ports = [f"port{host}" for host in range(2)]
+        for host, port in enumerate(ports):
+            ip("-n", self._of("switch"), "link", "set", port, "nomaster")
+            whole = "from tests.hosts.relay import send_whole_frames as f; f('eth0')"
+            words = ["ip", "netns", "exec", self._of(host), sys.executable, "-c", whole]
+            subprocess.run(words, cwd=ROOT, check=True)
+        words = ["ip", "netns", "exec", self._of("switch"), sys.executable, "-m"]
+        words += ["tests.hosts.relay", *ports]
+        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, text=True) as relay:
+            assert relay.stdin is not None
+            lines = relay.stdin
+
+            def take(seconds: float) -> None:
+                print(seconds, file=lines, flush=True)
+
+            take(delay)
+            yield take
+            lines.close()
+            assert relay.wait(10.0) == 0
 
     def limit(self, rate: str) -> None:
         """Each host sends, and is sent, so much at most: "1gbit"."""
@@ -124,9 +115,9 @@ class Network:
     def process(self, host: int, words: list[str], environment: dict[str, str]) -> list[str]:
         """The command line of a process on a host; `environment` gets what tells hosts apart."""
         environment["WEFT_HOST"] = f"host-{host}"
-        if not self.namespaces:
+        if self.namespaces is None:
             return words
-        environment |= {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "10.77.0.1"}
+        environment |= {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": ADDRESS.format(1)}
         return ["ip", "netns", "exec", self._of(host), *words]
 
 
@@ -139,7 +130,7 @@ class Job:
         size = each * network.hosts
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = PORT if network.namespaces else free.getsockname()[1]
+            port = PORT if network.namespaces is not None else free.getsockname()[1]
         self.processes = []
         for rank in range(size):
             environment = os.environ | {

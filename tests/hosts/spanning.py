@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import weft
 from tests.recorded import reads
 from tests.rounds import Round, bits
 from weft import reference
+from weft.hosts.rail import Pending, Slots
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
 campaign = reads("weft/hosts/*.py", "weft/alltoall/*", "weft/lowlatency/*", "weft/moe/*.py")
@@ -32,6 +34,31 @@ def on_hosts(
     ) as spanning:
         assert spanning.hosts == len(set(of_rank))
         return body(spanning, *args)
+
+
+@contextmanager
+def lying(
+    a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[Slots, int], None]
+) -> Iterator[None]:
+    """In a dispatch, `tell(slots, own)` changes what this rank sends to others over its rail."""
+    rail, own = a2a._rail, a2a.group.host
+    assert rail is not None
+    start = rail._start
+
+    def started(pairs: Any) -> Pending:
+        slots = next(each for each in rail._views.values() if each.out is pairs)
+        before = slots.counts[own].clone(), slots.ids[own].clone()
+        tell(slots, own)
+        pending = start(pairs)
+        rail._finish(pending)
+        slots.counts[own], slots.ids[own] = before
+        return Pending([], [], pending.limit)
+
+    rail._start = started  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        rail._start = start  # type: ignore[method-assign]
 
 
 def play(

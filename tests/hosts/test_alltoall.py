@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import campaign, on_hosts, play
+from tests.hosts.spanning import campaign, lying, on_hosts, play
 from tests.rounds import Round, bits
 from weft import reference
 from weft.errors import (
@@ -21,6 +22,7 @@ from weft.errors import (
     RendezvousFailed,
     TokenOverflow,
 )
+from weft.hosts.rail import Slots
 
 TOKENS = 8
 
@@ -193,6 +195,47 @@ def test_bad_ids_are_refused_where_they_were_sent(ranks):
     assert first[2].startswith("rank 0: topk_ids[0, 1] repeats expert 3")
     assert first[3].startswith("rank 0: topk_ids[1, 1] repeats expert 1")
     assert all(said == [""] * 4 for said in others)
+
+
+# What a host would not send: ids that index a table of 16 experts from either end, and counts.
+WRONG_IDS, WRONG_COUNTS = (16, -2, 1 << 30, -(1 << 31)), (-1, 1 << 30)
+
+
+def lies(group: weft.Group) -> list[str]:
+    """Rank 2, on host 1, sends what its host would not."""
+    case, said = Round(tokens=(3, 3, 3, 3)), []
+    with made(group, case, max_tokens=3) as a2a:
+        play(a2a, case)
+        for seed, wrong in enumerate(WRONG_IDS + WRONG_COUNTS):
+
+            def tell(slots: Slots, own: int, seed: int = seed, wrong: int = wrong) -> None:
+                if seed < len(WRONG_IDS):
+                    slots.ids[own, 1, 2] = wrong
+                else:
+                    slots.counts[own, 0] = wrong
+
+            x, ids, weights, _ = case.next(seed=seed).of(group.rank, group.device)
+            with lying(a2a, tell) if group.rank == 2 else contextlib.nullcontext():
+                received = a2a.dispatch(x, ids, weights)
+            assert 0 <= received.counts.min() <= received.counts.max() <= 3
+            assert -1 <= received.ids.min() <= received.ids.max() < a2a.num_local_experts
+            a2a.combine(reference.identity_experts(received, torch.bfloat16))
+            try:
+                a2a.check()
+            except (BadExpertId, TokenOverflow) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        play(a2a, case)
+        a2a.check()
+    return said
+
+
+def test_what_another_host_would_not_send_is_refused_in_its_name(ranks):
+    first, *others = ranks(4, "cpu")(on_hosts, 2, lies)
+    assert others == [[], [], []]
+    ids = [f"BadExpertId: rank 2: topk_ids[1, 2] is {wrong}" for wrong in WRONG_IDS]
+    counts = [f"TokenOverflow: rank 2: num_tokens on the device is {w}" for w in WRONG_COUNTS]
+    for text, told in zip(first, ids + counts, strict=True):
+        assert text.startswith(f"{told} (rank 0 found it out); "), text
 
 
 def refusals(group: weft.Group) -> None:

@@ -13,6 +13,7 @@ from tests.hosts.test_faults import needs_links
 from tests.rounds import Round
 
 TOKENS, HIDDEN, MANY, FEW = 256, 2048, 22, 2
+FP8 = HIDDEN + HIDDEN // 128 * 4  # bytes of a row
 CASE = Round(tokens=(TOKENS,) * 6, experts=24, hidden=HIDDEN)
 
 
@@ -20,6 +21,13 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
     """So many rounds; the bytes that a rank is to send to each other host in one."""
     x, ids, weights, _ = CASE.of(group.rank, group.device)
     sizes = {"max_tokens": TOKENS, "top_k": CASE.top_k, "num_experts": CASE.experts}
+    if quantize == "low latency":
+        with weft.LowLatencyAllToAll(group, hidden=HIDDEN, **sizes) as low:  # type: ignore[arg-type]
+            for _ in range(count):
+                got = low.dispatch(x, ids, weights)
+                low.combine(got.x.to(x.dtype), ids, weights, got.handle)
+            assert low.config.span is not None
+            return low.config.span.rail_bytes(TOKENS)
     with weft.AllToAll(group, hidden=HIDDEN, quantize=quantize, **sizes) as a2a:  # type: ignore[arg-type]
         for _ in range(count):
             a2a.dispatch(x, ids, weights)
@@ -30,9 +38,9 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
 
 @campaign
 @needs_links
-@pytest.mark.parametrize(("hosts", "quantize"), [(2, None), (3, "fp8")])
+@pytest.mark.parametrize(("hosts", "quantize"), [(2, None), (3, "fp8"), (2, "low latency")])
 def test_a_round_sends_its_slots_to_each_other_host_once(hosts, quantize):
-    row = HIDDEN + HIDDEN // 128 * 4 if quantize else 2 * HIDDEN
+    row = FP8 if quantize else 2 * HIDDEN
     with Network(hosts) as network:
         sent = []
         for count in (FEW, MANY):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import weft
-from tests.hosts.network import Network, allowed
+from tests.hosts.network import Network
 from tests.hosts.spanning import campaign, play
 from tests.rounds import Round
+from weft.cli.namespaces import allowed
 from weft.errors import GroupError
 
 TIMEOUT = 2.0
@@ -127,3 +128,38 @@ def test_a_link_that_stalls_within_the_deadline_is_waited_for():
         network.mend(1)
         said = job.ended(range(4))
     assert [each["value"] for each in said] == [{"error": None, "rounds": 400}] * 4
+
+
+def delayed(group: weft.Group, folder: Path) -> dict[str, Any]:
+    """`endless`, of rounds that take long each, and how long they took."""
+    began = time.monotonic()
+    return endless(group, folder, ROUNDS) | {"took": time.monotonic() - began}
+
+
+DELAY, ROUNDS = 0.1, 5
+
+
+@campaign
+@needs_links
+def test_a_link_with_delay_within_the_deadline_changes_no_result():
+    with Network(2) as network, network.relayed(DELAY):
+        said = network.run(2, f"{__name__}:delayed")
+    for each in said:
+        assert (each["error"], each["rounds"]) == (None, ROUNDS)
+        assert each["took"] >= 2 * DELAY * ROUNDS, "rows go out, and home"
+
+
+@campaign
+@needs_links
+def test_a_link_that_begins_to_delay_beyond_the_deadline_is_an_error():
+    """Nothing is lost, and all arrives too late."""
+    with Network(2) as network, network.relayed(0.0) as delay:
+        job = network.start(2, ENDLESS, 1_000_000)
+        job.wait_for(3)
+        when = time.monotonic()
+        delay(60.0)
+        said = dict(enumerate(each["value"] for each in job.ended(range(4))))
+    for each in said.values():
+        each["after"] = each["when"] - when
+    check_all(said, "host 0 (host-0)", "host 1 (host-1)")
+    assert any(each["error"] == "RailFailed" for each in said.values())

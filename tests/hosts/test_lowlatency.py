@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import campaign, on_hosts
+from tests.hosts.spanning import campaign, lying, on_hosts
+from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.rounds import Round, bits
 from weft.errors import BadExpertId, InvalidArgument
+from weft.hosts.rail import Slots
 from weft.lowlatency import reference
+from weft.lowlatency.config import LowLatencyConfig
 
 TOKENS = 8
 Way = dict[str, Any]
@@ -44,17 +49,23 @@ def sent(low: weft.LowLatencyAllToAll, case: Round, way: Way) -> tuple[Any, ...]
         rank=group.rank,
         max_tokens=TOKENS,
         quantize=quantize,
+        group_size=way.get("group_size", 128),
+        scale=way.get("scale", "fp32_row"),
     )
+    scales = None
+    if got.scales is not None:
+        assert want.scales is not None
+        scales = reference.unpack_scales(got.scales, want.scales.shape[2])
     assert torch.equal(got.counts, want.counts)
     for e, count in enumerate(got.counts.tolist()):
         assert torch.equal(got.source[e, :count], want.source[e, :count])
         assert torch.equal(bits(got.x[e, :count]), bits(want.x[e, :count]))
-        if want.scales is not None:
-            assert got.scales is not None
-            assert torch.equal(got.scales[e, :count], want.scales[e, :count])
+        if scales is not None:
+            assert want.scales is not None
+            assert torch.equal(scales[e, :count], want.scales[e, :count])
     numbers = got.x.float()
-    if got.scales is not None:
-        numbers = weft.reference.dequantize(got.x, got.scales)
+    if scales is not None:
+        numbers = weft.reference.dequantize(got.x, scales)
     y = answers(numbers.bfloat16(), low.local_experts)
     return inputs[group.rank], got.handle, y
 
@@ -68,7 +79,8 @@ def combined(low: weft.LowLatencyAllToAll, round_: tuple[Any, ...], case: Round,
         receive()
     else:
         out = low.combine(y, ids, weights, handle, add=more)
-    numbers, scales = reference.sent(x, way.get("quantize", "fp8"), 128, "fp32_row")
+    how = way.get("group_size", 128), way.get("scale", "fp32_row")
+    numbers, scales = reference.sent(x, way.get("quantize", "fp8"), *how)
     if scales is not None:
         numbers = weft.reference.dequantize(numbers, scales).bfloat16()
     every = answers(numbers.expand(case.experts, *x.shape), tuple(range(case.experts)))
@@ -91,6 +103,8 @@ WAYS: dict[str, Way] = {
     "fp8": {},
     "plain": {"quantize": None},
     "sender": {"reduce": "sender", "combine_dtype": "fp8"},
+    "by column, of 32": {"scale": "fp32_col", "group_size": 32},
+    "powers of two": {"scale": "ue8m0", "reduce": "sender"},
     "halves": {"split_phase": True},
 }
 
@@ -137,3 +151,51 @@ def refusals(group: weft.Group) -> None:
 
 def test_weights_and_bad_ids_are_refused_in_words(ranks):
     ranks(4, "cpu")(on_hosts, 2, refusals)
+
+
+def lies(group: weft.Group) -> list[str]:
+    """Rank 3, on host 1, sends ids that its host would not."""
+    case, said = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128), []
+    x, ids, weights, _ = case.of(group.rank, group.device)
+    sizes: Way = {"max_tokens": 2, "top_k": 2, "num_experts": 4, "hidden": 128}
+    with weft.LowLatencyAllToAll(group, **sizes) as low:
+        for wrong in (4, -9):
+
+            def tell(slots: Slots, own: int, wrong: int = wrong) -> None:
+                slots.ids[own, 1, 0] = wrong
+
+            with lying(low, tell) if group.rank == 3 else contextlib.nullcontext():
+                got = low.dispatch(x, ids, weights)
+            y = torch.zeros((*got.x.shape[:2], 128), dtype=torch.bfloat16)
+            low.combine(y, ids, weights, got.handle)
+            try:
+                low.check()
+            except BadExpertId as error:
+                said.append(str(error))
+    return said
+
+
+def test_ids_that_another_host_would_not_send_are_refused_in_its_name(ranks):
+    none, said, *others = ranks(4, "cpu")(on_hosts, 2, lies)
+    assert [none, *others] == [[], [], []]
+    for text, wrong in zip(said, (4, -9), strict=True):
+        assert text.startswith(f"rank 3: topk_ids[1, 0] is {wrong} (rank 1 found it out); "), text
+
+
+# A row is 132 vectors of 16 bytes: two pieces of a warp, and four vectors of the third.
+LONG: Way = {"max_tokens": TOKENS, "top_k": 4, "num_experts": 16, "hidden": 2048}
+
+
+def emulated(group: weft.Group, library: str) -> None:
+    with weft.LowLatencyAllToAll(group, timeout=600.0, **LONG) as low:
+        low._kernels = EmulatedLow(Path(library), low.config.shape)
+        for seed in range(2):
+            case = Round(tokens=(5, 0, 8, 2), hidden=2048, router="holes", seed=seed)
+            combined(low, sent(low, case, {}), case, {})
+        low.check()
+
+
+@campaign
+def test_kernels_forward_quantised_rows_as_they_came(ranks, tmp_path):
+    config = LowLatencyConfig.of(ranks=2, **LONG, _hosts=((0, 1), (2, 3)))
+    ranks(4, "cpu")(on_hosts, 2, emulated, str(compile_low(config.shape, tmp_path)))

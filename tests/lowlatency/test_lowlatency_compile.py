@@ -30,6 +30,8 @@ SHAPES = {
     "as deep_ep": replace(PLAIN, scales="fp32_col", recipe="deep_ep"),
     "as deep_ep, powers of two": replace(PLAIN, scales="ue8m0", recipe="deep_ep"),
     "as triton_dist": replace(PLAIN, recipe="triton_dist"),
+    "from other hosts": replace(PLAIN, recipe="quantised"),
+    "from other hosts, weights beside": replace(PLAIN, reduce="sender", recipe="quantised"),
     "fp32, fp8 back": replace(PLAIN, dtype="fp32", combine_fp8=True),
     "four ranks, odd blocks": LowShape(4, 512, 4, 128, 32, 2944, "fp16"),
     "stored at owners": replace(PLAIN, gemm_push=True),

@@ -258,7 +258,10 @@ class AllToAll(Placed, AcrossHosts):
         return self._receive()
 
     def combine_send(self, y: torch.Tensor | None = None) -> None:
-        """The first half of `combine`: publish that this rank's rows are ready, or push them."""
+        """The first half of `combine`: publish that this rank's rows are ready, or push them.
+
+        With several hosts: wait for the ranks of this host, sum, and start to return the sums.
+        """
         self._check_split_phase("combine_send")
         self._combine_send(y)
 
@@ -354,7 +357,10 @@ class AllToAll(Placed, AcrossHosts):
         self._expect(State.RECEIVED, "combine_send")
         self._stage(y)
         self._combine_args.source_rows = self._source_rows
-        self._kernels.run("combine_send", self._combine_args, self._sums_rows)
+        if self._rail is None:
+            self._kernels.run("combine_send", self._combine_args, self._tokens)
+        else:
+            self._return("combine")
         self._reach(State.RETURNED)
 
     def _sent(self, tokens: int | None = None) -> None:
@@ -387,22 +393,27 @@ class AllToAll(Placed, AcrossHosts):
             check_tensor("add", add, shape=shape, dtypes=(dtype,), device=self.group.device)
             check_alignment("add", add, 16)
         self._stage(y)
-        args, tokens = self._combine_args, self._sums_rows
-        sums = out if self._rail is None else self._rail.sums(self._rows)
-        args.out = sums.data_ptr()
-        args.add = 0 if add is None or self._rail is not None else add.data_ptr()
-        args.tokens, args.source_rows = tokens, self._source_rows
-        self._kernels.run(entry, args, tokens)
-        if self._rail is not None:
-            self._raise_if_broken()
-            self._rail.home(out, add, self._rows)
+        if self._rail is None:
+            args, tokens = self._combine_args, self._tokens
+            args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
+            args.tokens, args.source_rows = tokens, self._source_rows
+            self._kernels.run(entry, args, tokens)
+        else:
+            if not self._rail.returning:
+                self._return(entry)
+            self._rail.receive_home(out, add)
         self._reach(State.IDLE)
         return out
 
-    @property
-    def _sums_rows(self) -> int:
-        """Tokens whose sums come to this rank: its own, or those that all hosts sent it."""
-        return self._tokens if self._rail is None else self._source_rows
+    def _return(self, entry: str) -> None:
+        """Sum over this host the rows that all hosts sent this rank, and start to return them."""
+        assert self._rail is not None
+        args, tokens = self._combine_args, self._source_rows
+        args.out, args.add = self._rail.sums(self._rows).data_ptr(), 0
+        args.tokens = args.source_rows = tokens
+        self._kernels.run(entry, args, tokens)
+        self._raise_if_broken()
+        self._rail.send_home(self._rows)
 
     @one_call("combine")
     def _finish(self) -> None:

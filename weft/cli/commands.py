@@ -120,6 +120,11 @@ def demo(
         f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks{spread} ({where}).",
         highlight=False,
     )
+    if hosts > 1:
+        links = "share its loopback"
+        if cli_demo.linked(hosts, where):
+            links = "have a network namespace each, joined by veth"
+        console.print(f"Hosts are of this machine and {links}.", highlight=False)
     if kill is None:
         good = cli_demo.show(console, cli_demo.run(count, where, hosts=hosts))
     else:

@@ -7,18 +7,23 @@ import importlib.util
 import json
 import os
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from weft.arguments import integer
+from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter
 from weft.cli.options import chosen_device
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
@@ -28,6 +33,7 @@ RANKS = (2, 4)  # that can share the checkpoint's heads and experts
 QUESTIONS = 200
 NEW_TOKENS = 48
 OLDEST = (5, 23)  # of transformers: the first whose expert parallelism takes implementations
+PORT = 29572  # of the store, in the first host's namespace
 LATE = 600.0  # seconds that a layer waits for a peer: a machine may be slow to read or compile
 
 
@@ -130,13 +136,23 @@ def check_hosts(hosts: int, ranks: int, *, kill: bool) -> None:
         )
 
 
+def linked(hosts: int, device: str) -> bool:
+    """Do hosts get network namespaces of their own, where this machine lets them be made?
+
+    GPUs of one machine reach each other past any network.
+    """
+    return hosts > 1 and device == "cpu" and allowed()
+
+
 def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) -> Verdict:
     """Answer on ranks, then in this process. Raises what `weft.launch` raises.
 
     hosts: what the ranks are told apart as; between them rows travel by torch.distributed.
     """
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
-    found = launch(rank_body, asked, hosts, ranks=ranks, device=device, timeout=3600)
+    with Namespaces(hosts) if linked(hosts, device) else nullcontext() as network:
+        names = [] if network is None else [network.of(host) for host in range(hosts)]
+        found = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
     return Verdict(asked, answer_alone(asked, device), found)
 
 
@@ -146,8 +162,13 @@ def answer_alone(asked: list[Question], device: str) -> Answers:
     return _answers(load_model().to(device), asked)
 
 
-def rank_body(group: Group, asked: list[Question], hosts: int = 1) -> Answers:
-    """What every rank does: load its share of the model, answer its part of the questions."""
+def rank_body(
+    group: Group, asked: list[Question], hosts: int = 1, names: Sequence[str] = ()
+) -> Answers:
+    """What every rank does: load its share of the model, answer its part of the questions.
+
+    names: the network namespace of each host, where they have one.
+    """
     from transformers.distributed import DistributedConfig
 
     from weft.plugins import transformers as plugin
@@ -158,15 +179,29 @@ def rank_body(group: Group, asked: list[Question], hosts: int = 1) -> Answers:
         if group.device.type == "cpu"
         else {"LOCAL_RANK": str(group.device.index)}
     )
+    host = group.rank * hosts // group.size
     if hosts > 1:
-        os.environ["WEFT_HOST"] = f"host-{group.rank * hosts // group.size}"
-    group.process_group()
+        os.environ["WEFT_HOST"] = f"host-{host}"
+    if names:
+        enter(names[host])
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        dist.init_process_group(
+            "gloo",
+            f"tcp://{ADDRESS.format(1)}:{PORT}",
+            timeout=timedelta(seconds=LATE),
+            rank=group.rank,
+            world_size=group.size,
+        )
+    else:
+        group.process_group()
     plugin.register(timeout=LATE)
     config = DistributedConfig(fsdp_size=group.size, ep_size=group.size, ep_implementation="weft")
     try:
         return _answers(load_model(distributed_config=config), asked, group)
     finally:
         plugin.close()
+        if names:
+            dist.destroy_process_group()
 
 
 def load_model(**options: Any) -> Any:

@@ -62,7 +62,8 @@ class Span:
     def bytes(self) -> int:
         """Bytes of ordinary memory that the exchange of one rank takes."""
         out = sum(self.row_bytes) + 16 * self.top_k
-        return self.hosts * self.max_tokens * (out + 2 * self.hidden * self.dtype.itemsize)
+        row = self.hosts * (out + 2 * self.hidden * self.dtype.itemsize) + 4 * self.hidden
+        return self.max_tokens * row
 
     def rail_bytes(self, rows: int) -> tuple[int, int]:
         """Bytes that a rank sends to each other host, out and home, in a call with `rows` rows."""

@@ -15,7 +15,7 @@ import torch
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
-from weft.hosts.config import Span
+from weft.hosts.config import Span, host_placement
 from weft.memory.header import RING_TIMELINES, header_bytes, most_ranks, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
@@ -29,7 +29,7 @@ CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
 MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
-RECIPES = ("weft", "deep_ep", "triton_dist")
+RECIPES = ("weft", "deep_ep", "triton_dist", "quantised")
 REDUCES = ("receiver", "sender")
 QUANTS = (None, "fp8")
 COMBINES = ("push", "gemm_push")
@@ -132,7 +132,8 @@ class LowShape:
     local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
     are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: a row's kernel stores
     it at its owner.  recipe: whose arithmetic quantises dispatched rows, weft's own or that of the
-    library whose calls weft.compat serves.  The others as in `weft.LowLatencyAllToAll`.
+    library whose calls weft.compat serves; "quantised": they came so from another host.  The others
+    as in `weft.LowLatencyAllToAll`.
 
     Raises InvalidArgument naming the size and its limits.
     """
@@ -188,11 +189,16 @@ class LowShape:
         return self.hidden // self.group if self.group else 0
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes of a row on its way out: numbers, scales, weights, each in whole 16 bytes."""
+    def row_bytes(self) -> int:
+        """Bytes of a row on its way out: numbers, then scales, each in whole 16 bytes."""
         numbers = self.hidden if self.group else self.hidden * ITEM_BYTES[self.dtype]
+        return up(numbers, 16) + up(4 * self.blocks, 16)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The same with the weights that travel with a row."""
         weights = 4 * self.top_k if self.reduce == "sender" else 0
-        return up(numbers, 16) + up(4 * self.blocks, 16) + up(weights, 16)
+        return self.row_bytes + up(weights, 16)
 
     @property
     def back_bytes(self) -> int:
@@ -326,23 +332,11 @@ class LowLatencyConfig:
         group_size = one_of("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
         placement = local = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
-        span = None
-        if len(_hosts) > 1:
-            span = Span(
-                ranks=tuple(map(tuple, _hosts)),
-                host=_host,
-                max_tokens=sizes["tokens"],
-                top_k=sizes["top_k"],
-                hidden=sizes["hidden"],
-                dtype=dtype,
-                row_bytes=(sizes["hidden"] * dtype.itemsize,),
-                stats=0,
-                quantize=None,
-                returns_fp8=combine_dtype == "fp8",
-                placement=placement,
-            )
-            local = span.local_placement
-            sizes |= {"tokens": span.hosts * span.max_tokens, "experts": len(local.ranks)}
+        several = len(_hosts) > 1
+        if several:
+            local = host_placement(placement, tuple(_hosts[_host]))
+            sizes |= {"tokens": len(_hosts) * sizes["tokens"], "experts": len(local.ranks)}
+            _recipe = "quantised"  # by the rank that has the token, before it leaves its host
         shape = LowShape(
             **sizes,
             local=max(len(local.experts_of(rank)) for rank in range(ranks)),
@@ -355,6 +349,21 @@ class LowLatencyConfig:
             mapped=local.explicit,
             recipe=_recipe if quantize else "weft",
         )
+        span = None
+        if several:
+            span = Span(
+                ranks=tuple(map(tuple, _hosts)),
+                host=_host,
+                max_tokens=shape.tokens // len(_hosts),
+                top_k=shape.top_k,
+                hidden=shape.hidden,
+                dtype=dtype,
+                row_bytes=(shape.row_bytes,),
+                stats=0,
+                quantize=None,
+                returns_fp8=shape.combine_fp8,
+                placement=placement,
+            )
         return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile, span)
 
     @property

@@ -1,7 +1,7 @@
-// Low-latency dispatch: tokens are quantised in registers and go straight to every rank that has
-// one of their experts, once each; the receiver places them by expert as they arrive. One launch,
-// or split into a sending and a receiving kernel. A warp is the unit of work: it sends 512 columns
-// of a token, or receives 2 KiB of a row.
+// Low-latency dispatch: tokens are quantised in registers, unless they came so, and go straight to
+// every rank that has one of their experts, once each; the receiver places them by expert as they
+// arrive. One launch, or split into a sending and a receiving kernel. A warp is the unit of work:
+// it sends 512 columns of a token, or receives 2 KiB of a row.
 //
 // Roles, in grid order:
 // coordinator    sends credits and checks that the peers' dispatch is the same one
@@ -14,14 +14,19 @@
 
 namespace weft {
 
-// What a warp loads of a token before it may send: 16 columns per lane and, in lane k, the k-th id.
+// What a warp loads of a token before it may send: 16 columns per lane, or as many bytes of a row
+// that goes on as it is, and, in lane k, the k-th id.
 // All loads start at once and are used when the credits have come.
 template <LowLatencyShape S> struct TokenFragment {
-    Columns<S.dtype> columns;
+    // Of rows that come quantised a lane holds 32 bytes, whatever they were.
+    static constexpr DType held = S.recipe == Recipe::quantised ? DType::bf16 : S.dtype;
+    static constexpr u32 width = S.given_vectors() * elements_in_vector(held);  // of a row
+    Columns<held> columns;
     u32 token, part;
     u32 id_low, id_high;
 
-    static constexpr u32 row_lanes = S.hidden / lane_columns;
+    static constexpr u32 row_lanes =
+        (S.given_vectors() + Columns<held>::vectors - 1) / Columns<held>::vectors;
     static constexpr u32 units = (row_lanes + warp_lanes - 1) / warp_lanes;  // of a token
 
     WEFT_FN static TokenFragment of(const LowLatencyDispatchArgs& a, u32 unit) {
@@ -32,8 +37,8 @@ template <LowLatencyShape S> struct TokenFragment {
                                .id_low = ~0u,
                                .id_high = ~0u};
         if (fragment.token >= a.tokens) return fragment;
-        const u8* row = static_cast<const u8*>(a.x) + u64(fragment.token) * S.out_bytes();
-        fragment.columns = load_columns<S.dtype, S.group != 0, S.hidden>(row, fragment.part);
+        const u8* row = static_cast<const u8*>(a.x) + u64(fragment.token) * S.given_vectors() * 16;
+        fragment.columns = load_columns<held, S.quantises(), width>(row, fragment.part);
         if (lane < S.top_k) {
             const u8* id = static_cast<const u8*>(a.ids) +
                            (u64(fragment.token) * S.top_k + lane) * a.ids_bytes;
@@ -62,17 +67,18 @@ WEFT_FN void for_destinations(const Site& site, u32 token, RankSet destinations,
     }
 }
 
-// Sends the columns of one warp, quantised or unquantised.
+// Sends the columns of one warp, which it quantises, or the vectors that it has loaded.
 template <LowLatencyShape S>
 WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment,
                           RankSet destinations) {
-    if constexpr (S.group == 0) {
-        Columns<S.dtype> columns = fragment.columns;
+    if constexpr (!S.quantises()) {
+        using Fragment = TokenFragment<S>;
+        auto columns = fragment.columns;
 #pragma unroll
-        for (u32 i = 0; i < Columns<S.dtype>::vectors; ++i)
-            columns.v[i] = canonical<S.dtype>(columns.v[i]);
+        for (u32 i = 0; i < Columns<Fragment::held>::vectors; ++i)
+            columns.v[i] = canonical<S.given_dtype()>(columns.v[i]);
         for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
-            post_columns<S.dtype, S.hidden>(row, fragment.part, columns);
+            post_columns<Fragment::held, Fragment::width>(row, fragment.part, columns);
         });
     } else {
         float x[lane_columns];

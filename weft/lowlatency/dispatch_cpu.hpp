@@ -13,11 +13,11 @@ template <LowLatencyShape S, class Visit> bool for_living(const Site& site, Visi
 }
 
 // Copies a row so that no word of it is the sentinel.
-template <LowLatencyShape S> void copy_canonical(u8* to, const u8* from) {
-    for (u32 i = 0; i < S.out_bytes(); i += 4) {
+template <DType D> void copy_canonical(u8* to, const u8* from, u32 bytes) {
+    for (u32 i = 0; i < bytes; i += 4) {
         u32 word;
         std::memcpy(&word, from + i, 4);
-        word = canonical<S.dtype>(word);
+        word = canonical<D>(word);
         std::memcpy(to + i, &word, 4);
     }
 }
@@ -38,9 +38,10 @@ template <LowLatencyShape S> void quantize_blocks(u8* to, float (&x)[S.hidden]) 
 }
 
 template <LowLatencyShape S> void load_token(const LowLatencyDispatchArgs& a, u32 token, u8* row) {
-    const u8* from = static_cast<const u8*>(a.x) + u64(token) * S.out_bytes();
-    if constexpr (S.group == 0) {
-        copy_canonical<S>(row, from);
+    constexpr u32 bytes = S.given_vectors() * 16;
+    const u8* from = static_cast<const u8*>(a.x) + u64(token) * bytes;
+    if constexpr (!S.quantises()) {
+        copy_canonical<S.given_dtype()>(row, from, bytes);
     } else {
         float x[S.hidden];
         read_block<S.dtype>(x, from, 0);

@@ -18,8 +18,9 @@ namespace weft {
 
 enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
 // Whose arithmetic makes FP8 of a block: weft's own (device/quantize.cuh), or that of the library
-// whose calls weft.compat serves.
-enum class Recipe : u32 { weft = 0, deep_ep = 1, triton_dist = 2 };
+// whose calls weft.compat serves. quantised: the rows that a dispatch takes are FP8 already,
+// because they came from another host: numbers, then scales in fp32, padded to whole vectors.
+enum class Recipe : u32 { weft = 0, deep_ep = 1, triton_dist = 2, quantised = 3 };
 // Which rank weights and adds: the token's owner (receiver), or each expert's rank for its own rows
 // (sender).
 enum class Reduce : u32 { receiver = 0, sender = 1 };
@@ -70,6 +71,14 @@ struct LowLatencyShape {
     // A dispatched row in 16-byte vectors: values, scales, weights.
     constexpr u32 value_vectors() const { return (group == 0 ? out_bytes() : hidden) / 16; }
     constexpr u32 scale_vectors() const { return (blocks() + 3) / 4; }
+    constexpr bool quantises() const { return group != 0 && recipe != Recipe::quantised; }
+    // A row as the caller hands it over.
+    constexpr u32 given_vectors() const {
+        return recipe == Recipe::quantised ? value_vectors() + scale_vectors() : out_bytes() / 16;
+    }
+    constexpr DType given_dtype() const {
+        return recipe == Recipe::quantised ? DType::fp32 : dtype;
+    }
     constexpr u32 weight_vectors() const { return reduce == Reduce::sender ? (top_k + 3) / 4 : 0; }
     constexpr u32 sent_vectors() const {
         return value_vectors() + scale_vectors() + weight_vectors();

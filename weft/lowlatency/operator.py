@@ -21,10 +21,12 @@ from weft.lowlatency.config import (
     LowLatencyCombineArgs,
     LowLatencyConfig,
     LowLatencyDispatchArgs,
+    LowShape,
     memory_bytes,
     tracks,
 )
 from weft.lowlatency.kernels import load_kernels
+from weft.lowlatency.reference import sent
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.memory import Group
@@ -38,6 +40,21 @@ from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE
 
 Hook = Callable[[], object]
+
+
+def as_sent(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
+    """Rows of x `[tokens, hidden]` as they leave a host: uint8 `[tokens, shape.row_bytes]`.
+
+    Quantised, these are the numbers and then the scales in float32, as the kernels take them.
+    """
+    if not shape.group:
+        return x.view(torch.uint8)
+    numbers, scales = sent(x, "fp8", shape.group, shape.scales)
+    assert scales is not None
+    rows = torch.zeros((len(x), shape.row_bytes), dtype=torch.uint8, device=x.device)
+    rows[:, : shape.hidden] = numbers.view(torch.uint8)
+    rows[:, shape.hidden :][:, : 4 * shape.blocks] = scales.view(torch.uint8)
+    return rows
 
 
 class LowLatencyAllToAll(Placed, AcrossHosts):
@@ -256,6 +273,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     ) -> tuple[torch.Tensor, Hook]:
         """The first half of `combine`: send rows to their owners.
 
+        With several hosts: wait for the ranks of this host, sum, and start to return the sums.
         The arguments are the whole call's: `add`, `out`, ids and weights must stay until the second
         half has run. Returns `out`, which holds nothing yet, and a function that receives: call
         that, or `combine_recv`.
@@ -311,7 +329,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         if self._rail is None:
             self._run_dispatch(entry, x, topk_ids, topk_weights)
         else:
-            self._rail.send((x,), topk_ids, topk_weights, None, None, self.max_tokens)
+            row = (as_sent(x, self.config.shape),)
+            self._rail.send(row, topk_ids, topk_weights, None, None, self.max_tokens)
             slot.sent_weights = topk_weights
             if entry == "dispatch":
                 self._forward(slot)
@@ -407,9 +426,13 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         args.add = 0 if add is None or self._rail is not None else add.data_ptr()
         args.tokens, args.dispatch_id = tokens, self._place(handle)
         slot.point(args)
-        self._kernels.run(entry, args, tokens)
+        self._kernels.run(entry if self._rail is None else "combine", args, tokens)
+        if self._rail is not None:
+            self._raise_if_broken()
+            self._rail.send_home(self.max_tokens)
         if entry == "combine":
-            self._return(out, add)
+            if self._rail is not None:
+                self._rail.receive_home(out, add)
             slot.alive = None
         else:
             self._returned = slot.alive = handle
@@ -423,20 +446,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         handle = self._returned
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
-        tokens = handle.tokens if self._rail is None else self.config.shape.tokens
-        self._kernels.run("combine_receive", self._combine_args, tokens)
         out, add, _ = self._kept
-        self._return(out, add)
+        if self._rail is None:
+            self._kernels.run("combine_receive", self._combine_args, handle.tokens)
+        else:
+            self._rail.receive_home(out, add)
         self._slots[handle.slot].alive = self._returned = None
         del self._kept
         self._raise_if_broken()
         return out
-
-    def _return(self, out: torch.Tensor, add: torch.Tensor | None) -> None:
-        """With several hosts: return this host's sums, and add those of this rank's tokens."""
-        if self._rail is not None:
-            self._raise_if_broken()
-            self._rail.home(out, add, self.max_tokens)
 
     @property
     def _mid_round(self) -> bool:

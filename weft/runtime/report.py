@@ -39,9 +39,9 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
     where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
-            f"{where} is {_signed(record.seen)}; expert ids are 0..{record.wanted - 1}, or -1 for "
-            f"none. The id was dropped, all others were sent{more}. Fix the router or mask the "
-            "id with -1."
+            f"{where} is {_signed(record.seen)}{_finder(record)}; expert ids are "
+            f"0..{record.wanted - 1}, or -1 for none. The id was dropped, all others were "
+            f"sent{more}. Fix the router or mask the id with -1."
         )
     if record.code == DUPLICATE_EXPERT:
         kept = "Both were delivered"
@@ -71,8 +71,9 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
             "Build ExpertGroups with a larger max_rows."
         )
     return TokenOverflow(
-        f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}; "
-        f"the tensors of this call hold 0..{record.wanted} tokens. The count was clamped{more}."
+        f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}"
+        f"{_finder(record)}; the tensors of this call hold 0..{record.wanted} tokens. The count "
+        f"was clamped{more}."
     )
 
 

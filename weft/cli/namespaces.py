@@ -1,0 +1,82 @@
+"""Hosts on one machine: network namespaces on one switch, joined by veth links."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+
+ADDRESS = "10.77.0.{}"  # of a host, counted from 1
+CLONE_NEWNET = 0x40000000
+
+
+def ip(*words: str) -> str:
+    """`ip WORDS`, which must succeed."""
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def allowed() -> bool:
+    """May this process make network namespaces, and links between them?"""
+    name = f"weft-{os.getpid()}-try"
+    try:
+        ip("netns", "add", name)
+        try:
+            ip("-n", name, "link", "add", "bridge", "type", "bridge")
+        finally:
+            ip("netns", "delete", name)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+class Namespaces:
+    """So many hosts with addresses `ADDRESS`, on eth0 of each; a context manager."""
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = hosts
+        self._name = f"weft-{os.getpid()}"
+
+    def __enter__(self) -> Namespaces:
+        try:
+            self._make("switch")
+            ip("-n", self.of("switch"), "link", "add", "bridge", "type", "bridge")
+            ip("-n", self.of("switch"), "link", "set", "bridge", "up")
+            for host in range(self.hosts):
+                self._make(host)
+                self._connect(host)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        there = {line.split()[0] for line in ip("netns", "list").splitlines()}
+        for which in ("switch", *range(self.hosts)):
+            if self.of(which) in there:
+                ip("netns", "delete", self.of(which))
+
+    def of(self, which: int | str) -> str:
+        """The name of a host's namespace, or of the "switch", as `ip netns` knows it."""
+        return f"{self._name}-{which}"
+
+    def _make(self, which: int | str) -> None:
+        ip("netns", "add", self.of(which))
+        ip("-n", self.of(which), "link", "set", "lo", "up")
+
+    def _connect(self, host: int) -> None:
+        own, switch, port = self.of(host), self.of("switch"), f"port{host}"
+        ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", own)
+        ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+        ip("-n", own, "address", "add", f"{ADDRESS.format(host + 1)}/24", "dev", "eth0")
+        ip("-n", own, "link", "set", "eth0", "up")
+
+
+def enter(name: str) -> None:
+    """Move this thread, and threads that it starts, to a namespace. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}", "rb") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns to {name}: {os.strerror(number)}")
