@@ -381,8 +381,8 @@ def heap_of_each(group):
 
 def test_more_ranks_than_operators_serve_are_refused_before_they_start():
     before = children()
-    with pytest.raises(InvalidArgument, match="ranks is 64.*32"):
-        launch(describe, "a", 1, ranks=64)
+    with pytest.raises(InvalidArgument, match="ranks is 73.*72"):
+        launch(describe, "a", 1, ranks=73)
     assert children() == before
 
 
