@@ -246,13 +246,14 @@ _FINALIZE = (
 _TENSOR = "self, shape, dtype, device, weight_and_reduce_impl"
 _QUANTIZE = "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
 _MODULAR = _MOE + "modular_kernel."
-# Classes of models' own, but for those of AMD's GPUs alone, and one for replaced experts (0.33.0)
-# whose layers have tables of their own.
+# Classes of models' own, but for those of AMD's GPUs alone. weft refuses the last one, which vLLM
+# makes for a checkpoint that replaces experts by constants, on one rank or tensor-parallel ones.
 _MODELS = "vllm.model_executor.models."
 DERIVED = (
     Known(_MODELS + "gpt_oss.GptOssRoutedExperts", {"0.32.0": None, "0.33.0": None}),
     Known(_MODELS + "transformers.moe.TransformersRoutedExperts"),
     Known(_MODELS + "dbrx.DbrxExperts"),
+    Known(_MOE + "expert_substitution.SubstitutedRoutedExperts", {"0.33.0": None}),
 )
 KNOWN = (
     Known("vllm.model_executor.custom_op.op_registry_oot"),

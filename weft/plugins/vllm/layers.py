@@ -35,6 +35,15 @@ from weft.shape import FP8_BLOCK
 class Wefted:
     """Before a class of vLLM's layers of routed experts, whose method is then weft's."""
 
+    def __init__(self, layer_name: str, *args: Any, **given: Any) -> None:
+        if "expert_substitution" in given:  # its router's ids repeat expert 0 with weight 0
+            raise InvalidArgument(
+                f"weft cannot serve the experts of {layer_name}: the checkpoint replaces some by "
+                "constants (approximate_experts or expert_substitution in config.json), and vLLM "
+                "serves those on ranks that have all experts: unset WEFT_VLLM"
+            )
+        super().__init__(layer_name, *args, **given)
+
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         form = engine.check_layer(moe_config.moe_parallel_config)
         if form == "block" and type(quant_config) is GptOssMxfp4Config:
