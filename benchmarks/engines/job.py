@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import dataclasses
@@ -13,9 +14,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from weft.bench.machine import describe_machine
 
@@ -24,16 +25,24 @@ LONGEST = 560.0  # seconds of a command: less than ten minutes, with unpacking a
 REPORT = 30.0  # of them, to stop a server that hangs
 
 
-class Variant(Protocol):
-    """One way of serving: what an engine's own `variants` says of it."""
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way of serving. All load the same random weights.
+
+    flags: that it adds, in vLLM NAME=VALUE.   environment: that it adds; stock's is empty.
+    says: what its log must hold.
+    """
 
     name: str
     what: str
-    flags: tuple[str, ...]
-    environment: dict[str, str]
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    says: str = ""
 
 
-Some = TypeVar("Some", bound=Variant)
+def by_name(*variants: Variant) -> dict[str, Variant]:
+    """As `chosen` takes them."""
+    return {each.name: each for each in variants}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +132,64 @@ def of_command(job: Job) -> Job:
     return job
 
 
-def chosen(names: list[str], known: Mapping[str, Some]) -> list[Some]:
+def chosen(names: list[str], known: Mapping[str, Variant]) -> list[Variant]:
     """The variants of these names."""
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"no variant {', '.join(unknown)}; there are {', '.join(known)}")
     return [known[name] for name in names]
+
+
+def in_turn(
+    job: Job,
+    variants: Iterable[Variant],
+    begin: Callable[[Variant, str], None],
+    *,
+    needs: float,
+    suffix: str = "",
+) -> Iterator[tuple[Variant, str]]:
+    """Each variant for which there are `needs` seconds left, begun, and its name in this job.
+
+    On GPUs all begin, and import, at once; ranks on CPUs share the cores.
+    """
+    named = [(each, each.name + suffix) for each in variants]
+    for each in () if job.cpu else named:
+        begin(*each)
+    for variant, name in named:
+        if job.out_of_time(name, needs):
+            continue
+        if job.cpu:
+            begin(variant, name)
+        yield variant, name
+
+
+def arguments(
+    about: str, model: str, variants: list[str], *, memory: float, layers: dict[str, int]
+) -> argparse.ArgumentParser:
+    """What every measurement takes.   layers: of a model that runs fewer than it has."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("what")
+    parser.add_argument("--model", default=model, help="a folder of $PACK/model, or any folder")
+    parser.add_argument("--layers", type=int, help=f"layers to run (default: {layers})")
+    parser.add_argument("--memory", type=float, default=memory, help="share of a GPU's memory")
+    parser.add_argument("--variants", nargs="+", default=variants)
+    parser.add_argument("--seconds", type=float, default=LONGEST, help="that this command may take")
+    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
+    return parser
+
+
+def folder_of(name: str) -> Path:
+    """A model's folder."""
+    folder = Path(name)
+    model = folder if folder.is_dir() else Path(os.environ["PACK"]) / "model" / name
+    if not (model / "config.json").is_file():
+        sys.exit(f"no config.json in {model}")
+    return model
+
+
+def fewer_layers(model: Path, layers: int | None) -> dict[str, int]:
+    """What a config says of so many layers, of which DeepSeek-V3's first is dense."""
+    dense = {"first_k_dense_replace": 1} if model.name == "deepseek-v3" else {}
+    return {"num_hidden_layers": layers, **dense} if layers else {}
 
 
 def begin_command(

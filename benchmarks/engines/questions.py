@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from job import OUT, Job, Some
+from job import OUT, Job, Variant
 
 from weft.cli.demo import CHECKPOINT, read_questions
 
@@ -18,19 +18,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=int, default=200)
 
 
-def ranks_and_variants(
-    ranks: list[int], variants: Iterable[Some], *, cpu: bool
-) -> Iterator[tuple[int, list[Some]]]:
-    """What runs on how many ranks.
+def in_each_size(
+    given: argparse.Namespace,
+    variants: list[Variant],
+    made: Callable[[int], Job],
+    ask: Callable[[Job, list[Variant]], None],
+    *,
+    alone: bool,
+) -> int:
+    """Ask the variants on each number of ranks, in the time of one command: its exit status.
 
-    On CPUs an engine's own exchange does not run, so its own way has one rank, and comes first.
+    alone: does stock run on one rank alone, as on CPUs, which an engine's own exchange has none
+        for? Then it comes first.
     """
-    variants = list(variants)
-    alone = [each for each in variants if cpu and not each.environment]
-    if alone and 1 not in ranks:
-        yield 1, alone
-    for size in ranks:
-        yield size, [each for each in variants if each not in alone or size == 1]
+    stock = [each for each in variants if alone and not each.environment]
+    cases = [(size, [v for v in variants if v not in stock or size == 1]) for size in given.ranks]
+    if stock and 1 not in given.ranks:
+        cases.insert(0, (1, stock))
+    end, failed = None, 0
+    for size, some in cases:
+        job = made(size)
+        end = job.end = end or job.end
+        ask(job, some)
+        failed |= job.done()
+    return failed
 
 
 class Questions:
@@ -45,7 +56,9 @@ class Questions:
         self.prompts = [each.prompt for each in self._asked]
         self._first: list[str] | None = None
 
-    def record(self, job: Job, variant: Some, name: str, texts: list[str], *, right: bool) -> None:
+    def record(
+        self, job: Job, variant: Variant, name: str, texts: list[str], *, right: bool
+    ) -> None:
         """Keep the texts, and add a line to the results. right: fail where an answer is wrong."""
         self._first = self._first or texts
         pairs = zip(self._first, texts, strict=True)

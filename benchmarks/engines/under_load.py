@@ -8,6 +8,7 @@ server gone, soon.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -23,24 +24,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job import Job
+from job import OUT, Job, Variant
 
 WARM = 0.25  # of the time: buffers of all sizes have been used by then
 MORE_MEMORY, MORE_FILES = 64, 8  # MiB and descriptors that a rank may have gained since
 
 
-@dataclass
-class Clients:
-    """Threads that ask until they are stopped.
+@dataclass(frozen=True)
+class Api:
+    """How an engine is asked.
 
     about: path and body of a request for so many tokens that follow some ids, in a stream.
-    count: tokens that an answer's lines say it has.   ranks: name -> process, of this command's.
+    count: tokens that an answer's lines say it has.   title: that its ranks' processes begin with.
     """
 
-    address: str
     about: Callable[[list[int], int], tuple[str, dict[str, Any]]]
     count: Callable[[list[dict[str, Any]]], int]
-    ranks: Callable[[], dict[str, int]]
+    title: str
+
+    def ranks(self) -> dict[str, int]:
+        """Name -> process of those of this command's servers."""
+        return named(self.title)
+
+
+@dataclass
+class Clients:
+    """Threads that ask until they are stopped."""
+
+    address: str
+    api: Api
     stopped: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     asked: int = 0
@@ -67,7 +79,7 @@ class Clients:
         """A request that is read to its end, or closed after a few of its tokens."""
         tokens = draw.randrange(8, 257)
         ids = [draw.randrange(3, 259) for _ in range(draw.randrange(4, 300))]
-        path, body = self.about(ids, tokens)
+        path, body = self.api.about(ids, tokens)
         request = urllib.request.Request(
             f"{self.address}{path}",
             json.dumps(body).encode(),
@@ -81,7 +93,7 @@ class Clients:
                 text = line.decode().removeprefix("data:").strip()
                 if text and text != "[DONE]":
                     lines.append(json.loads(text))
-        done = self.count(lines)
+        done = self.api.count(lines)
         if done != tokens:
             raise ValueError(f"{tokens} tokens were asked for, and {done} came")
 
@@ -92,6 +104,23 @@ class Clients:
         for each in running:
             each.start()
         return running
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """For how long, and by how many."""
+    parser.add_argument("--loaded", type=float, default=300.0, help="seconds under load")
+    parser.add_argument("--clients", type=int, default=64)
+
+
+def measure(
+    job: Job, api: Api, given: argparse.Namespace, variant: Variant, name: str, address: str
+) -> None:
+    """A server under load; of several ranks one is then killed."""
+    result = load(job, Clients(address, api), given.loaded, given.clients)
+    job.record(variant, result, clients=given.clients)
+    if job.gpus > 1:
+        killed = without_a_rank(job, Clients(address, api), OUT / f"{job.what}-{name}.log")
+        job.record(variant, killed)
 
 
 def named(title: str) -> dict[str, int]:
@@ -146,7 +175,7 @@ def gpu_mib() -> list[int]:
 
 def look(since: float, clients: Clients) -> dict[str, Any]:
     """All ranks, now."""
-    ranks = {name: held(process) for name, process in sorted(clients.ranks().items())}
+    ranks = {name: held(process) for name, process in sorted(clients.api.ranks().items())}
     return {
         "seconds": round(time.monotonic() - since, 1),
         "asked": clients.asked,
@@ -191,7 +220,7 @@ def without_a_rank(job: Job, clients: Clients, log: Path) -> dict[str, Any]:
     """Kill the last rank while answers are written."""
     clients.start(16)
     time.sleep(5.0)
-    name, process = max(clients.ranks().items())
+    name, process = max(clients.api.ranks().items())
     os.kill(process, signal.SIGKILL)
     began = time.monotonic()
     clients.stopped.set()

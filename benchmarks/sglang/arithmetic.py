@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from job import OUT, chosen, post, said
-from questions import Questions, add_arguments, ranks_and_variants
-from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
+from job import OUT, Job, Variant, chosen, post, said
+from questions import Questions, add_arguments, in_each_size
+from server import arguments, in_servers, of_trained
 from variants import SUMS, VARIANTS
 
 from weft.cli.demo import CHECKPOINT
@@ -61,7 +61,6 @@ def main() -> int:
     """One server for each variant and number of GPUs; the first is what the others are held to."""
     known = ["stock", "dispatcher", "no-overlap", "weft", "combine-fp8"]
     parser = arguments(str(__doc__), str(CHECKPOINT), known)
-    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
     parser.add_argument("--sums", action="store_true", help="variants of all-reduces")
     parser.add_argument("--adapter", action="store_true", help="LoRA on attention")
     parser.add_argument("--hosts", type=int, default=1, help="parts of the ranks, by --nnodes")
@@ -69,45 +68,32 @@ def main() -> int:
     parser.add_argument("--together", type=int, default=50, help="prompts in a request")
     given = parser.parse_args()
     questions = Questions(given.model, given.questions)
-    variants = chosen(given.variants, SUMS if given.sums else VARIANTS)
-    ranks = given.ranks or [n for n in (1, 2, 4) if given.cpu or n <= given.gpus]
+    given.ranks = given.ranks or [n for n in (1, 2, 4) if given.cpu or n <= given.gpus]
     lora: tuple[str, ...] = ()
     if given.adapter:
         lora = ("--enable-lora", "--lora-paths", f"a={adapter()}", "--max-lora-rank", "8")
         lora += ("--lora-target-modules", *ADAPTED, "--lora-backend")
         lora += ("torch_native" if given.cpu else "triton",)
-    end, failed = None, 0
-    for size, cases in ranks_and_variants(ranks, variants, cpu=given.cpu and not given.sums):
-        given.gpus = size
-        # SGLang has no kernel that rotates and stores heads of 32 in bf16, nor another way.
-        flags = ("--tp", str(size)) if given.sums else tuple(data_parallel(size))
-        flags += (*lora, "--cuda-graph-max-bs-decode", "64", "--dtype", "float16")
-        flags += () if given.cpu else tuple(prefill_graphs(2048, served=not given.sums))
-        job = job_of(given, *flags, dummy=False, cpu=given.cpu)
-        end = job.end = end or job.end
-        if size == 1:  # one rank moves no experts, and sums nothing
-            cases = [each for each in cases if not each.says]
-        else:
-            job.hosts = given.hosts
-        for variant in () if given.cpu else cases:  # whose ranks share these cores
-            begin(job, variant, name=f"{variant.name}-{size}")
-        for variant in cases:
-            name = f"{variant.name}-{size}"
-            if job.out_of_time(name, 40):
-                continue
-            answers = None
-            wait = 1200.0 if given.cpu else 300.0  # all imports share a few cores
-            with server(job, variant, name=name, seconds=wait) as address:
-                if address:
-                    prompts = questions.prompts
-                    answers = texts(address, prompts, given.together, adapted=given.adapter)
-            if answers is None:
-                continue
+
+    def made(ranks: int) -> Job:
+        job = of_trained(given, ranks, ("--tp", str(ranks)) if given.sums else None)
+        job.flags += lora
+        job.hosts = given.hosts if ranks > 1 else 1
+        return job
+
+    def ask(job: Job, cases: list[Variant]) -> None:
+        def measure(variant: Variant, name: str, address: str) -> None:
+            answers = texts(address, questions.prompts, given.together, adapted=given.adapter)
             if not said(OUT / f"{job.what}-{name}.log", variant.says):
                 job.fail(f"{name}: its log does not say {variant.says!r}")
             questions.record(job, variant, name, answers, right=False)
-        failed |= job.done()
-    return failed
+
+        if job.gpus == 1:  # one rank moves no experts, and sums nothing
+            cases = [each for each in cases if not each.says]
+        in_servers(job, cases, measure, needs=40, suffix=f"-{job.gpus}")
+
+    variants = chosen(given.variants, SUMS if given.sums else VARIANTS)
+    return in_each_size(given, variants, made, ask, alone=given.cpu and not given.sums)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import shutil
 import sys
@@ -15,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from job import OUT, Job, chosen, post
-from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
+from job import OUT, Job, Variant, chosen, post
+from server import arguments, in_servers, of_data_parallel
 from trace_kernels import kernels, summed
 from variants import VARIANTS
 
@@ -56,40 +57,29 @@ def traced(job: Job, address: str, folder: Path, given: argparse.Namespace) -> l
     return spread(folder)
 
 
+def measure(job: Job, given: argparse.Namespace, variant: Variant, name: str, address: str) -> None:
+    """A step of rank 0's, by kernel."""
+    folder = OUT / f"trace-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    traces = traced(job, address, folder, given)
+    if not traces:
+        job.fail(f"{name}: no trace in {folder}")
+        return
+    result = summed(kernels(traces[0]), given.steps)
+    (OUT / f"kernels-{name}.json").write_text(json.dumps(result["kernels"], indent=1))
+    sizes = {"requests": given.requests, "steps": given.steps, "phase": given.phase}
+    job.record(variant, result, **sizes)
+
+
 def main() -> int:
     """One server for each variant."""
     parser = arguments(str(__doc__), "qwen3-30b-a3b", ["stock", "weft"])
     parser.add_argument("--requests", type=int, default=64, help="a rank")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--phase", choices=["decode", "prefill"], default="decode")
-    parser.add_argument("--chunk", type=int, default=2048, help="prefill tokens of a rank")
     given = parser.parse_args()
-    job = job_of(
-        given,
-        *data_parallel(given.gpus),
-        *("--cuda-graph-max-bs-decode", str(given.requests)),
-        *("--chunked-prefill-size", str(given.chunk * given.gpus)),
-        *prefill_graphs(given.chunk, served="deepseek" not in given.model),
-    )
-    variants = chosen(given.variants, VARIANTS)
-    for variant in variants:
-        begin(job, variant)
-    for variant in variants:
-        if job.out_of_time(variant.name, 90):
-            continue
-        folder = OUT / f"trace-{variant.name}"
-        shutil.rmtree(folder, ignore_errors=True)
-        traces: list[Path] = []
-        with server(job, variant) as address:
-            if address is not None:
-                traces = traced(job, address, folder, given)
-        if not traces:
-            job.fail(f"{variant.name}: no trace in {folder}")
-            continue
-        result = summed(kernels(traces[0]), given.steps)
-        (OUT / f"kernels-{variant.name}.json").write_text(json.dumps(result["kernels"], indent=1))
-        sizes = {"requests": given.requests, "steps": given.steps, "phase": given.phase}
-        job.record(variant, result, **sizes)
+    job = of_data_parallel(given, given.requests, graphs="deepseek" not in given.model)
+    in_servers(job, chosen(given.variants, VARIANTS), functools.partial(measure, job, given))
     return job.done()
 
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arithmetic import CHECKPOINT, texts
-from load import schedulers
-from server import OUT, arguments, chosen, data_parallel, job_of, post, prefill_graphs, said, server
+from arithmetic import texts
+from job import OUT, Variant, chosen, post, said
+from load import API
+from server import arguments, in_servers, of_trained
 from variants import ELASTIC, VARIANTS
 
-from weft.cli.demo import Question, read_questions
+from weft.cli.demo import CHECKPOINT, Question, read_questions
 
 TRIES = 5  # of a question whose rank has died
 LONGEST = 120.0  # seconds that an answer may take
@@ -112,13 +113,12 @@ class Round:
 
 def process_of(rank: int) -> int:
     """Of a scheduler, by the rank in its title."""
-    return next(p for title, p in schedulers().items() if f"_TP{rank}_" in f"{title}_")
+    return next(p for title, p in API.ranks().items() if f"_TP{rank}_" in f"{title}_")
 
 
 def main() -> int:
     """Two servers."""
     parser = arguments(str(__doc__), str(CHECKPOINT), ["elastic"])
-    parser.add_argument("--cpu", action="store_true", help="on CPU ranks, in float32")
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=4)
@@ -126,42 +126,36 @@ def main() -> int:
     parser.add_argument("--stock", help="a file of texts, in place of stock SGLang's server")
     given = parser.parse_args()
     questions = read_questions(CHECKPOINT / "questions.jsonl")[: given.questions]
-    wait = 1200.0 if given.cpu else 300.0
+    stock = Path(given.stock or OUT / "stock.json")
 
-    def job(size: int) -> Any:
-        given.gpus = size
-        flags = (*data_parallel(size), "--cuda-graph-max-bs-decode", "64", "--dtype", "float16")
-        flags += () if given.cpu else tuple(prefill_graphs(2048, served=True))
-        return job_of(given, *flags, dummy=False, cpu=given.cpu)
+    def alone(variant: Variant, name: str, address: str) -> None:
+        stock.write_text(json.dumps(texts(address, [each.prompt for each in questions], 50)))
 
-    want: list[str] | None = None
-    one = job(1)
-    if given.stock:
-        want = json.loads(Path(given.stock).read_text())[: len(questions)]
-    else:
-        with server(one, VARIANTS["stock"], name="stock-1", seconds=wait) as address:
-            if address:
-                want = texts(address, [each.prompt for each in questions], 50)
-        (OUT / "stock.json").write_text(json.dumps(want))
-    if want is None:
-        return one.done()
-    ranks = job(given.ranks)
-    for variant in chosen(given.variants, ELASTIC):
-        with server(ranks, variant, seconds=wait) as address:
-            for kill in (None, *given.kill) if address else ():
-                this = Round(address, questions, kill)
-                result = this.run(given.clients)
-                result["equal"] = sum(this.answers.get(i) == text for i, text in enumerate(want))
-                ranks.record(variant, result, clients=given.clients)
-                if result["equal"] != len(questions) or (kill is not None and not this.killed):
-                    ranks.fail(f"{variant.name}, round of {kill}: {result}")
-        log = OUT / f"{ranks.what}-{variant.name}.log"
+    one = of_trained(given, 1)
+    if not given.stock:
+        in_servers(one, [VARIANTS["stock"]], alone, suffix="-1")
+        if one.failed:
+            return one.done()
+    want = json.loads(stock.read_text())[: len(questions)]
+    job = of_trained(given, given.ranks)
+
+    def measure(variant: Variant, name: str, address: str) -> None:
+        for kill in (None, *given.kill):
+            this = Round(address, questions, kill)
+            result = this.run(given.clients)
+            result["equal"] = sum(this.answers.get(i) == text for i, text in enumerate(want))
+            job.record(variant, result, clients=given.clients)
+            if result["equal"] != len(questions) or (kill is not None and not this.killed):
+                job.fail(f"{name}, round of {kill}: {result}")
+        log = OUT / f"{job.what}-{name}.log"
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(line for line in lines if "ranks go on after" in line), flush=True)
         for kill in given.kill:
             if not said(log, f"rank {kill} has died; "):
-                ranks.fail(f"{variant.name}: the log does not say that rank {kill} has died")
-    return ranks.done()
+                job.fail(f"{name}: the log does not say that rank {kill} has died")
+
+    in_servers(job, chosen(given.variants, ELASTIC), measure)
+    return job.done()
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from job import OUT, Job, chosen, post
+from job import OUT, Job, Variant, chosen, post
 from layer_outputs import name_of
-from server import NO_PREFILL_GRAPHS, arguments, begin, data_parallel, job_of, server
+from server import NO_PREFILL_GRAPHS, arguments, data_parallel, in_servers, job_of
 from variants import VARIANTS
 
 COUNT, TOKENS = 64, 32
@@ -125,8 +125,7 @@ def main() -> int:
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8], help="of layers")
     parser.add_argument("--dtype", default="bfloat16", help="or float16, or float32")
     given = parser.parse_args()
-    failed = 0
-    first_end = None
+    failed, end = 0, None
     for count in given.counts:
         given.layers = count
         job = job_of(
@@ -134,27 +133,27 @@ def main() -> int:
             *data_parallel(given.gpus),
             *("--disable-cuda-graph", NO_PREFILL_GRAPHS, "--dtype", given.dtype),
         )
-        first_end = job.end = first_end or job.end
-        folders = OUT / f"layers-{count}"
-        shutil.rmtree(folders, ignore_errors=True)
-        found = {}
-        variants = chosen(given.variants, VARIANTS)
-        for variant in variants:
-            name, place = f"{variant.name}-{count}-{given.dtype}", folders / variant.name
-            begin(job, variant, name=name, LAYER_OUTPUTS=str(place))
-        for variant in variants:
-            name = f"{variant.name}-{count}-{given.dtype}"
-            if job.out_of_time(name, 60):
-                continue
-            place = folders / variant.name
-            with server(job, variant, name=name, LAYER_OUTPUTS=str(place)) as address:
-                if address is not None:
-                    found[variant.name] = asked(address, place)
-        (OUT / f"outputs-{count}-{given.dtype}.json").write_text(json.dumps(found))
-        compare(job, found, folders, count)
-        shutil.rmtree(folders, ignore_errors=True)
+        end = job.end = end or job.end
+        compare_all(job, chosen(given.variants, VARIANTS), count, f"-{count}-{given.dtype}")
         failed |= job.done()
     return failed
+
+
+def compare_all(job: Job, variants: list[Variant], count: int, suffix: str) -> None:
+    """Answers of so many layers, of all variants."""
+    folder = OUT / f"layers{suffix}"
+    found: dict[str, dict[str, Any]] = {}
+
+    def outputs_of(variant: Variant) -> dict[str, str]:
+        return {"LAYER_OUTPUTS": str(folder / variant.name)}
+
+    def measure(variant: Variant, name: str, address: str) -> None:
+        found[variant.name] = asked(address, folder / variant.name)
+
+    in_servers(job, variants, measure, suffix=suffix, more=outputs_of)
+    (OUT / f"outputs{suffix}.json").write_text(json.dumps(found))
+    compare(job, found, folder, count)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,27 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import job as command_of
 from job import (
-    LONGEST,
     Job,
+    Variant,
     begin_command,
+    fewer_layers,
+    folder_of,
     free_port,
     gpu_names,
+    in_turn,
     of_command,
     said,
     served,
     stop,
 )
-from variants import MOE, Variant
+from variants import MOE
 
 LAYERS = {"deepseek-v3": 5, "glm-4.5-air": 16}  # by default; the others have all of theirs
-DENSE = {"deepseek-v3": 1}  # so that 4 of the 5 layers are MoE
 SERVED = " ranks, form "  # of what the plug-in logs when it has taken a model's layers
 FLAGS = [
     *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
@@ -35,6 +38,7 @@ FLAGS = [
     *("--grammar-backend", "none", "--disable-radix-cache"),
     *("--mm-feature-transport", "cpu"),  # else a launcher takes memory of the first GPU
 ]
+CHUNK = 2048  # prefill tokens of a rank
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 BOUND = "SGLANG_CPU_OMP_THREADS_BIND"  # the core of each rank of a host
 # Over those: what SGLang has on CPUs, exactly.
@@ -52,36 +56,25 @@ CPU_FLAGS = [
 
 def arguments(about: str, model: str, variants: list[str]) -> argparse.ArgumentParser:
     """What every measurement takes."""
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("what")
-    parser.add_argument("--model", default=model, help="a folder of $PACK/model, or any folder")
+    parser = command_of.arguments(about, model, variants, memory=0.75, layers=LAYERS)
     parser.add_argument("--gpus", type=int, default=max(1, len(gpu_names())))
-    parser.add_argument("--layers", type=int, help=f"layers to run (default: {LAYERS})")
-    parser.add_argument("--memory", type=float, default=0.75, help="--mem-fraction-static")
-    parser.add_argument("--variants", nargs="+", default=variants)
-    parser.add_argument("--seconds", type=float, default=LONGEST, help="that this command may take")
     parser.add_argument("--more", nargs="*", default=[], metavar="FLAG", help="without dashes")
     return parser
 
 
-def job_of(given: argparse.Namespace, *more: str, dummy: bool = True, cpu: bool = False) -> Job:
+def job_of(given: argparse.Namespace, *more: str, dummy: bool = True) -> Job:
     """The command that these arguments ask for. No server outlives it, also where it is killed."""
-    folder = Path(given.model)
-    model = folder if folder.is_dir() else Path(os.environ["PACK"]) / "model" / given.model
-    if not (model / "config.json").is_file():
-        sys.exit(f"no config.json in {model}")
+    model = folder_of(given.model)
     if dummy:
         model = with_every_token(model)
-    layers = given.layers or LAYERS.get(model.name)
-    config = {"num_hidden_layers": layers, "first_k_dense_replace": DENSE.get(model.name)}
-    override = json.dumps({k: v for k, v in config.items() if v is not None})
+    override = fewer_layers(model, given.layers or LAYERS.get(model.name))
     made = ["--model-path", str(model), "--mem-fraction-static", str(given.memory), *FLAGS]
     made += ["--load-format", "dummy"] if dummy else []
-    made += ["--json-model-override-args", override] if layers else []
-    made += [*more, *(CPU_FLAGS if cpu else [])]
+    made += ["--json-model-override-args", json.dumps(override)] if override else []
+    made += [*more, *(CPU_FLAGS if given.cpu else [])]
     made += [f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more]
     end = time.monotonic() + given.seconds
-    return of_command(Job(given.what, model, given.gpus, made, end, cpu))
+    return of_command(Job(given.what, model, given.gpus, made, end, given.cpu))
 
 
 def with_every_token(model: Path) -> Path:
@@ -120,6 +113,32 @@ def data_parallel(ranks: int) -> list[str]:
     ]
 
 
+def of_data_parallel(given: argparse.Namespace, batch: int, *, graphs: bool) -> Job:
+    """A job of random weights and CHUNK tokens of a rank's prefill.
+
+    batch: of a rank's largest decode graph.   graphs: is prefill in graphs?
+    """
+    return job_of(
+        given,
+        *data_parallel(given.gpus),
+        *("--cuda-graph-max-bs-decode", str(batch)),
+        *("--chunked-prefill-size", str(CHUNK * given.gpus)),
+        *prefill_graphs(CHUNK, served=graphs),
+    )
+
+
+def of_trained(given: argparse.Namespace, ranks: int, flags: Iterable[str] | None = None) -> Job:
+    """A job of the trained model on so many ranks.   flags: in place of data parallelism's.
+
+    SGLang has no kernel that rotates and stores heads of 32 in bf16, nor another way.
+    """
+    given.gpus = ranks
+    made = [*(data_parallel(ranks) if flags is None else flags)]
+    made += ["--cuda-graph-max-bs-decode", "64", "--dtype", "float16"]
+    made += [] if given.cpu else prefill_graphs(CHUNK, served="--dp" in made)
+    return job_of(given, *made, dummy=False)
+
+
 def on_cpus(ranks: int) -> dict[str, str]:
     """The environment of SGLang on CPU ranks, which share this machine's cores.
 
@@ -135,31 +154,33 @@ def on_cpus(ranks: int) -> dict[str, str]:
     return kept | {"TORCHDYNAMO_DISABLE": "1"}  # what cpu_ranks.py puts in torch it cannot trace
 
 
-def environment(variant: Variant, **more: str) -> dict[str, str]:
+def environment(job: Job, variant: Variant) -> dict[str, str]:
     """What a process of this variant sees."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_SGLANG_")}
-    return {**kept, "SGLANG_PLUGINS": variant.plugins, **variant.environment, **more}
+    plugins = ["weft_gate", "weft_dummy", "weft_layers", *(["weft"] if variant.environment else [])]
+    if job.cpu:
+        kept |= on_cpus(job.gpus)
+        plugins.append("weft_cpu")
+    return {**kept, "SGLANG_PLUGINS": ",".join(plugins), **variant.environment}
 
 
-def begin(job: Job, variant: Variant, *flags: str, name: str = "", **more: str) -> None:
+def begin(job: Job, variant: Variant, name: str, **more: str) -> None:
     """Start a server that `server` of the same name will let through to the GPUs.
 
     more: of its environment.
     """
-    name = name or variant.name
-    if job.cpu:
-        more |= on_cpus(job.gpus) | {"SGLANG_PLUGINS": f"{variant.plugins},weft_cpu"}
-    command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags, *flags]
+    command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags]
     if job.hosts > 1:
         command += ["--nnodes", str(job.hosts), "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
-    seen, each = environment(variant, **more), job.gpus // job.hosts
+    seen, each = environment(job, variant) | more, job.gpus // job.hosts
+    bound = seen.get(BOUND, "").split("|")
     for host, part in reversed(list(enumerate(parts(job, name)))):
         port, own = free_port(), slice(host * each, (host + 1) * each)
         if job.hosts > 1:
             seen["WEFT_HOST"] = part
             if job.cpu:
-                seen[BOUND] = "|".join(more[BOUND].split("|")[own])
+                seen[BOUND] = "|".join(bound[own])
             else:
                 seen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
         flags_of_host = ("--node-rank", str(host), "--port", str(port))
@@ -179,28 +200,20 @@ def parts(job: Job, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def server(
-    job: Job,
-    variant: Variant,
-    *flags: str,
-    name: str = "",
-    seconds: float = 300.0,
-    outlives: bool = True,
-    **more: str,
+    job: Job, variant: Variant, name: str, *, seconds: float = 300.0, outlives: bool = True
 ) -> Iterator[str | None]:
-    """Its address once it answers, or None; at the end it is stopped, with all its processes.
+    """A begun server's address once it answers, or None; at the end all its processes are stopped.
 
     What a measurement raises fails the command, with the end of the server's log, and the others
-    go on.   outlives: is its end a failure?   flags, more: of `begin`, if it was not called.
+    go on.   outlives: is its end a failure?
     """
-    name = name or variant.name
-    if name not in job.waiting:
-        begin(job, variant, *flags, name=name, **more)
     others = [job.waiting.pop(part) for part in parts(job, name)[1:]]
     for other in others:
         other.gate.touch()
 
     def loaded(log: Path) -> bool:
-        return not variant.weft or said(log, SERVED if MOE[1] in variant.flags else variant.says)
+        text = SERVED if MOE[1] in variant.flags else variant.says
+        return not variant.environment or said(log, text)
 
     try:
         with served(job, name, seconds, loaded, outlives=outlives) as address:
@@ -209,3 +222,28 @@ def server(
         for other in others:
             stop(other.process)
             other.gate.unlink()
+
+
+def in_servers(
+    job: Job,
+    variants: Iterable[Variant],
+    measure: Callable[[Variant, str, str], None],
+    *,
+    needs: float = 90.0,
+    suffix: str = "",
+    outlives: bool = True,
+    more: Callable[[Variant], dict[str, str]] | None = None,
+) -> None:
+    """Measure each variant, by its name in this job and the address of its server.
+
+    outlives: is a server's end a failure?   more: of its environment.
+    """
+    wait = 1200.0 if job.cpu else 300.0  # all imports share a few cores
+
+    def start(variant: Variant, name: str) -> None:
+        begin(job, variant, name, **more(variant) if more else {})
+
+    for variant, name in in_turn(job, variants, start, needs=needs, suffix=suffix):
+        with server(job, variant, name, seconds=wait, outlives=outlives) as address:
+            if address is not None:
+                measure(variant, name, address)

@@ -7,12 +7,13 @@ in and 128 out, so many requests at once on every rank; each level is warmed up 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from typing import Any
 
-from job import OUT, Job, chosen, last_line, run
-from server import arguments, begin, data_parallel, job_of, prefill_graphs, server
-from variants import VARIANTS, Variant
+from job import OUT, Job, Variant, chosen, last_line, run
+from server import arguments, in_servers, of_data_parallel
+from variants import VARIANTS
 
 DEFAULTS = {
     "decode": ("qwen3-30b-a3b", [8, 64], ["stock", "weft", "dispatcher"]),
@@ -32,11 +33,13 @@ KEPT = (
 )
 
 
-def measure(job: Job, variant: Variant, address: str, given: argparse.Namespace) -> None:
+def measure(
+    job: Job, given: argparse.Namespace, variant: Variant, server: str, address: str
+) -> None:
     """Every level of load, one after the other."""
     for each in given.requests:
         at_once = each * job.gpus
-        name = f"{variant.name}-{each}"
+        name = f"{server}-{each}"
         if job.out_of_time(f"{name} of {job.what}", 45):
             return
         for part, waves in (("warm", 1), ("timed", given.waves)):
@@ -68,24 +71,9 @@ def main() -> int:
     parser.add_argument("--waves", type=int, default=3, help="requests for each that is at once")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--chunk", type=int, default=2048, help="prefill tokens of a rank")
     given = parser.parse_args()
-    job = job_of(
-        given,
-        *data_parallel(given.gpus),
-        *("--cuda-graph-max-bs-decode", str(max(given.requests))),
-        *("--chunked-prefill-size", str(given.chunk * given.gpus)),
-        *prefill_graphs(given.chunk, served=what == "decode"),
-    )
-    variants = chosen(given.variants, VARIANTS)
-    for variant in variants:
-        begin(job, variant)
-    for variant in variants:
-        if job.out_of_time(variant.name, 90):
-            continue
-        with server(job, variant) as address:
-            if address is not None:
-                measure(job, variant, address, given)
+    job = of_data_parallel(given, max(given.requests), graphs=what == "decode")
+    in_servers(job, chosen(given.variants, VARIANTS), functools.partial(measure, job, given))
     return job.done()
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from job import OUT, begin_command, chosen, run, said, tail
+from job import OUT, Job, Variant, begin_command, chosen, in_turn, run, said, tail
 from server import NO_PREFILL_GRAPHS, arguments, environment, job_of
 from variants import SUMS
 
@@ -23,6 +23,11 @@ KEPT = (
 )
 
 
+def raw_of(job: Job, name: str) -> Path:
+    """What SGLang's own benchmark writes."""
+    return OUT / f"{job.what}-{name}.jsonl"
+
+
 def main() -> int:
     """One run for each variant."""
     parser = arguments(str(__doc__), "glm-4.5-air", ["stock", "weft", "flashinfer"])
@@ -33,31 +38,25 @@ def main() -> int:
     most = str(max(given.batches))
     flags = ("--tp", str(given.gpus), "--cuda-graph-max-bs-decode", most, NO_PREFILL_GRAPHS)
     job = job_of(given, *flags)
-    variants = chosen(given.variants, SUMS)
-    commands: dict[str, list[str]] = {}
-    for variant in variants:
-        raw = OUT / f"{job.what}-{variant.name}.jsonl"
-        raw.unlink(missing_ok=True)
+
+    def start(variant: Variant, name: str) -> None:
+        raw_of(job, name).unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "one_batch.py"), *job.flags, *variant.flags]
         command += ["--batch-size", *map(str, given.batches), "--input-len", str(given.input)]
-        command += ["--output-len", str(given.output), "--run-name", variant.name]
-        commands[variant.name] = [*command, "--result-filename", str(raw)]
-        begin_command(job, variant.name, commands[variant.name], environment(variant))
-    for variant in variants:
-        if job.out_of_time(variant.name, 60):
-            continue
-        raw = OUT / f"{job.what}-{variant.name}.jsonl"
-        done = run(job, variant.name, commands[variant.name], 400)
-        log = OUT / f"{job.what}-{variant.name}.log"
+        command += ["--output-len", str(given.output), "--run-name", name]
+        command += ["--result-filename", str(raw_of(job, name))]
+        begin_command(job, name, command, environment(job, variant))
+
+    for variant, name in in_turn(job, chosen(given.variants, SUMS), start, needs=60):
+        raw, done = raw_of(job, name), run(job, name, [], 400)
+        log = OUT / f"{job.what}-{name}.log"
         if done and not said(log, variant.says):
-            job.fail(f"{variant.name}: {log.name} does not say {variant.says!r}:\n{tail(log)}")
+            job.fail(f"{name}: {log.name} does not say {variant.says!r}:\n{tail(log)}")
             continue
         lines = raw.read_text().splitlines() if raw.exists() else []
         if done and len(lines) < len(given.batches):  # its exit status is that of no rank
             most = len(given.batches)
-            job.fail(
-                f"{variant.name}: {len(lines)} of {most} batches, end of its log:\n{tail(log)}"
-            )
+            job.fail(f"{name}: {len(lines)} of {most} batches, end of its log:\n{tail(log)}")
         for line in lines:
             found = json.loads(line)
             result = {key: found[key] for key in KEPT if key in found}

@@ -2,34 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from job import Variant, by_name
 
 MOE = ("--moe-a2a-backend", "weft")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way of serving. All load the same dummy weights.
-
-    says: what its log must hold: SGLang goes on without an all-reduce that it could not make, and
-        balances experts only after so many passes.
-    """
-
-    name: str
-    what: str
-    flags: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    says: str = ""
-
-    @property
-    def weft(self) -> bool:
-        """Is it one of weft's?"""
-        return bool(self.environment)
-
-    @property
-    def plugins(self) -> str:
-        """SGLANG_PLUGINS, the names that may be loaded."""
-        return "weft_gate,weft_dummy,weft_layers" + (",weft" if self.weft else "")
 
 
 def _weft(
@@ -49,30 +24,27 @@ MOVED = "[EPLBManager] rebalance end"
 
 # Of SGLang's two all-reduces neither; without the second one it would be enabled by itself.
 NO_OWN_SUMS = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
-VARIANTS = {
-    v.name: v
-    for v in (
-        Variant("stock", "SGLang as published: NCCL and Triton experts"),
-        _weft("weft", "whole MoE blocks by weft"),
-        _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
-        _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
-        _weft("combine-fp8", "whole blocks, results return in FP8", combine_dtype="fp8"),
-        _weft("eplb", "whole blocks, experts that move", flags=(*BALANCED, "static"), says=MOVED),
-        _weft(
-            "eplb-any",
-            "whole blocks, experts that move, any replica",
-            flags=(*BALANCED, "dynamic"),
-            says=MOVED,
-        ),
-        _weft(
-            "eplb-dispatcher",
-            "weft moves tokens, experts move, any replica",
-            form="dispatcher",
-            flags=(*BALANCED, "dynamic"),
-            says=MOVED,
-        ),
-    )
-}
+VARIANTS = by_name(
+    Variant("stock", "SGLang as published: NCCL and Triton experts"),
+    _weft("weft", "whole MoE blocks by weft"),
+    _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
+    _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
+    _weft("combine-fp8", "whole blocks, results return in FP8", combine_dtype="fp8"),
+    _weft("eplb", "whole blocks, experts that move", flags=(*BALANCED, "static"), says=MOVED),
+    _weft(
+        "eplb-any",
+        "whole blocks, experts that move, any replica",
+        flags=(*BALANCED, "dynamic"),
+        says=MOVED,
+    ),
+    _weft(
+        "eplb-dispatcher",
+        "weft moves tokens, experts move, any replica",
+        form="dispatcher",
+        flags=(*BALANCED, "dynamic"),
+        says=MOVED,
+    ),
+)
 # A replica of each of the trained model's 16 experts, on another rank, and what lets ranks outlive
 # each other.
 OUTLIVING = (
@@ -80,39 +52,31 @@ OUTLIVING = (
     *("--moe-dense-tp-size", "1", "--enable-dp-attention-local-control-broadcast"),
     *("--ep-num-redundant-experts", "16", "--ep-dispatch-algorithm"),
 )
-ELASTIC = {
-    v.name: v
-    for v in (
-        _weft(
-            "elastic", "whole blocks, ranks that outlive each other", flags=(*OUTLIVING, "static")
-        ),
-        _weft("elastic-any", "the same, any replica", flags=(*OUTLIVING, "dynamic")),
-        _weft(
-            "elastic-dispatcher",
-            "weft moves tokens, ranks that outlive each other",
-            form="dispatcher",
-            flags=(*OUTLIVING, "static"),
-        ),
-    )
-}
+ELASTIC = by_name(
+    _weft("elastic", "whole blocks, ranks that outlive each other", flags=(*OUTLIVING, "static")),
+    _weft("elastic-any", "the same, any replica", flags=(*OUTLIVING, "dynamic")),
+    _weft(
+        "elastic-dispatcher",
+        "weft moves tokens, ranks that outlive each other",
+        form="dispatcher",
+        flags=(*OUTLIVING, "static"),
+    ),
+)
 # Of tensor parallelism: who sums.
-SUMS = {
-    v.name: v
-    for v in (
-        Variant("nccl", "SGLang, NCCL", NO_OWN_SUMS),
-        Variant("stock", "SGLang's custom all-reduce", NO_OWN_SUMS[1:]),
-        Variant(
-            "flashinfer",
-            "SGLang's custom all-reduce, FlashInfer's fused one",
-            ("--flashinfer-allreduce-fusion-backend", "trtllm"),
-            says="FlashInfer AllReduce Fusion enabled",
-        ),
-        Variant(
-            "weft",
-            "weft's all-reduce, fused with residual and norm",
-            NO_OWN_SUMS,
-            {"WEFT_SGLANG_ALLREDUCE": "1"},
-            says="tensor-parallel ranks by weft",
-        ),
-    )
-}
+SUMS = by_name(
+    Variant("nccl", "SGLang, NCCL", NO_OWN_SUMS),
+    Variant("stock", "SGLang's custom all-reduce", NO_OWN_SUMS[1:]),
+    Variant(
+        "flashinfer",
+        "SGLang's custom all-reduce, FlashInfer's fused one",
+        ("--flashinfer-allreduce-fusion-backend", "trtllm"),
+        says="FlashInfer AllReduce Fusion enabled",
+    ),
+    Variant(
+        "weft",
+        "weft's all-reduce, fused with residual and norm",
+        NO_OWN_SUMS,
+        {"WEFT_SGLANG_ALLREDUCE": "1"},
+        says="tensor-parallel ranks by weft",
+    ),
+)

@@ -11,8 +11,8 @@ import argparse
 import sys
 from typing import Any
 
-from asking import arguments, begin, job_of, random_model, result_of
-from job import OUT, Job, chosen
+from asking import arguments, in_engines, job_of, random_model
+from job import OUT, Job, Variant, chosen
 from trace_kernels import kernels, summed
 from variants import VARIANTS
 
@@ -29,44 +29,38 @@ def time_between_tokens(job: Job, given: argparse.Namespace, engine: Any, layers
     asked = {"engine": engine, "requests": given.requests, "waves": given.waves}
     asked |= {"input": given.input, "output": given.output}
     variants = chosen(given.variants, VARIANTS)
-    for each in variants:
-        begin(job, each, "decode", asked)
-    for each in variants:
-        if job.out_of_time(each.name, 60):
-            continue
-        lines = result_of(job, each, job.end)
+    for each, name, lines in in_engines(job, variants, "decode", lambda variant: asked):
         if len(lines) < len(given.requests):
-            job.fail(f"{each.name}: {len(lines)} of {len(given.requests)} levels")
+            job.fail(f"{name}: {len(lines)} of {len(given.requests)} levels")
         for line in lines:
             requests = line.pop("requests")
             if line["completed"] != requests * given.waves:
                 many = requests * given.waves
-                job.fail(f"{each.name}-{requests}: {line['completed']} of {many} requests")
+                job.fail(f"{name}-{requests}: {line['completed']} of {many} requests")
             sizes = {"requests": requests, "input": given.input, "output": given.output}
             job.record(each, line, layers=layers, memory=given.memory, **sizes)
 
 
 def by_kernel(job: Job, given: argparse.Namespace, engine: Any, layers: Any) -> None:
     """A trace of each variant at the last level."""
-    requests, variants = given.requests[-1], chosen(given.variants, VARIANTS)
-    for each in variants:
-        profiler = {"profiler": "torch", "torch_profiler_dir": str(OUT / f"trace-{each.name}")}
+    requests = given.requests[-1]
+
+    def asked(variant: Variant) -> dict[str, Any]:
+        profiler = {"profiler": "torch", "torch_profiler_dir": str(OUT / f"trace-{variant.name}")}
         profiler |= {"torch_profiler_with_stack": False, "ignore_frontend": True}
         profiler |= {"max_iterations": given.steps}
-        asked = {"engine": engine | {"profiler_config": profiler}, "requests": requests}
-        asked |= {"input": given.input, "output": given.output}
-        begin(job, each, "profile", asked)
-    for each in variants:
-        if job.out_of_time(each.name, 60) or not result_of(job, each, job.end):
-            continue
-        traces = sorted((OUT / f"trace-{each.name}").glob("**/*.trace.json.gz"))
+        sizes = {"requests": requests, "input": given.input, "output": given.output}
+        return {"engine": engine | {"profiler_config": profiler}, **sizes}
+
+    for each, name, _ in in_engines(job, chosen(given.variants, VARIANTS), "profile", asked):
+        traces = sorted((OUT / f"trace-{name}").glob("**/*.trace.json.gz"))
         if len(traces) != 1:
-            job.fail(f"{each.name}: {len(traces)} traces, wanted is one")
+            job.fail(f"{name}: {len(traces)} traces, wanted is one")
             continue
         found = kernels(traces[0])
         steps = sum(count for name, count in found.steps.items() if name.startswith(DECODE))
         if not steps or steps != sum(n for name, n in found.steps.items() if name.startswith(STEP)):
-            job.fail(f"{each.name}: its trace is not of decode alone: {dict(found.steps)}")
+            job.fail(f"{name}: its trace is not of decode alone: {dict(found.steps)}")
             continue
         sizes = {"requests": requests, "steps": steps, "phase": "decode"}
         job.record(each, summed(found, steps), layers=layers, **sizes)

@@ -1,17 +1,14 @@
-"""The trained model under load on one GPU, whole blocks by weft; under_load.py says what is seen.
-
-One rank has no peer that could die, so none is killed.
-"""
+"""The trained model under load, whole blocks by weft; under_load.py says what is looked at."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from functools import partial
 from typing import Any
 
-from asking import ON_CPU, arguments, begin_server, job_of
-from job import chosen, said, served
-from under_load import Clients, load, named
+import under_load
+from asking import arguments, begin_server, job_of, of_trained
+from job import chosen, in_turn, said, served
 from variants import VARIANTS
 
 from weft.cli.demo import CHECKPOINT
@@ -28,25 +25,25 @@ def count(lines: list[dict[str, Any]]) -> int:
     return int(lines[-1]["usage"]["completion_tokens"]) if lines else 0
 
 
+API = under_load.Api(about, count, "VLLM::")
+
+
 def main() -> int:
     """One server for each variant."""
-    parser = arguments(str(__doc__), str(CHECKPOINT), ["block"])
-    parser.add_argument("--loaded", type=float, default=300.0, help="seconds under load")
-    parser.add_argument("--clients", type=int, default=64)
+    parser = arguments(f"{under_load.__doc__}\n{__doc__}", str(CHECKPOINT), ["block"])
+    parser.add_argument("--ranks", type=int, default=1, help="data- and expert-parallel ones")
+    under_load.add_arguments(parser)
     given = parser.parse_args()
-    engine: dict[str, Any] = {"model": given.model, "dtype": "float16", "max_model_len": 1024}
-    engine |= {"max_num_seqs": 64, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.5}
-    engine |= {"enable_prefix_caching": False} | (ON_CPU if given.cpu else {}) | given.more
-    job = job_of(given, engine)
-    for variant in chosen(given.variants, VARIANTS):
-        if job.out_of_time(variant.name, given.loaded + 60):
-            continue
-        begin_server(job, variant, engine)
-        with served(job, variant.name, 300, partial(said, text=variant.says)) as address:
+    engine = of_trained(given, given.ranks, max_model_len=1024, data_parallel_size=given.ranks)
+    job = job_of(given, engine, gpus=given.ranks)
+    start = functools.partial(begin_server, job, engine)
+    wait = 1200.0 if given.cpu else 300.0  # all imports share a few cores
+    variants = chosen(given.variants, VARIANTS)
+    for variant, name in in_turn(job, variants, start, needs=given.loaded + 60):
+        loaded = functools.partial(said, text=variant.says)
+        with served(job, name, wait, loaded, outlives=given.ranks == 1) as address:
             if address is not None:
-                clients = Clients(address, about, count, partial(named, "VLLM::"))
-                found = load(job, clients, given.loaded, given.clients)
-                job.record(variant, found, clients=given.clients)
+                under_load.measure(job, API, given, variant, name, address)
     return job.done()
 
 
