@@ -30,7 +30,7 @@ class Variant:
     """One way of serving. All load the same random weights.
 
     flags: that it adds, in vLLM NAME=VALUE.   environment: that it adds; stock's is empty.
-    says: what its log must hold.
+    says: what its log must hold once it is up.   does: once it has answered.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Variant:
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     says: str = ""
+    does: str = ""
 
 
 def by_name(*variants: Variant) -> dict[str, Variant]:
@@ -111,6 +112,10 @@ class Job:
             file.write(json.dumps(line) + "\n")
         shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()}
         print(f"{variant.name:14} {case} {shown}", flush=True)
+
+    def parts(self, name: str) -> list[str]:
+        """The names of a server's commands, one for each host; the first one answers."""
+        return [name, *(f"{name}-host-{host}" for host in range(1, self.hosts))]
 
     def end_waiting(self) -> None:
         """End the servers that were begun and never measured."""
@@ -208,35 +213,43 @@ def begin_command(
     job.waiting[name] = Started(process, f"http://127.0.0.1:{port}", log, gate)
 
 
-@contextlib.contextmanager
-def served(
-    job: Job, name: str, seconds: float, loaded: Callable[[Path], bool], *, outlives: bool = True
-) -> Iterator[str | None]:
-    """A begun server's address once it answers, or None; at the end all its processes are stopped.
+def in_servers(
+    job: Job,
+    variants: Iterable[Variant],
+    begin: Callable[[Variant, str], None],
+    measure: Callable[[Variant, str, str], None],
+    *,
+    needs: float = 90.0,
+    suffix: str = "",
+    outlives: bool = True,
+) -> None:
+    """Measure each variant, by its name in this job and the address of its server.
 
-    What a measurement raises fails the command, with the end of the server's log, and the others
-    go on.   loaded: does its log say what it has to?   outlives: is its end a failure?
+    At the end all processes of a server are stopped. What `measure` raises fails the command, with
+    the end of the server's log, and the others go on.   outlives: is a server's end a failure?
     """
-    this = job.waiting.pop(name)
-    process, log = this.process, this.log
-    this.gate.touch()
-    began = time.monotonic()
-    try:
-        up = answers(job, process, this.address, seconds)
-        if up and loaded(log):
-            print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
-            yield this.address
-        else:
-            why = "weft's plug-in was not loaded" if up else "it did not come up"
-            job.fail(f"{name}: {why}; end of {log.name}:\n{tail(log)}")
-            yield None
-        if up and outlives and process.poll() is not None:
-            job.fail(f"{name}: the server ended by itself; end of {log.name}:\n{tail(log)}")
-    except Exception as error:
-        job.fail(f"{name}: {type(error).__name__}: {error}; end of {log.name}:\n{tail(log)}")
-    finally:
-        stop(process)
-        this.gate.unlink()
+    wait = 1200.0 if job.cpu else 300.0  # all imports share a few cores
+    for variant, name in in_turn(job, variants, begin, needs=needs, suffix=suffix):
+        hosts = [job.waiting.pop(part) for part in job.parts(name)]
+        for each in hosts:
+            each.gate.touch()
+        process, log, began = hosts[0].process, hosts[0].log, time.monotonic()
+        try:
+            up = answers(job, process, hosts[0].address, wait)
+            if up and said(log, variant.says):
+                print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
+                measure(variant, name, hosts[0].address)
+            else:
+                why = f"it does not say {variant.says!r}" if up else "it did not come up"
+                job.fail(f"{name}: {why}; end of {log.name}:\n{tail(log)}")
+            if up and outlives and process.poll() is not None:
+                job.fail(f"{name}: the server ended by itself; end of {log.name}:\n{tail(log)}")
+        except Exception as error:
+            job.fail(f"{name}: {type(error).__name__}: {error}; end of {log.name}:\n{tail(log)}")
+        finally:
+            for each in hosts:
+                stop(each.process)
+                each.gate.unlink()
 
 
 def answers(job: Job, process: subprocess.Popen[bytes], address: str, seconds: float) -> bool:

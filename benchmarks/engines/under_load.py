@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job import OUT, Job, Variant
+from job import OUT, Job, Variant, in_servers
 
 WARM = 0.25  # of the time: buffers of all sizes have been used by then
 MORE_MEMORY, MORE_FILES = 64, 8  # MiB and descriptors that a rank may have gained since
@@ -112,15 +112,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
 
 
-def measure(
-    job: Job, api: Api, given: argparse.Namespace, variant: Variant, name: str, address: str
+def in_each(
+    job: Job,
+    given: argparse.Namespace,
+    variants: list[Variant],
+    begin: Callable[[Variant, str], None],
+    api: Api,
 ) -> None:
-    """A server under load; of several ranks one is then killed."""
-    result = load(job, Clients(address, api), given.loaded, given.clients)
-    job.record(variant, result, clients=given.clients)
-    if job.gpus > 1:
-        killed = without_a_rank(job, Clients(address, api), OUT / f"{job.what}-{name}.log")
-        job.record(variant, killed)
+    """A server of each variant under load; of several ranks one is then killed."""
+
+    def measure(variant: Variant, name: str, address: str) -> None:
+        result = load(job, Clients(address, api), given.loaded, given.clients)
+        job.record(variant, result, clients=given.clients)
+        if job.gpus > 1:
+            killed = without_a_rank(job, Clients(address, api), OUT / f"{job.what}-{name}.log")
+            job.record(variant, killed)
+
+    needs, outlives = given.loaded + 60, job.gpus == 1
+    in_servers(job, variants, begin, measure, needs=needs, outlives=outlives)
 
 
 def named(title: str) -> dict[str, int]:

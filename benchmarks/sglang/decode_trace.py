@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from job import OUT, Job, Variant, chosen, post
-from server import arguments, in_servers, of_data_parallel
+from job import OUT, Job, Variant, chosen, in_servers, post
+from server import arguments, begin, of_data_parallel
 from trace_kernels import kernels, summed
 from variants import VARIANTS
 
@@ -79,7 +79,8 @@ def main() -> int:
     parser.add_argument("--phase", choices=["decode", "prefill"], default="decode")
     given = parser.parse_args()
     job = of_data_parallel(given, given.requests, graphs="deepseek" not in given.model)
-    in_servers(job, chosen(given.variants, VARIANTS), functools.partial(measure, job, given))
+    start, each = functools.partial(begin, job), functools.partial(measure, job, given)
+    in_servers(job, chosen(given.variants, VARIANTS), start, each)
     return job.done()
 
 

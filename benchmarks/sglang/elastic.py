@@ -9,7 +9,7 @@ that fails in words (503) is asked again.
 from __future__ import annotations
 
 import concurrent.futures
-import json
+import functools
 import os
 import signal
 import sys
@@ -17,13 +17,12 @@ import threading
 import time
 import urllib.error
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from arithmetic import texts
-from job import OUT, Variant, chosen, post, said
+from job import OUT, Variant, chosen, in_servers, post, said
 from load import API
-from server import arguments, in_servers, of_trained
+from server import arguments, begin, of_trained
 from variants import ELASTIC, VARIANTS
 
 from weft.cli.demo import CHECKPOINT, Question, read_questions
@@ -123,20 +122,17 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--kill", type=int, nargs="+", default=[3], help="ranks, one a round")
-    parser.add_argument("--stock", help="a file of texts, in place of stock SGLang's server")
     given = parser.parse_args()
     questions = read_questions(CHECKPOINT / "questions.jsonl")[: given.questions]
-    stock = Path(given.stock or OUT / "stock.json")
+    want: list[str] = []
 
     def alone(variant: Variant, name: str, address: str) -> None:
-        stock.write_text(json.dumps(texts(address, [each.prompt for each in questions], 50)))
+        want.extend(texts(address, [each.prompt for each in questions], 50))
 
     one = of_trained(given, 1)
-    if not given.stock:
-        in_servers(one, [VARIANTS["stock"]], alone, suffix="-1")
-        if one.failed:
-            return one.done()
-    want = json.loads(stock.read_text())[: len(questions)]
+    in_servers(one, [VARIANTS["stock"]], functools.partial(begin, one), alone, suffix="-1")
+    if one.failed:
+        return one.done()
     job = of_trained(given, given.ranks)
 
     def measure(variant: Variant, name: str, address: str) -> None:
@@ -154,7 +150,8 @@ def main() -> int:
             if not said(log, f"rank {kill} has died; "):
                 job.fail(f"{name}: the log does not say that rank {kill} has died")
 
-    in_servers(job, chosen(given.variants, ELASTIC), measure)
+    start = functools.partial(begin, job)
+    in_servers(job, chosen(given.variants, ELASTIC), start, measure)
     return job.done()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import under_load
 from job import chosen
-from server import arguments, in_servers, of_trained
+from server import arguments, begin, of_trained
 from variants import VARIANTS
 
 from weft.cli.demo import CHECKPOINT
@@ -34,11 +34,8 @@ def main() -> int:
     under_load.add_arguments(parser)
     given = parser.parse_args()
     job = of_trained(given, given.gpus)
-    measure = functools.partial(under_load.measure, job, API, given)
-    needs = given.loaded + 60
-    in_servers(
-        job, chosen(given.variants, VARIANTS), measure, needs=needs, outlives=given.gpus == 1
-    )
+    start = functools.partial(begin, job)
+    under_load.in_each(job, given, chosen(given.variants, VARIANTS), start, API)
     return job.done()
 
 

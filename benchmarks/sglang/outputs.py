@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from job import OUT, Job, Variant, chosen, post
+from job import OUT, Job, Variant, chosen, in_servers, post
 from layer_outputs import name_of
-from server import NO_PREFILL_GRAPHS, arguments, data_parallel, in_servers, job_of
+from server import NO_PREFILL_GRAPHS, arguments, begin, data_parallel, job_of
 from variants import VARIANTS
 
 COUNT, TOKENS = 64, 32
@@ -144,13 +144,13 @@ def compare_all(job: Job, variants: list[Variant], count: int, suffix: str) -> N
     folder = OUT / f"layers{suffix}"
     found: dict[str, dict[str, Any]] = {}
 
-    def outputs_of(variant: Variant) -> dict[str, str]:
-        return {"LAYER_OUTPUTS": str(folder / variant.name)}
+    def start(variant: Variant, name: str) -> None:
+        begin(job, variant, name, LAYER_OUTPUTS=str(folder / variant.name))
 
     def measure(variant: Variant, name: str, address: str) -> None:
         found[variant.name] = asked(address, folder / variant.name)
 
-    in_servers(job, variants, measure, suffix=suffix, more=outputs_of)
+    in_servers(job, variants, start, measure, suffix=suffix)
     (OUT / f"outputs{suffix}.json").write_text(json.dumps(found))
     compare(job, found, folder, count)
     shutil.rmtree(folder, ignore_errors=True)

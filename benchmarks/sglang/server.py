@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import job as command_of
@@ -22,16 +21,10 @@ from job import (
     folder_of,
     free_port,
     gpu_names,
-    in_turn,
     of_command,
-    said,
-    served,
-    stop,
 )
-from variants import MOE
 
 LAYERS = {"deepseek-v3": 5, "glm-4.5-air": 16}  # by default; the others have all of theirs
-SERVED = " ranks, form "  # of what the plug-in logs when it has taken a model's layers
 FLAGS = [
     *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--sampling-backend", "pytorch"),
@@ -165,7 +158,7 @@ def environment(job: Job, variant: Variant) -> dict[str, str]:
 
 
 def begin(job: Job, variant: Variant, name: str, **more: str) -> None:
-    """Start a server that `server` of the same name will let through to the GPUs.
+    """Start a server that `in_servers` will let through to the GPUs.
 
     more: of its environment.
     """
@@ -175,7 +168,7 @@ def begin(job: Job, variant: Variant, name: str, **more: str) -> None:
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
     seen, each = environment(job, variant) | more, job.gpus // job.hosts
     bound = seen.get(BOUND, "").split("|")
-    for host, part in reversed(list(enumerate(parts(job, name)))):
+    for host, part in reversed(list(enumerate(job.parts(name)))):
         port, own = free_port(), slice(host * each, (host + 1) * each)
         if job.hosts > 1:
             seen["WEFT_HOST"] = part
@@ -185,65 +178,7 @@ def begin(job: Job, variant: Variant, name: str, **more: str) -> None:
                 seen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
         flags_of_host = ("--node-rank", str(host), "--port", str(port))
         begin_command(job, part, [*command, *flags_of_host], seen, port=port)
-        if (
-            host
-        ):  # which looks whether the ports of the first host are free, as if they were its own
+        if host:  # it looks whether the first host's ports are free, as if they were its own
             this = job.waiting[part]
             while this.process.poll() is None and not Path(f"{this.gate}-waits").exists():
                 time.sleep(0.1)
-
-
-def parts(job: Job, name: str) -> list[str]:
-    """The names of a server's commands, one for each host; the first one answers."""
-    return [name, *(f"{name}-host-{host}" for host in range(1, job.hosts))]
-
-
-@contextlib.contextmanager
-def server(
-    job: Job, variant: Variant, name: str, *, seconds: float = 300.0, outlives: bool = True
-) -> Iterator[str | None]:
-    """A begun server's address once it answers, or None; at the end all its processes are stopped.
-
-    What a measurement raises fails the command, with the end of the server's log, and the others
-    go on.   outlives: is its end a failure?
-    """
-    others = [job.waiting.pop(part) for part in parts(job, name)[1:]]
-    for other in others:
-        other.gate.touch()
-
-    def loaded(log: Path) -> bool:
-        text = SERVED if MOE[1] in variant.flags else variant.says
-        return not variant.environment or said(log, text)
-
-    try:
-        with served(job, name, seconds, loaded, outlives=outlives) as address:
-            yield address
-    finally:
-        for other in others:
-            stop(other.process)
-            other.gate.unlink()
-
-
-def in_servers(
-    job: Job,
-    variants: Iterable[Variant],
-    measure: Callable[[Variant, str, str], None],
-    *,
-    needs: float = 90.0,
-    suffix: str = "",
-    outlives: bool = True,
-    more: Callable[[Variant], dict[str, str]] | None = None,
-) -> None:
-    """Measure each variant, by its name in this job and the address of its server.
-
-    outlives: is a server's end a failure?   more: of its environment.
-    """
-    wait = 1200.0 if job.cpu else 300.0  # all imports share a few cores
-
-    def start(variant: Variant, name: str) -> None:
-        begin(job, variant, name, **more(variant) if more else {})
-
-    for variant, name in in_turn(job, variants, start, needs=needs, suffix=suffix):
-        with server(job, variant, name, seconds=wait, outlives=outlives) as address:
-            if address is not None:
-                measure(variant, name, address)

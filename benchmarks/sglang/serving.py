@@ -11,8 +11,8 @@ import functools
 import sys
 from typing import Any
 
-from job import OUT, Job, Variant, chosen, last_line, run
-from server import arguments, in_servers, of_data_parallel
+from job import OUT, Job, Variant, chosen, in_servers, last_line, run
+from server import arguments, begin, of_data_parallel
 from variants import VARIANTS
 
 DEFAULTS = {
@@ -73,7 +73,8 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128)
     given = parser.parse_args()
     job = of_data_parallel(given, max(given.requests), graphs=what == "decode")
-    in_servers(job, chosen(given.variants, VARIANTS), functools.partial(measure, job, given))
+    start, each = functools.partial(begin, job), functools.partial(measure, job, given)
+    in_servers(job, chosen(given.variants, VARIANTS), start, each)
     return job.done()
 
 

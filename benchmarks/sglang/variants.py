@@ -5,13 +5,14 @@ from __future__ import annotations
 from job import Variant, by_name
 
 MOE = ("--moe-a2a-backend", "weft")
+SERVED = " ranks, form "  # of what the plug-in logs when it has taken a model's layers
 
 
 def _weft(
-    name: str, what: str, *, flags: tuple[str, ...] = (), says: str = "", **settings: str
+    name: str, what: str, *flags: str, form: str = "block", does: str = "", **settings: str
 ) -> Variant:
-    environment = {f"WEFT_SGLANG_{key.upper()}": value for key, value in settings.items()}
-    return Variant(name, what, MOE + flags, {"WEFT_SGLANG_FORM": "block", **environment}, says)
+    settings = {f"WEFT_SGLANG_{key.upper()}": value for key, value in settings.items()}
+    return Variant(name, what, MOE + flags, {"WEFT_SGLANG_FORM": form, **settings}, SERVED, does)
 
 
 # Two replicas, and experts that move every few passes: a rank takes its own replica, or any.
@@ -30,19 +31,21 @@ VARIANTS = by_name(
     _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
     _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
     _weft("combine-fp8", "whole blocks, results return in FP8", combine_dtype="fp8"),
-    _weft("eplb", "whole blocks, experts that move", flags=(*BALANCED, "static"), says=MOVED),
+    _weft("eplb", "whole blocks, experts that move", *BALANCED, "static", does=MOVED),
     _weft(
         "eplb-any",
         "whole blocks, experts that move, any replica",
-        flags=(*BALANCED, "dynamic"),
-        says=MOVED,
+        *BALANCED,
+        "dynamic",
+        does=MOVED,
     ),
     _weft(
         "eplb-dispatcher",
         "weft moves tokens, experts move, any replica",
+        *BALANCED,
+        "dynamic",
         form="dispatcher",
-        flags=(*BALANCED, "dynamic"),
-        says=MOVED,
+        does=MOVED,
     ),
 )
 # A replica of each of the trained model's 16 experts, on another rank, and what lets ranks outlive
@@ -54,12 +57,13 @@ OUTLIVING = (
 )
 ELASTIC = by_name(
     _weft("elastic", "whole blocks, ranks that outlive each other", flags=(*OUTLIVING, "static")),
-    _weft("elastic-any", "the same, any replica", flags=(*OUTLIVING, "dynamic")),
+    _weft("elastic-any", "the same, any replica", *OUTLIVING, "dynamic"),
     _weft(
         "elastic-dispatcher",
         "weft moves tokens, ranks that outlive each other",
+        *OUTLIVING,
+        "static",
         form="dispatcher",
-        flags=(*OUTLIVING, "static"),
     ),
 )
 # Of tensor parallelism: who sums.

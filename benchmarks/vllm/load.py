@@ -8,7 +8,7 @@ from typing import Any
 
 import under_load
 from asking import arguments, begin_server, job_of, of_trained
-from job import chosen, in_turn, said, served
+from job import chosen
 from variants import VARIANTS
 
 from weft.cli.demo import CHECKPOINT
@@ -37,13 +37,7 @@ def main() -> int:
     engine = of_trained(given, given.ranks, max_model_len=1024, data_parallel_size=given.ranks)
     job = job_of(given, engine, gpus=given.ranks)
     start = functools.partial(begin_server, job, engine)
-    wait = 1200.0 if given.cpu else 300.0  # all imports share a few cores
-    variants = chosen(given.variants, VARIANTS)
-    for variant, name in in_turn(job, variants, start, needs=given.loaded + 60):
-        loaded = functools.partial(said, text=variant.says)
-        with served(job, name, wait, loaded, outlives=given.ranks == 1) as address:
-            if address is not None:
-                under_load.measure(job, API, given, variant, name, address)
+    under_load.in_each(job, given, chosen(given.variants, VARIANTS), start, API)
     return job.done()
 
 

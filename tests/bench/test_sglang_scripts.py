@@ -196,7 +196,7 @@ def test_a_server_is_of_two_hosts(measure, tmp_path):
     ("options", "text"),
     [
         (("eplb",), "eplb-2: its log does not say '[EPLBManager] rebalance end'"),
-        (("weft", "--sums"), "weft-2: weft's plug-in was not loaded"),
+        (("weft", "--sums"), "weft-2: it does not say 'tensor-parallel ranks by weft'"),
     ],
 )
 def test_an_answer_in_another_way_fails_the_command(measure, options, text):
@@ -244,7 +244,7 @@ def test_what_ranks_keep_under_load_is_told(script):
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("dies", "it did not come up"), ("forgets", "weft's plug-in was not loaded")],
+    [("dies", "it did not come up"), ("forgets", "it does not say ' ranks, form '")],
 )
 def test_a_server_that_is_not_what_was_asked_for_fails_the_command(measure, how, text):
     code, said, lines = measure("decode", *TINY, "--variants", "weft", STAND_IN=how)
@@ -356,9 +356,10 @@ def test_every_way_is_one_that_the_plug_in_takes(script):
         read(variant.environment)
 
 
-def test_every_measurement_is_a_script():
+def test_every_measurement_is_a_script(script):
     text = (FOLDER / "run.sh").read_text()
-    inside = text[text.index("scripts=(") : text.index(")\nwhat")]
+    inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]
     names = {word.split("]=")[1] for word in inside.split() if "]=" in word}
     assert len(names) >= 6
-    assert all((FOLDER / name).is_file() for name in names)
+    for name in names:
+        assert callable(script(name.removesuffix(".py")).main)

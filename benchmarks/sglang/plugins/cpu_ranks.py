@@ -43,6 +43,8 @@ def register() -> None:
         }
         gated = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
         HookRegistry.register(gated, add_gated, HookType.REPLACE)
+        norms = "sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward"
+        HookRegistry.register(norms, norm_both, HookType.REPLACE)
     for target, function in around.items():
         HookRegistry.register(target, function, HookType.AROUND)
     # What SGLang calls when it moves experts; a CUDA build of torch 2.14 says CUDA without a GPU.
@@ -76,6 +78,17 @@ def without_sinks(original: Callable[..., Any], *args: Any, sinks: Any = None, *
 def add_gated(x: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
     """Add a shared expert's rows by their gate, `[1, hidden]`."""
     out += torch.sigmoid(x @ gate.view(-1, 1)) * shared
+
+
+def norm_both(norms: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of all of a token's queries, and of all its keys, which one rank has (MiniMax-M2)."""
+    if norms._world_size > 1:
+        raise NotImplementedError("queries are on several ranks: leave out attention's TP")
+
+    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+    return normed(q, norms._q_norm), normed(k, norms._k_norm)
 
 
 def module_of(original: Callable[..., Any], device: Any = None) -> Any:
