@@ -11,16 +11,9 @@ declare -A scripts=(
     [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py [outputs]=outputs.py
     [arithmetic]=arithmetic.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
-what=${1:-}
-if [[ -z ${scripts[$what]:-} ]]; then
-    sed -n 4p "$0" >&2
-    exit 2
-fi
-shift
 engine=sglang pack=sgl
 source "$here/../engines/run.sh"
-[[ -n ${PACK_SITE:-} ]] || export TVM_FFI_CACHE_DIR=$home/jit FLASHINFER_WORKSPACE_BASE=$home
-unpack
+[[ $PACK_SITE != "$home/site" ]] || export TVM_FFI_CACHE_DIR=$home/jit FLASHINFER_WORKSPACE_BASE=$home
 entry_points sglang.srt.plugins 'weft_gate = server_gate:register' 'weft_dummy = dummy_weights:register' \
     'weft_layers = layer_outputs:register' 'weft_cpu = cpu_ranks:register'
 
@@ -37,4 +30,4 @@ export SGLANG_PLUGINS=none # servers get their own list
 export ENGINE_STUBS=IPython,xgrammar,jsonschema,soundfile,datasets,zstandard
 # DeepSeek's top-k by SGLang's Triton kernel: FlashInfer's would be built by nvcc with cuBLAS's headers.
 export SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK=1
-measure "${scripts[$what]}" "$what" "$@"
+measure "$@"

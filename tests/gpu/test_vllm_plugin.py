@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.vllm.workers import HIDDEN, Worker, alone, far, leave, tokens
+from tests.plugins.standins import far
+from tests.plugins.vllm.workers import HIDDEN, Worker, alone, leave, tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -34,16 +34,30 @@ class Sources:
             name = ".".join(parts[:length])
             module = self.module(name)
             if module is not None:
-                found: ast.AST | None = self.bound(name, module, parts[length])
+                found = self.bound(name, module, parts[length])
                 for part in parts[length + 1 :]:
-                    found = next(named(getattr(found, "body", []), part), None)
+                    found = self.member(*found, part) if found else None
+                return found[1] if found else None
+        return None
+
+    def member(self, name: str, owner: ast.AST, wanted: str) -> tuple[str, ast.AST] | None:
+        """What a class of the module `name` has by this name, itself or from a class before it."""
+        direct = next(named(getattr(owner, "body", []), wanted), None)
+        if direct is not None:
+            return name, direct
+        module = self.module(name)
+        assert module is not None
+        for base in getattr(owner, "bases", []):
+            parent = self.bound(name, module, base.id) if isinstance(base, ast.Name) else None
+            if parent and (found := self.member(*parent, wanted)):
                 return found
         return None
 
-    def bound(self, name: str, module: ast.Module, wanted: str) -> ast.AST | None:
+    def bound(self, name: str, module: ast.Module, wanted: str) -> tuple[str, ast.AST] | None:
+        """What a module binds, and the module where it stands."""
         direct = next(named(module.body, wanted), None)
         if direct is not None:
-            return direct
+            return name, direct
         for node in ast.walk(module):
             if not isinstance(node, ast.ImportFrom) or not node.module:
                 continue

@@ -1,8 +1,25 @@
-# What packs of engines have in common: sourced by a script that has set `here`, `name`, `out` and `most_archive`.
+# What packs of engines have in common: sourced by a script that has set `here` and `skips`, the options that it takes
+# (--no-WHAT for each word), with its arguments. Sets `out`, and each word to 1, or to 0 where it is left out.
 #
 # Downloads and build trees go to WORK (default: a folder in TMPDIR), about 4 GB: run again, after a failure say, and finished
 # steps are skipped; remove WORK to start afresh. The wheels are for Python 3.12 and the GPU machine, which brings PyTorch 2.11
 # for CUDA 13 with Triton 3.6 and the other packages of packages-machine.txt.
+name=$(basename "$0")
+most_archive=45000000
+out=''
+for word in $skips; do declare "$word=1"; done
+for argument in "$@"; do
+    word=${argument#--no-}
+    if [[ $argument == --no-* && " $skips " == *" $word "* ]]; then
+        declare "$word=0"
+    elif [[ $argument == -* ]]; then
+        echo "$name: unknown option $argument" >&2
+        exit 2
+    else
+        out=$argument
+    fi
+done
+[[ -n $out ]] || { sed -n 4p "$0" >&2 && exit 2; }
 shared=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$shared/../../.." && pwd)
 if [[ -d $out && -n $(ls -A "$out") && ! -f $out/.packed ]]; then
@@ -78,13 +95,27 @@ download() {
     python3 -m pip download -q "${tags[@]}" -d "$work/wheels" -r "$here/packages.txt"
 }
 
-# install_but WHEEL: every wheel but the one of this name into the tree.
-install_but() {
-    local wheels
+# unpack_wheels WHEEL PREFIX...: every wheel into the tree, but of this one no file whose name begins with a prefix.
+unpack_wheels() {
+    local wheels large=$1
+    shift
     rm -rf "$work/stage"
     mkdir -p "$site"
-    mapfile -t wheels < <(find "$work/wheels" -name '*.whl' ! -name "$1-*")
+    mapfile -t wheels < <(find "$work/wheels" -name '*.whl' ! -name "$large-*")
     python3 -m pip install -q --no-index --no-compile "${tags[@]}" --target "$site" "${wheels[@]}"
+    python3 - "$work"/wheels/"$large"-*.whl "$site" "$@" <<'PY'
+import os
+import sys
+import zipfile
+
+wheel, site, *leave = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    for info in archive.infolist():
+        if not info.filename.startswith(tuple(leave)):
+            path = archive.extract(info, site)
+            if path.endswith(".so"):
+                os.chmod(path, 0o755)
+PY
     cp "$shared/sitecustomize.py" "$site/"
 }
 

@@ -9,18 +9,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-name=pack_sglang.sh
-most_archive=45000000
-out='' jit=1 check=1
-for argument in "$@"; do
-    case $argument in
-        --no-jit) jit=0 ;;
-        --no-check) check=0 ;;
-        -*) echo "$name: unknown option $argument" >&2 && exit 2 ;;
-        *) out=$argument ;;
-    esac
-done
-[[ -n $out ]] || { sed -n 4p "$0" >&2 && exit 2; }
+skips='jit check'
 source "$here/../../engines/pack/steps.sh"
 
 step=tools
@@ -31,23 +20,8 @@ once wheels "$here/packages.txt" -- download
 
 # Of sglang-kernel, 1.1 GB of FlashAttention-3 and of kernels for other GPUs are never unpacked.
 assemble() {
-    install_but sglang_kernel
-    python3 - "$work"/wheels/sglang_kernel-*.whl "$site" <<'PY'
-import os
-import sys
-import zipfile
-
-wheel, site = sys.argv[1:]
-leave = ("flash_ops", "flashmla_ops", "infllm_ops", "sm100/")
-with zipfile.ZipFile(wheel) as archive:
-    for info in archive.infolist():
-        if not info.filename.startswith(tuple(f"sgl_kernel/{name}" for name in leave)):
-            path = archive.extract(info, site)
-            if path.endswith(".so"):
-                os.chmod(path, 0o755)
-if not os.path.isfile(f"{site}/sgl_kernel/sm90/common_ops.abi3.so"):
-    sys.exit("the wheel holds no kernels for sm_90")
-PY
+    unpack_wheels sglang_kernel sgl_kernel/{flash_ops,flashmla_ops,infllm_ops,sm100/}
+    [[ -f $site/sgl_kernel/sm90/common_ops.abi3.so ]] || die 'the wheel has no kernels for sm_90'
     rm -rf "${site:?}"/{bin,tools,sglang/multimodal_gen}
     rm -f "$site"/sglang/srt/{grpc,multimodal,server}/_core.*.so "$site"/torch_memory_saver_hook_mode_*_cu12.abi3.so
     find "$site" -name __pycache__ -prune -exec rm -rf {} +

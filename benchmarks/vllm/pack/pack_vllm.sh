@@ -9,17 +9,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-name=pack_vllm.sh
-most_archive=45000000
-out='' check=1
-for argument in "$@"; do
-    case $argument in
-        --no-check) check=0 ;;
-        -*) echo "$name: unknown option $argument" >&2 && exit 2 ;;
-        *) out=$argument ;;
-    esac
-done
-[[ -n $out ]] || { sed -n 4p "$0" >&2 && exit 2; }
+skips=check
 source "$here/../../engines/pack/steps.sh"
 
 step=tools
@@ -30,28 +20,8 @@ once wheels "$here/packages.txt" -- download
 
 # Of vllm, FlashAttention 2, the front end in Rust and kernels for other GPUs are never unpacked.
 assemble() {
-    install_but vllm
-    python3 - "$work"/wheels/vllm-*.whl "$site" <<'PY'
-import os
-import sys
-import zipfile
-
-wheel, site = sys.argv[1:]
-leave = (
-    "vllm/vllm-rs",
-    "vllm/_qutlass_C",
-    "vllm/_rust_tool_parser",
-    "vllm/third_party/fmha_sm100/",
-    "vllm/vllm_flash_attn/_vllm_fa2_C",
-    *(f"vllm/third_party/deep_gemm/_C.cpython-{version}-" for version in (310, 311, 313, 314)),
-)
-with zipfile.ZipFile(wheel) as archive:
-    for info in archive.infolist():
-        if not info.filename.startswith(leave):
-            path = archive.extract(info, site)
-            if path.endswith(".so"):
-                os.chmod(path, 0o755)
-PY
+    unpack_wheels vllm vllm/{vllm-rs,_qutlass_C,_rust_tool_parser,third_party/fmha_sm100/,vllm_flash_attn/_vllm_fa2_C} \
+        vllm/third_party/deep_gemm/_C.cpython-{310,311,313,314}-
     mapfile -t libraries < <(find "$site/vllm" -name '*.so')
     python3 "$here/trim_kernels.py" 90 "${libraries[@]}"
     strip --strip-unneeded "${libraries[@]}"

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import weft
+from tests.plugins.standins import clamped, drawn, forget
 from weft.plugins.sglang.hooks import SGLANG
 
 STANDIN = str(Path(__file__).parent / "standin")
@@ -52,11 +53,7 @@ def leave() -> None:
     import weft.plugins.sglang
 
     weft.plugins.sglang.engine.close()
-    sys.path[:] = [each for each in sys.path if not each.startswith(STANDIN)]
-    for name in [n for n in sys.modules if n.split(".")[0] == "sglang"]:
-        del sys.modules[name]
-    if sys.modules.pop("weft.plugins.sglang.dispatcher", None):
-        del weft.plugins.sglang.dispatcher
+    forget("sglang", STANDIN, "dispatcher")
 
 
 class Server:
@@ -116,8 +113,7 @@ class Server:
 
 
 def tokens(count: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, 64, generator=generator).to(dtype)
+    return drawn((count, 64), seed).to(dtype)
 
 
 def alone(
@@ -154,7 +150,10 @@ def alone(
         if block == "gpt_oss":
             both = [parts.biases(layer + shift, each) for each in range(parts.EXPERTS)]
             biased = {"gate_up_bias": torch.stack([wide for wide, _ in both])}
-            biased |= {"down_bias": torch.stack([narrow for _, narrow in both]), "gating": clamped}
+            biased |= {
+                "down_bias": torch.stack([narrow for _, narrow in both]),
+                "gating": clamped(0.5),
+            }
         x = x + weft.reference.moe_layer(
             x,
             ids,
@@ -165,15 +164,3 @@ def alone(
             **biased,
         )
     return x
-
-
-def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS's activation, with the limit of the stand-in's model."""
-    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-
-
-def far(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, in parts of the largest number."""
-    assert got.shape == want.shape
-    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import weft
-from tests.plugins.sglang.server import Server, alone, far, leave, tokens
+from tests.plugins.sglang.server import Server, alone, leave, tokens
 from tests.plugins.sglang.test_allreduce import refused
 from tests.plugins.sglang.test_elastic import unfit
-from tests.plugins.sglang.test_served import EITHER, Kept, replicas
+from tests.plugins.sglang.test_served import EITHER, replicas
+from tests.plugins.standins import Kept, far
 
 CLOSE = 2e-5  # of float32 sums in another order
 # Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
@@ -31,7 +32,6 @@ def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
 def serve(group: weft.Group, form: str, release: str) -> dict[str, Any]:
     os.environ["WEFT_SGLANG_FORM"] = form
     kept = Kept()
-    logging.getLogger("weft").addHandler(kept)
     logging.getLogger("weft").setLevel(logging.INFO)
     server, errors = Server(group, "deepseek", release=release), []
     for seed, counts in enumerate(BATCHES[group.size]):
@@ -92,7 +92,6 @@ def bereaved(group: weft.Group, folder: str) -> None:
     setattr(engine, "end_server", end)  # noqa: B010
     faults.GRACE = 0.0
     server, kept = Server(group, "glm4"), Kept()
-    logging.getLogger("weft").addHandler(kept)
     server.step(tokens(2, group.rank), [2, 2, 2, 2])
     if group.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 
 import weft
-from tests.plugins.sglang.server import alone, far, leave, tokens
+from tests.plugins.sglang.server import alone, leave, tokens
 from tests.plugins.sglang.test_elastic import replicated
-from tests.plugins.sglang.test_served import Kept
+from tests.plugins.standins import Kept, far
 from weft.errors import SetupError
 from weft.memory.launch import launch
 from weft.plugins.faults import PAUSE, Watch
@@ -128,7 +127,6 @@ def unrecovered(group: weft.Group) -> dict[str, Any]:
     """Rank 1 is killed, and the others make no call that fails for a while."""
     ended: list[bool] = []
     kept = Kept()
-    logging.getLogger("weft").addHandler(kept)
     end = lambda: ended.append(True)  # noqa: E731
     patient = Watch(group, end=end, grace=3000.0, recovers=True)
     hasty = Watch(group, end=end, grace=0.5, recovers=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 import os
 import signal
 import time
@@ -15,9 +14,9 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.sglang.server import BLOCKS, Server, alone, far, leave, tokens
+from tests.plugins.sglang.server import BLOCKS, Server, alone, leave, tokens
+from tests.plugins.standins import CLOSE, Kept, far, told
 
-CLOSE = 2e-5  # of float32 sums in another order
 # Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
 EITHER = pytest.mark.parametrize(
     ("form", "release"), [("block", "0.5.17"), ("dispatcher", "0.5.17"), ("block", "0.5.23")]
@@ -162,27 +161,21 @@ def test_settings_and_a_draft_model(ranks: Any) -> None:
 def misuse(group: weft.Group) -> dict[str, str]:
     server, said = Server(group, "qwen3"), {}
 
-    def failing(name: str, call: Any, *args: Any) -> None:
-        try:
-            call(*args)
-        except weft.errors.WeftError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-
     x = tokens(2, group.rank)
-    failing("no counts", server.step, x, None)
-    failing("more than told", server.step, x, [1, 1])
+    said["no counts"] = told(server.step, x, None)
+    said["more than told"] = told(server.step, x, [1, 1])
     experts = server.runner.model.blocks[0].experts
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     chosen = StandardTopKOutput(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), x)
-    failing("past the block", experts, x, chosen)
+    said["past the block"] = told(experts, x, chosen)
     experts.w13_weight.data = experts.w13_weight.data.clone()
-    failing("other tensors", server.step, x, [2, 2])
+    said["other tensors"] = told(server.step, x, [2, 2])
     experts.dispatcher.all_to_all = None
     leave()
     from weft.plugins.sglang import engine
 
-    failing("too early", engine.serve, None, _early(), x, None)
+    said["too early"] = told(engine.serve, None, _early(), x, None)
     leave()
     return said
 
@@ -359,18 +352,6 @@ def test_a_block_that_is_not_known_is_refused(ranks: Any) -> None:
         assert said.startswith("Another of Model is not among the MoE blocks that weft serves")
 
 
-class Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
-        self.lines.append(record.getMessage())
-
-
 def bereaved(group: weft.Group, path: str) -> dict[str, Any]:
     """Rank 1 is killed between two steps."""
     from weft.plugins import faults
@@ -383,7 +364,6 @@ def bereaved(group: weft.Group, path: str) -> dict[str, Any]:
     faults.GRACE = 0.0
     server = Server(group, "glm4")
     kept = Kept()
-    logging.getLogger("weft").addHandler(kept)
     server.step(tokens(2, group.rank), [2, 2])
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

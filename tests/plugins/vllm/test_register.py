@@ -80,7 +80,7 @@ def test_layers_that_models_derive_are_wefts_too(path: str) -> None:
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("form", ["block", "exchange"])
 def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    """vLLM 0.33 has a layer of its own for them, which would run without weft unless it is taken."""
+    """vLLM 0.33 has a layer of its own for them, which would run without weft unless taken."""
     from weft.plugins.vllm import engine
 
     class SubstitutedRoutedExperts(name(EXPERTS)):  # type: ignore[misc]
@@ -89,7 +89,9 @@ def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(engine, "derived", lambda: [SubstitutedRoutedExperts])
     enter(form)
-    with pytest.raises(InvalidArgument, match="experts of layer: the checkpoint replaces some by c"):
+    with pytest.raises(
+        InvalidArgument, match="experts of layer: the checkpoint replaces some by c"
+    ):
         SubstitutedRoutedExperts("layer", config_of(), expert_substitution=object())
 
 

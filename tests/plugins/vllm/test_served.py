@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 import os
 import signal
 import sys
@@ -15,22 +14,21 @@ import pytest
 import torch
 
 import weft
+from tests.plugins.standins import CLOSE, Kept, clamped, far, told
 from tests.plugins.vllm.workers import (
     EXPERTS,
     HIDDEN,
     Worker,
     alone,
     config_of,
-    drawn,
     enter,
-    far,
     leave,
+    scaled,
     tokens,
 )
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 
-CLOSE = 2e-5  # of float32 sums in another order
 FORMS = pytest.mark.parametrize("form", ["block", "exchange"])
 # Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
 BATCHES = {1: ([3], [40]), 2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33])}
@@ -82,13 +80,13 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> dict[str, Any]:
     whole: dict[str, torch.Tensor] = {}
     packed: dict[str, torch.Tensor] = {}
     for name, rows, columns in (("w13", 192, 160), ("w2", 160, 96)):
-        weights = drawn((EXPERTS, rows, columns), rows)
+        weights = scaled((EXPERTS, rows, columns), rows)
         if far_apart:  # more than the 14 powers that a packed row has
             weights[:, :, :32] *= 2.0**-20
         values, scales = quantize_mxfp4(weights)
         whole[name] = dequantize_mxfp4(values, scales)
         packed |= {f"{name}_weight": values, f"{name}_weight_scale": scales}
-        whole[f"{name}_bias"] = drawn((EXPERTS, rows), rows + 1).bfloat16()
+        whole[f"{name}_bias"] = scaled((EXPERTS, rows), rows + 1).bfloat16()
         packed[f"{name}_bias"] = whole[f"{name}_bias"]
     each = EXPERTS // group.size
     mine = slice(group.rank * each, (group.rank + 1) * each)
@@ -96,7 +94,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> dict[str, Any]:
         part = torch.nn.Parameter(tensor[mine].clone(), requires_grad=False)
         experts.register_parameter(name, part)
     experts.quant_method.process_weights_after_loading(experts)
-    x = drawn((5, 160), group.rank).bfloat16()
+    x = scaled((5, 160), group.rank).bfloat16()
     ids = torch.arange(15).view(5, 3).remainder(EXPERTS)
     weights = torch.full((5, 3), 0.25)
     with torch.inference_mode(), forward([5] * group.size if group.size > 1 else None, None):
@@ -109,7 +107,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> dict[str, Any]:
         whole["w2"],
         gate_up_bias=torch.cat((whole["w13_bias"][:, ::2], whole["w13_bias"][:, 1::2]), 1).float(),
         down_bias=whole["w2_bias"].float(),
-        gating=clamped,
+        gating=clamped(7.0),
     )
     experts.quant_method.process_weights_after_loading(experts)  # an update in place: nothing new
     said = {"far": far(out.float(), wanted), "dtype": str(experts.w13_weight.dtype)}
@@ -119,11 +117,6 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> dict[str, Any]:
         said["loading"] = str(error)
     leave()
     return said
-
-
-def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 @pytest.mark.parametrize(("count", "far_apart"), [(1, False), (2, False), (2, True)])
@@ -262,26 +255,20 @@ def misuse(group: weft.Group) -> dict[str, str]:
     worker, said = Worker(group, "block"), {}
     engine: Any = sys.modules["weft.plugins.vllm.engine"]
 
-    def failing(name: str, call: Any, *args: Any) -> None:
-        try:
-            call(*args)
-        except weft.errors.WeftError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-
     x, experts = tokens(2, group.rank), worker.runners[0].routed_experts
-    failing("no sizes", worker.step, x, None)
-    failing("more than told", worker.step, x, [1, 1])
+    said["no sizes"] = told(worker.step, x, None)
+    said["more than told"] = told(worker.step, x, [1, 1])
     experts.w13_weight.data = experts.w13_weight.data.clone()
-    failing("other tensors", worker.step, x, [2, 2])
-    failing("loaded elsewhere", experts.quant_method.process_weights_after_loading, experts)
+    said["other tensors"] = told(worker.step, x, [2, 2])
+    said["loaded elsewhere"] = told(experts.quant_method.process_weights_after_loading, experts)
     engine.close()
-    failing("too early", worker.step, x, [2, 2])
+    said["too early"] = told(worker.step, x, [2, 2])
     leave()
     worker = Worker(group, "exchange")
     experts = worker.runners[0].routed_experts
     experts.quant_method.make_kernel = lambda: None
     experts.quant_method.moe_kernel = SimpleNamespace(impl=object())
-    failing("monolithic", experts.quant_method.process_weights_after_loading, experts)
+    said["monolithic"] = told(experts.quant_method.process_weights_after_loading, experts)
     leave()
     return said
 
@@ -297,18 +284,6 @@ def test_misuse_is_told(ranks: Any) -> None:
         assert "has no modular kernel there, but object" in said["monolithic"]
 
 
-class Kept(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
-        self.lines.append(record.getMessage())
-
-
 def bereaved(group: weft.Group, path: str, form: str) -> None:
     """Rank 1 is killed between two steps; rank 0 runs no more of them."""
     from weft.plugins import faults
@@ -318,7 +293,6 @@ def bereaved(group: weft.Group, path: str, form: str) -> None:
     engine.end_worker = lambda: ended.append(True)
     faults.GRACE = 0.0
     worker, kept = Worker(group, form, TIMEOUT="600"), Kept()
-    logging.getLogger("weft").addHandler(kept)
     worker.step(torch.zeros(2, HIDDEN), [2, 2])
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import weft
+from tests.plugins.standins import drawn, forget
 
 STANDIN = str(Path(__file__).parent / "standin")
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
@@ -33,11 +34,7 @@ def leave() -> None:
     from weft.plugins.vllm import engine
 
     engine.close()
-    sys.path[:] = [each for each in sys.path if each != STANDIN]
-    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
-        del sys.modules[name]
-    if sys.modules.pop("weft.plugins.vllm.layers", None):
-        del sys.modules["weft.plugins.vllm"].layers
+    forget("vllm", STANDIN, "layers")
     for name in [n for n in os.environ if n.startswith("WEFT_VLLM")]:
         del os.environ[name]
 
@@ -70,15 +67,14 @@ def config_of(group: weft.Group | None = None, **other: Any) -> Any:
     return found
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+def scaled(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return drawn(shape, seed) / shape[-1] ** 0.5
 
 
 def weights(layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Of all experts of a layer."""
-    wide = drawn((EXPERTS, 2 * INTERMEDIATE, HIDDEN), 10 * layer)
-    return wide.to(dtype), drawn((EXPERTS, HIDDEN, INTERMEDIATE), 10 * layer + 1).to(dtype)
+    wide = scaled((EXPERTS, 2 * INTERMEDIATE, HIDDEN), 10 * layer)
+    return wide.to(dtype), scaled((EXPERTS, HIDDEN, INTERMEDIATE), 10 * layer + 1).to(dtype)
 
 
 class Worker:
@@ -158,7 +154,7 @@ class Router:
 
 
 def gate(layer: int) -> torch.Tensor:
-    return drawn((EXPERTS, HIDDEN), 10 * layer + 2)
+    return scaled((EXPERTS, HIDDEN), 10 * layer + 2)
 
 
 def logits(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -167,7 +163,7 @@ def logits(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 
 def tokens(count: int, seed: int) -> torch.Tensor:
-    return drawn((count, HIDDEN), 1000 + seed) * 8
+    return scaled((count, HIDDEN), 1000 + seed) * 8
 
 
 def alone(
@@ -183,9 +179,3 @@ def alone(
             ids[real:] = -1
         x = x + weft.reference.moe_layer(x, ids, chosen, *weights(layer + shift, x.dtype))
     return x
-
-
-def far(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, in parts of the largest number."""
-    assert got.shape == want.shape
-    return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopK
@@ -14,32 +11,19 @@ from sglang.srt.models.parts import (
     INTERMEDIATE,
     SCALE,
     TOP_K,
+    Block,
     Gate,
-    SharedMLP,
+    PlainMLP,
     physical_experts,
     shared_form,
 )
 
 
-class Glm4MoeMLP(SharedMLP):
+class Glm4MoeMLP(PlainMLP):
     """The shared expert."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        hidden_act: str,
-        quant_config: Any = None,
-        reduce_results: bool = True,
-        prefix: str = "",
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
-    ) -> None:
-        layer, dtype = quant_config
-        super().__init__(intermediate_size, layer, dtype, tp_size)
 
-
-class Glm4MoeSparseMoeBlock(nn.Module):
+class Glm4MoeSparseMoeBlock(Block):
     """Router, experts and the shared one."""
 
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
@@ -56,7 +40,3 @@ class Glm4MoeSparseMoeBlock(nn.Module):
             prefix=f"model.layers.{layer_id}.mlp.shared_experts",
             **shared_form(),
         )
-
-    def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
-        """SGLang's own way."""
-        raise AssertionError("the stock forward ran")

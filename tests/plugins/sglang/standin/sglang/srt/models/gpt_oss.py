@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
 
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopK
-from sglang.srt.models.parts import HIDDEN, INTERMEDIATE, TOP_K, Gate, physical_experts
+from sglang.srt.models.parts import HIDDEN, INTERMEDIATE, TOP_K, Block, Gate, physical_experts
 
 
-class GptOssSparseMoeBlock(nn.Module):
+class GptOssSparseMoeBlock(Block):
     """Router and experts."""
 
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
@@ -30,7 +27,3 @@ class GptOssSparseMoeBlock(nn.Module):
             gemm1_clamp_limit=0.5,
             with_bias=True,
         )
-
-    def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
-        """SGLang's own way."""
-        raise AssertionError("the stock forward ran")

@@ -90,6 +90,31 @@ class SharedMLP(nn.Module):
         return out
 
 
+class PlainMLP(SharedMLP):
+    """A shared expert as most models make it."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        quant_config: Any = None,
+        reduce_results: bool = True,
+        prefix: str = "",
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
+    ) -> None:
+        super().__init__(intermediate_size, *quant_config, tp_size)
+
+
+class Block(nn.Module):
+    """A MoE block, whose own forward is weft's to replace."""
+
+    def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
+        """SGLang's own way."""
+        raise AssertionError("the stock forward ran")
+
+
 def physical_experts() -> int:
     """Logical ones, and replicas."""
     return EXPERTS + int(STATE.redundant)

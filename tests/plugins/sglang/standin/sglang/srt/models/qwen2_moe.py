@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -14,32 +12,20 @@ from sglang.srt.models.parts import (
     HIDDEN,
     INTERMEDIATE,
     TOP_K,
+    Block,
     Gate,
-    SharedMLP,
+    PlainMLP,
     drawn,
     physical_experts,
     shared_form,
 )
 
 
-class Qwen2MoeMLP(SharedMLP):
+class Qwen2MoeMLP(PlainMLP):
     """The shared expert."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        hidden_act: str,
-        quant_config: Any = None,
-        reduce_results: bool = True,
-        prefix: str = "",
-        tp_rank: int | None = None,
-        tp_size: int | None = None,
-    ) -> None:
-        super().__init__(intermediate_size, *quant_config, tp_size)
 
-
-class Qwen2MoeSparseMoeBlock(nn.Module):
+class Qwen2MoeSparseMoeBlock(Block):
     """Router, experts, and the shared one."""
 
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
@@ -65,7 +51,3 @@ class Qwen2MoeSparseMoeBlock(nn.Module):
         """`[tokens, hidden]`."""
         out: torch.Tensor = self.shared_expert(hidden_states)
         return functional.sigmoid(self.shared_expert_gate(hidden_states)) * out
-
-    def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
-        """SGLang's own way."""
-        raise AssertionError("the stock forward ran")

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 
 
-class Fp8MoEMethod(FusedMoEMethodBase):
+class Fp8MoEMethod(UnquantizedFusedMoEMethod):
     quant = FusedMoEQuantConfig(torch.float8_e4m3fn, [128, 128])
     sums = False
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self.make_kernel()
-
-    def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self.run(layer, x, topk_weights, topk_ids)

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 
 
-class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
+class GptOssMxfp4MoEMethod(UnquantizedFusedMoEMethod):
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
         self.weight_dtype = "gpt_oss_mxfp4"
         self.mxfp4_backend: Any = None
         raise NotImplementedError("No MXFP4 MoE backend supports the deployment configuration.")
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        raise AssertionError("weights in a kernel's layout")
-
-    def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(self, *given: Any) -> Any:
         raise AssertionError("the stock experts ran")
 
 
