@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 from job import OUT, Job, Variant, in_servers
 
 WARM = 0.25  # of the time: buffers of all sizes have been used by then
+GONE = r"PeerDied|the process of rank \d+ has ended"  # in a line of weft's
 MORE_MEMORY, MORE_FILES = 64, 8  # MiB and descriptors that a rank may have gained since
 
 
@@ -236,14 +238,18 @@ def without_a_rank(job: Job, clients: Clients, log: Path) -> dict[str, Any]:
     named = gone = None
     while gone is None and time.monotonic() < began + job.left(60):
         after = time.monotonic() - began
-        text = log.read_text(errors="replace")
-        if named is None and "PeerDied" in text:
+        if named is None and told(log):
             named = after
         if not listens(clients.address):
             gone = after
         time.sleep(0.05)
-    if named is None or gone is None:
+    line = told(log)
+    if not line or gone is None:
         job.fail(f"after {name} was killed: named after {named} s, server gone after {gone} s")
-    text = log.read_text(errors="replace")
-    line = next((line for line in text.splitlines() if "PeerDied" in line), "")
     return {"killed": name, "named_s": named, "gone_s": gone, "line": line[-300:]}
+
+
+def told(log: Path) -> str:
+    """The first line that names a rank that is gone, or nothing."""
+    lines = log.read_text(errors="replace").splitlines()
+    return next((line for line in lines if re.search(GONE, line)), "")
