@@ -22,7 +22,6 @@ from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_sglang import write_tree
 from tests.recorded import TORCH, reads
 from weft.plugins.settings import Settings
-from weft.plugins.sglang.settings import read
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
@@ -353,7 +352,7 @@ def test_every_way_is_one_that_the_plug_in_takes(script):
     known = {f"WEFT_SGLANG_{field.name.upper()}" for field in dataclasses.fields(Settings)}
     for variant in (*variants.VARIANTS.values(), *variants.SUMS.values()):
         assert set(variant.environment) <= known, variant
-        read(variant.environment)
+        Settings.read("SGLANG", variant.environment)
 
 
 def test_every_measurement_is_a_script(script):

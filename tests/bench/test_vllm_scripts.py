@@ -15,7 +15,6 @@ from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_vllm import write_tree
 from tests.recorded import TORCH, reads
 from weft.plugins.settings import Settings
-from weft.plugins.vllm.settings import read
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "vllm"
@@ -154,4 +153,4 @@ def test_every_way_is_one_that_the_plug_in_takes(script):
     known = {"WEFT_VLLM"} | {f"WEFT_VLLM_{f.name.upper()}" for f in dataclasses.fields(Settings)}
     for variant in script("variants").VARIANTS.values():
         assert set(variant.environment) <= known, variant
-        read(variant.environment)
+        Settings.read("VLLM", variant.environment)

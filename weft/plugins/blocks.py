@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 # A low-latency layer has a slot for every token at every expert: more tokens take the other size.
 MOST_DECODE_TOKENS = 512
 MOST_PREFILL_TOKENS = 4096
+MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,11 @@ from weft.errors import InvalidArgument
 MODES = ("low_latency", "throughput", "auto")
 OVERLAPS = ("auto", "none", "shared_expert", "gemm_push")
 MOST_TOKENS = 1 << 20
+# The variable of each engine's form, and what it may be; the first where it is unset.
+FORMS = {
+    "SGLANG": ("WEFT_SGLANG_FORM", ("block", "dispatcher")),
+    "VLLM": ("WEFT_VLLM", ("", "block", "exchange")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +44,12 @@ class Settings:
     allreduce: bool = False
 
     @classmethod
-    def read(
-        cls,
-        engine: str,
-        form: str,
-        forms: tuple[str, ...],
-        environment: Mapping[str, str] | None = None,
-    ) -> Settings:
+    def read(cls, engine: str, environment: Mapping[str, str] | None = None) -> Settings:
         """Those of the environment. Raises InvalidArgument naming the variable.
 
-        engine: what the variables have after WEFT_, such as "SGLANG".
-        form: the variable of the form, which is one of `forms`, the first of them where unset.
+        engine: what the variables have after WEFT_, "SGLANG" or "VLLM".
         """
+        form, forms = FORMS[engine]
         environ = os.environ if environment is None else environment
 
         def said(name: str, default: str = "") -> str:

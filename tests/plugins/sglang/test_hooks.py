@@ -26,7 +26,6 @@ from weft.plugins.names import Engine, listed
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import register
 from weft.plugins.sglang.hooks import SGLANG, end_server
-from weft.plugins.sglang.settings import read
 from weft.plugins.sglang.weights import check_experts, layer_of
 
 
@@ -239,7 +238,7 @@ def test_signatures_as_the_tables_write_them() -> None:
 
 def test_settings() -> None:
     """Defaults, and one of each."""
-    plain = read({"HOME": "/"})
+    plain = Settings.read("SGLANG", {"HOME": "/"})
     assert plain == Settings()
     assert (plain.form, plain.decode, plain.combine_dtype) == ("block", "low_latency", None)
     said = {
@@ -252,7 +251,7 @@ def test_settings() -> None:
         "WEFT_SGLANG_ALLREDUCE": "1",
     }
     want = Settings("dispatcher", "auto", "none", "fp8", 2048, 12.5, allreduce=True)
-    assert read(said) == want
+    assert Settings.read("SGLANG", said) == want
 
 
 @pytest.mark.parametrize(
@@ -272,7 +271,7 @@ def test_settings() -> None:
 def test_settings_that_are_refused(name: str, value: str, text: str) -> None:
     """The error names the variable and the value."""
     with pytest.raises(InvalidArgument, match=f"WEFT_SGLANG_{name} {text}"):
-        read({f"WEFT_SGLANG_{name}": value})
+        Settings.read("SGLANG", {f"WEFT_SGLANG_{name}": value})
 
 
 def test_limits() -> None:

@@ -19,7 +19,6 @@ from weft.errors import InvalidArgument, SetupError
 from weft.plugins.names import Engine
 from weft.plugins.settings import Settings
 from weft.plugins.vllm import register
-from weft.plugins.vllm.settings import read
 
 
 @pytest.fixture
@@ -127,7 +126,7 @@ def test_a_layer_of_another_plug_in_is_refused() -> None:
 
 def test_settings() -> None:
     """Defaults, and one of each."""
-    assert read({"HOME": "/"}) == Settings(form="")
+    assert Settings.read("VLLM", {"HOME": "/"}) == Settings(form="")
     said = {
         "WEFT_VLLM": "exchange",
         "WEFT_VLLM_DECODE": "auto",
@@ -137,9 +136,11 @@ def test_settings() -> None:
         "WEFT_VLLM_TIMEOUT": "12.5",
         "WEFT_VLLM_ALLREDUCE": "1",
     }
-    assert read(said) == Settings("exchange", "auto", "none", "fp8", 2048, 12.5, allreduce=True)
+    assert Settings.read("VLLM", said) == Settings(
+        "exchange", "auto", "none", "fp8", 2048, 12.5, allreduce=True
+    )
     with pytest.raises(InvalidArgument, match="WEFT_VLLM is '1'; choose one of '', 'block', 'exc"):
-        read({"WEFT_VLLM": "1"})
+        Settings.read("VLLM", {"WEFT_VLLM": "1"})
 
 
 @pytest.mark.usefixtures("vllm")

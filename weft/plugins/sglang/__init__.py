@@ -7,9 +7,9 @@ package imports nothing of SGLang.
 
 from __future__ import annotations
 
+from weft.plugins.settings import Settings
 from weft.plugins.sglang import allreduce, engine
 from weft.plugins.sglang.hooks import SGLANG, install
-from weft.plugins.sglang.settings import read
 
 __all__ = ["register"]
 
@@ -24,7 +24,7 @@ def register() -> None:
     """
     allreduce.register()
     SGLANG.check((*engine.HOOKS, *engine.KNOWN))
-    read()
+    Settings.read("SGLANG")
     choices = engine.choices()
     if any(engine.NAME not in each for each in choices):
         install(engine.HOOKS)

@@ -23,6 +23,7 @@ from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known
+from weft.plugins.settings import Settings
 from weft.plugins.sglang.hooks import (
     SGLANG,
     Hook,
@@ -31,7 +32,6 @@ from weft.plugins.sglang.hooks import (
     install,
     resolved,
 )
-from weft.plugins.sglang.settings import read
 
 SWITCH = "WEFT_SGLANG_ALLREDUCE"
 METHOD = "weft"  # among the names by which SGLang tells its out-of-place all-reduces apart
@@ -56,7 +56,7 @@ def register() -> None:
     if os.environ.get(SWITCH, "").strip() in ("", "0"):
         return
     try:
-        read()
+        Settings.read("SGLANG")
         SGLANG.check((*HOOKS, *KNOWN))
     except WeftError as error:
         raise SystemExit(f"weft in SGLang: {error}") from error
@@ -83,7 +83,7 @@ class TensorParallel:
         # With an all-to-all the experts' results return summed, and nothing is left to fuse.
         own = get_moe_a2a_backend().is_none() and all(map(self.spans, parts))
         self.fuses = model_fuses and own
-        self.timeout = read().timeout
+        self.timeout = Settings.read("SGLANG").timeout
         ranks = Group.from_torch(tensor.cpu_group, device=device, timeout=self.timeout)
         self.group = ranks.one_host(
             f"{SWITCH}=1", fix=f"unset {SWITCH}, or keep --tp within one host"
@@ -145,7 +145,7 @@ class TensorParallel:
 def loaded(result: object, runner: Any) -> None:
     """After ModelRunner.load_model: allocate before SGLang measures free memory, and captures."""
     global _live
-    if not read().allreduce:
+    if not Settings.read("SGLANG").allreduce:
         return
     check_applied(HOOKS)
     from sglang.srt.distributed import parallel_state

@@ -18,18 +18,16 @@ import torch
 
 from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
-from weft.plugins.blocks import Blocks, Limits
+from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known, Parameters
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import elastic
 from weft.plugins.sglang.hooks import Hook, check_applied, end_server, resolved
-from weft.plugins.sglang.settings import read
 from weft.plugins.sglang.weights import check_experts, layer_of
 
 NAME = "weft"  # of the backend, after --moe-a2a-backend
 DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
-MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
 # Modules of LoRA that are in no MoE block, as SGLang and PEFT name them.
 ATTENTION = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -185,7 +183,7 @@ def make_dispatcher(
         return original(moe_runner_config, *args, **given)
     from weft.plugins.sglang import dispatcher
 
-    block = read().form == "block"
+    block = Settings.read("SGLANG").form == "block"
     kind = dispatcher.WholeBlock if block else dispatcher.Exchanged
     return kind(moe_runner_config.layer_id)
 
@@ -222,7 +220,7 @@ def loaded(result: Any, runner: Any) -> None:
         return
     check_applied(HOOKS)
     _check_server(server_args)
-    settings = read()
+    settings = Settings.read("SGLANG")
     for layer, block in found:
         check_experts(layer, form=settings.form)
         for owner, name, what in (

@@ -17,10 +17,10 @@ def register() -> None:
     Raises SetupError where vLLM is another, or another plug-in has its layer of experts, and
     InvalidArgument for a wrong setting: either ends the server.
     """
+    from weft.plugins.settings import Settings
     from weft.plugins.vllm import allreduce, engine
-    from weft.plugins.vllm.settings import read
 
-    settings = read()
+    settings = Settings.read("VLLM")
     if settings.form and not engine.check_vllm():
         from weft.plugins.vllm import layers
 

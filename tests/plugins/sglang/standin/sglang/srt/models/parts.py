@@ -104,7 +104,8 @@ class PlainMLP(SharedMLP):
         tp_rank: int | None = None,
         tp_size: int | None = None,
     ) -> None:
-        super().__init__(intermediate_size, *quant_config, tp_size)
+        layer, dtype = quant_config
+        super().__init__(intermediate_size, layer, dtype, tp_size)
 
 
 class Block(nn.Module):
