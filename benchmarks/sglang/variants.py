@@ -56,7 +56,7 @@ OUTLIVING = (
     *("--ep-num-redundant-experts", "16", "--ep-dispatch-algorithm"),
 )
 ELASTIC = by_name(
-    _weft("elastic", "whole blocks, ranks that outlive each other", flags=(*OUTLIVING, "static")),
+    _weft("elastic", "whole blocks, ranks that outlive each other", *OUTLIVING, "static"),
     _weft("elastic-any", "the same, any replica", *OUTLIVING, "dynamic"),
     _weft(
         "elastic-dispatcher",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -21,7 +20,6 @@ import torch
 from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_sglang import write_tree
 from tests.recorded import TORCH, reads
-from weft.plugins.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
@@ -261,16 +259,6 @@ def test_a_server_that_breaks_fails_its_measurement_and_no_other(measure, what):
     assert "Traceback" not in said
 
 
-def test_a_wrong_command_is_refused(measure, tmp_path):
-    assert measure("sing")[0] == 2
-    code, said, _ = measure("decode", *TINY, "--variants", "stocks")
-    assert code == 1
-    assert "no variant stocks" in said
-    code, said, _ = measure("decode", *TINY, PACK_SITE="", PACK=str(tmp_path))
-    assert code == 2
-    assert "no sgl.tar.xz" in said
-
-
 class Layer(torch.nn.Module):
     """Experts of a rank, a dense FP8 matrix with its scales, and a norm."""
 
@@ -345,20 +333,3 @@ def test_a_table_holds_the_fastest_choice_of_each_size(script):
         f"E=128,N=2048,device_name=NVIDIA_H200{blocks}"
     )
     assert all(each["BLOCK_SIZE_K"] == 128 for each in tune.configs([128, 128]))
-
-
-def test_every_way_is_one_that_the_plug_in_takes(script):
-    variants = script("variants")
-    known = {f"WEFT_SGLANG_{field.name.upper()}" for field in dataclasses.fields(Settings)}
-    for variant in (*variants.VARIANTS.values(), *variants.SUMS.values()):
-        assert set(variant.environment) <= known, variant
-        Settings.read("SGLANG", variant.environment)
-
-
-def test_every_measurement_is_a_script(script):
-    text = (FOLDER / "run.sh").read_text()
-    inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]
-    names = {word.split("]=")[1] for word in inside.split() if "]=" in word}
-    assert len(names) >= 6
-    for name in names:
-        assert callable(script(name.removesuffix(".py")).main)

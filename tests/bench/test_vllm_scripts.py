@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import tarfile
 import types
@@ -14,7 +13,6 @@ import pytest
 from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_vllm import write_tree
 from tests.recorded import TORCH, reads
-from weft.plugins.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "vllm"
@@ -114,14 +112,6 @@ def test_a_server_is_loaded(measure):
     assert list(result["end"]["ranks"]) == ["VLLM::EngineCore"]
 
 
-def test_a_wrong_command_is_refused(measure, tmp_path):
-    assert measure("sing")[0] == 2
-    code, said, _ = measure("decode", *TINY, "--variants", "stocks")
-    assert (code, "no variant stocks" in said) == (1, True)
-    code, said, _ = measure("decode", *TINY, PACK_SITE="", PACK=str(tmp_path))
-    assert (code, "no vllm.tar.xz" in said) == (2, True)
-
-
 def container(*entries: tuple[int, int, bytes]) -> bytes:
     """A fat binary of entries: kind, architecture, code."""
     body = b""
@@ -147,10 +137,3 @@ def test_other_gpus_code_is_cut_and_no_address_changes(script):
             trim(memoryview(data), 90)
     with pytest.raises(SystemExit, match="no fat binary at 0"):
         trim(memoryview(bytearray(b"x" * 64)), 90)
-
-
-def test_every_way_is_one_that_the_plug_in_takes(script):
-    known = {"WEFT_VLLM"} | {f"WEFT_VLLM_{f.name.upper()}" for f in dataclasses.fields(Settings)}
-    for variant in script("variants").VARIANTS.values():
-        assert set(variant.environment) <= known, variant
-        Settings.read("VLLM", variant.environment)

@@ -1,0 +1,59 @@
+"""What holds of the scripts of every engine: their commands, and the variants they compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.bench import stand_in_sglang, stand_in_vllm
+from tests.bench.engine_scripts import BENCHMARKS, importing, measuring
+from tests.recorded import TORCH, reads
+from weft.plugins.settings import FORMS, Settings
+
+pytestmark = reads(
+    "benchmarks/engines/*.*",
+    "benchmarks/sglang/*.*",
+    "benchmarks/sglang/plugins/*.*",
+    "benchmarks/vllm/*.*",
+    "weft/cli/checkpoint/questions.jsonl",
+    tools=(TORCH,),
+)
+ENGINES = pytest.mark.parametrize("engine", ["sglang", "vllm"])
+TREES = {"sglang": stand_in_sglang.write_tree, "vllm": stand_in_vllm.write_tree}
+
+
+@ENGINES
+def test_a_wrong_command_is_refused(engine: str, tmp_path: Path) -> None:
+    """Before anything is begun, in words."""
+    measure = measuring(engine, TREES[engine], tmp_path)
+    code, said, _ = measure("sing")
+    assert (code, "run.sh " in said) == (2, True)
+    code, said, _ = measure("decode", "--model", "tiny", "--variants", "stocks")
+    assert (code, "no variant stocks; there are stock, " in said) == (1, True)
+    code, said, _ = measure("decode", PACK_SITE="", PACK=str(tmp_path))
+    assert (code, "run.sh: no " in said) == (2, True)
+
+
+@ENGINES
+def test_commands_and_variants(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each command is a script that imports; each variant's settings are some of the plug-in's."""
+    folder = BENCHMARKS / engine
+    script = next(importing(monkeypatch, tmp_path, folder, folder / "plugins"))
+    text = (folder / "run.sh").read_text()
+    inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]
+    names = {word.split("]=")[1] for word in inside.split() if "]=" in word}
+    assert len(names) >= 3
+    for name in names:
+        assert callable(script(name.removesuffix(".py")).main)
+    known = {
+        f"WEFT_{engine.upper()}_{field.name.upper()}" for field in dataclasses.fields(Settings)
+    }
+    for group in vars(script("variants")).values():
+        for variant in group.values() if isinstance(group, dict) else ():
+            if hasattr(variant, "environment"):
+                assert set(variant.environment) <= known | {FORMS[engine.upper()][0]}, variant
+                Settings.read(engine.upper(), variant.environment)
