@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ pytestmark = reads(
     tools=(TORCH,),
 )
 ENGINES = pytest.mark.parametrize("engine", ["sglang", "vllm"])
+Script = Callable[[str], types.ModuleType]
 TREES = {"sglang": stand_in_sglang.write_tree, "vllm": stand_in_vllm.write_tree}
 
 
@@ -36,14 +39,17 @@ def test_a_wrong_command_is_refused(engine: str, tmp_path: Path) -> None:
     assert (code, "run.sh: no " in said) == (2, True)
 
 
+@pytest.fixture
+def script(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+    yield from importing(
+        monkeypatch, tmp_path, BENCHMARKS / engine, BENCHMARKS / engine / "plugins"
+    )
+
+
 @ENGINES
-def test_commands_and_variants(
-    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_commands_and_variants(engine: str, script: Script) -> None:
     """Each command is a script that imports; each variant's settings are some of the plug-in's."""
-    folder = BENCHMARKS / engine
-    script = next(importing(monkeypatch, tmp_path, folder, folder / "plugins"))
-    text = (folder / "run.sh").read_text()
+    text = (BENCHMARKS / engine / "run.sh").read_text()
     inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]
     names = {word.split("]=")[1] for word in inside.split() if "]=" in word}
     assert len(names) >= 3
