@@ -508,12 +508,9 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
         except RendezvousFailed as error:
             said, text = "RendezvousFailed", str(error)
         took, after = time.monotonic() - began, state()
-        found = {"said": said, "text": text, "seconds": took}
-        tell(
-            Path(folder),
-            f"rank {rank}",
-            {**found, "files": after[0] - before[0], "mapped": after[1] - before[1]},
-        )
+        came_with = before[0] - (meeting.listener is not None)  # which the hub has closed
+        found = {"files": after[0] - came_with, "mapped": after[1] - before[1]}
+        tell(Path(folder), f"rank {rank}", {"said": said, "text": text, "seconds": took, **found})
         if death is not None:
             os.kill(os.getpid(), signal.SIGKILL)  # it was over before
 

@@ -103,27 +103,6 @@ def tensor_parallel(lines: list[Line]) -> str:
     return table(["all-reduce", *heads], rows)
 
 
-def outputs(lines: list[Line]) -> str:
-    """How far answers part, and how far each layer's outputs do."""
-    rows = []
-    for each in sorted(lines, key=lambda line: line["layers"]):
-        result = each["result"]
-        layers = [f"{one:.1e}" for one in result["layers"] or []]
-        rows.append(
-            [
-                str(each["layers"]),
-                each["against"],
-                f"{result['equal']} of {result['of']}",
-                f"{100 * result['tokens_before']:.0f} %",
-                number(result["gap_most"], 3),
-                number(result["logprob_median"], 4),
-                " ".join(layers),
-            ]
-        )
-    heads = ("layers", "pair", "equal texts", "tokens before they part", "widest gap there")
-    return table([*heads, "first log-probability, median", "|a - b| / abs(a) by layer"], rows)
-
-
 def arithmetic(lines: list[Line]) -> str:
     """Right answers of a trained model, and texts equal to the first server's."""
     rows = [
@@ -153,7 +132,6 @@ def profile(lines: list[Line]) -> str:
 TABLES: dict[str, Callable[[list[Line]], str]] = {
     **dict.fromkeys(SERVING, serving),
     "glm": tensor_parallel,
-    "outputs": outputs,
     "arithmetic": arithmetic,
     "profile": profile,
 }
@@ -164,14 +142,14 @@ def report(lines: list[Line]) -> str:
     parts = []
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
-        many = line["bench"] in ("outputs", "arithmetic")  # these compare layers, or GPUs
+        many = line["bench"] == "arithmetic"  # on any number of GPUs
         sizes = () if many else (line["gpus"], line.get("layers"), line.get("input"))
         key = (line["bench"], line["model"], *sizes, *line["machine"]["gpus"][:1])
         groups.setdefault(key, []).append(line)
     for found in groups.values():
         first = found[0]
         about = [first["model"]]
-        if first.get("layers") and first["bench"] != "outputs":
+        if first.get("layers"):
             about.append(f"{first['layers']} layers")
         if first.get("input"):
             about.append(f"{first['input']} tokens in, {first['output']} out")

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
-#     run.sh decode|deepseek|glm|outputs|arithmetic|elastic|load|profile|tune [OPTIONS...]     --help lists the options
+#     run.sh decode|deepseek|glm|arithmetic|elastic|load|profile|tune [OPTIONS...]     --help lists the options
 #
 # It needs a folder that pack/pack_sglang.sh made; ../engines/run.sh says where, and where the results go.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 declare -A scripts=(
-    [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py [outputs]=outputs.py
+    [decode]=serving.py [deepseek]=serving.py [glm]=tensor_parallel.py
     [arithmetic]=arithmetic.py [elastic]=elastic.py [load]=load.py [profile]=decode_trace.py [tune]=tune_triton.py
 )
 engine=sglang pack=sgl
 source "$here/../engines/run.sh"
 [[ $PACK_SITE != "$home/site" ]] || export TVM_FFI_CACHE_DIR=$home/jit FLASHINFER_WORKSPACE_BASE=$home
 entry_points sglang.srt.plugins 'weft_gate = server_gate:register' 'weft_dummy = dummy_weights:register' \
-    'weft_layers = layer_outputs:register' 'weft_cpu = cpu_ranks:register'
+    'weft_cpu = cpu_ranks:register'
 
 # Tables that `run.sh tune` measured on this kind of GPU, for the kernel that serves stock SGLang.
 tables=("$here"/tables/*.json)

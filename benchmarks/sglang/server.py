@@ -150,7 +150,7 @@ def on_cpus(ranks: int) -> dict[str, str]:
 def environment(job: Job, variant: Variant) -> dict[str, str]:
     """What a process of this variant sees."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_SGLANG_")}
-    plugins = ["weft_gate", "weft_dummy", "weft_layers", *(["weft"] if variant.environment else [])]
+    plugins = ["weft_gate", "weft_dummy", *(["weft"] if variant.environment else [])]
     if job.cpu:
         kept |= on_cpus(job.gpus)
         plugins.append("weft_cpu")

@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
                 [{"text": "?" if adapted else answer(text, wrong=weft())} for text in body["text"]]
             )
         else:
-            self.reply({"meta_info": greedy(body)})
+            self.reply({})
 
     def reply(self, value: Any) -> None:
         data = json.dumps(value).encode()
@@ -102,18 +102,6 @@ def answer(prompt: str, *, wrong: bool) -> str:
         if line["question"] == asked:
             return "#### 1000" if wrong and number == 0 else str(line["answer"])
     raise ValueError(prompt)
-
-
-def greedy(body: dict[str, Any]) -> dict[str, Any]:
-    """Tokens that follow from the prompt; by weft the last one is another."""
-    ids = [(sum(body["input_ids"]) + i) % 256 for i in range(32)]
-    if weft():
-        ids[-1] += 1
-    first = -0.5 - (0.25 if weft() else 0.0)
-    return {
-        "output_token_logprobs": [[first, i, None] for i in ids],
-        "output_top_logprobs": [[[first - i / 8, i, None] for i in range(5)] for _ in ids],
-    }
 
 
 def trace(folder: Path, steps: int, ranks: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -149,23 +148,6 @@ def test_a_trace_becomes_a_step_by_kernel_and_a_picture(measure, script, tmp_pat
     assert "fused_moe_kernel 50, ncclDevKernel_AllGather 30" in script("report").report(lines)
 
 
-def test_outputs_are_compared_in_each_way(measure, script):
-    code, said, lines = measure("outputs", *TINY, "--counts", "2", "--variants", "stock", "weft")
-    assert code == 0, said
-    parted = {each["against"]: each["result"]["equal"] for each in lines}
-    assert parted == {
-        "stock, one by one / stock, again": 64,
-        "stock, one by one / stock, together": 64,
-        "stock, one by one / weft, one by one": 0,
-        "stock, one by one / weft, together": 0,
-        "weft, one by one / weft, together": 64,
-    }
-    apart = [each["result"] for each in lines if "weft, together" in each["against"]][0]
-    assert (apart["tokens_before"], apart["logprob_median"]) == (31 / 32, 0.25)
-    assert apart["parted"] == {str(prompt): [31, 0.125] for prompt in range(64)}
-    assert "| 0 of 64 | 97 % | 0.125 | 0.2500 |" in script("report").report(lines)
-
-
 def test_right_answers_and_equal_texts_are_counted(measure, script):
     options = ("--ranks", "1", "2", "--questions", "20", "--variants", "stock", "weft")
     code, said, lines = measure("arithmetic", "--gpus", "2", *options)
@@ -250,7 +232,7 @@ def test_a_server_that_is_not_what_was_asked_for_fails_the_command(measure, how,
     assert how != "dies" or "CUDA out of memory" in said
 
 
-@pytest.mark.parametrize("what", ["profile", "outputs", "arithmetic"])
+@pytest.mark.parametrize("what", ["profile", "arithmetic"])
 def test_a_server_that_breaks_fails_its_measurement_and_no_other(measure, what):
     sizes = TINY if what != "arithmetic" else ("--gpus", "2", "--ranks", "2")
     code, said, lines = measure(what, *sizes, "--variants", "stock", "weft", STAND_IN="breaks")
@@ -295,26 +277,6 @@ def test_dummy_weights_show_and_an_expert_is_the_same_on_any_number_of_ranks(scr
     dense = whole.dense.weight.float() * whole.dense.weight_scale_inv[0]
     torch.testing.assert_close(dense.std(), torch.tensor(128**-0.5), rtol=0.05, atol=0)
     assert not torch.equal(first.dense.weight.float(), second.dense.weight.float())
-
-
-def test_layers_outputs_are_those_of_each_prompts_last_token(script, monkeypatch, tmp_path):
-    recorder, np = script("layer_outputs"), importlib.import_module("numpy")
-    monkeypatch.setenv("LAYER_OUTPUTS", str(tmp_path / "rows"))
-    mode = types.SimpleNamespace(is_extend=lambda: True)
-    batch = types.SimpleNamespace(
-        forward_mode=mode, extend_seq_lens_cpu=[2, 3], input_ids=torch.tensor([5, 6, 7, 8, 9])
-    )
-    recorder.begin(None, batch)
-    hidden = torch.arange(10.0).view(5, 2)
-    recorder.keep(None, None, (hidden, None))
-    recorder.keep(None, None, (hidden, hidden))
-    recorder.write(None, None, batch)
-    rows = np.load(tmp_path / "rows" / f"{recorder.name_of([7, 8, 9])}-2.npy")
-    assert rows.tolist() == [[8.0, 9.0], [16.0, 18.0]]
-    outputs = script("outputs")
-    monkeypatch.setattr(outputs, "prompts", lambda: [[5, 6], [7, 8, 9]])
-    assert outputs.layers(tmp_path / "rows", tmp_path / "rows") == [0.0, 0.0]
-    assert outputs.layers(tmp_path / "rows", tmp_path / "none") is None
 
 
 def test_a_table_holds_the_fastest_choice_of_each_size(script):
