@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import weft
@@ -59,67 +60,85 @@ def low_shape(mode: Mode) -> Any:
     return LowLatencyConfig.of(ranks=RANKS, **SIZES, **options).shape
 
 
-class Libraries:
-    """The kernels of all operators, compiled for a CPU."""
+def room(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
 
-    def __init__(self, folder: Path) -> None:
-        def room(name: str) -> Path:
-            (folder / name).mkdir()
-            return folder / name
 
+def compiled(kind: str, folder: Path) -> Any:
+    """The kernels of an operator, compiled for a CPU."""
+    if kind == "alltoall":
         shapes = [AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS]
-        self.exchanges = compile_alltoall(shapes, room("alltoall"), defines=WIDE, ranks=LIVING)
-        self.low = [
-            compile_low(low_shape(mode), room(f"low {i}"), defines=WIDE)
+        return compile_alltoall(shapes, folder, defines=WIDE, ranks=LIVING)
+    if kind == "lowlatency":
+        return [
+            compile_low(low_shape(mode), room(folder, str(i)), defines=WIDE)
             for i, mode in enumerate(MODES)
         ]
-        config = ReduceConfig.of(
-            ranks=RANKS, max_tokens=5, hidden=256, dtype=torch.bfloat16, missing="drop"
-        )
-        self.sums = compile_emulated(config, room("allreduce"), defines=WIDE)
+    config = ReduceConfig.of(
+        ranks=RANKS, max_tokens=5, hidden=256, dtype=torch.bfloat16, missing="drop"
+    )
+    return compile_emulated(config, folder, defines=WIDE)
+
+
+def opened(kind: str, group: weft.Group) -> list[Any]:
+    if kind == "alltoall":
+        return [weft.AllToAll(group, **SIZES, **combining(way), **PATIENT) for way in WAYS]
+    if kind == "lowlatency":
+        return [mode.make(group, CASE, 8) for mode in MODES]
+    return [weft.AllReduce(group, max_tokens=5, hidden=256, missing="drop", **PATIENT)]
+
+
+def play_rounds(kind: str, operators: list[Any], libraries: Any) -> None:
+    living = list(LIVING)
+    if kind == "alltoall":
+        for number, (way, a2a) in enumerate(zip(WAYS, operators, strict=True)):
+            a2a._kernels = entries = EmulatedAllToAll(libraries, number, a2a)
+            for seed in range(2):
+                launch_as(entries, seed)
+                case = CASE.next(seed=seed)
+                one_round(a2a, case, living, way, rows=None, halves=False)
+    elif kind == "lowlatency":
+        for mode, low, library in zip(MODES, operators, libraries, strict=True):
+            low._kernels = EmulatedLow(library, low.config.shape)
+            for seed in range(2):
+                play(low, mode, CASE.next(seed=seed), living=living, checks=False)
+    else:
+        operators[0]._kernels = reducing = EmulatedEntries(libraries)
+        for tokens in (1, 5):
+            reducing.plans["oneshot", tokens] = ReducePlan(tokens, 96, 1)
+            case_of_sums = sums.Sum(tokens=tokens, hidden=256, seed=tokens)
+            sums.play(operators[0], case_of_sums, "oneshot", None, living)
+
+
+def rounds(
+    group: weft.Group,
+    kind: str,
+    libraries: Any,
+    all_here: threading.Barrier,
+    met: threading.Barrier,
+) -> None:
+    with ExitStack() as stack:
+        operators = opened(kind, group)
+        for each in operators:
+            stack.enter_context(each)
+        all_here.wait()
+        if group.rank in LIVING:
+            group._resume(sum(1 << rank for rank in LIVING), lambda: wait(met))
+            play_rounds(kind, operators, libraries)
+        all_here.wait()
 
 
 def wait(barrier: threading.Barrier) -> None:
     barrier.wait()
 
 
-def rounds(
-    group: weft.Group, libraries: Libraries, all_here: threading.Barrier, met: threading.Barrier
-) -> None:
-    with ExitStack() as stack:
-        exchanges = [
-            stack.enter_context(weft.AllToAll(group, **SIZES, **combining(way), **PATIENT))
-            for way in WAYS
-        ]
-        lows = [stack.enter_context(mode.make(group, CASE, 8)) for mode in MODES]
-        ar = stack.enter_context(
-            weft.AllReduce(group, max_tokens=5, hidden=256, missing="drop", **PATIENT)
-        )
-        all_here.wait()
-        if group.rank in LIVING:
-            group._resume(sum(1 << rank for rank in LIVING), lambda: wait(met))
-            living = list(LIVING)
-            for number, (way, a2a) in enumerate(zip(WAYS, exchanges, strict=True)):
-                a2a._kernels = entries = EmulatedAllToAll(libraries.exchanges, number, a2a)
-                for seed in range(2):
-                    launch_as(entries, seed)
-                    case = CASE.next(seed=seed)
-                    one_round(a2a, case, living, way, rows=None, halves=False)
-            for mode, low, library in zip(MODES, lows, libraries.low, strict=True):
-                low._kernels = EmulatedLow(library, low.config.shape)
-                for seed in range(2):
-                    play(low, mode, CASE.next(seed=seed), living=living, checks=False)
-            ar._kernels = reducing = EmulatedEntries(libraries.sums)
-            for tokens in (1, 5):
-                reducing.plans["oneshot", tokens] = ReducePlan(tokens, 96, 1)
-                case_of_sums = sums.Sum(tokens=tokens, hidden=256, seed=tokens)
-                sums.play(ar, case_of_sums, "oneshot", None, living)
-        all_here.wait()
-
-
-def test_three_ranks_in_three_words(tmp_path: Path) -> None:
+# One at a time: 72 threads map 72 shares of each operator, and a process has 65,530 mappings.
+@pytest.mark.parametrize("kind", ["alltoall", "lowlatency", "allreduce"])
+def test_three_ranks_in_three_words(kind: str, tmp_path: Path) -> None:
     meetings = threading.Barrier(RANKS), threading.Barrier(len(LIVING))
-    weft.launch(rounds, Libraries(tmp_path), *meetings, ranks=RANKS, device="threads")
+    libraries = compiled(kind, tmp_path)
+    weft.launch(rounds, kind, libraries, *meetings, ranks=RANKS, device="threads")
 
 
 RECEIVED = """

@@ -134,14 +134,14 @@ def replicas() -> list[Row]:
         Row(
             balance,
             {"loads": [3.0, 1.0], "ranks": 2},
-            {"loads": loads, "ranks": listed(*WHOLE, 0, -1, 33), "replicas": listed(*WHOLE, -1)},
+            {"loads": loads, "ranks": listed(*WHOLE, 0, -1, 73), "replicas": listed(*WHOLE, -1)},
         ),
         Row(
             Replicas,
             {"logical": (0, 1), "ranks": 2},
             {
                 "logical": listed(7, "x", [0.5], [-1], [True], [1 << 16], [], [0, 2], Stranger()),
-                "ranks": listed(*WHOLE, 0, -1, 33),
+                "ranks": listed(*WHOLE, 0, -1, 73),
             },
         ),
         Row(found.physical_of, {"expert": 0}, {"expert": listed(*WHOLE, -1, 2)}),
@@ -446,7 +446,7 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
     local = ("group", "weights", "shared", "correction")
     sized: dict[str, Kind] = {name: kind for name, kind in kinds.items() if name not in local}
     sized["num_sms"] = listed(*WHOLE, 0, -1).optional()
-    sized |= {"ranks": listed(*WHOLE, 0, -1, 33), "device": HOST_DEVICE}
+    sized |= {"ranks": listed(*WHOLE, 0, -1, 73), "device": HOST_DEVICE}
     told = {"config": CONFIG, "ranks": 2, "max_tokens": 8, "device": "cpu", **options}
     tried(Row(weft.MoE.memory_bytes, told, sized))
     place = balance([1.0] * EXPERTS, 2, replicas=2)
