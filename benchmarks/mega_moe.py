@@ -1,11 +1,13 @@
-"""A MoE layer on one GPU beside sgl-deep-gemm's fused MegaMoE: same weights, same routing.
+"""A MoE layer beside sgl-deep-gemm's fused MegaMoE: same weights, same routing.
 
     python benchmarks/mega_moe.py weft v3 8,64,512 --out weft.json
     python benchmarks/mega_moe.py mega v3 8,64,512 --out mega.json
+    torchrun --nproc-per-node 4 benchmarks/mega_moe.py weft v3 8,64,512 --out weft.json
 
-One rank, routed experts only, FP8 weights with scales for 128 x 128, bfloat16 tokens, random
-routing. Each time is a CUDA graph of 20 calls, the median of three turns, each of them the median
-of seven replays. The first tokens are checked against plain torch. The rival is the wheel
+One GPU, or one for each process of torchrun. Routed experts only, as many on each rank, FP8 weights
+with scales for 128 x 128, bfloat16 tokens, random routing; sizes are tokens a rank. Each time is a
+CUDA graph of 20 calls, the median of three turns, each of them the median of seven replays, on the
+slowest rank. The first tokens of each rank are checked against plain torch. The rival is the wheel
 sgl-deep-gemm 0.1.5.post1; it compiles its kernels at the first call of each size.
 """
 
@@ -41,28 +43,49 @@ def quantised(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.T
 
 
 def make_weights(shape: str) -> Weights:
-    """gate_up, its scales, down, its scales."""
+    """gate_up, its scales, down, its scales, of the rank's experts."""
     hidden, inner, _, experts = SHAPES[shape]
-    gate_up = [quantised(2 * inner, hidden, e + 1) for e in range(experts)]
-    down = [quantised(hidden, inner, e + 100_001) for e in range(experts)]
+    first = dist.get_rank() * experts
+    own = range(first, first + experts)
+    gate_up = [quantised(2 * inner, hidden, e + 1) for e in own]
+    down = [quantised(hidden, inner, e + 100_001) for e in own]
     stacked = [torch.stack(part) for pairs in (gate_up, down) for part in zip(*pairs, strict=True)]
     return stacked[0], stacked[1], stacked[2], stacked[3]
 
 
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """Every rank's, one after the other."""
+    out = x.new_empty((dist.get_world_size(), *x.shape))
+    dist.all_gather_into_tensor(out, x.contiguous())
+    return out.flatten(0, 1)
+
+
+def slowest(us: float) -> float:
+    """A time on the rank that took longest."""
+    time = torch.tensor([us], device="cuda")
+    dist.all_reduce(time, op=dist.ReduceOp.MAX)
+    return time.item()
+
+
 def expected(weights: Weights, x: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> Any:
-    """The layer's result for a few tokens, in fp32."""
+    """The layer's result for a few tokens of this rank, in fp32: each rank adds its experts'."""
 
     def wide(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return q.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
+    few, rank = len(x), dist.get_rank()
+    x, ids, by = gathered(x), gathered(ids), gathered(by)
     out = torch.zeros_like(x, dtype=torch.float32)
     gate_up, gate_up_scale, down, down_scale = weights
-    for token, experts in enumerate(ids.tolist()):
+    for token, experts in enumerate((ids - rank * len(gate_up)).tolist()):
         for k, e in enumerate(experts):
+            if not 0 <= e < len(gate_up):
+                continue
             gate, up = (x[token].float() @ wide(gate_up[e], gate_up_scale[e]).T).chunk(2)
             gated = torch.nn.functional.silu(gate) * up
             out[token] += by[token, k] * (gated @ wide(down[e], down_scale[e]).T)
-    return out
+    dist.all_reduce(out)
+    return out[rank * few : (rank + 1) * few]
 
 
 def weft_layers(
@@ -74,7 +97,8 @@ def weft_layers(
 
     hidden, inner, top_k, experts = SHAPES[shape]
     gate_up, gate_up_scale, down, down_scale = weights
-    config = MoEConfig(hidden=hidden, intermediate=inner, routing=Routing(experts, top_k))
+    routing = Routing(experts * dist.get_world_size(), top_k)
+    config = MoEConfig(hidden=hidden, intermediate=inner, routing=routing)
     given = ExpertWeights(gate_up, down, gate_up_scale=gate_up_scale, down_scale=down_scale)
     group = weft.Group.from_torch()
     layers: dict[str, Layer] = {}
@@ -97,7 +121,7 @@ def mega_layers(
     halves = gate_up.view(torch.uint8).view(experts, 2, inner // 8, 8, hidden).transpose(1, 2)
     mixed = halves.reshape(experts, 2 * inner, hidden).view(torch.float8_e4m3fn)
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(
-        dist.group.WORLD, experts, len(x), top_k, hidden, inner
+        dist.group.WORLD, experts * dist.get_world_size(), len(x), top_k, hidden, inner
     )
     out, narrow = torch.empty_like(x), ids.int().contiguous()
 
@@ -120,9 +144,11 @@ def captured(call: Layer) -> torch.cuda.CUDAGraph:
         for _ in range(3):
             call()
     torch.cuda.synchronize()
+    dist.barrier()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(CALLS):
             call()
+    dist.barrier()
     for _ in range(2):
         graph.replay()
     torch.cuda.synchronize()
@@ -133,13 +159,15 @@ def timed(graph: torch.cuda.CUDAGraph) -> float:
     """us a call."""
     took = []
     for _ in range(REPLAYS):
+        dist.barrier()
+        torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         took.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(took)
+    return slowest(statistics.median(took))
 
 
 def measure(
@@ -147,8 +175,9 @@ def measure(
 ) -> dict[str, float]:
     """us of each form at one number of tokens."""
     hidden, _, top_k, experts = SHAPES[shape]
-    generator = torch.Generator("cuda").manual_seed(1000)
+    generator = torch.Generator("cuda").manual_seed(1000 + dist.get_rank())
     x = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16()
+    experts *= dist.get_world_size()
     scores = torch.rand(tokens, experts, generator=generator, device="cuda")
     by, ids = scores.topk(top_k)
     by = (by / by.sum(-1, keepdim=True)).contiguous()
@@ -172,23 +201,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("weft", "mega"))
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("tokens", help="tokens of the rank: numbers with commas between them")
+    parser.add_argument("tokens", help="tokens a rank: numbers with commas between them")
     parser.add_argument("--out", help="a JSON file")
     given = parser.parse_args()
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ[name] = str(value)
-    os.environ.setdefault("MASTER_PORT", "29511")
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    first = dist.get_rank() == 0
     weights, found = make_weights(given.shape), {}
     for tokens in map(int, given.tokens.split(",")):
         with ExitStack() as closing:
             found[tokens] = measure(given.what, given.shape, weights, tokens, closing)
-        print(given.what, given.shape, tokens, json.dumps(found[tokens]), flush=True)
+        if first:
+            print(given.what, given.shape, tokens, json.dumps(found[tokens]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    if given.out:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if given.out and first:
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": dist.get_world_size(),
+            "torch": torch.__version__,
+        }
         with open(given.out, "w") as file:
             json.dump({"machine": machine, "us": found}, file, indent=1)
     dist.destroy_process_group()
