@@ -8,7 +8,8 @@ One GPU, or one for each process of torchrun. Routed experts only, as many on ea
 with scales for 128 x 128, bfloat16 tokens, random routing; sizes are tokens a rank. Each time is a
 CUDA graph of 20 calls, the median of three turns, each of them the median of seven replays, on the
 slowest rank. The first tokens of each rank are checked against plain torch. The rival is the wheel
-sgl-deep-gemm 0.1.5.post1; it compiles its kernels at the first call of each size.
+sgl-deep-gemm 0.1.5.post1; it compiles its kernels at the first call of each size, for which
+--check-only, which times nothing, can be run at once for all sizes.
 """
 
 from __future__ import annotations
@@ -170,10 +171,10 @@ def timed(graph: torch.cuda.CUDAGraph) -> float:
     return slowest(statistics.median(took))
 
 
-def measure(
+def checked(
     what: str, shape: str, weights: Weights, tokens: int, closing: ExitStack
-) -> dict[str, float]:
-    """us of each form at one number of tokens."""
+) -> dict[str, Layer]:
+    """The forms at one number of tokens; each has given the right result."""
     hidden, _, top_k, experts = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(1000 + dist.get_rank())
     x = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16()
@@ -188,6 +189,11 @@ def measure(
         error = (call()[:CHECKED].float() - wanted).norm() / wanted.norm()
         if not error < 0.08:
             raise SystemExit(f"{name} at {tokens} tokens: relative error {error:.3f}")
+    return layers
+
+
+def measure(layers: dict[str, Layer]) -> dict[str, float]:
+    """us of each."""
     graphs = {name: captured(call) for name, call in layers.items()}
     took: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(TURNS):
@@ -202,6 +208,7 @@ def main() -> None:
     parser.add_argument("what", choices=("weft", "mega"))
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("tokens", help="tokens a rank: numbers with commas between them")
+    parser.add_argument("--check-only", action="store_true", help="compile and check, no more")
     parser.add_argument("--out", help="a JSON file")
     given = parser.parse_args()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -214,7 +221,8 @@ def main() -> None:
     weights, found = make_weights(given.shape), {}
     for tokens in map(int, given.tokens.split(",")):
         with ExitStack() as closing:
-            found[tokens] = measure(given.what, given.shape, weights, tokens, closing)
+            layers = checked(given.what, given.shape, weights, tokens, closing)
+            found[tokens] = {} if given.check_only else measure(layers)
         if first:
             print(given.what, given.shape, tokens, json.dumps(found[tokens]), flush=True)
         gc.collect()
