@@ -101,7 +101,7 @@ def weft_layers(
     routing = Routing(experts * dist.get_world_size(), top_k)
     config = MoEConfig(hidden=hidden, intermediate=inner, routing=routing)
     given = ExpertWeights(gate_up, down, gate_up_scale=gate_up_scale, down_scale=down_scale)
-    group = weft.Group.from_torch()
+    group = closing.enter_context(weft.Group.from_torch())
     layers: dict[str, Layer] = {}
     for mode, overlap in (("auto", "auto"), ("throughput", "none")):
         options = {"max_tokens": len(x), "fp8": True, "mode": mode, "overlap": overlap}
