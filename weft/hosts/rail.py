@@ -442,9 +442,11 @@ class Rail:
             wrong = wrong + (equal & (repeats >= 0)[:, :, None]).any(dim=2) * DUPLICATE_EXPERT
         over = ((counts < 0) | (counts > rows)) * TOKEN_OVERFLOW
         code, seen = torch.cat([over, wrong.flatten()]), torch.cat([counts, ids.flatten()])
-        at, count = (code > 0).long().argmax(), (code > 0).sum()
+        # `code[at]` would read `at` on the CPU, which a graph being captured forbids.
+        at, count = (code > 0).long().argmax(0, keepdim=True), (code > 0).sum()
         noted = self._noted[which]
-        last = torch.stack([noted[0] + count, code[at], seen[at].long(), at * (1 << 32) + rows])
+        where = at[0] * (1 << 32) + rows
+        last = torch.stack([noted[0] + count, code.take(at)[0], seen.take(at)[0].long(), where])
         noted.copy_(torch.where(count > 0, last, noted))
         if self._told is not self._noted:
             self._told.copy_(self._noted, non_blocking=True)
