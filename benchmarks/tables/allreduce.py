@@ -85,11 +85,6 @@ TABLES: Tables = {
         ("best of others", best_of_others(8, 4096)),
         ("floor", reduce_floors(8, 4096)),
     ],
-    "allreduce-4": [
-        ("weft, auto", reduce_4(0)),
-        ("best of others, recorded", best_of_others(4, 7168)),
-        ("floor", reduce_floors(4, 7168)),
-    ],
     "allreduce-4-other": [
         ("target", target("all-reduce, 4 ranks, 7168")),
         ("hidden 4096, auto", reduce_4(1)),

@@ -84,15 +84,6 @@ TABLES: Tables = {
         ("4 ranks, random, second run", series(ABLATION + "/parts and waves/0/pull-random 4/*.0")),
         ("FlashInfer, 4 ranks, random", others_pair(4)),
     ],
-    "pairs-4": [
-        ("4 ranks, perfect", pair_4(0)),
-        ("floor", pair_floors(4)),
-        ("FlashInfer 0.7.2, recorded", others_pair(3)),
-        ("4 ranks, random", pair_4(1)),
-        ("FlashInfer, the same", others_pair(4)),
-        ("4 ranks, perfect, fp8 payload out, bf16 back", pair_4(3)),
-        ("FlashInfer, the same", others_pair(5)),
-    ],
     "pairs-4-other": [
         ("target", target("pair, 4 ranks, perfect, bf16")),
         ("4 ranks, perfect, quantised, fp8 both ways (the form before)", pair_4(2)),

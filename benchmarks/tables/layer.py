@@ -81,18 +81,6 @@ def mean_of(selector: str) -> Series:
 
 
 TABLES: Tables = {
-    "layer-4": [
-        ("low_latency: none", layer(EXCHANGES_4, 1, "none")),
-        ("shared_expert", layer(EXCHANGES_4, 1, "shared")),
-        ("gemm_push", layer(EXCHANGES_4, 1, "push")),
-        ("throughput: gemm_push", layer(EXCHANGES_4, 0, "push")),
-        ("DeepEP + DeepGEMM, published", others_layer(0)),
-        ("one-kernel Mega MoE, published", others_layer(1)),
-        (
-            "floor: weights and rows at 4.6 TB/s",
-            layer_floors(EXCHANGES_4, 1).beside(layer_floors(EXCHANGES_4, 0)),
-        ),
-    ],
     "layer-4-other": [
         (
             "low_latency: none / gemm_push",

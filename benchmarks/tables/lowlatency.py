@@ -7,18 +7,12 @@ from typing import Any
 from benchmarks.series import Series, least, load, series
 from benchmarks.tables.sources import ABLATION, Tables, gpus, others_pair, target
 from weft import LowLatencyAllToAll
-from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
+from weft.bench.limits import pair_floor_us
 from weft.bench.lowlatency import LowCase
 from weft.bench.routing import make_ids
 
 LOW_4 = "lowlatency-4xH200-2026-11-21.json"
 SWEPT = load("lowlatency-sweep-8xH200-2026-11-20.json")["us"]
-
-
-def refloored(run: int) -> Series:
-    """A recorded floor, bytes / 334 GB/s + 5 us then, by today's numbers; 4 ranks."""
-    floors = series(f"{LOW_4}/{run}/rungs[variant=default]@tokens.floor")
-    return (floors - 5.0) * (334.0 / link_rate(4)) + PAIR_FIXED_US
 
 
 def low(run: int, variant: str) -> Series:
@@ -61,14 +55,6 @@ def low_memory(**options: str) -> list[Any]:
 
 
 TABLES: Tables = {
-    "lowlatency-4": [
-        ("weft.LowLatencyAllToAll", low(3, "default")),
-        ("DeepEP v1, recorded", others_pair(9)),
-        ("floor", refloored(0)),
-        ("with `profile=True`", low(3, "profile")),
-        ("random routing, sums at the sender, FP8 back", low(4, "default")),
-        ("its floor", refloored(4)),
-    ],
     "lowlatency-4-before": [
         ("one row at a time, same day", low(0, "default")),
         ("the same without programmatic launch", low(0, "no-pdl")),

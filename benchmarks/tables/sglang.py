@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.series import load
 from benchmarks.tables.sources import Tables
 
-SERVED, ASKED = "sglang-2xH200-2026-11-23.jsonl", "sglang-1xH200-2026-11-23.jsonl"
+ASKED = "sglang-1xH200-2026-11-23.jsonl"
 
 
 def result(file: str, **sought: Any) -> dict[str, Any]:
@@ -22,15 +22,6 @@ def result(file: str, **sought: Any) -> dict[str, Any]:
     return found
 
 
-def beside(key: str) -> list[float]:
-    """Stock, weft, and weft's share of stock, of `run.sh decode` at 64 requests a rank."""
-    stock, weft = (
-        float(result(SERVED, bench="decode", variant=variant, requests=64)[key])
-        for variant in ("stock", "weft")
-    )
-    return [stock, weft, weft / stock]
-
-
 def texts(other: str) -> list[float]:
     """Of `run.sh outputs`: equal texts, % of tokens before they part, the gaps there."""
     found = result(ASKED, bench="outputs", against=f"stock, one by one / {other}")
@@ -40,11 +31,6 @@ def texts(other: str) -> list[float]:
 
 
 TABLES: Tables = {
-    "sglang-decode": [
-        ("ms between tokens, median", beside("median_itl_ms")),
-        ("ms between tokens, 99 %", beside("p99_itl_ms")),
-        ("output tokens/s", beside("output_throughput")),
-    ],
     "sglang-texts": [
         (other, texts(other))
         for other in ("stock, again", "stock, together", "weft, one by one", "weft, together")

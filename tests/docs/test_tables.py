@@ -99,11 +99,11 @@ def test_other_figures_are_among_those_of_their_files(name):
 
 
 def test_a_wrong_figure_and_a_table_without_a_source_are_found():
-    text = TEXTS["docs/measuring.md"]
-    assert "| 4 ranks, perfect | 8.4 |" in text
-    wrong = text.replace("| 4 ranks, perfect | 8.4 |", "| 4 ranks, perfect | 8.5 |", 1)
+    text = TEXTS["benchmarks/notebook.md"]
+    assert "| 2 ranks, perfect | 8.0 |" in text
+    wrong = text.replace("| 2 ranks, perfect | 8.0 |", "| 2 ranks, perfect | 8.5 |", 1)
     (told,) = _differences(wrong)
-    assert told.startswith("pairs-4, 4 ranks, perfect, 1: 8.5 is to be [8.4")
+    assert told.startswith("pairs-4-other, 2 ranks, perfect, 1: 8.5 is to be [8.0")
     assert rewritten(wrong) == text
     TEXTS["bare"] = "| Tokens | 1 | 8 |\n|---|---|---|\n| weft | 9.3 | 13.8 |"
     assert _sources("bare") == ["bare:1"]
