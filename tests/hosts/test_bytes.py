@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import weft
 from tests.hosts.network import Network
 from tests.hosts.spanning import campaign
 from tests.hosts.test_faults import needs_links
 from tests.rounds import Round
+from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 
 TOKENS, HIDDEN, MANY, FEW = 256, 2048, 22, 2
+CPU = torch.device("cpu")
 FP8 = HIDDEN + HIDDEN // 128 * 4  # bytes of a row
 CASE = Round(tokens=(TOKENS,) * 6, experts=24, hidden=HIDDEN)
+
+
+def made(config: MoEConfig, experts: tuple[int, ...]) -> ExpertWeights:
+    """Any weights."""
+    return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in experts], CPU)
 
 
 def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -> tuple[int, int]:
@@ -28,6 +37,15 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
                 low.combine(got.x.to(x.dtype), ids, weights, got.handle)
             assert low.config.span is not None
             return low.config.span.rail_bytes(TOKENS)
+    if quantize == "layer":
+        config = MoEConfig(HIDDEN, 32, Routing(CASE.experts, CASE.top_k))
+        given = partial(made, config)
+        with weft.MoE(group, config, given, max_tokens=2 * TOKENS, mode="throughput") as layer:
+            for _ in range(count):
+                layer(x, topk_ids=ids, topk_weights=weights, rows=TOKENS)
+            span = layer.exchange.config.span
+        assert span is not None
+        return span.rail_bytes(TOKENS)
     with weft.AllToAll(group, hidden=HIDDEN, quantize=quantize, **sizes) as a2a:  # type: ignore[arg-type]
         for _ in range(count):
             a2a.dispatch(x, ids, weights)
@@ -38,9 +56,11 @@ def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -
 
 @campaign
 @needs_links
-@pytest.mark.parametrize(("hosts", "quantize"), [(2, None), (3, "fp8"), (2, "low latency")])
+@pytest.mark.parametrize(
+    ("hosts", "quantize"), [(2, None), (3, "fp8"), (2, "low latency"), (2, "layer")]
+)
 def test_a_round_sends_its_slots_to_each_other_host_once(hosts, quantize):
-    row = FP8 if quantize else 2 * HIDDEN
+    row = FP8 if quantize in ("fp8", "low latency") else 2 * HIDDEN
     with Network(hosts) as network:
         sent = []
         for count in (FEW, MANY):

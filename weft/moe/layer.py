@@ -286,7 +286,8 @@ class MoE:
             for none, and float32, bfloat16 or float16 weights, `[tokens, top_k]`. Other forms are
             for `normalize_topk`.
         rows: the most tokens that any rank has in this call, equal on all ranks; where it is above
-            max_tokens, every rank takes as many rounds as it needs. Default: max_tokens.
+            max_tokens, every rank takes as many rounds as it needs. Default: max_tokens. Over
+            several hosts so many rows cross to each of them in throughput mode.
         num_tokens: int32 `[1]` on the device: rows from there on are padding and sent to no expert;
             they get what the shared expert made of them, or zeros.
         out: `[tokens, hidden]` to write into; may be x.
@@ -307,14 +308,15 @@ class MoE:
         try:
             routed = self._routed(given, num_tokens)
             if rounds == 1:
-                return workspace.run(self._weights, self._shared, x, routed, num_tokens, out)
+                return workspace.run(self._weights, self._shared, x, routed, num_tokens, rows, out)
+            assert rows is not None
             out = torch.empty_like(x) if out is None else out
             each = self.exchange.max_tokens
-            for start in range(0, rounds * each, each):
+            for start in range(0, rows, each):
                 # Padding has ids of -1 by now, so no count is needed.
-                part = slice(start, start + each)
+                part, most = slice(start, start + each), min(each, rows - start)
                 some = Routed(routed.ids[part], routed.weights[part])
-                workspace.run(self._weights, self._shared, x[part], some, None, out[part])
+                workspace.run(self._weights, self._shared, x[part], some, None, most, out[part])
             return out
         except GroupError:
             raise  # peers have their own deadline, and the first error says most

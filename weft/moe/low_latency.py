@@ -58,6 +58,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         x: torch.Tensor,
         routed: Routed,
         num_tokens: torch.Tensor | None,
+        rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         if out is not None:

@@ -35,6 +35,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         x: torch.Tensor,
         routed: Routed,
         num_tokens: torch.Tensor | None,
+        rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         exchange, groups, experts = self.exchange, self._open_groups(), self._experts
@@ -43,12 +44,14 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         sent, scale = self._sent(x, routed.weights)
         self._tokens = len(x)
         self._mark(shared)
-        received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens)
+        # On one host stores go to tokens' slots, so few tokens cost no more with max_tokens.
+        most = None if rows is None or self.group.hosts == 1 else max(rows, 1)
+        received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=most)
         add = self._run_shared(shared, x)
-        rows = groups.gather(received)
+        by_expert = groups.gather(received)
         some = bool(exchange.local_experts)
         if some:
-            experts.up(weights, rows, tokens=len(x))
+            experts.up(weights, by_expert, tokens=len(x))
         if self.plan.gemm_push:
             if some:
                 experts.push(weights)

@@ -144,11 +144,13 @@ class LayerWorkspace(ABC, Generic[Rows]):
         x: torch.Tensor,
         routed: Routed,
         num_tokens: torch.Tensor | None,
+        rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """One round of a layer with these experts: dispatch, experts, combine; arguments checked.
 
         routed: of physical experts; rows from num_tokens on have ids of -1.
+        rows: the most tokens that any rank has, or None for max_tokens.
         """
 
     @abstractmethod
