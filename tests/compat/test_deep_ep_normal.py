@@ -10,6 +10,7 @@ import torch
 import weft
 from tests.rounds import bits
 from weft.compat.deep_ep import Buffer, Config
+from weft.compat.row_exchange import RowExchange, RowFetch
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -105,6 +106,11 @@ def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
         **{"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank},
         "num_tokens_per_expert": per_expert,
     }
+
+
+def made(buffer: Buffer, kind: type[RowExchange]) -> list[Any]:
+    """The exchanges of one kind that a buffer has made."""
+    return [each for each in buffer._normal.exchanges.values() if isinstance(each, kind)]
 
 
 def whole(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -302,8 +308,8 @@ def growing(group: weft.Group) -> list[int]:
         assert counts == want.counts
         same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
         first = first or (whole(x), handle, batches[group.rank])
-        (made,) = buffer._normal._there.values()
-        found.append(made.max_tokens)
+        (fetch,) = made(buffer, RowFetch)
+        found.append(fetch.max_tokens)
     x, handle, mine = first
     same(buffer.combine(x, handle)[0], summed(mine, group.size))
     buffer.check()

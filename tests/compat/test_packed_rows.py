@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.compat.test_deep_ep_normal import batch, layout, on, whole
+from tests.compat.test_deep_ep_normal import batch, layout, made, on, whole
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.machine_code import frames
 from tests.emulator.watch import watching
@@ -18,6 +18,7 @@ from tests.recorded import NVRTC, reads
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
+from weft.compat.row_exchange import RowCombine, RowDispatch, RowFetch
 from weft.errors import TokenOverflow
 from weft.grouping.kernels import COUNTING
 from weft.grouping.operator import RowGroups
@@ -79,9 +80,8 @@ def emulated(group: weft.Group, folder: str) -> None:
     wanted = calls()
     assert torch.equal(bits(wanted[2]), bits(whole(got)))
     assert torch.equal(bits(wanted[3]), bits(got_fp8[0]))
-    normal = buffer._normal
-    kernels = [("fetch_rows", e) for e in normal._there.values()]
-    kernels += [("return_rows", e) for e in normal._back.values()]  # type: ignore[misc]
+    kernels = [("fetch_rows", e) for e in made(buffer, RowFetch)]
+    kernels += [("return_rows", e) for e in made(buffer, RowCombine)]
     for number, (name, exchange) in enumerate(kernels):
         own, place = exchange._entries, Path(folder) / str(number)
         library = place / "kernels.so"
@@ -146,7 +146,7 @@ def packed(group: weft.Group, folder: str) -> None:
         after = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
         found = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
         assert len(found) == 6
-        (finding,) = buffer._normal._finding.values()
+        (finding,) = made(buffer, RowDispatch)
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
         sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
         ranks = rank_layout.announcement(
@@ -160,7 +160,7 @@ def packed(group: weft.Group, folder: str) -> None:
         return [*found, *(t[:1] for t in into)]
 
     wanted = calls()
-    (exchange,) = buffer._normal._finding.values()
+    (exchange,) = made(buffer, RowDispatch)
     rounds, library = exchange._packed, Path(folder) / "kernels.so"
     if group.rank == 0:
         entries = [ENTRY.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
@@ -192,7 +192,7 @@ def misled(group: weft.Group) -> None:
     got, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
     assert handle is not None
     x, want = whole(got), buffer.combine(whole(got), handle)[0]
-    (exchange,) = buffer._normal._back.values()
+    (exchange,) = made(buffer, RowCombine)
     share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)
     returned, shape = exchange.a2a.config.offsets.returned, exchange.a2a.config.shape
     end = returned + shape.ranks * shape.tokens * shape.out_bytes

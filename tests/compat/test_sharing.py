@@ -28,8 +28,8 @@ from tests.compat.calls import (
     rows,
     workspace_of,
 )
-from weft.compat import moe_workspace
 from weft.compat import ranks as places
+from weft.compat import refusals
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
 
@@ -90,7 +90,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
     capturing = [False]
-    monkeypatch.setattr(moe_workspace, "capturing", lambda device: capturing[0])
+    monkeypatch.setattr(refusals, "capturing", lambda device: capturing[0])
     ranks(RANKS, "threads")(captured, capturing)
 
 

@@ -14,10 +14,9 @@ from weft.allreduce.config import MAX_TOKENS
 from weft.allreduce.operator import AllReduce
 from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import RankPlace, lease_group, release_group
-from weft.compat.refusals import refuse, renamed
+from weft.compat.refusals import refuse, refuse_capture, renamed
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.memory import Group
-from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
@@ -120,7 +119,8 @@ class AllReduceFusionWorkspace:
         if key == (reduce.config.hidden, reduce.dtype) or not self._fits(1, *key):
             return reduce
         if key not in self._others:
-            self._refuse_capture(f"rows [{key[0]}] of {key[1]}", "bring some before the capture")
+            what = f"a call with rows [{key[0]}] of {key[1]}"
+            refuse_capture(self.group.device, what, "make one before the capture")
             self._others[key] = self._make(self._elements // key[0], *key)
         return self._others[key]
 
@@ -182,7 +182,8 @@ class AllReduceFusionWorkspace:
         """
         value = real("scale_factor", value, above=0.0)
         if value not in self._scales:
-            self._refuse_capture(f"scale_factor={value}", "pass it as a float32 tensor [1]")
+            fix = "pass it as a float32 tensor [1]"
+            refuse_capture(self.group.device, f"scale_factor={value}", fix)
             self._scales[value] = torch.full(
                 (1,), value, dtype=torch.float32, device=self.group.device
             )
@@ -192,14 +193,10 @@ class AllReduceFusionWorkspace:
         """int32 `[tokens, experts]`: the index of token t's row of expert e; made once a size."""
         if (experts, tokens) not in self._indices:
             what = f"a MoE reduction of {experts} experts and {tokens} tokens"
-            self._refuse_capture(what, "make one such call before the capture")
+            refuse_capture(self.group.device, what, "make one such call before the capture")
             rows = torch.arange(experts * tokens, dtype=torch.int32, device=self.group.device)
             self._indices[experts, tokens] = rows.view(experts, tokens).t().contiguous()
         return self._indices[experts, tokens]
-
-    def _refuse_capture(self, what: str, hint: str) -> None:
-        if capturing(self.group.device):
-            raise InvalidArgument(f"{what} comes for the first time in a graph capture: {hint}")
 
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
