@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from weft.allreduce.call import MoEFinalize, Reduced
 from weft.allreduce.config import MAX_TOKENS
 from weft.allreduce.operator import AllReduce
 from weft.arguments import flags, instance, integer, one_of, real
-from weft.compat.ranks import RankPlace, lease_group, release_group
+from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, refuse_capture, renamed
-from weft.errors import InvalidArgument, OutOfOrder, UsageError
+from weft.errors import OutOfOrder, UsageError
 from weft.memory import Group
 from weft.shape import DTYPE_NAMES
 
@@ -41,11 +40,6 @@ REDUCED = NAMES | {  # in the pattern that reduces experts' rows
 MAX_WORLD = 1 << 16
 INT64 = -(1 << 63), (1 << 63) - 1
 MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    comm_backend: Any
 
 
 class AllReduceFusionWorkspace:
@@ -74,15 +68,14 @@ class AllReduceFusionWorkspace:
         max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
         hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
-        self.group, self._owns_group = _ranks(tp_rank, tp_size, comm_backend, group)
+        self.group, self._release = lease_group(tp_rank, tp_size, group, comm_backend)
         self.world_size, self.rank = tp_size, tp_rank
         self._elements = max_token_num * hidden_dim
         self._timeout, self._first_timeout = timeout, first_timeout
         try:
             self._reduce: AllReduce | None = self._make(max_token_num, hidden_dim, dtype)
         except Exception:
-            if self._owns_group:
-                _give_up(self.group)
+            self._release()
             raise
         self._others: dict[tuple[int, torch.dtype], AllReduce] = {}
         self._scales: dict[float, torch.Tensor] = {}
@@ -212,8 +205,7 @@ class AllReduceFusionWorkspace:
             self._others.clear()
             self._scales.clear()
             self._indices.clear()
-            if self._owns_group:
-                _give_up(self.group)
+            self._release()
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
@@ -262,26 +254,3 @@ def create_allreduce_fusion_workspace(
         timeout=timeout,
         first_timeout=first_timeout,
     )
-
-
-def _ranks(
-    rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
-) -> tuple[Group, bool]:
-    """The group of a workspace, and whether the workspace is to give it up."""
-    place = RankPlace(rank, size)
-    if group is None:
-        return lease_group(place, _Config(comm), None), True
-    if isinstance(group, Group):
-        return lease_group(place, None, group), False
-    made = Group.from_torch(group)
-    try:
-        return lease_group(place, None, made), True
-    except InvalidArgument:
-        made.close()
-        raise
-
-
-def _give_up(group: Group) -> None:
-    """Close a group of `_ranks`; one that others share stays until the last is done."""
-    if not release_group(group):
-        group.close()
