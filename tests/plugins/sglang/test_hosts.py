@@ -100,9 +100,10 @@ def bereaved(group: weft.Group, folder: str) -> None:
             server.step(tokens(2, group.rank), [2, 2, 2, 2])
     except weft.errors.GroupError as error:
         said = f"{type(error).__name__}: {error}"
-    assert engine._watch is not None
+    assert engine._blocks is not None
+    assert engine._blocks.watch is not None
     if group.rank == 2:
-        engine._watch._thread.join()
+        engine._blocks.watch._thread.join()
         assert ended
     Path(folder, f"{group.rank}").write_text("\n".join([said, *kept.lines]))
 

@@ -58,14 +58,15 @@ def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]
         serve(number)
     from weft.plugins.sglang import engine
 
-    assert engine._watch is not None
+    assert engine._blocks is not None
+    assert engine._blocks.watch is not None
     found = {
         "far": max(errors),
         "passes": len(errors),
         "active": ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
         "reported": scheduler.reported,
         "moved": server.runner.eplb_manager.reason,
-        "watched": engine._watch._thread.is_alive(),
+        "watched": engine._blocks.watch._thread.is_alive(),
     }
     leave()
     return found

@@ -373,8 +373,8 @@ def bereaved(group: weft.Group, path: str) -> dict[str, Any]:
     except weft.errors.GroupError as error:
         said = f"{type(error).__name__}: {error}"
     assert engine._blocks is not None
-    assert engine._watch is not None
-    engine._watch._thread.join()
+    assert engine._blocks.watch is not None
+    engine._blocks.watch._thread.join()
     found = {
         "said": said,
         "broken": engine._blocks.broken,
