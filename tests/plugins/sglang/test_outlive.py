@@ -12,12 +12,10 @@ import pytest
 import weft
 from tests.plugins.sglang.server import alone, leave, tokens
 from tests.plugins.sglang.test_elastic import replicated
-from tests.plugins.standins import Kept, far
+from tests.plugins.standins import CLOSE, Kept, far
 from weft.errors import SetupError
 from weft.memory.launch import launch
 from weft.plugins.faults import PAUSE, Watch
-
-CLOSE = 2e-5
 
 
 def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
