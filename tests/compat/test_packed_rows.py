@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from tests.compat.buffers import buffered
 from tests.compat.test_deep_ep_normal import batch, layout, made, on, whole
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.machine_code import frames
@@ -61,8 +62,8 @@ class Emulated:
         """Nothing is held."""
 
 
-def emulated(group: weft.Group, folder: str) -> None:
-    buffer = Buffer(group, timeout=600.0)
+@buffered(timeout=600.0)
+def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     got, _, weights, _, handle, _ = buffer.dispatch(mine.x, **args)
@@ -102,8 +103,6 @@ def emulated(group: weft.Group, folder: str) -> None:
         own_counters = {"updates acq_rel gpu"} if name == "return_rows" else set()
         assert {each for each in how if "updates" in each} == own_counters
         exchange._entries = own
-    buffer.check()
-    buffer.destroy()
 
 
 @reads("tests/emulator/*.hpp")
@@ -133,9 +132,9 @@ class EmulatedPacking:
         """Nothing is held."""
 
 
-def packed(group: weft.Group, folder: str) -> None:
+@buffered(timeout=600.0)
+def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
-    buffer = Buffer(group, timeout=600.0)
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
@@ -177,8 +176,6 @@ def packed(group: weft.Group, folder: str) -> None:
         for value, want in zip(calls(), wanted, strict=True):
             assert torch.equal(bits(value), bits(want))
     rounds._kernels = own
-    buffer.check()
-    buffer.destroy()
 
 
 @reads("tests/emulator/*.hpp")
@@ -186,9 +183,10 @@ def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
     ranks(2, "threads")(packed, str(tmp_path))
 
 
-def misled(group: weft.Group) -> None:
+@buffered()
+def misled(group: weft.Group, buffer: Buffer) -> None:
     """A handle's tensors that were overwritten: nothing is stored outside of the inbox's rows."""
-    buffer, mine = Buffer(group), on(group, batch(group.rank, (40, 40)))
+    mine = on(group, batch(group.rank, (40, 40)))
     got, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
     assert handle is not None
     x, want = whole(got), buffer.combine(whole(got), handle)[0]
@@ -213,8 +211,6 @@ def misled(group: weft.Group) -> None:
         assert torch.equal(share[end:], behind)
         handle.packing.until.copy_(saved[1])
     assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
-    buffer.check()
-    buffer.destroy()
 
 
 def test_tensors_of_a_handle_are_no_addresses(ranks):

@@ -22,10 +22,10 @@ from weft.compat.refusals import refuse, renamed
 from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
-from weft.lowlatency import reference as reference_lowlatency
 from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
-from weft.lowlatency.results import ExpertRows, Handle
+from weft.lowlatency.reference import unpack_scales
+from weft.lowlatency.results import Handle
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
@@ -314,8 +314,14 @@ class Buffer:
                 rows = a2a.dispatch(x, topk_idx)
         except UsageError as error:
             raise renamed(error, DISPATCHED) from error
-        widen = use_fp8 and round_scale and not use_ue8m0
-        numbers = _numbers(rows, a2a, widen=widen)
+        scales, wide = rows.scales, None
+        if use_fp8 and round_scale and not use_ue8m0:
+            # Powers of two as float32, in the layout of the others: filled when rows are there.
+            shape = a2a.config.shape
+            size = (a2a.num_local_experts, shape.blocks, -(-shape.rows // 4) * 4)
+            wide = torch.zeros(size, dtype=torch.float32, device=x.device).mT[:, : shape.rows]
+            scales = wide
+        numbers = rows.x if scales is None else (rows.x, scales)
         ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
         tokens = torch.zeros_like(rows.source)
 
@@ -326,8 +332,8 @@ class Buffer:
             ranges.copy_(packed_ranges(rows))
             if stats is not None:
                 stats.add_(rows.counts)
-            if widen:
-                _fill_scales(numbers, rows, a2a)
+            if wide is not None and rows.scales is not None:
+                wide.copy_(unpack_scales(rows.scales, a2a.config.shape.blocks))
 
         if not return_recv_hook:
             finish()
@@ -778,22 +784,3 @@ def _check_row_bytes(name: str, rows: torch.Tensor, unit: int = 16) -> None:
 
 def _numbers_of(rows: Rows) -> Numbers:
     return rows.x if rows.scales is None else (rows.x, rows.scales)
-
-
-def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbers:
-    if rows.scales is None:
-        return rows.x
-    if not widen:
-        return rows.x, rows.scales
-    # Powers of two as float32, in the layout of the others: filled when the rows are there.
-    shape = a2a.config.shape
-    size = (rows.x.shape[0], shape.blocks, -(-shape.rows // 4) * 4)
-    wide = torch.zeros(size, dtype=torch.float32, device=rows.x.device)
-    return rows.x, wide.mT[:, : shape.rows]
-
-
-def _fill_scales(numbers: Numbers, rows: ExpertRows, a2a: LowLatencyAllToAll) -> None:
-    assert isinstance(numbers, tuple)
-    assert rows.scales is not None
-    blocks = a2a.config.shape.blocks
-    numbers[1].copy_(reference_lowlatency.unpack_scales(rows.scales, blocks))
