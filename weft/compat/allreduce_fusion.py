@@ -105,9 +105,9 @@ def allreduce_fusion(
     Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
     """
     instance("workspace", workspace, AllReduceFusionWorkspace)
-    for name, tensor in (("input", input), ("residual_in", residual_in)):
-        if tensor is not None or name == "input":
-            _check_rows(name, tensor)
+    _check_rows("input", input)
+    if residual_in is not None:
+        _check_rows("residual_in", residual_in)
     for name, tensor in (
         ("output", output),
         ("residual_out", residual_out),
@@ -123,15 +123,19 @@ def allreduce_fusion(
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     if layout_code is not None:  # of NVFP4's scales, which no pattern here has
         integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
-    experts = moe_reduction_device_num_experts, moe_reduction_scale_input
-    made = moe_reduction_active_experts_token_input, moe_reduction_token_input
     prologue = None
     if call is _FINALIZED:
         _need(call, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
         routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
         prologue = MoEFinalize(input, *routed)  # type: ignore[arg-type]
     elif call is _REDUCTION:
-        prologue = _moe_reduction(workspace, *experts, *made)
+        prologue = _moe_reduction(
+            workspace,
+            moe_reduction_device_num_experts,
+            moe_reduction_scale_input=moe_reduction_scale_input,
+            moe_reduction_active_experts_token_input=moe_reduction_active_experts_token_input,
+            moe_reduction_token_input=moe_reduction_token_input,
+        )
     epilogue: dict[str, Any] = {}
     if call is not _Pattern.kAllReduce:
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
@@ -230,38 +234,22 @@ def _need(call: _Pattern, **arguments: object) -> None:
 
 
 def _moe_reduction(
-    workspace: AllReduceFusionWorkspace,
-    experts: int | None,
-    scales: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    shared: torch.Tensor | None,
+    workspace: AllReduceFusionWorkspace, experts: int | None, **given: Any
 ) -> MoEFinalize:
-    """Pattern 6: each token adds the rows of all experts here, which are ordered by expert."""
-    _need(
-        _REDUCTION,
-        moe_reduction_device_num_experts=experts,
-        moe_reduction_scale_input=scales,
-        moe_reduction_active_experts_token_input=rows,
-        moe_reduction_token_input=shared,
-    )
-    assert experts is not None
-    assert scales is not None
-    assert rows is not None
-    assert shared is not None
+    """Pattern 6: each token adds the rows of all experts here, which are ordered by expert.
+
+    given: scales, rows and what the token adds to them, by their names in the call.
+    """
+    _need(_REDUCTION, moe_reduction_device_num_experts=experts, **given)
     experts = integer("moe_reduction_device_num_experts", experts, 1, largest(Shape, "experts"))
-    for name, tensor in (
-        ("moe_reduction_scale_input", scales),
-        ("moe_reduction_active_experts_token_input", rows),
-        ("moe_reduction_token_input", shared),
-    ):
+    for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
+    scales, rows, shared = given.values()
     _check_rows("moe_reduction_token_input", shared)
-    tokens = shared.shape[0]
-    for name, tensor, size in (
-        ("moe_reduction_scale_input", scales, experts * tokens),
-        ("moe_reduction_active_experts_token_input", rows, experts * tokens * shared.shape[-1]),
-    ):
+    tokens, hidden = shared.shape
+    sizes = (experts * tokens, experts * tokens * hidden)
+    for (name, tensor), size in zip(given.items(), sizes, strict=False):  # the first two
         strided = tensor.layout is torch.strided and not tensor.is_nested
         if not strided or not tensor.is_contiguous() or tensor.numel() != size:
             raise InvalidArgument(
@@ -270,7 +258,7 @@ def _moe_reduction(
             )
     index = workspace.expert_major(experts, tokens)
     weights = scales.reshape(experts, tokens).t().contiguous()
-    return MoEFinalize(rows.view(-1, shared.shape[-1]), index, weights, shared=shared)
+    return MoEFinalize(rows.view(-1, hidden), index, weights, shared=shared)
 
 
 def _check_rows(name: str, tensor: torch.Tensor | None) -> None:

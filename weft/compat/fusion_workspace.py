@@ -72,12 +72,13 @@ class AllReduceFusionWorkspace:
         self.world_size, self.rank = tp_size, tp_rank
         self._elements = max_token_num * hidden_dim
         self._timeout, self._first_timeout = timeout, first_timeout
+        self._first = hidden_dim, dtype
+        self._reduces: dict[tuple[int, torch.dtype], AllReduce] = {}
         try:
-            self._reduce: AllReduce | None = self._make(max_token_num, hidden_dim, dtype)
+            self._reduces[self._first] = self._make(max_token_num, *self._first)
         except Exception:
             self._release()
             raise
-        self._others: dict[tuple[int, torch.dtype], AllReduce] = {}
         self._scales: dict[float, torch.Tensor] = {}
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
         self.metadata: dict[str, Any] = {
@@ -98,9 +99,9 @@ class AllReduceFusionWorkspace:
 
     def open(self) -> AllReduce:
         """The all-reduce of the sizes that it was made with. Raises OutOfOrder after destroy."""
-        if self._reduce is None:
+        if not self._reduces:
             raise OutOfOrder("this workspace was destroyed; make a new one")
-        return self._reduce
+        return self._reduces[self._first]
 
     def serving(self, rows: torch.Tensor) -> AllReduce:
         """The all-reduce for rows like these; collective where their size or dtype is new.
@@ -108,14 +109,12 @@ class AllReduceFusionWorkspace:
         What does not fit goes to the first, whose checks say why. Raises OutOfOrder after destroy,
         and InvalidArgument in a graph capture that is the first to bring such rows.
         """
-        reduce, key = self.open(), (int(rows.shape[-1]), rows.dtype)
-        if key == (reduce.config.hidden, reduce.dtype) or not self._fits(1, *key):
-            return reduce
-        if key not in self._others:
+        first, key = self.open(), (int(rows.shape[-1]), rows.dtype)
+        if key not in self._reduces and self._fits(1, *key):
             what = f"a call with rows [{key[0]}] of {key[1]}"
             refuse_capture(self.group.device, what, "make one before the capture")
-            self._others[key] = self._make(self._elements // key[0], *key)
-        return self._others[key]
+            self._reduces[key] = self._make(self._elements // key[0], *key)
+        return self._reduces.get(key, first)
 
     def _fits(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
         """As in flashinfer.comm: as many elements, and either both float32 or neither."""
@@ -193,19 +192,18 @@ class AllReduceFusionWorkspace:
 
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
-        for reduce in (self.open(), *self._others.values()):
+        self.open()
+        for reduce in self._reduces.values():
             reduce.check()
 
     def destroy(self) -> None:
         """Give up the memory, and the group if it was not given. Local and idempotent."""
-        reduce, self._reduce = self._reduce, None
-        if reduce is not None:
-            for each in (reduce, *self._others.values()):
-                each.close()
-            self._others.clear()
-            self._scales.clear()
-            self._indices.clear()
-            self._release()
+        for reduce in self._reduces.values():
+            reduce.close()
+        self._reduces.clear()
+        self._scales.clear()
+        self._indices.clear()
+        self._release()
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
