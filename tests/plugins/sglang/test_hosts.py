@@ -27,10 +27,9 @@ def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
 
 
 def serve(group: weft.Group, form: str, release: str) -> dict[str, Any]:
-    os.environ["WEFT_SGLANG_FORM"] = form
     kept = Kept()
     logging.getLogger("weft").setLevel(logging.INFO)
-    server, errors = Server(group, "deepseek", release=release), []
+    server, errors = Server(group, "deepseek", release=release, form=form), []
     for seed, counts in enumerate(BATCHES[group.size]):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
         errors.append(far(server.step(x, counts), alone(x, "deepseek")))

@@ -20,9 +20,8 @@ from weft.plugins.faults import PAUSE, Watch
 
 def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
     """Rank 1 is killed before, in or after a pass, or stops; the others go on, and see the same."""
-    os.environ["WEFT_SGLANG_FORM"] = form
     os.environ["WEFT_SGLANG_TIMEOUT"] = "3" if when == "stopped" else "600"
-    server = replicated(group, ep_dispatch_algorithm=way)
+    server = replicated(group, form=form, ep_dispatch_algorithm=way)
     from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.dp_attn import exchange

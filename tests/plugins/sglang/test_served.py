@@ -27,8 +27,7 @@ BATCHES = {
 
 
 def serve(group: weft.Group, block: str, form: str, release: str) -> list[float]:
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server, found = Server(group, block, release=release), []
+    server, found = Server(group, block, release=release, form=form), []
     for seed, counts in enumerate(BATCHES[group.size]):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
         found.append(far(server.step(x, counts), alone(x, block)))
@@ -80,8 +79,7 @@ def test_tensor_parallel_attention_alone(ranks: Any) -> None:
 
 
 def padded(group: weft.Group, form: str, release: str) -> float:
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server = Server(group, "deepseek", release=release)
+    server = Server(group, "deepseek", release=release, form=form)
     x = tokens(4, group.rank)
     found = far(server.step(x, [4, 4], real=2), alone(x, "deepseek", real=2))
     leave()
@@ -95,8 +93,7 @@ def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: s
 
 
 def stale(group: weft.Group, form: str, release: str) -> float:
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server, x = Server(group, "qwen3", release=release), tokens(4, 0)
+    server, x = Server(group, "qwen3", release=release, form=form), tokens(4, 0)
     found = far(server.step(x, [4], real=1), alone(x, "qwen3"))
     leave()
     return found
@@ -110,8 +107,7 @@ def test_one_rank_whose_padding_sglang_does_not_keep(ranks: Any, form: str) -> N
 
 def replicas(group: weft.Group, form: str, release: str) -> tuple[float, float]:
     """Two experts have replicas; then all weights are written over in place, as EPLB moves them."""
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server = Server(group, "qwen3", redundant=2, release=release)
+    server = Server(group, "qwen3", redundant=2, release=release, form=form)
     from sglang.srt.models.parts import fill
 
     x = tokens(6, group.rank)
@@ -253,8 +249,8 @@ def test_adapters_of_attention_are_served(ranks: Any, release: str) -> None:
 
 def drafting(group: weft.Group, form: str, release: str) -> dict[str, Any]:
     """A model whose experts have replicas, and its draft layer, whose replicas nobody may use."""
-    os.environ["WEFT_SGLANG_FORM"] = form
-    more: dict[str, Any] = {"redundant": 2, "release": release, "speculative_num_draft_tokens": 3}
+    more: dict[str, Any] = {"redundant": 2, "speculative_num_draft_tokens": 3}
+    more |= {"release": release, "form": form}
     server = Server(group, "deepseek", **more)
     draft = Server(group, "nextn", layers=1, **more)
     experts = draft.runner.model.blocks[0].experts
