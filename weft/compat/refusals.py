@@ -103,8 +103,9 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
         limits = torch.iinfo(rows[index].dtype)
         integer("invalid_token_expert_id", invalid, limits.min, limits.max)
     else:
+        row = rows[index]
         raise InvalidArgument(
-            f"payload {index} has rows {row_text(rows[index])}; expert ids are [{top_k}] "
+            f"payload {index} has rows {list(row.shape)} {row.dtype}; expert ids are [{top_k}] "
             "torch.int32 or torch.int64: pass the index of that payload"
         )
 
@@ -160,8 +161,3 @@ def _same(value: object, option: object) -> bool:
     if value is option:
         return True
     return isinstance(value, int | float | str | torch.dtype) and value == option
-
-
-def row_text(row: Payload) -> str:
-    """A payload's row, as errors show it."""
-    return f"{list(row.shape)} {row.dtype}"

@@ -65,7 +65,7 @@ class Blocks:
         self.watch: Watch | None = None  # closed with the rest
 
     def announce(self, what: str) -> None:
-        """Log what is served, once."""
+        """Log what is served, on one rank."""
         if self.group.rank == 0:
             _log.info(
                 "weft serves %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill; "
