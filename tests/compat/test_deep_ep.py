@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from tests.compat.buffers import buffered
 from tests.headers import HEADER_BYTES, Header
 from weft.compat.deep_ep import Buffer
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
@@ -69,9 +70,9 @@ def whole(numbers: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return numbers
 
 
-def own_buffers(group: weft.Group) -> None:
+@buffered(low_latency_mode=True)
+def own_buffers(group: weft.Group, buffer: Buffer) -> None:
     """The results of two dispatches are in their combine buffers at one time."""
-    buffer = Buffer(group, low_latency_mode=True)
     rounds = []
     for seed in (0, 1):
         x, ids, weights = inputs(group, seed)
@@ -85,7 +86,6 @@ def own_buffers(group: weft.Group) -> None:
         out = buffer.low_latency_combine(y, ids, weights, handle, zero_copy=True)[0]
         kept = torch.where(ids >= 0, weights, 0.0).sum(dim=1, keepdim=True)
         assert torch.allclose(out.float(), x.float() * kept, rtol=2e-2, atol=2e-2)
-    buffer.destroy()
 
 
 def test_each_live_result_has_a_combine_buffer_of_its_own(ranks):
@@ -131,8 +131,8 @@ def test_another_buffers_handle_is_refused(ranks):
     ranks(2, "threads")(others_handle)
 
 
-def refused(group: weft.Group) -> None:
-    buffer = Buffer(group, low_latency_mode=True)
+@buffered(low_latency_mode=True)
+def refused(group: weft.Group, buffer: Buffer) -> None:
     with pytest.raises(InvalidArgument, match="enable_shrink is False; it must be True"):
         buffer.low_latency_clean_mask_buffer()
     x, ids, weights = inputs(group, 0)
@@ -147,7 +147,6 @@ def refused(group: weft.Group) -> None:
         buffer.low_latency_combine(whole(numbers), ids, weights, handle, use_logfmt=True)
     buffer.clean_low_latency_buffer(MOST, HIDDEN, EXPERTS)
     buffer.low_latency_combine(whole(numbers), ids, weights, handle)
-    buffer.destroy()
 
 
 def test_what_weft_does_not_do_is_refused(ranks):
@@ -213,11 +212,11 @@ def edged(rank: int) -> torch.Tensor:
     return with_edges(x.bfloat16())
 
 
-def delivered(group: weft.Group, rounded: bool, packed: bool) -> None:
+@buffered(low_latency_mode=True)
+def delivered(group: weft.Group, buffer: Buffer, rounded: bool, packed: bool) -> None:
     sources = [edged(rank) for rank in range(group.size)]
     x = sources[group.rank]
     ids = torch.arange(16).view(16, 1) % EXPERTS
-    buffer = Buffer(group, low_latency_mode=True)
     device = group.device
     (numbers, scales), counts, handle, _, _ = buffer.low_latency_dispatch(
         x.to(device), ids.to(device), 16, EXPERTS, round_scale=rounded, use_ue8m0=packed
@@ -236,8 +235,6 @@ def delivered(group: weft.Group, rounded: bool, packed: bool) -> None:
             assert torch.equal(found, their_scales.nan_to_num(7.0))
     y = torch.zeros(numbers.shape, dtype=torch.bfloat16, device=device)
     buffer.low_latency_combine(y, ids.to(device), torch.ones(16, 1, device=device), handle)
-    buffer.check()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import weft
+from tests.compat.buffers import buffered
 from tests.rounds import bits
 from weft.compat.deep_ep import Buffer, Config
+from weft.compat.row_exchange import RowExchange, RowFetch
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -107,6 +109,11 @@ def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
     }
 
 
+def made(buffer: Buffer, kind: type[RowExchange]) -> list[Any]:
+    """The exchanges of one kind that a buffer has made."""
+    return [each for each in buffer._normal.exchanges.values() if isinstance(each, kind)]
+
+
 def whole(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     assert isinstance(x, torch.Tensor)
     return x
@@ -118,8 +125,9 @@ def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
     assert torch.equal(bits(got.cpu()), bits(want))
 
 
-def layouts(group: weft.Group) -> None:
-    buffer, mine = Buffer(group), batch(group.rank)
+@buffered()
+def layouts(group: weft.Group, buffer: Buffer) -> None:
+    mine = batch(group.rank)
     given = on(group, mine)
     for ids in (given.ids, given.ids.int()):
         per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(ids, EXPERTS)
@@ -129,7 +137,6 @@ def layouts(group: weft.Group) -> None:
         assert per_expert.tolist() == [int((mine.ids == e).sum()) for e in range(EXPERTS)]
         assert (per_rank.dtype, per_expert.dtype) == (torch.int32, torch.int32)
         assert event.event is None
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,9 +241,10 @@ def test_ranks_of_their_own_processes(ranks):
     ranks(2, "cpu")(processes)
 
 
-def training(group: weft.Group) -> None:
+@buffered()
+def training(group: weft.Group, buffer: Buffer) -> None:
     """Two layers forwards, then backwards: a dispatch's gradient is a combine, and the reverse."""
-    buffer, ranks = Buffer(group), group.size
+    ranks = group.size
     layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
     kept = []
     for batches in layers:
@@ -262,8 +270,6 @@ def training(group: weft.Group) -> None:
     for _ in range(2):  # again, and out of order
         for batches, _, _, x, _, handle in kept:
             same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
-    buffer.check()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -271,8 +277,9 @@ def test_handles_of_several_layers_in_any_order(ranks, kind):
     ranks(2, kind)(training)
 
 
-def biased(group: weft.Group) -> None:
-    buffer, batches = Buffer(group), [batch(r) for r in range(group.size)]
+@buffered()
+def biased(group: weft.Group, buffer: Buffer) -> None:
+    batches = [batch(r) for r in range(group.size)]
     mine = on(group, batches[group.rank])
     x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
     assert handle is not None
@@ -281,7 +288,6 @@ def biased(group: weft.Group) -> None:
     same(buffer.combine(whole(x), handle, bias=one)[0], (plain + one.float()).bfloat16().cpu())
     both = (plain + one.float()).bfloat16().float() + two.float()
     same(buffer.combine(whole(x), handle, bias=(one, two))[0], both.bfloat16().cpu())
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -289,9 +295,10 @@ def test_sums_begin_with_a_bias_or_two(ranks, kind):
     ranks(2, kind)(biased)
 
 
-def growing(group: weft.Group) -> list[int]:
+@buffered()
+def growing(group: weft.Group, buffer: Buffer) -> list[int]:
     """More tokens than before, on one rank alone; a handle from before goes on."""
-    buffer, found = Buffer(group), []
+    found: list[int] = []
     first: tuple[Any, ...] = ()
     for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
         batches = [batch(r, tokens) for r in range(group.size)]
@@ -302,12 +309,10 @@ def growing(group: weft.Group) -> list[int]:
         assert counts == want.counts
         same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
         first = first or (whole(x), handle, batches[group.rank])
-        (made,) = buffer._normal._there.values()
-        found.append(made.max_tokens)
+        (fetch,) = made(buffer, RowFetch)
+        found.append(fetch.max_tokens)
     x, handle, mine = first
     same(buffer.combine(x, handle)[0], summed(mine, group.size))
-    buffer.check()
-    buffer.destroy()
     return found
 
 
@@ -316,9 +321,10 @@ def test_memory_grows_on_all_ranks_together(ranks, kind):
     assert ranks(2, kind)(growing) == [[64, 256, 512, 512]] * 2
 
 
-def wrong_on_one_rank(group: weft.Group) -> None:
+@buffered()
+def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
     """What one rank passes wrongly, every rank raises, before rows are sent; then all go on."""
-    buffer, ranks = Buffer(group), group.size
+    ranks = group.size
     batches = [batch(r) for r in range(ranks)]
     mine = on(group, batches[group.rank])
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
@@ -355,8 +361,6 @@ def wrong_on_one_rank(group: weft.Group) -> None:
     if last:
         with pytest.raises(BadExpertId, match=f"{len(ids)} entries of topk_idx"):
             buffer.check()
-    buffer.check()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -364,9 +368,9 @@ def test_what_one_rank_passes_wrongly_all_raise(ranks, kind):
     ranks(2, kind)(wrong_on_one_rank)
 
 
-def rows_that_do_not_fit(group: weft.Group) -> None:
+@buffered()
+def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
     """Bounds that differ between ranks: what has no room is dropped, never written elsewhere."""
-    buffer = Buffer(group)
     batches = [batch(r) for r in range(group.size)]
     every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
     batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
@@ -385,15 +389,12 @@ def rows_that_do_not_fit(group: weft.Group) -> None:
     if group.rank == 0:
         with pytest.raises(TokenOverflow):
             buffer.check()
-    else:
-        buffer.check()
-    group.barrier()
-    buffer.destroy()
 
 
-def mixed_handles(group: weft.Group) -> None:
+@buffered()
+def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
     """Handles that differ between ranks give rows of nobody's, of the right number, and no more."""
-    buffer, ranks = Buffer(group), group.size
+    ranks = group.size
     few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
     handles = []
     for batches in (few, many):
@@ -408,9 +409,6 @@ def mixed_handles(group: weft.Group) -> None:
     x, handle, mine = handles[1]
     same(whole(buffer.dispatch(mine.x, handle=handle)[0]), wanted(many, group.rank).x)
     same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -630,9 +628,10 @@ def test_sglangs_calls(ranks, kind):
     ranks(2, kind)(sglangs)
 
 
-def captured(group: weft.Group) -> None:
+@buffered()
+def captured(group: weft.Group, buffer: Buffer) -> None:
     """Dispatch and combine with a bound of rows, each in a graph of its own."""
-    buffer, ranks = Buffer(group), group.size
+    ranks = group.size
     bound = ranks * max(TOKENS)
     batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
     mine = on(group, batches[0][group.rank])
@@ -662,13 +661,12 @@ def captured(group: weft.Group) -> None:
         same(out, summed(these[group.rank], ranks))
         same(buffer.combine(x, handle)[0], summed(these[group.rank], ranks))  # eager, between
     torch.cuda.synchronize()
-    buffer.check()
-    buffer.destroy()
 
 
-def in_turns(group: weft.Group) -> None:
+@buffered()
+def in_turns(group: weft.Group, buffer: Buffer) -> None:
     """Callers whose streams wait for nothing but the events that they pass, as deep_ep's may."""
-    buffer, ranks = Buffer(group), group.size
+    ranks = group.size
     batches = [batch(r, (300, 200)) for r in range(ranks)]
     mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
     args = layout(buffer, mine)
@@ -686,8 +684,6 @@ def in_turns(group: weft.Group) -> None:
     for x, out in kept:
         same(whole(x), want.x)
         same(out, summed(batches[group.rank], ranks))
-    buffer.check()
-    buffer.destroy()
 
 
 @pytest.mark.gpu

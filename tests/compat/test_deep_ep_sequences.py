@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from tests.compat.buffers import buffered
 from tests.compat.test_deep_ep import (
     EXPERTS,
     HIDDEN,
@@ -149,9 +150,9 @@ def test_the_originals_own_sequence_under_any_defaults(ranks, kind, dtype):
     assert ranks(2, kind)(own_test_of, dtype) == [True, True]
 
 
-def dropped(group: weft.Group, hooks: bool) -> None:
+@buffered(low_latency_mode=True)
+def dropped(group: weft.Group, buffer: Buffer, hooks: bool) -> None:
     """Dispatches without end and no combine: of each the rows are right, and the last combines."""
-    buffer = Buffer(group, low_latency_mode=True)
     for round_ in range(9):
         x, ids, weights = inputs(group, round_ % 2)
         numbers, counts, handle, _, hook = buffer.low_latency_dispatch(
@@ -168,9 +169,6 @@ def dropped(group: weft.Group, hooks: bool) -> None:
         if hook is not None:
             hook()
         assert torch.equal(out.cpu(), want)
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,9 +177,9 @@ def test_results_may_be_dropped_and_one_handle_combined_often(ranks, kind, hooks
     ranks(2, kind)(dropped, hooks)
 
 
-def weighted_apart(group: weft.Group) -> None:
+@buffered(low_latency_mode=True)
+def weighted_apart(group: weft.Group, buffer: Buffer) -> None:
     """One handle, other rows and other weights each time; two handles in turn."""
-    buffer = Buffer(group, low_latency_mode=True)
     made = []
     for seed in (0, 1):
         x, ids, weights = inputs(group, seed)
@@ -194,9 +192,6 @@ def weighted_apart(group: weft.Group) -> None:
             out = buffer.low_latency_combine(y * factor, ids, weights / 2, handle)[0]
             want = expected(group, seed, FORMATS[0], weights / 2).float() * factor
             assert torch.equal(out.cpu().float(), want)
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,9 +199,9 @@ def test_two_handles_may_be_combined_in_turn(ranks, kind):
     ranks(2, kind)(weighted_apart)
 
 
-def overtaken(group: weft.Group) -> None:
+@buffered(low_latency_mode=True)
+def overtaken(group: weft.Group, buffer: Buffer) -> None:
     """The third result takes the place of the first, whose handle then says so."""
-    buffer = Buffer(group, low_latency_mode=True)
     x, ids, weights = inputs(group, 0)
     results = [
         buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)[::2] for _ in range(3)
@@ -220,18 +215,15 @@ def overtaken(group: weft.Group) -> None:
     for numbers, handle, _ in results[1:]:
         out = buffer.low_latency_combine(whole(numbers), ids, weights, handle)[0]
         assert torch.equal(out.cpu(), want)
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
 
 
 def test_a_handle_whose_slot_is_taken_is_refused(ranks):
     ranks(2, "threads")(overtaken)
 
 
-def never_taken_on_its_way(group: weft.Group) -> None:
+@buffered(low_latency_mode=True)
+def never_taken_on_its_way(group: weft.Group, buffer: Buffer) -> None:
     """A result whose combine has been sent keeps its slot until the hook has run."""
-    buffer = Buffer(group, low_latency_mode=True)
     x, ids, weights = inputs(group, 0)
     rounds = [buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False) for _ in range(2)]
     numbers, _, handle, _, _ = rounds[0]
@@ -253,9 +245,6 @@ def never_taken_on_its_way(group: weft.Group) -> None:
     hook()
     assert torch.equal(again, out)
     buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,9 +252,9 @@ def test_a_combine_on_its_way_keeps_its_slot(ranks, kind):
     ranks(2, kind)(never_taken_on_its_way)
 
 
-def zero_copies(group: weft.Group) -> None:
+@buffered(low_latency_mode=True)
+def zero_copies(group: weft.Group, buffer: Buffer) -> None:
     """With zero_copy the buffer is read, whatever x is; before it was asked for, refused."""
-    buffer = Buffer(group, low_latency_mode=True)
     x, ids, weights = inputs(group, 0)
     numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
     rows = whole(numbers).clone()
@@ -277,7 +266,6 @@ def zero_copies(group: weft.Group) -> None:
         buffer.low_latency_combine(other[:, 1:], ids, weights, handle, zero_copy=True)
     out = buffer.low_latency_combine(other, ids, weights, handle, zero_copy=True)[0]
     assert torch.equal(out.cpu(), expected(group, 0, FORMATS[0], weights))
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -368,14 +356,13 @@ def test_a_process_group_as_callers_pass_it(ranks):
     ranks(2, "cpu")(of_a_process_group)
 
 
-def names(group: weft.Group) -> None:
-    buffer = Buffer(group, low_latency_mode=True)
+@buffered(low_latency_mode=True)
+def names(group: weft.Group, buffer: Buffer) -> None:
     if group.device.type == "cuda":
         assert buffer.get_comm_stream() == torch.cuda.current_stream(group.device)
     else:
         with pytest.raises(InvalidArgument, match="they have no streams"):
             buffer.get_comm_stream()
-    buffer.destroy()
 
 
 @pytest.mark.parametrize("kind", KINDS)

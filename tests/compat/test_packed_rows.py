@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.compat.test_deep_ep_normal import batch, layout, on, whole
+from tests.compat.buffers import buffered
+from tests.compat.test_deep_ep_normal import batch, layout, made, on, whole
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.machine_code import frames
 from tests.emulator.watch import watching
@@ -18,6 +19,7 @@ from tests.recorded import NVRTC, reads
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
+from weft.compat.row_exchange import RowCombine, RowDispatch, RowFetch
 from weft.errors import TokenOverflow
 from weft.grouping.kernels import COUNTING
 from weft.grouping.operator import RowGroups
@@ -60,8 +62,8 @@ class Emulated:
         """Nothing is held."""
 
 
-def emulated(group: weft.Group, folder: str) -> None:
-    buffer = Buffer(group, timeout=600.0)
+@buffered(timeout=600.0)
+def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     got, _, weights, _, handle, _ = buffer.dispatch(mine.x, **args)
@@ -79,9 +81,8 @@ def emulated(group: weft.Group, folder: str) -> None:
     wanted = calls()
     assert torch.equal(bits(wanted[2]), bits(whole(got)))
     assert torch.equal(bits(wanted[3]), bits(got_fp8[0]))
-    normal = buffer._normal
-    kernels = [("fetch_rows", e) for e in normal._there.values()]
-    kernels += [("return_rows", e) for e in normal._back.values()]  # type: ignore[misc]
+    kernels = [("fetch_rows", e) for e in made(buffer, RowFetch)]
+    kernels += [("return_rows", e) for e in made(buffer, RowCombine)]
     for number, (name, exchange) in enumerate(kernels):
         own, place = exchange._entries, Path(folder) / str(number)
         library = place / "kernels.so"
@@ -102,8 +103,6 @@ def emulated(group: weft.Group, folder: str) -> None:
         own_counters = {"updates acq_rel gpu"} if name == "return_rows" else set()
         assert {each for each in how if "updates" in each} == own_counters
         exchange._entries = own
-    buffer.check()
-    buffer.destroy()
 
 
 @reads("tests/emulator/*.hpp")
@@ -133,9 +132,9 @@ class EmulatedPacking:
         """Nothing is held."""
 
 
-def packed(group: weft.Group, folder: str) -> None:
+@buffered(timeout=600.0)
+def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
-    buffer = Buffer(group, timeout=600.0)
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
@@ -146,7 +145,7 @@ def packed(group: weft.Group, folder: str) -> None:
         after = whole(more[0])[: len(exact[0])]  # rows that nobody sent hold anything
         found = [t for t in (*exact[:3], after, *more[1:3]) if isinstance(t, torch.Tensor)]
         assert len(found) == 6
-        (finding,) = buffer._normal._finding.values()
+        (finding,) = made(buffer, RowDispatch)
         into = [torch.full((room + 2, size), 77, dtype=torch.uint8) for size in (24, 12)]
         sent = mine.ids.view(torch.uint8), mine.weights.view(torch.uint8)
         ranks = rank_layout.announcement(
@@ -160,7 +159,7 @@ def packed(group: weft.Group, folder: str) -> None:
         return [*found, *(t[:1] for t in into)]
 
     wanted = calls()
-    (exchange,) = buffer._normal._finding.values()
+    (exchange,) = made(buffer, RowDispatch)
     rounds, library = exchange._packed, Path(folder) / "kernels.so"
     if group.rank == 0:
         entries = [ENTRY.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
@@ -177,8 +176,6 @@ def packed(group: weft.Group, folder: str) -> None:
         for value, want in zip(calls(), wanted, strict=True):
             assert torch.equal(bits(value), bits(want))
     rounds._kernels = own
-    buffer.check()
-    buffer.destroy()
 
 
 @reads("tests/emulator/*.hpp")
@@ -186,13 +183,14 @@ def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
     ranks(2, "threads")(packed, str(tmp_path))
 
 
-def misled(group: weft.Group) -> None:
+@buffered()
+def misled(group: weft.Group, buffer: Buffer) -> None:
     """A handle's tensors that were overwritten: nothing is stored outside of the inbox's rows."""
-    buffer, mine = Buffer(group), on(group, batch(group.rank, (40, 40)))
+    mine = on(group, batch(group.rank, (40, 40)))
     got, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
     assert handle is not None
     x, want = whole(got), buffer.combine(whole(got), handle)[0]
-    (exchange,) = buffer._normal._back.values()
+    (exchange,) = made(buffer, RowCombine)
     share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)
     returned, shape = exchange.a2a.config.offsets.returned, exchange.a2a.config.shape
     end = returned + shape.ranks * shape.tokens * shape.out_bytes
@@ -213,8 +211,6 @@ def misled(group: weft.Group) -> None:
         assert torch.equal(share[end:], behind)
         handle.packing.until.copy_(saved[1])
     assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
-    buffer.check()
-    buffer.destroy()
 
 
 def test_tensors_of_a_handle_are_no_addresses(ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from tests.compat.calls import (
     rows,
     workspace_of,
 )
-from weft.compat import moe_workspace
 from weft.compat import ranks as places
+from weft.compat import refusals
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
 
@@ -90,7 +91,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
     capturing = [False]
-    monkeypatch.setattr(moe_workspace, "capturing", lambda device: capturing[0])
+    monkeypatch.setattr(refusals, "capturing", lambda device: capturing[0])
     ranks(RANKS, "threads")(captured, capturing)
 
 
@@ -354,15 +355,15 @@ def test_without_a_group_it_is_that_of_torch_distributed(ranks):
 
 
 def test_without_torch_distributed_it_is_that_of_the_environment(monkeypatch):
-    made = SimpleNamespace(rank=0, size=3, closed=False)
+    made: Any = SimpleNamespace(rank=0, size=3, closed=False, one_host=lambda what: made)
     made.close = lambda: setattr(made, "closed", True)
     monkeypatch.setattr(weft.Group, "from_env", lambda timeout: made)
-    group = places.lease_group(Mapping(0, 3), None, None)
-    assert group is made  # type: ignore[comparison-overlap]
-    places.release_group(group)
+    group, release = places.lease_group(0, 3)
+    assert [group] == [made]
+    release()
     assert made.closed
     made.closed = False
-    refused(InvalidArgument, lambda: places.lease_group(Mapping(1, 2), None, None), "1 of 2")
+    refused(InvalidArgument, lambda: places.lease_group(1, 2), "1 of 2")
     assert made.closed
 
 

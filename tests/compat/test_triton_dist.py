@@ -219,7 +219,7 @@ def refused(group: weft.Group) -> None:
     for changes, text in (
         ({"online_quant_fp8": False}, "online_quant_fp8 is False"),
         ({"local_world_size": 8}, "local_world_size is 8 and world_size 1"),
-        ({"rank": 3}, "rank 3 of 1, the group has rank 0 of 1"),
+        ({"rank": 3}, "rank 3 of 1, but group is rank 0 of 1"),
     ):
         with pytest.raises(InvalidArgument, match=text):
             make(group, **changes)

@@ -47,7 +47,7 @@ def replay(group: weft.Group, form: str, method: str) -> float:
             graph.replay()
         want = alone(x.cpu(), real=real, layers=1)
         found = max(found, far(out.float().cpu(), want.float()))
-    assert not engine._served or not engine._served.blocks.broken
+    assert not engine._blocks or not engine._blocks.broken
     leave()
     return found
 

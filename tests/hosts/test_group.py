@@ -13,7 +13,7 @@ import weft
 from tests.hosts.spanning import on_hosts, play
 from tests.rounds import Round
 from weft.compat.deep_ep import Buffer
-from weft.compat.ranks import RankPlace, lease_group
+from weft.compat.ranks import lease_group
 from weft.errors import (
     CreationFailed,
     GroupError,
@@ -31,7 +31,7 @@ def refused(group: weft.Group) -> None:
     with pytest.raises(InvalidArgument, match=f"Buffer {words}"):
         Buffer(group, low_latency_mode=True)
     with pytest.raises(InvalidArgument, match=f"this workspace {words}"):
-        lease_group(RankPlace(group.rank, group.size), None, group)
+        lease_group(group.rank, group.size, group)
     with weft.AllReduce(group.local, max_tokens=4, hidden=64):
         pass
     with pytest.raises(InvalidArgument, match="no rail"):

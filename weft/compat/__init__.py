@@ -1,5 +1,6 @@
 """The calls of other projects on weft: change an import and keep the engine.
 
-weft.compat.deep_ep, weft.compat.triton_dist: their low-latency calls.
-weft.compat.flashinfer: `MoeAlltoAll` as in flashinfer.comm. docs/compat.md says where it differs.
+weft.compat.deep_ep: both modes of its Buffer.   weft.compat.triton_dist: its low-latency layer.
+weft.compat.flashinfer: `MoeAlltoAll` and `allreduce_fusion` as in flashinfer.comm.
+docs/compat.md says where they differ.
 """

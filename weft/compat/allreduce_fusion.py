@@ -5,7 +5,6 @@ docs/compat.md says what is the same, what is stricter and what is refused, patt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -106,32 +105,59 @@ def allreduce_fusion(
     Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
     """
     instance("workspace", workspace, AllReduceFusionWorkspace)
-    for name, tensor in (("input", input), ("residual_in", residual_in)):
-        if tensor is not None or name == "input":
-            _check_rows(name, tensor)
-    outputs = _Outputs(output, residual_out, norm_out, quant_out, scale_out)
+    _check_rows("input", input)
+    if residual_in is not None:
+        _check_rows("residual_in", residual_in)
+    for name, tensor in (
+        ("output", output),
+        ("residual_out", residual_out),
+        ("norm_out", norm_out),
+        ("quant_out", quant_out),
+        ("scale_out", scale_out),
+    ):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            refuse_tensor(name, tensor)
     real("rms_eps", rms_eps, least=0.0)
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     if layout_code is not None:  # of NVFP4's scales, which no pattern here has
         integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
-    experts = moe_reduction_device_num_experts, moe_reduction_scale_input
-    made = moe_reduction_active_experts_token_input, moe_reduction_token_input
     prologue = None
     if call is _FINALIZED:
         _need(call, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
         routed = expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output
         prologue = MoEFinalize(input, *routed)  # type: ignore[arg-type]
     elif call is _REDUCTION:
-        prologue = _moe_reduction(workspace, *experts, *made)
+        prologue = _moe_reduction(
+            workspace,
+            moe_reduction_device_num_experts,
+            moe_reduction_scale_input=moe_reduction_scale_input,
+            moe_reduction_active_experts_token_input=moe_reduction_active_experts_token_input,
+            moe_reduction_token_input=moe_reduction_token_input,
+        )
     epilogue: dict[str, Any] = {}
     if call is not _Pattern.kAllReduce:
         quant = _quant(workspace, call, scale_factor, block_quant_group_size)
         _need(call, residual_in=residual_in, rms_gamma=rms_gamma)
         epilogue = {"residual": residual_in, "weight": rms_gamma, "eps": rms_eps}
         epilogue |= {"quant": quant, "weight_bias": weight_bias}
-    wanted = outputs.wanted(call, input)
+    if call in (_REDUCTION, _FINALIZED):
+        refuse("quant_out", quant_out, None, MOE_QUANT)
+        refuse("scale_out", scale_out, None, MOE_QUANT)
+    # As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
+    # and the MoE reduction, the norm but for patterns that say Out.
+    wanted: dict[str, Any] = {"out": True if output is None else output}
+    if call is not _Pattern.kAllReduce:
+        wanted = {"residual_out": residual_out}
+        if call not in _WITHOUT_NORM:
+            wanted["norm_out"] = True if norm_out is None else norm_out
+        if call is _REDUCTION:
+            wanted["out"] = output
+        if call in (*_GROUPED, *_DYNAMIC):
+            wanted |= {"quant_out": quant_out, "scale_out": scale_out}
+        if call in _STATIC:
+            wanted["quant_out"] = _fp8_of(quant_out, input)
     tokens = len(input if residual_in is None else residual_in)
     backend = workspace.backend_for(
         use_oneshot, input if prologue is None else prologue.rows, tokens
@@ -157,48 +183,6 @@ def _blank_padding(scales: torch.Tensor) -> None:
     padded = min(columns, held // pitch) if pitch else 0  # empty_strided ends with the last token
     if padding and padded and (columns == 1 or scales.stride(1) == pitch):
         scales.as_strided((padded, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
-
-
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """What the caller gave to write into. Raises InvalidArgument for what is no tensor."""
-
-    output: torch.Tensor | None
-    residual_out: torch.Tensor | None
-    norm_out: torch.Tensor | None
-    quant_out: torch.Tensor | None
-    scale_out: torch.Tensor | None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            place = getattr(self, field.name)
-            if place is not None and not isinstance(place, torch.Tensor):
-                refuse_tensor(field.name, place)
-
-    def wanted(self, call: _Pattern, rows: torch.Tensor) -> dict[str, Any]:
-        """The outputs of a pattern with these input rows, as `fused` names them.
-
-        As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
-        and the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
-        quantisation that is made there, and not here.
-        """
-        if call is _Pattern.kAllReduce:
-            return {"out": _or(self.output, True)}
-        wanted: dict[str, Any] = {"residual_out": self.residual_out}
-        if call not in _WITHOUT_NORM:
-            wanted["norm_out"] = _or(self.norm_out, True)
-        if call is _REDUCTION:
-            wanted["out"] = self.output
-        if call in (*_GROUPED, *_DYNAMIC):
-            wanted["quant_out"] = self.quant_out
-        if call in _STATIC:
-            wanted["quant_out"] = _fp8_of(self.quant_out, rows)
-        if call in (*_GROUPED, *_DYNAMIC):
-            wanted["scale_out"] = self.scale_out
-        if call in (_REDUCTION, _FINALIZED):
-            refuse("quant_out", self.quant_out, None, MOE_QUANT)
-            refuse("scale_out", self.scale_out, None, MOE_QUANT)
-        return wanted
 
 
 def _fp8_of(given: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
@@ -250,38 +234,22 @@ def _need(call: _Pattern, **arguments: object) -> None:
 
 
 def _moe_reduction(
-    workspace: AllReduceFusionWorkspace,
-    experts: int | None,
-    scales: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    shared: torch.Tensor | None,
+    workspace: AllReduceFusionWorkspace, experts: int | None, **given: Any
 ) -> MoEFinalize:
-    """Pattern 6: each token adds the rows of all experts here, which are ordered by expert."""
-    _need(
-        _REDUCTION,
-        moe_reduction_device_num_experts=experts,
-        moe_reduction_scale_input=scales,
-        moe_reduction_active_experts_token_input=rows,
-        moe_reduction_token_input=shared,
-    )
-    assert experts is not None
-    assert scales is not None
-    assert rows is not None
-    assert shared is not None
+    """Pattern 6: each token adds the rows of all experts here, which are ordered by expert.
+
+    given: scales, rows and what the token adds to them, by their names in the call.
+    """
+    _need(_REDUCTION, moe_reduction_device_num_experts=experts, **given)
     experts = integer("moe_reduction_device_num_experts", experts, 1, largest(Shape, "experts"))
-    for name, tensor in (
-        ("moe_reduction_scale_input", scales),
-        ("moe_reduction_active_experts_token_input", rows),
-        ("moe_reduction_token_input", shared),
-    ):
+    for name, tensor in given.items():
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
+    scales, rows, shared = given.values()
     _check_rows("moe_reduction_token_input", shared)
-    tokens = shared.shape[0]
-    for name, tensor, size in (
-        ("moe_reduction_scale_input", scales, experts * tokens),
-        ("moe_reduction_active_experts_token_input", rows, experts * tokens * shared.shape[-1]),
-    ):
+    tokens, hidden = shared.shape
+    sizes = (experts * tokens, experts * tokens * hidden)
+    for (name, tensor), size in zip(given.items(), sizes, strict=False):  # the first two
         strided = tensor.layout is torch.strided and not tensor.is_nested
         if not strided or not tensor.is_contiguous() or tensor.numel() != size:
             raise InvalidArgument(
@@ -290,7 +258,7 @@ def _moe_reduction(
             )
     index = workspace.expert_major(experts, tokens)
     weights = scales.reshape(experts, tokens).t().contiguous()
-    return MoEFinalize(rows.view(-1, shared.shape[-1]), index, weights, shared=shared)
+    return MoEFinalize(rows.view(-1, hidden), index, weights, shared=shared)
 
 
 def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
@@ -300,7 +268,3 @@ def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
     if tensor.is_nested or tensor.dim() != 2:
         shape = "nested" if tensor.is_nested else list(tensor.shape)
         raise InvalidArgument(f"{name} is {shape}; it must be [tokens, hidden]")
-
-
-def _or(tensor: torch.Tensor | None, default: bool) -> torch.Tensor | bool:
-    return default if tensor is None else tensor

@@ -22,10 +22,10 @@ from weft.compat.refusals import refuse, renamed
 from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
-from weft.lowlatency import reference as reference_lowlatency
 from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
-from weft.lowlatency.results import ExpertRows, Handle
+from weft.lowlatency.reference import unpack_scales
+from weft.lowlatency.results import Handle
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
@@ -117,24 +117,22 @@ class Config:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One dispatch: whose, and of which exchange."""
-
-    key: tuple[Any, ...]
-    handle: Handle
-
-
 class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
     """The handle of a dispatch: source tokens, ranges, most tokens, hidden, experts."""
 
-    round: _Round
+    key: tuple[Any, ...]  # of the exchange
+    handle: Handle  # of the exchange's own
 
     @classmethod
-    def of(cls, parts: tuple[torch.Tensor, torch.Tensor, int, int, int], round_: _Round) -> Ticket:
+    def of(
+        cls,
+        parts: tuple[torch.Tensor, torch.Tensor, int, int, int],
+        key: tuple[Any, ...],
+        handle: Handle,
+    ) -> Ticket:
         """A handle with these parts; callers unpack them as deep_ep's."""
         made = cls(parts)
-        made.round = round_
+        made.key, made.handle = key, handle
         return made
 
 
@@ -184,7 +182,7 @@ class Buffer:
             refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
             refuse("enable_shrink", enable_shrink, False, SHRINK)
         flags(enable_shrink=enable_shrink)
-        limits: dict[str, Any] = {
+        self._limits: dict[str, Any] = {
             "timeout": seconds("timeout", timeout),
             "first_timeout": seconds("first_timeout", first_timeout),
         }
@@ -198,8 +196,7 @@ class Buffer:
         self.enable_shrink = enable_shrink
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._limits = limits
-        self._normal = NormalMode(self._group, limits)
+        self._normal = NormalMode(self._group, self._limits)
         self._stream: torch.cuda.Stream | None = None  # of the normal mode's latest call
         self._destroyed = False
 
@@ -245,10 +242,10 @@ class Buffer:
     ) -> int:
         """Bytes of shared memory for a top_k of up to 16; results take as much again as they do."""
         experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
-        tokens = _most("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        most = num_max_dispatch_tokens_per_rank
         return LowLatencyAllToAll.memory_bytes(
             ranks=integer("num_ranks", num_ranks, 1, MAX_RANKS),
-            max_tokens=tokens,
+            max_tokens=integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS),
             hidden=hidden,
             top_k=min(HINTED_TOP_K, experts),
             num_experts=experts,
@@ -292,7 +289,8 @@ class Buffer:
         # What a new exchange would take its sizes from.
         self._check("x", x, (None, None), torch.bfloat16)
         self._check("topk_idx", topk_idx, (None, None), *IDS)
-        most = _most("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        most = num_max_dispatch_tokens_per_rank
+        most = integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS)
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument(
@@ -316,8 +314,14 @@ class Buffer:
                 rows = a2a.dispatch(x, topk_idx)
         except UsageError as error:
             raise renamed(error, DISPATCHED) from error
-        widen = use_fp8 and round_scale and not use_ue8m0
-        numbers = _numbers(rows, a2a, widen=widen)
+        scales, wide = rows.scales, None
+        if use_fp8 and round_scale and not use_ue8m0:
+            # Powers of two as float32, in the layout of the others: filled when rows are there.
+            shape = a2a.config.shape
+            size = (a2a.num_local_experts, shape.blocks, -(-shape.rows // 4) * 4)
+            wide = torch.zeros(size, dtype=torch.float32, device=x.device).mT[:, : shape.rows]
+            scales = wide
+        numbers = rows.x if scales is None else (rows.x, scales)
         ranges = torch.zeros_like(rows.ranges[..., 0], dtype=torch.int64)
         tokens = torch.zeros_like(rows.source)
 
@@ -328,13 +332,13 @@ class Buffer:
             ranges.copy_(packed_ranges(rows))
             if stats is not None:
                 stats.add_(rows.counts)
-            if widen:
-                _fill_scales(numbers, rows, a2a)
+            if wide is not None and rows.scales is not None:
+                wide.copy_(unpack_scales(rows.scales, a2a.config.shape.blocks))
 
         if not return_recv_hook:
             finish()
         parts = (tokens, ranges, most, sizes[1], num_experts)
-        ticket = Ticket.of(parts, _Round(key, rows.handle))
+        ticket = Ticket.of(parts, key, rows.handle)
         event = self._event(async_finish)
         return numbers, rows.counts, ticket, event, finish if return_recv_hook else None
 
@@ -366,15 +370,14 @@ class Buffer:
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
         flags(async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy)
-        round_ = _round_of(handle)
-        a2a = self._existing(round_.key)
-        y = self._input(round_, x) if zero_copy else x
+        a2a = self._existing(handle)
+        y = self._input(handle, x) if zero_copy else x
         hook: Hook | None = None
         try:
             if return_recv_hook:
-                result, hook = a2a.combine_send(y, topk_idx, topk_weights, round_.handle, out)
+                result, hook = a2a.combine_send(y, topk_idx, topk_weights, handle.handle, out)
             else:
-                result = a2a.combine(y, topk_idx, topk_weights, round_.handle, out)
+                result = a2a.combine(y, topk_idx, topk_weights, handle.handle, out)
         except UsageError as error:
             raise renamed(error, COMBINED) from error
         return result, self._event(async_finish), hook
@@ -386,14 +389,13 @@ class Buffer:
         Combine reads any tensor in place; this is one, made at the first call for each slot. Raises
         InvalidArgument, OutOfOrder.
         """
-        round_ = _round_of(handle)
-        slot = self._existing(round_.key)._slots[round_.handle.slot]
-        if slot.latest is not round_.handle:
+        slot = self._existing(handle)._slots[handle.handle.slot]
+        if slot.latest is not handle.handle:
             raise OutOfOrder(
                 "get_next_low_latency_combine_buffer of a handle whose slot a later dispatch has "
                 "taken: ask before that dispatch"
             )
-        key = (*round_.key, round_.handle.slot)
+        key = (*handle.key, handle.handle.slot)
         if key not in self._inputs:
             size, device = slot.x.shape, slot.x.device
             with plain_tensors():
@@ -458,8 +460,7 @@ class Buffer:
         each expert; bool `[tokens, num_ranks]`, whether a token goes to a rank; and the event. Ids
         that name no expert count for nobody; dispatch raises them. Raises InvalidArgument.
         """
-        self._check_open()
-        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        self._check_call(async_finish, allocate_on_comm_stream)
         num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
         if num_experts % self.group_size:
             wrong("num_experts", num_experts, f"a multiple of the {self.group_size} ranks")
@@ -519,60 +520,36 @@ class Buffer:
         BadExpertId, InvalidArgument and GeometryMismatch for what one of them passed (with
         num_worst_tokens `check` raises ids that name no expert); and what broke the group.
         """
-        self._check_open()
-        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        self._check_call(async_finish, allocate_on_comm_stream, config)
         alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
         most_rows = self.group_size * largest(Shape, "tokens")
         worst = integer("num_worst_tokens", num_worst_tokens, 0, most_rows)
-        if config is not None:
-            instance("config", config, Config)
         x, scales = self._check_rows(x)
+        tokens = len(x)
         if handle is not None:
-            routing = self._normal.routing_of(_dispatched(handle))
+            _check_handle(handle, NormalHandle, "dispatch")
+            had = len(self._normal.packing_of(handle).in_rank)
             for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 refuse(name, given, None, "a handle's dispatch brings rows alone")
-            if len(x) != routing.tokens:
+            if tokens != had:
                 raise InvalidArgument(
-                    f"x has {len(x)} tokens, the dispatch of the handle had {routing.tokens}: "
-                    "pass as many"
+                    f"x has {tokens} tokens, the dispatch of the handle had {had}: pass as many"
                 )
             self._begin(previous_event)
             again = self._normal.dispatch_again(Rows(x, scales), handle)
             return _numbers_of(again), None, None, None, None, self._event(async_finish)
-        tokens = len(x)
-        layout = (
-            ("num_tokens_per_rank", num_tokens_per_rank, (self.group_size,), torch.int32),
-            ("is_token_in_rank", is_token_in_rank, (tokens, self.group_size), torch.bool),
-            ("num_tokens_per_expert", num_tokens_per_expert, (None,), torch.int32),
+        layout = self._check_layout(
+            tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         )
-        for name, tensor, shape, dtype in layout:
-            if tensor is None:
-                wrong(name, None, "a tensor of get_dispatch_layout's, or pass a handle")
-            self._check(name, tensor, shape, dtype)
-        assert num_tokens_per_rank is not None
-        assert is_token_in_rank is not None
-        assert num_tokens_per_expert is not None
-        experts = len(num_tokens_per_expert)
-        if not experts or experts % self.group_size:
-            raise InvalidArgument(
-                f"num_tokens_per_expert has {experts} entries; it must have a multiple of the "
-                f"{self.group_size} ranks"
-            )
         topk = self._check_topk(tokens, topk_idx, topk_weights)
         if worst and topk is None:
             raise InvalidArgument(
                 f"num_worst_tokens is {worst} without topk_idx, which says what rows were received"
             )
         self._begin(previous_event)
-        found = self._normal.dispatch(
-            Rows(x, scales, topk),
-            Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank),
-            alignment,
-            worst,
-        )
-        ids, weights = found.rows.topk or (None, None)
-        event = self._event(async_finish)
-        return _numbers_of(found.rows), ids, weights, found.counts, found.handle, event
+        found, counts, made = self._normal.dispatch(Rows(x, scales, topk), layout, alignment, worst)
+        ids, weights = found.topk or (None, None)
+        return _numbers_of(found), ids, weights, counts, made, self._event(async_finish)
 
     @untraced
     def combine(
@@ -600,20 +577,19 @@ class Buffer:
         token that went nowhere has its bias, or zeros. Raises InvalidArgument, OutOfOrder, and what
         broke the group.
         """
-        self._check_open()
-        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
-        if config is not None:
-            instance("config", config, Config)
-        routing = self._normal.routing_of(_dispatched(handle))
-        self._check("x", x, (routing.rows, None), torch.bfloat16, unit=16)
+        self._check_call(async_finish, allocate_on_comm_stream, config)
+        _check_handle(handle, NormalHandle, "dispatch")
+        packing = self._normal.packing_of(handle)
+        rows, tokens = len(packing.tokens), len(packing.in_rank)
+        self._check("x", x, (rows, None), torch.bfloat16, unit=16)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         if len(biases) > 2:
             raise InvalidArgument(f"bias has {len(biases)} tensors; pass one, or a tuple of two")
         for place, each in enumerate(biases):
             name = "bias" if len(biases) == 1 else f"bias[{place}]"
-            self._check(name, each, (routing.tokens, x.shape[1]), torch.bfloat16, unit=16)
+            self._check(name, each, (tokens, x.shape[1]), torch.bfloat16, unit=16)
         if topk_weights is not None:
-            self._check("topk_weights", topk_weights, (routing.rows, None), torch.float32)
+            self._check("topk_weights", topk_weights, (rows, None), torch.float32)
             top_k = integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
             check_alignment("topk_weights", topk_weights, top_k * topk_weights.itemsize)
         self._begin(previous_event)
@@ -651,6 +627,37 @@ class Buffer:
         """Raise InvalidArgument for a tensor that is not of this kind.   unit: of its address."""
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=self._group.device)
         check_alignment(name, tensor, unit or tensor.itemsize)
+
+    def _check_call(
+        self, async_finish: bool, allocate_on_comm_stream: bool, config: Config | None = None
+    ) -> None:
+        """Raise for a destroyed buffer, and for what all calls of the normal mode take."""
+        self._check_open()
+        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        if config is not None:
+            instance("config", config, Config)
+
+    def _check_layout(self, tokens: int, *given: torch.Tensor | None) -> Layout:
+        """What get_dispatch_layout returned. Raises InvalidArgument."""
+        kinds = (
+            ("num_tokens_per_rank", (self.group_size,), torch.int32),
+            ("num_tokens_per_expert", (None,), torch.int32),
+            ("is_token_in_rank", (tokens, self.group_size), torch.bool),
+        )
+        found: list[torch.Tensor] = []
+        for (name, shape, dtype), tensor in zip(kinds, given, strict=True):
+            if tensor is None:
+                wrong(name, None, "a tensor of get_dispatch_layout's, or pass a handle")
+            self._check(name, tensor, shape, dtype)
+            found.append(tensor)
+        layout = Layout(*found)
+        experts = len(layout.per_expert)
+        if not experts or experts % self.group_size:
+            raise InvalidArgument(
+                f"num_tokens_per_expert has {experts} entries; it must have a multiple of the "
+                f"{self.group_size} ranks"
+            )
+        return layout
 
     def _check_rows(self, x: Numbers) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x and its scales, contiguous, as the normal mode takes them. Raises InvalidArgument."""
@@ -723,18 +730,19 @@ class Buffer:
             )
         return self._exchanges[key]
 
-    def _existing(self, key: tuple[Any, ...]) -> LowLatencyAllToAll:
+    def _existing(self, handle: Ticket) -> LowLatencyAllToAll:
         """The exchange of a handle: never a new one, which all ranks would have to make."""
-        if not self._destroyed and key not in self._exchanges:
+        _check_handle(handle, Ticket, "low_latency_dispatch")
+        if not self._destroyed and handle.key not in self._exchanges:
             raise OutOfOrder(
                 "the handle is not of a dispatch of this buffer: pass what its "
                 "low_latency_dispatch returned"
             )
-        return self._exchange(key)
+        return self._exchange(handle.key)
 
-    def _input(self, round_: _Round, x: torch.Tensor) -> torch.Tensor:
+    def _input(self, handle: Ticket, x: torch.Tensor) -> torch.Tensor:
         """The combine buffer of a handle, which zero_copy reads in place of `x`."""
-        y = self._inputs.get((*round_.key, round_.handle.slot))
+        y = self._inputs.get((*handle.key, handle.handle.slot))
         if y is None:
             raise OutOfOrder(
                 "zero_copy=True before get_next_low_latency_combine_buffer(handle): write the rows "
@@ -754,10 +762,9 @@ def _recorded() -> torch.cuda.Event:
     return event
 
 
-def _dispatched(handle: NormalHandle) -> NormalHandle:
-    if not isinstance(handle, NormalHandle):
-        wrong("handle", handle, "the handle that dispatch returned")
-    return handle
+def _check_handle(handle: object, kind: type, call: str) -> None:
+    if not isinstance(handle, kind):
+        wrong("handle", handle, f"the handle that {call} returned")
 
 
 def _wait(event: EventOverlap | None) -> None:
@@ -777,33 +784,3 @@ def _check_row_bytes(name: str, rows: torch.Tensor, unit: int = 16) -> None:
 
 def _numbers_of(rows: Rows) -> Numbers:
     return rows.x if rows.scales is None else (rows.x, rows.scales)
-
-
-def _most(name: str, value: int) -> int:
-    return integer(name, value, 1, MAX_TOKENS)
-
-
-def _round_of(handle: Ticket) -> _Round:
-    """Raises InvalidArgument for what is no handle."""
-    if not isinstance(handle, Ticket):
-        wrong("handle", handle, "the handle that low_latency_dispatch returned")
-    return handle.round
-
-
-def _numbers(rows: ExpertRows, a2a: LowLatencyAllToAll, *, widen: bool) -> Numbers:
-    if rows.scales is None:
-        return rows.x
-    if not widen:
-        return rows.x, rows.scales
-    # Powers of two as float32, in the layout of the others: filled when the rows are there.
-    shape = a2a.config.shape
-    size = (rows.x.shape[0], shape.blocks, -(-shape.rows // 4) * 4)
-    wide = torch.zeros(size, dtype=torch.float32, device=rows.x.device)
-    return rows.x, wide.mT[:, : shape.rows]
-
-
-def _fill_scales(numbers: Numbers, rows: ExpertRows, a2a: LowLatencyAllToAll) -> None:
-    assert isinstance(numbers, tuple)
-    assert rows.scales is not None
-    blocks = a2a.config.shape.blocks
-    numbers[1].copy_(reference_lowlatency.unpack_scales(rows.scales, blocks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from weft.allreduce.call import MoEFinalize, Reduced
 from weft.allreduce.config import MAX_TOKENS
 from weft.allreduce.operator import AllReduce
 from weft.arguments import flags, instance, integer, one_of, real
-from weft.compat.ranks import RankPlace, lease_group, release_group
-from weft.compat.refusals import refuse, renamed
-from weft.errors import InvalidArgument, OutOfOrder, UsageError
+from weft.compat.ranks import lease_group
+from weft.compat.refusals import refuse, refuse_capture, renamed
+from weft.errors import OutOfOrder, UsageError
 from weft.memory import Group
-from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
@@ -42,11 +40,6 @@ REDUCED = NAMES | {  # in the pattern that reduces experts' rows
 MAX_WORLD = 1 << 16
 INT64 = -(1 << 63), (1 << 63) - 1
 MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    comm_backend: Any
 
 
 class AllReduceFusionWorkspace:
@@ -75,17 +68,17 @@ class AllReduceFusionWorkspace:
         max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
         hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
-        self.group, self._owns_group = _ranks(tp_rank, tp_size, comm_backend, group)
+        self.group, self._release = lease_group(tp_rank, tp_size, group, comm_backend)
         self.world_size, self.rank = tp_size, tp_rank
         self._elements = max_token_num * hidden_dim
         self._timeout, self._first_timeout = timeout, first_timeout
+        self._first = hidden_dim, dtype
+        self._reduces: dict[tuple[int, torch.dtype], AllReduce] = {}
         try:
-            self._reduce: AllReduce | None = self._make(max_token_num, hidden_dim, dtype)
+            self._reduces[self._first] = self._make(max_token_num, *self._first)
         except Exception:
-            if self._owns_group:
-                _give_up(self.group)
+            self._release()
             raise
-        self._others: dict[tuple[int, torch.dtype], AllReduce] = {}
         self._scales: dict[float, torch.Tensor] = {}
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
         self.metadata: dict[str, Any] = {
@@ -106,9 +99,9 @@ class AllReduceFusionWorkspace:
 
     def open(self) -> AllReduce:
         """The all-reduce of the sizes that it was made with. Raises OutOfOrder after destroy."""
-        if self._reduce is None:
+        if not self._reduces:
             raise OutOfOrder("this workspace was destroyed; make a new one")
-        return self._reduce
+        return self._reduces[self._first]
 
     def serving(self, rows: torch.Tensor) -> AllReduce:
         """The all-reduce for rows like these; collective where their size or dtype is new.
@@ -116,13 +109,12 @@ class AllReduceFusionWorkspace:
         What does not fit goes to the first, whose checks say why. Raises OutOfOrder after destroy,
         and InvalidArgument in a graph capture that is the first to bring such rows.
         """
-        reduce, key = self.open(), (int(rows.shape[-1]), rows.dtype)
-        if key == (reduce.config.hidden, reduce.dtype) or not self._fits(1, *key):
-            return reduce
-        if key not in self._others:
-            self._refuse_capture(f"rows [{key[0]}] of {key[1]}", "bring some before the capture")
-            self._others[key] = self._make(self._elements // key[0], *key)
-        return self._others[key]
+        first, key = self.open(), (int(rows.shape[-1]), rows.dtype)
+        if key not in self._reduces and self._fits(1, *key):
+            what = f"a call with rows [{key[0]}] of {key[1]}"
+            refuse_capture(self.group.device, what, "make one before the capture")
+            self._reduces[key] = self._make(self._elements // key[0], *key)
+        return self._reduces.get(key, first)
 
     def _fits(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
         """As in flashinfer.comm: as many elements, and either both float32 or neither."""
@@ -182,7 +174,8 @@ class AllReduceFusionWorkspace:
         """
         value = real("scale_factor", value, above=0.0)
         if value not in self._scales:
-            self._refuse_capture(f"scale_factor={value}", "pass it as a float32 tensor [1]")
+            fix = "pass it as a float32 tensor [1]"
+            refuse_capture(self.group.device, f"scale_factor={value}", fix)
             self._scales[value] = torch.full(
                 (1,), value, dtype=torch.float32, device=self.group.device
             )
@@ -192,31 +185,25 @@ class AllReduceFusionWorkspace:
         """int32 `[tokens, experts]`: the index of token t's row of expert e; made once a size."""
         if (experts, tokens) not in self._indices:
             what = f"a MoE reduction of {experts} experts and {tokens} tokens"
-            self._refuse_capture(what, "make one such call before the capture")
+            refuse_capture(self.group.device, what, "make one such call before the capture")
             rows = torch.arange(experts * tokens, dtype=torch.int32, device=self.group.device)
             self._indices[experts, tokens] = rows.view(experts, tokens).t().contiguous()
         return self._indices[experts, tokens]
 
-    def _refuse_capture(self, what: str, hint: str) -> None:
-        if capturing(self.group.device):
-            raise InvalidArgument(f"{what} comes for the first time in a graph capture: {hint}")
-
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
-        for reduce in (self.open(), *self._others.values()):
+        self.open()
+        for reduce in self._reduces.values():
             reduce.check()
 
     def destroy(self) -> None:
         """Give up the memory, and the group if it was not given. Local and idempotent."""
-        reduce, self._reduce = self._reduce, None
-        if reduce is not None:
-            for each in (reduce, *self._others.values()):
-                each.close()
-            self._others.clear()
-            self._scales.clear()
-            self._indices.clear()
-            if self._owns_group:
-                _give_up(self.group)
+        for reduce in self._reduces.values():
+            reduce.close()
+        self._reduces.clear()
+        self._scales.clear()
+        self._indices.clear()
+        self._release()
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self
@@ -265,26 +252,3 @@ def create_allreduce_fusion_workspace(
         timeout=timeout,
         first_timeout=first_timeout,
     )
-
-
-def _ranks(
-    rank: int, size: int, comm: Any, group: Group | dist.ProcessGroup | None
-) -> tuple[Group, bool]:
-    """The group of a workspace, and whether the workspace is to give it up."""
-    place = RankPlace(rank, size)
-    if group is None:
-        return lease_group(place, _Config(comm), None), True
-    if isinstance(group, Group):
-        return lease_group(place, None, group), False
-    made = Group.from_torch(group)
-    try:
-        return lease_group(place, None, made), True
-    except InvalidArgument:
-        made.close()
-        raise
-
-
-def _give_up(group: Group) -> None:
-    """Close a group of `_ranks`; one that others share stays until the last is done."""
-    if not release_group(group):
-        group.close()

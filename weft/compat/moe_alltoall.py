@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row
-from weft.compat.ranks import EpMapping, lease_group, place, release_group
+from weft.compat.ranks import EpMapping, lease_group, place
 from weft.compat.refusals import (
     BACKEND,
     MASK_WORDS,
@@ -73,7 +74,8 @@ class MoeAlltoAll:
     enable_rank_mask: every call brings an active_rank_mask, of the living ranks.
 
     Arguments of weft's own:
-    group: the ranks; default mnnvl_config's, else torch.distributed's world, else torchrun's.
+    group: the ranks, a weft.Group or a process group; default mnnvl_config's, else
+        torch.distributed's world, else torchrun's.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
 
     The first round of a payload list, by its bytes a row, makes memory on all ranks together; it
@@ -95,7 +97,7 @@ class MoeAlltoAll:
         enable_rank_mask: bool = False,
         *,
         backend: str = "trtllm",
-        group: Group | None = None,
+        group: Group | dist.ProcessGroup | None = None,
         timeout: float = 120.0,
         first_timeout: float = 120.0,
     ) -> None:
@@ -131,7 +133,11 @@ class MoeAlltoAll:
         self.eplb_stats_num_experts = stats
         self.enable_eplb = stats > 0
         self.enable_rank_mask = enable_rank_mask
-        self.group = lease_group(mapping, mnnvl_config, group)
+        comm, among = (
+            getattr(mnnvl_config, "comm_backend", None),
+            getattr(mapping, "moe_ep_group", ()),
+        )
+        self.group, release = lease_group(rank, size, group, comm, tuple(among))
         self._hidden = hidden_size
         self._rows: dict[RowBytes, CombineRow] = {}  # that this object's rounds returned
         self._round: _Round | None = None
@@ -147,10 +153,9 @@ class MoeAlltoAll:
             first_timeout=first_timeout,
         )
         self._workspace = shared.operator
-        owned = self.group if group is None else None
         self._away: set[AllToAll] = set()  # in whose round this object is
         # Engines drop their objects without a word.
-        self._give_up = weakref.finalize(self, _give_up, shared, owned, self._away)
+        self._give_up = weakref.finalize(self, _give_up, shared, release, self._away)
         self._give_up.atexit = False
 
     get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
@@ -423,11 +428,10 @@ class MoeAlltoAll:
             )
 
 
-def _give_up(shared: Lease[MoeWorkspace], group: Group | None, away: set[AllToAll]) -> None:
+def _give_up(shared: Lease[MoeWorkspace], release: Callable[[], None], away: set[AllToAll]) -> None:
     shared.operator.drop(away)
     shared.close()
-    if group is not None:
-        release_group(group)
+    release()
 
 
 def _fill_unrouted(view: torch.Tensor, ids: torch.Tensor, value: int) -> None:

@@ -9,9 +9,8 @@ import torch
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.errors import InvalidArgument
+from weft.compat.refusals import refuse_capture
 from weft.memory import Group
-from weft.runtime.stream import capturing
 from weft.shape import DTYPE_NAMES
 
 RowBytes = tuple[int, ...]  # of each payload: the memory of a dispatch follows from them
@@ -68,12 +67,8 @@ class MoeWorkspace:
         """
         key = (payloads, row)
         if key not in self._operators:
-            if capturing(self.group.device):
-                raise InvalidArgument(
-                    f"payload rows of {list(payloads)} bytes and combine rows {row} come for the "
-                    "first time in a graph capture, where no memory can be made: run one such "
-                    "round on all ranks before it"
-                )
+            what = f"a round with payload rows of {list(payloads)} bytes and combine rows {row}"
+            refuse_capture(self.group.device, what, "run one such round on all ranks before it")
             self._operators[key] = AllToAll(
                 self.group,
                 max_tokens=self._max_tokens,

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.functional import pad
 
 from weft.compat import rank_layout
 from weft.compat.rank_layout import Layout
+from weft.compat.refusals import refuse_capture
 from weft.compat.row_exchange import (
     VECTOR_BYTES,
     Announcement,
     Packing,
     RowCombine,
     RowDispatch,
+    RowExchange,
     RowFetch,
 )
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
-from weft.runtime.stream import capturing, synchronize_stream
+from weft.runtime.stream import synchronize_stream
 
-E = TypeVar("E", RowDispatch, RowFetch, RowCombine)
+E = TypeVar("E", bound=RowExchange)
 
 LEAST_TOKENS = 64  # that an exchange is made for; it grows by powers of two
 # What every rank tells of its dispatch, before the counts, and how errors call it.
@@ -56,20 +58,6 @@ class Rows:
     topk: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Where the tokens of a dispatch went.
-
-    owner: the normal mode that it is of.   tokens: of this rank.   rows: of its results here.
-    most: at least every rank's tokens, equal on all.
-    """
-
-    owner: NormalMode
-    tokens: int
-    rows: int
-    most: int
-
-
 class NormalHandle(tuple[torch.Tensor | None, ...]):
     """The handle of a dispatch, in deep_ep's order.
 
@@ -78,24 +66,16 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     heads of queues, None.
     """
 
-    routing: Routing
+    owner: NormalMode
     packing: Packing
+    most: int  # at least every rank's tokens, equal on all
 
     @classmethod
-    def of(cls, routing: Routing, packing: Packing) -> NormalHandle:
-        """The handle of a dispatch by this routing."""
+    def of(cls, owner: NormalMode, packing: Packing, most: int) -> NormalHandle:
+        """The handle of a dispatch of `owner`."""
         made = cls((packing.until, None, None, packing.tokens, packing.in_rank, None))
-        made.routing, made.packing = routing, packing
+        made.owner, made.packing, made.most = owner, packing, most
         return made
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """The results of a dispatch. counts: rows of each local expert, none where nobody waited."""
-
-    rows: Rows
-    counts: list[int]
-    handle: NormalHandle
 
 
 class NormalMode:
@@ -103,20 +83,20 @@ class NormalMode:
 
     def __init__(self, group: Group, options: dict[str, Any]) -> None:
         self._group, self._options = group, options
-        self._announcements: dict[int, Announcement] = {}
-        self._finding: dict[tuple[int, ...], RowDispatch] = {}
-        self._there: dict[tuple[int, int], RowFetch] = {}
-        self._back: dict[tuple[int, torch.dtype], RowCombine] = {}
+        self.exchanges: dict[tuple[Any, ...], RowExchange] = {}  # by kind and sizes
         self._host: dict[torch.Size, torch.Tensor] = {}
         # Entries that name no expert, of dispatches that no host waited for; were there any?
         with plain_tensors():
             self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._bounded = False
 
-    def dispatch(self, rows: Rows, layout: Layout, alignment: int, worst: int) -> Arrived:
+    def dispatch(
+        self, rows: Rows, layout: Layout, alignment: int, worst: int
+    ) -> tuple[Rows, list[int], NormalHandle]:
         """A dispatch with a new routing, of checked tensors.
 
-        Raises TokenOverflow, OutOfOrder, InvalidArgument, and on every rank BadExpertId,
+        Returns what arrived, the rows of each local expert, none where nobody waited, and the
+        handle. Raises TokenOverflow, OutOfOrder, InvalidArgument, and on every rank BadExpertId,
         InvalidArgument or GeometryMismatch for what one rank passed; what broke the group.
         """
         group, experts, tokens = self._group, len(layout.per_expert), len(rows.x)
@@ -125,7 +105,8 @@ class NormalMode:
                 f"num_worst_tokens is {worst}, but this rank, one of {group.size}, has {tokens} "
                 f"tokens: pass at least {group.size} times the most tokens of any rank"
             )
-        announcement = self._announcement(experts)
+        size = COUNTS + 2 * group.size + experts
+        announcement = self._exchange(Announcement, 1, f"a dispatch to {experts} experts", size)
         ids = None if rows.topk is None else rows.topk[0]
         refused = self._refused if worst else None
         self._bounded = self._bounded or worst > 0
@@ -145,17 +126,17 @@ class NormalMode:
             arriving = int(numbers[:, flagged][:, group.rank].sum())
             mine = numbers[:, -experts:][:, first : first + local].sum(0)
             by_expert = [-(-n // alignment) * alignment for n in mine.tolist()]
-        routing = Routing(self, tokens, arriving, most)
-        topk, slots, max_tokens = self._find_rows(rows.topk, ranks, routing, bounded=worst > 0)
+        topk, slots, max_tokens = self._find_rows(
+            rows.topk, ranks, arriving, most, bounded=worst > 0
+        )
         tokens_of_rows = rank_layout.localize(topk, slots, max_tokens, first, local)
-        packing = Packing(tokens_of_rows, prefix, layout.in_rank)
-        x, scales = self._fetch(rows, packing, routing)
-        handle = NormalHandle.of(routing, packing)
-        return Arrived(Rows(x, scales, topk), by_expert, handle)
+        handle = NormalHandle.of(self, Packing(tokens_of_rows, prefix, layout.in_rank), most)
+        x, scales = self._fetch(rows, handle)
+        return Rows(x, scales, topk), by_expert, handle
 
     def dispatch_again(self, rows: Rows, handle: NormalHandle) -> Rows:
         """A dispatch of other rows, without ids, to where the handle's went; waits for nothing."""
-        return Rows(*self._fetch(rows, handle.packing, self.routing_of(handle)))
+        return Rows(*self._fetch(rows, handle))
 
     def combine(
         self,
@@ -165,27 +146,26 @@ class NormalMode:
         biases: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sums of a token's rows, and of its weights, at its owner; of checked tensors."""
-        most, add = self.routing_of(handle).most, biases[0] if biases else None
-        found = self._sum(x, handle.packing, most, add)
+        found = self._sum(x, handle, biases[0] if biases else None)
         for bias in biases[1:]:
             found += bias
         if weights is None:
             return found, None
         top_k = weights.shape[1]
         whole = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
-        return found, self._sum(whole, handle.packing, most)[:, :top_k].contiguous()
+        return found, self._sum(whole, handle)[:, :top_k].contiguous()
 
-    def routing_of(self, handle: NormalHandle) -> Routing:
+    def packing_of(self, handle: NormalHandle) -> Packing:
         """Raises OutOfOrder for another buffer's handle."""
-        if handle.routing.owner is not self:
+        if handle.owner is not self:
             raise OutOfOrder(
                 "the handle is not of a dispatch of this buffer: pass what its dispatch returned"
             )
-        return handle.routing
+        return handle.packing
 
     def check(self) -> None:
         """Raise what the device has recorded; waits for it after dispatches with a bound."""
-        for exchange in self.exchanges():
+        for exchange in self.exchanges.values():
             exchange.a2a.check()
         refused = int(self._refused) if self._bounded else 0
         if refused:
@@ -195,27 +175,11 @@ class NormalMode:
                 "expert and are not -1; nobody received them"
             )
 
-    def exchanges(self) -> list[Announcement | RowDispatch | RowFetch | RowCombine]:
-        """All that have been made."""
-        found: list[Announcement | RowDispatch | RowFetch | RowCombine] = []
-        for table in (self._announcements, self._finding, self._there, self._back):
-            found += table.values()
-        return found
-
     def close(self) -> None:
         """Give all memory back. Local."""
-        for exchange in self.exchanges():
+        for exchange in self.exchanges.values():
             exchange.close()
-        for table in (self._announcements, self._finding, self._there, self._back):
-            table.clear()
-
-    def _announcement(self, experts: int) -> Announcement:
-        found = self._announcements.get(experts)
-        if found is None:
-            self._check_not_capturing(f"a dispatch to {experts} experts")
-            size = COUNTS + 2 * self._group.size + experts
-            found = self._announcements[experts] = Announcement(self._group, size, self._options)
-        return found
+        self.exchanges.clear()
 
     def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
         """What was told, on the host: the one wait of a dispatch."""
@@ -261,92 +225,65 @@ class NormalMode:
         self,
         topk: tuple[torch.Tensor, torch.Tensor] | None,
         ranks: torch.Tensor,
-        routing: Routing,
+        rows: int,
+        most: int,
         *,
         bounded: bool,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, int]:
         """Send ids and weights; return those that came, the slots of rows, and of each source.
 
+        rows: that come, with those that may.   most: at least every rank's tokens.
         bounded: there may be rows that no rank sends, after the received ones: their ids are -1.
         """
         sent: tuple[torch.Tensor, ...]
         blank = torch.empty((len(ranks), VECTOR_BYTES), dtype=torch.uint8, device=ranks.device)
         sent = (blank,) if topk is None else topk
-        into = [each.new_empty((routing.rows, each.shape[1])) for each in sent]
+        into = [each.new_empty((rows, each.shape[1])) for each in sent]
         if bounded and topk is not None:
             into[0].fill_(-1)
         size = tuple(_row_bytes(each) for each in sent)
-        exchange = self._fitting(
-            self._finding,
-            size,
-            routing.most,
-            f"a dispatch of {'no ids' if topk is None else f'{topk[0].shape[1]} ids a token'}",
-            lambda tokens: RowDispatch(self._group, tokens, size, self._options),
-        )
+        what = "no ids" if topk is None else f"{topk[0].shape[1]} ids a token"
+        exchange = self._exchange(RowDispatch, most, f"a dispatch of {what}", *size)
         slots = exchange.run(
             [each.view(torch.uint8) for each in sent],
             ranks,
             [each.view(torch.uint8) for each in into],
         )
         found = None if topk is None else (into[0], into[1])
-        return found, slots[: routing.rows], exchange.max_tokens
+        return found, slots[:rows], exchange.max_tokens
 
-    def _fetch(
-        self, rows: Rows, packing: Packing, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _fetch(self, rows: Rows, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows, and their scales, that come to this rank."""
-        x, scales = rows.x, rows.scales
+        x, scales, count = rows.x, rows.scales, len(handle.packing.tokens)
         into = (
-            x.new_empty((routing.rows, x.shape[1])),
-            None if scales is None else scales.new_empty((routing.rows, scales.shape[1])),
+            x.new_empty((count, x.shape[1])),
+            None if scales is None else scales.new_empty((count, scales.shape[1])),
         )
         size = _row_bytes(x), 0 if scales is None else _row_bytes(scales)
-        exchange = self._fitting(
-            self._there,
-            size,
-            routing.most,
-            f"a dispatch of rows of {size[0]} bytes and scales of {size[1]}",
-            lambda tokens: RowFetch(self._group, tokens, *size, self._options),
-        )
-        exchange.run(x, scales, packing, into)
+        what = f"a dispatch of rows of {size[0]} bytes and scales of {size[1]}"
+        exchange = self._exchange(RowFetch, handle.most, what, *size)
+        exchange.run(x, scales, handle.packing, into)
         return into
 
     def _sum(
-        self, x: torch.Tensor, to: Packing, most: int, add: torch.Tensor | None = None
+        self, x: torch.Tensor, handle: NormalHandle, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        key = (x.shape[1], x.dtype)
-        exchange = self._fitting(
-            self._back,
-            key,
-            most,
-            f"a combine of rows of {key[0]} {key[1]}",
-            lambda tokens: RowCombine(self._group, tokens, *key, self._options),
-        )
-        return exchange.run(x, to, add)
+        what = f"a combine of rows of {x.shape[1]} {x.dtype}"
+        exchange = self._exchange(RowCombine, handle.most, what, x.shape[1], x.dtype)
+        return exchange.run(x, handle.packing, add)
 
-    def _fitting(
-        self,
-        table: dict[Any, E],
-        key: object,
-        tokens: int,
-        doing: str,
-        make: Callable[[int], E],
-    ) -> E:
-        """The exchange of these rows, made anew on all ranks where it is too small."""
-        found = table.get(key)
+    def _exchange(self, kind: Callable[..., E], tokens: int, what: str, *sizes: Any) -> E:
+        """The exchange of these sizes, made anew on all ranks where it is too small."""
+        key = (kind, *sizes)
+        found: Any = self.exchanges.get(key)
         if found is None or found.max_tokens < tokens:
-            self._check_not_capturing(f"{doing} for {tokens} tokens a rank")
+            what, fix = f"{what} for {tokens} tokens a rank", "run one on all ranks before it"
+            refuse_capture(self._group.device, what, fix)
             if found is not None:
-                table.pop(key).close()
-            found = table[key] = make(max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()))
-        return found
-
-    def _check_not_capturing(self, doing: str) -> None:
-        if capturing(self._group.device):
-            raise InvalidArgument(
-                f"{doing} comes for the first time in a graph capture, where no memory can be "
-                "made: run one on all ranks before it"
-            )
+                self.exchanges.pop(key).close()
+            most = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+            found = self.exchanges[key] = kind(self._group, most, self._options, *sizes)
+        return cast("E", found)
 
 
 def _words(rows: Rows, worst: int) -> tuple[int, ...]:

@@ -6,12 +6,13 @@ counted, so that sixty layers share one set of sockets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from weft.arguments import instance, integer, shown
+from weft.arguments import integer, refuse, shown
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.discovery import Exchange, default_device, find
@@ -28,14 +29,6 @@ class EpMapping(Protocol):
     def moe_ep_size(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """The place of a caller that says it in two numbers."""
-
-    moe_ep_rank: int
-    moe_ep_size: int
-
-
 class CommBackend(Protocol):
     """What is used of a configuration's comm_backend; mpi4py communicators fit as well."""
 
@@ -47,7 +40,7 @@ class CommBackend(Protocol):
 @dataclass(slots=True)
 class _Made:
     group: Group
-    users: int = 0
+    users: set[object] = field(default_factory=set)
 
 
 _made: dict[tuple[Any, ...], _Made] = {}
@@ -65,56 +58,61 @@ def place(mapping: EpMapping) -> tuple[int, int]:
     return integer("mapping.moe_ep_rank", mapping.moe_ep_rank, 0, size - 1), size
 
 
-def lease_group(mapping: EpMapping, config: Any, given: Group | None) -> Group:
-    """The group that a mapping means; collective when it is new.
+def lease_group(
+    rank: int,
+    size: int,
+    given: Group | dist.ProcessGroup | None = None,
+    comm: CommBackend | None = None,
+    among: tuple[int, ...] = (),
+) -> tuple[Group, Callable[[], None]]:
+    """The group of ranks that a caller means, and what gives it back; collective when it is new.
 
-    In this order: `given`; a group of one rank; config.comm_backend; the world of
-    torch.distributed; torchrun's environment. A group that is not `given` is shared by all callers
-    in this process with the same place, until each has called `release_group`.
+    In this order: `given`; a group of one rank; `comm`; the world of torch.distributed; torchrun's
+    environment. A group that is made here is shared by all callers in this process with the same
+    place, `among` these ranks, until each has given it back.
 
-    Raises InvalidArgument when the ranks found are not those of the mapping.
+    Raises InvalidArgument when the ranks found are not those of the call, or are on several hosts.
     """
-    rank, size = place(mapping)
-    if given is not None:
-        instance("group", given, Group, "weft.launch, Group.from_env() or from_torch() makes one")
+    if isinstance(given, Group):
         _compare(rank, size, given.rank, given.size, "group")
-        return given.one_host("this workspace")
-    key = (rank, size, *getattr(mapping, "moe_ep_group", ()))
+        return given.one_host("this workspace"), lambda: None
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        refuse("group", given, "a weft.Group, which weft.launch makes, or a process group")
+    key = (given, rank, size, *among)
     if key not in _made:
-        _made[key] = _Made(_make(rank, size, getattr(config, "comm_backend", None)))
-    _made[key].users += 1
-    return _made[key].group
+        _made[key] = _Made(_make(rank, size, given, comm))
+    made, user = _made[key], object()
+    made.users.add(user)
 
-
-def release_group(group: Group) -> bool:
-    """Give back what `lease_group` made; the last user closes it. Local. False for another's."""
-    for key, made in list(_made.items()):
-        if made.group is group:
-            made.users -= 1
+    def release() -> None:
+        """Local and idempotent; the last user closes the group."""
+        if user in made.users:
+            made.users.remove(user)
             if not made.users:
                 del _made[key]
-                group.close()
-            return True
-    return False
+                made.group.close()
+
+    return made.group, release
 
 
-def _make(rank: int, size: int, comm: CommBackend | None) -> Group:
-    if comm is not None:
+def _make(rank: int, size: int, given: dist.ProcessGroup | None, comm: CommBackend | None) -> Group:
+    if given is not None:
+        group, where = Group.from_torch(given), "group"
+    elif comm is not None:
         _compare(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
-        return _meet(comm.allgather, rank, size)
-    if size == 1:
-        return _meet(lambda value: [value], rank, size)
-    if dist.is_initialized():
-        world = dist.get_rank(), dist.get_world_size()
-        _compare(rank, size, *world, "the world of torch.distributed")
-        return Group.from_torch(timeout=TIMEOUT).one_host("this workspace")
-    group = Group.from_env(timeout=TIMEOUT)
+        group, where = _meet(comm.allgather, rank, size), ""
+    elif size == 1:
+        group, where = _meet(lambda value: [value], rank, size), ""
+    elif dist.is_initialized():
+        group, where = Group.from_torch(timeout=TIMEOUT), "the world of torch.distributed"
+    else:
+        group, where = Group.from_env(timeout=TIMEOUT), "the environment (RANK, WORLD_SIZE)"
     try:
-        _compare(rank, size, group.rank, group.size, "the environment (RANK, WORLD_SIZE)")
+        _compare(rank, size, group.rank, group.size, where)
+        return group.one_host("this workspace")
     except InvalidArgument:
         group.close()
         raise
-    return group
 
 
 def _meet(exchange: Exchange, rank: int, size: int) -> Group:

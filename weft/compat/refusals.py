@@ -15,6 +15,7 @@ from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import largest
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_tensor, tensors_of
+from weft.runtime.stream import capturing
 from weft.shape import MAX_PLANES, Shape
 
 BACKEND = "weft has one set of kernels"
@@ -37,6 +38,15 @@ def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
         text = shown(value)
     may = " or ".join(repr(option) for option in options)
     raise InvalidArgument(f"{name} is {text}; it must be {may}: {why}")
+
+
+def refuse_capture(device: torch.device, what: str, fix: str) -> None:
+    """Raise InvalidArgument where a graph is captured, in which no memory can be made."""
+    if capturing(device):
+        raise InvalidArgument(
+            f"{what} comes for the first time in a graph capture, where no memory can be made: "
+            f"{fix}"
+        )
 
 
 def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
@@ -93,8 +103,9 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
         limits = torch.iinfo(rows[index].dtype)
         integer("invalid_token_expert_id", invalid, limits.min, limits.max)
     else:
+        row = rows[index]
         raise InvalidArgument(
-            f"payload {index} has rows {row_text(rows[index])}; expert ids are [{top_k}] "
+            f"payload {index} has rows {list(row.shape)} {row.dtype}; expert ids are [{top_k}] "
             "torch.int32 or torch.int64: pass the index of that payload"
         )
 
@@ -150,8 +161,3 @@ def _same(value: object, option: object) -> bool:
     if value is option:
         return True
     return isinstance(value, int | float | str | torch.dtype) and value == option
-
-
-def row_text(row: Payload) -> str:
-    """A payload's row, as errors show it."""
-    return f"{list(row.shape)} {row.dtype}"

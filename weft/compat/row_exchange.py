@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,20 +29,12 @@ from weft.runtime.operator import one_call
 from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_TOP_K
 
-
-class Closes(Protocol):
-    """What is given back by `close`."""
-
-    def close(self) -> None:
-        """Give it back."""
-
-
-T = TypeVar("T", bound=Closes)
-
 VECTOR_BYTES = 16
 # A rank is an entry of a token's top k here, and the entries of a token are lanes of a warp.
 MAX_ROW_RANKS = MAX_TOP_K
 NO_ROW = 8  # columns of bfloat16 that a combine must have where none is needed
+BLANK = (Payload((VECTOR_BYTES,), torch.uint8),)  # what a dispatch of no tokens carries
+P = TypeVar("P", RowGroups, Kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +59,66 @@ class Packing:
         )
 
 
-class RowDispatch:
+class RowExchange:
+    """An all-to-all whose experts are the ranks.
+
+    max_tokens: of a rank in one round.   options: of the all-to-all.
+    Collective. Raises what AllToAll raises.
+    """
+
+    def __init__(self, group: Group, max_tokens: int, options: dict[str, Any]) -> None:
+        ranks = integer("ranks of normal mode", group.size, 1, MAX_ROW_RANKS)
+        self.max_tokens = max_tokens
+        sizes = {"max_tokens": max_tokens, "hidden": NO_ROW, "payloads": BLANK}
+        sizes |= {"top_k": ranks, "num_experts": ranks}
+        self.a2a = self._operator = AllToAll(group, **{**sizes, **options})
+        self._beside: list[RowGroups | Kernels] = []
+        self._no_tokens = (
+            torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),
+            torch.zeros((0, group.size), dtype=torch.int32, device=group.device),
+        )
+
+    def _prepare(self, make: Callable[[], P]) -> P:
+        """What is needed beside the all-to-all; where one rank cannot make it, none has either."""
+        made: list[P] = []
+        try:
+            self.a2a.group.together(
+                lambda: made.append(make()), doing="preparing an exchange of rows"
+            )
+        except BaseException:
+            for each in made:
+                each.close()
+            self.a2a.close()
+            raise
+        self._beside += made
+        return made[0]
+
+    def _entry(self, name: str) -> Kernels:
+        """The kernel of packed_rows.ENTRIES for rows that all ranks may send here."""
+        shape, group = self.a2a.config.shape, self.a2a.group
+        build = Build(defines=self.a2a._build.defines)
+        most = group.size * self.max_tokens
+        return self._prepare(lambda: load_entries(group.device, name, shape, most, build))
+
+    def close(self) -> None:
+        """Give the memory back. Local."""
+        for each in (*self._beside, self.a2a):
+            each.close()
+
+
+class RowDispatch(RowExchange):
     """Small rows of several payloads to the ranks of each token, into tensors of the caller's.
 
-    It finds out which rows come. row_bytes: of each payload.   options: of the all-to-all.
-    Collective. Raises what AllToAll and its grouping raise.
+    It finds out which rows come. row_bytes: of each payload.
     """
 
     def __init__(
-        self, group: Group, max_tokens: int, row_bytes: Sequence[int], options: dict[str, Any]
+        self, group: Group, max_tokens: int, options: dict[str, Any], *row_bytes: int
     ) -> None:
-        self.max_tokens = max_tokens
-        self.a2a = AllToAll(
-            group,
-            max_tokens=max_tokens,
-            hidden=NO_ROW,
-            payloads=[Payload((size,), torch.uint8) for size in row_bytes],
-            **_between_ranks(group),
-            **options,
-        )
-        self._packed = _packed(self.a2a)
+        payloads = [Payload((size,), torch.uint8) for size in row_bytes]
+        super().__init__(group, max_tokens, {"payloads": payloads, **options})
+        config = GroupConfig("contiguous", 1, group.size * max_tokens, 1)
+        self._packed = self._prepare(lambda: RowGroups(self.a2a, config, True, own_rows=False))
 
     def run(
         self, payloads: Sequence[torch.Tensor], ranks: torch.Tensor, into: Sequence[torch.Tensor]
@@ -104,44 +136,29 @@ class RowDispatch:
         self.a2a._finish()
         return self._packed._buffers.slot
 
-    def close(self) -> None:
-        """Give the memory back. Local."""
-        self._packed.close()
-        self.a2a.close()
 
-
-class RowFetch:
+class RowFetch(RowExchange):
     """Rows, and their scales, that the ranks of each token fetch from its owner.
 
     row_bytes: of a row, whole 16-byte vectors.   scale_bytes: of its scales, whole words, or 0.
-    options: of the all-to-all. A round of it dispatches no token: its dispatch says that all rows
-    are in the outboxes, its combine that all have been fetched. Collective. Raises what AllToAll
-    raises.
+    A round dispatches no token: its dispatch says that all rows are in the outboxes, its combine
+    that all have been fetched.
     """
 
     def __init__(
         self,
         group: Group,
         max_tokens: int,
+        options: dict[str, Any],
         row_bytes: int,
         scale_bytes: int,
-        options: dict[str, Any],
     ) -> None:
-        self.max_tokens = max_tokens
         pitch = row_bytes + -(-scale_bytes // VECTOR_BYTES) * VECTOR_BYTES
         # An outbox has rows for this rank's tokens, and no more.
         slots = -(-max_tokens // group.size)
-        self.a2a = AllToAll(
-            group,
-            max_tokens=slots,
-            hidden=pitch // torch.bfloat16.itemsize,
-            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
-            **_between_ranks(group),
-            **options,
-        )
-        self._operator = self.a2a
-        self._entries = _entries(self.a2a, "fetch_rows", group.size * max_tokens)
-        self._nothing = _no_tokens(group)
+        sizes = {"max_tokens": slots, "hidden": pitch // torch.bfloat16.itemsize}
+        super().__init__(group, max_tokens, {**sizes, **options})
+        self._entries = self._entry("fetch_rows")
         with plain_tensors():
             # In wide elements, which torch copies faster where rows are apart.
             outbox = self.a2a.output().view(group.size * slots, -1)
@@ -165,7 +182,7 @@ class RowFetch:
         self._rows[: len(rows)].copy_(rows.view(torch.int64))
         if scales is not None:
             self._scales[: len(scales)].copy_(scales.view(torch.int32))
-        self.a2a.dispatch(*self._nothing)
+        self.a2a.dispatch(*self._no_tokens)
         self._fetch(packing, into)
         self.a2a._finish()
 
@@ -178,41 +195,27 @@ class RowFetch:
 
     def close(self) -> None:
         """Give the memory back. Local."""
-        self._entries.close()
         del self._rows, self._scales
-        self.a2a.close()
+        super().close()
 
 
-class RowCombine:
+class RowCombine(RowExchange):
     """Sums at each token's owner of the rows that the ranks of the token have.
 
-    hidden, dtype: of a row.   options: of the all-to-all.
-    Collective. Raises what AllToAll raises.
+    hidden, dtype: of a row.
     """
 
     def __init__(
         self,
         group: Group,
         max_tokens: int,
+        options: dict[str, Any],
         hidden: int,
         dtype: torch.dtype,
-        options: dict[str, Any],
     ) -> None:
-        self.max_tokens = max_tokens
-        self.a2a = AllToAll(
-            group,
-            max_tokens=max_tokens,
-            hidden=hidden,
-            dtype=dtype,
-            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
-            combine="gemm_push",
-            split_phase=True,
-            **_between_ranks(group),
-            **options,
-        )
-        self._operator = self.a2a
-        self._entries = _entries(self.a2a, "return_rows", group.size * max_tokens)
-        self._nothing = _no_tokens(group)
+        sizes = {"hidden": hidden, "dtype": dtype, "combine": "gemm_push", "split_phase": True}
+        super().__init__(group, max_tokens, {**sizes, **options})
+        self._entries = self._entry("return_rows")
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._args = ReturnArgs(site=self.a2a._site, arrived=self._arrived.data_ptr())
         self.a2a._on_recovery(self._start_anew)
@@ -224,7 +227,7 @@ class RowCombine:
         rows: `[rows, hidden]` in the order that RowDispatch packs.   add: `[tokens, hidden]`.
         """
         # A dispatch of no tokens: peers have read what an earlier combine brought them.
-        self.a2a.dispatch(*self._nothing)
+        self.a2a.dispatch(*self._no_tokens)
         self._send(rows, to)
         return self.a2a.combine_recv(add=add)
 
@@ -241,33 +244,16 @@ class RowCombine:
         self._entries.run("return_rows", args, 0)
         self.a2a._sent(len(to.in_rank))
 
-    def close(self) -> None:
-        """Give the memory back. Local."""
-        self._entries.close()
-        self.a2a.close()
 
+class Announcement(RowExchange):
+    """Integers of each rank that all ranks read.   size: integers of one rank."""
 
-class Announcement:
-    """Integers of each rank that all ranks read.
-
-    size: integers of one rank.   options: of the all-to-all. Collective.
-    """
-
-    def __init__(self, group: Group, size: int, options: dict[str, Any]) -> None:
-        self.a2a = AllToAll(
-            group,
-            max_tokens=1,
-            hidden=NO_ROW,
-            payloads=[Payload((VECTOR_BYTES,), torch.uint8)],
-            stats=size,
-            **_between_ranks(group),
-            **options,
-        )
-        self._nothing = _no_tokens(group)
+    def __init__(self, group: Group, max_tokens: int, options: dict[str, Any], size: int) -> None:
+        super().__init__(group, max_tokens, {"max_tokens": 1, "stats": size, **options})
 
     def tell(self, numbers: torch.Tensor) -> torch.Tensor:
         """Send int32 `[size]`; return a view `[ep_size, size]` that is valid until `finish`."""
-        told = self.a2a.dispatch(*self._nothing, stats=numbers).stats
+        told = self.a2a.dispatch(*self._no_tokens, stats=numbers).stats
         assert told is not None
         return told
 
@@ -275,59 +261,11 @@ class Announcement:
         """All that reads the view has been enqueued."""
         self.a2a._finish()
 
-    def close(self) -> None:
-        """Give the memory back. Local."""
-        self.a2a.close()
-
 
 def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
     """Bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16. InvalidArgument."""
-    blank = [Payload((VECTOR_BYTES,), torch.uint8)]
     ranks = integer("ranks", ranks, 1, MAX_ROW_RANKS)
     sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
-    sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": blank}
+    sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": BLANK}
     there = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))
     return there + AllToAll.memory_bytes(**sizes, max_tokens=max_tokens, combine="gemm_push")
-
-
-def _between_ranks(group: Group) -> dict[str, Any]:
-    ranks = integer("ranks of normal mode", group.size, 1, MAX_ROW_RANKS)
-    return {"top_k": ranks, "num_experts": ranks}
-
-
-def _no_tokens(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload and ids of a dispatch that sends none."""
-    return (
-        torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),
-        torch.zeros((0, group.size), dtype=torch.int32, device=group.device),
-    )
-
-
-def _entries(a2a: AllToAll, name: str, most_rows: int) -> Kernels:
-    build = Build(defines=a2a._build.defines)
-    shape, device = a2a.config.shape, a2a.group.device
-    return _voted(a2a, lambda: load_entries(device, name, shape, most_rows, build))
-
-
-def _packed(a2a: AllToAll) -> RowGroups:
-    shape = a2a.config.shape
-    config = GroupConfig("contiguous", 1, shape.ranks * shape.tokens, 1)
-    return _voted(a2a, lambda: RowGroups(a2a, config, True, own_rows=False))
-
-
-def _voted(a2a: AllToAll, make: Callable[[], T]) -> T:
-    """What an all-to-all needs beside itself; where one rank cannot make it, none has either."""
-    made: list[T] = []
-    problem: Exception | None = None
-    try:
-        made.append(make())
-    except Exception as error:  # whatever it is, every rank hears of it
-        problem = error
-        a2a.close()
-
-    def undo() -> None:
-        made[0].close()
-        a2a.close()
-
-    a2a.group.vote(problem, doing="preparing an exchange of rows", undo=undo)
-    return made[0]

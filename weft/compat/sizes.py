@@ -14,12 +14,6 @@ from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 MAX_BYTES = 1 << 48  # of a workspace: more than any host has
 
 
-def default_payloads(hidden: int, top_k: int, dtype: torch.dtype) -> tuple[Payload, ...]:
-    """What engines send without quantisation: hidden states, expert ids, routing weights."""
-    ids, weights = Payload((top_k,), torch.int32), Payload((top_k,), torch.float32)
-    return Payload((hidden,), dtype), ids, weights
-
-
 def moe_workspace_size(
     ep_size: int,
     top_k: int,
@@ -44,9 +38,11 @@ def moe_workspace_size(
         "extra_payload_bytes_per_token", extra_payload_bytes_per_token, 0, MAX_ROW_BYTES
     )
     stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats"))
-    rows = default_payloads(hidden_size, top_k, torch.bfloat16)
+    # What engines send without quantisation: hidden states, expert ids, routing weights.
+    rows = [Payload((hidden_size,), torch.bfloat16), Payload((top_k,), torch.int32)]
+    rows.append(Payload((top_k,), torch.float32))
     if extra:
-        rows += (Payload((extra,), torch.uint8),)
+        rows.append(Payload((extra,), torch.uint8))
     return AllToAll.memory_bytes(
         ranks=ep_size,
         max_tokens=max_num_tokens,

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from weft.arguments import flags, instance, integer, one_of
 from weft.compat.ranges import packed_ranges, token_indices
+from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, UsageError
 from weft.lowlatency.config import GROUPS, MAX_TOKENS
@@ -56,7 +58,8 @@ class EPLowLatencyAllToAllLayer:
     Two results are kept: one may be combined several times, or never, and is there until a later
     dispatch takes its slot, the oldest one that is left.
 
-    Weft's own: group, default torch.distributed's world; timeout, first_timeout in seconds.
+    Weft's own: group, a weft.Group or a process group, default torch.distributed's world, else
+    torchrun's; timeout, first_timeout in seconds.
 
     Collective. Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
     """
@@ -75,7 +78,7 @@ class EPLowLatencyAllToAllLayer:
         dtype: torch.dtype = torch.bfloat16,
         enable_profiling: bool = False,
         *,
-        group: Group | None = None,
+        group: Group | dist.ProcessGroup | None = None,
         timeout: float = 100.0,
         first_timeout: float = 120.0,
     ) -> None:
@@ -87,21 +90,12 @@ class EPLowLatencyAllToAllLayer:
         topk = integer("topk", topk, 1, MAX_TOP_K)
         fp8_gsize = one_of("fp8_gsize", fp8_gsize, GROUPS)
         flags(enable_profiling=enable_profiling)
-        if group is not None:
-            instance("group", group, Group)
         if local_world_size != world_size:
             raise InvalidArgument(
                 f"local_world_size is {local_world_size} and world_size {world_size}; weft's ranks "
                 "are on one host, so they must be equal"
             )
-        self._owns_group = group is None
-        found = Group.from_torch() if group is None else group
-        self.group = found.one_host("this layer")
-        if (rank, world_size) != (self.group.rank, self.group.size):
-            raise InvalidArgument(
-                f"the call says rank {rank} of {world_size}, the group has rank {self.group.rank} "
-                f"of {self.group.size}; pass the group of the ranks that take part"
-            )
+        self.group, self._release = lease_group(rank, world_size, group)
         self.max_m, self.hidden, self.topk, self.rank = max_m, hidden, topk, rank
         self.num_experts, self.world_size = num_experts, world_size
         self.fp8_gsize, self.dtype, self.enable_profiling = fp8_gsize, dtype, enable_profiling
@@ -193,8 +187,7 @@ class EPLowLatencyAllToAllLayer:
     def finalize(self) -> None:
         """Give all memory back. Waits for this rank's own work. Idempotent."""
         self._a2a.close()
-        if self._owns_group:
-            self.group.close()
+        self._release()
 
     def _dump(self, phase: str) -> None:
         if not self.enable_profiling:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError
 from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.moe import MoE
-from weft.plugins.settings import Settings
+from weft.plugins.faults import Watch
+from weft.plugins.settings import Settings, first_timeout
 from weft.plugins.weights import Layer
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,17 @@ class Blocks:
         self._leases: list[Lease[Any]] = []
         self._served: dict[int, _Served] = {}
         self._refusals = 0
+        self.watch: Watch | None = None  # closed with the rest
+
+    def announce(self, what: str) -> None:
+        """Log what is served, on one rank."""
+        if self.group.rank == 0:
+            _log.info(
+                "weft serves %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill; "
+                "hosts: %d",
+                what, self.group.size, self.settings.form, self.limits.decode,
+                self.limits.prefill, self.group.hosts,
+            )  # fmt: skip
 
     def add_block(
         self,
@@ -103,7 +116,7 @@ class Blocks:
                 fp8=fp8,
                 missing="drop",  # ids are physical: who goes on without a rank names it no more
                 timeout=self.settings.timeout,
-                first_timeout=max(self.settings.timeout, FIRST),
+                first_timeout=first_timeout(self.settings.timeout),
             )
             self._leases.append(made)
             return made.operator
@@ -139,7 +152,7 @@ class Blocks:
             payloads=payloads,
             combine_dtype=self.settings.combine_dtype,
             timeout=self.settings.timeout,
-            first_timeout=max(self.settings.timeout, FIRST),
+            first_timeout=first_timeout(self.settings.timeout),
         )
         self._leases.append(made)
         return made.operator
@@ -175,7 +188,7 @@ class Blocks:
             try:
                 operator.check()
             except GroupError as error:
-                self.log(error)
+                _log_fault(error)
                 raise
             except UsageError as error:
                 self._refusals += 1
@@ -183,9 +196,23 @@ class Blocks:
                     count = self._refusals
                     _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
 
-    def log(self, error: GroupError) -> None:
-        """Log what broke the group: the engine shows it too, in a traceback among many."""
-        _log.critical("%s: %s", type(error).__name__, error)
+    def fault(self) -> str:
+        """What broke the group, or nothing; reads of host memory."""
+        try:
+            if self.broken:
+                self.check()
+        except GroupError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[None]:
+        """Log what breaks the group in here, and raise it."""
+        try:
+            yield
+        except GroupError as error:
+            _log_fault(error)
+            raise
 
     def operators(self) -> list[Any]:
         """One of each workspace."""
@@ -197,6 +224,8 @@ class Blocks:
 
     def close(self) -> None:
         """Give all memory and the group back. Local and idempotent."""
+        if self.watch is not None:
+            self.watch.close()
         for each in self._leases:
             each.close()
         self._leases.clear()
@@ -204,7 +233,9 @@ class Blocks:
         self.group.close()
 
 
-FIRST = 120.0  # seconds that a first round waits at least: a peer may compile
+def _log_fault(error: GroupError) -> None:
+    """The engine shows it too, in a traceback among many."""
+    _log.critical("%s: %s", type(error).__name__, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,11 @@ class Settings:
         )
 
 
+def first_timeout(timeout: float) -> float:
+    """Seconds that a first round waits: two minutes at least, as a peer may compile."""
+    return max(timeout, 120.0)
+
+
 def _number(name: str, text: str) -> int | float:
     try:
         return int(text) if text.lstrip("+-").isdigit() else float(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,15 +140,25 @@ class Layer:
         return tuple(range(self.rank * self.local, (self.rank + 1) * self.local))
 
 
-def refuse(layer: Layer, form: str, wrong: Iterator[str]) -> None:
-    """Raise InvalidArgument with all that is wrong, if anything is."""
-    if texts := list(wrong):
-        raise InvalidArgument(
-            f"weft cannot serve the experts of {layer.name} in form {form!r}: {'; '.join(texts)}"
-        )
+def refusal(name: str, form: str, *wrong: str) -> InvalidArgument:
+    """The error that names a layer and all that is wrong with it."""
+    return InvalidArgument(
+        f"weft cannot serve the experts of {name} in form {form!r}: {'; '.join(wrong)}"
+    )
 
 
-def of_placement(layer: Layer) -> Iterator[str]:
+def check(layer: Layer, form: str, own: Iterable[str] = ()) -> None:
+    """Raise InvalidArgument for a placement or tensors that weft does not take.
+
+    form: "block", in which weft multiplies, or the engine's own experts do.   own: what else is
+    wrong, which the engine's plug-in found.
+    """
+    wrong = [*own, *_of_placement(layer), *(_of_tensors(layer) if form == "block" else ())]
+    if wrong:
+        raise refusal(layer.name, form, *wrong)
+
+
+def _of_placement(layer: Layer) -> Iterator[str]:
     """What is wrong where ranks have unequal parts."""
     if layer.local * layer.ranks != layer.num_experts:
         yield (
@@ -157,7 +167,7 @@ def of_placement(layer: Layer) -> Iterator[str]:
         )
 
 
-def of_tensors(layer: Layer) -> Iterator[str]:
+def _of_tensors(layer: Layer) -> Iterator[str]:
     """What is wrong with dtypes, shapes, scales and biases for weft's own experts."""
     if layer.dtype not in DTYPES:
         yield f"params_dtype is {layer.dtype}, served are {', '.join(map(str, DTYPES))}"

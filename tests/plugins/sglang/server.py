@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,9 +69,11 @@ class Server:
         attention_ranks: int = 1,
         redundant: int = 0,
         release: str = SGLANG.served[-1],
+        form: str = "block",
         flags: tuple[str, ...] = ("--moe-a2a-backend", "weft"),
         **more: object,
     ) -> None:
+        os.environ["WEFT_SGLANG_FORM"] = form
         enter(release)
         import importlib
 

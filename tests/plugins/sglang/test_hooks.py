@@ -7,9 +7,7 @@ import importlib
 import inspect
 import os
 import signal
-import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -23,7 +21,6 @@ from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.names import Engine, listed
-from weft.plugins.settings import Settings
 from weft.plugins.sglang import register
 from weft.plugins.sglang.hooks import SGLANG, end_server
 from weft.plugins.sglang.weights import check_experts, layer_of
@@ -35,13 +32,6 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     monkeypatch.syspath_prepend(STANDIN)
     yield lambda name: importlib.import_module(f"sglang.srt.{name}")
     leave()
-
-
-def test_the_entry_point_names_register() -> None:
-    """SGLang finds it by the package's metadata."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    module, _, name = project["entry-points"]["sglang.srt.plugins"]["weft"].partition(":")
-    assert getattr(importlib.import_module(module), name) is register
 
 
 @pytest.mark.parametrize("release", SGLANG.served)
@@ -234,44 +224,6 @@ def test_signatures_as_the_tables_write_them() -> None:
     assert listed(inspect.signature(plain)) == "a, b=, *rest, c, d=, **more"
     assert listed(inspect.signature(only)) == "a, *, c"
     assert listed(inspect.signature(lambda: 0)) == ""
-
-
-def test_settings() -> None:
-    """Defaults, and one of each."""
-    plain = Settings.read("SGLANG", {"HOME": "/"})
-    assert plain == Settings()
-    assert (plain.form, plain.decode, plain.combine_dtype) == ("block", "low_latency", None)
-    said = {
-        "WEFT_SGLANG_FORM": "dispatcher",
-        "WEFT_SGLANG_DECODE": "auto",
-        "WEFT_SGLANG_OVERLAP": " none ",
-        "WEFT_SGLANG_COMBINE_DTYPE": "fp8",
-        "WEFT_SGLANG_PREFILL_TOKENS": "2048",
-        "WEFT_SGLANG_TIMEOUT": "12.5",
-        "WEFT_SGLANG_ALLREDUCE": "1",
-    }
-    want = Settings("dispatcher", "auto", "none", "fp8", 2048, 12.5, allreduce=True)
-    assert Settings.read("SGLANG", said) == want
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("DECODE", "fast", "is 'fast'; choose one of 'low_latency', 'throughput', 'auto'"),
-        ("OVERLAP", "all", "is 'all'; choose one of 'auto', 'none'"),
-        ("COMBINE_DTYPE", "fp16", "is 'fp16'; choose one of '', 'fp8'"),
-        ("PREFILL_TOKENS", "many", "is 'many'; it must be a number"),
-        ("PREFILL_TOKENS", "0", "is 0; it must be an integer in 1.."),
-        ("PREFILL_TOKENS", "1.5", "is 1.5; it must be an integer"),
-        ("ALLREDUCE", "yes", "is 'yes'; choose one of '0', '1'"),
-        ("TIMEOUT", "-1", "is -1; it must be a number of seconds above 0"),
-        ("TIMEOUT", "nan", "is nan; it must be a number of seconds"),
-    ],
-)
-def test_settings_that_are_refused(name: str, value: str, text: str) -> None:
-    """The error names the variable and the value."""
-    with pytest.raises(InvalidArgument, match=f"WEFT_SGLANG_{name} {text}"):
-        Settings.read("SGLANG", {f"WEFT_SGLANG_{name}": value})
 
 
 def test_limits() -> None:

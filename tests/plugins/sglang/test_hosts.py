@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,9 @@ import weft
 from tests.plugins.sglang.server import Server, alone, leave, tokens
 from tests.plugins.sglang.test_allreduce import refused
 from tests.plugins.sglang.test_elastic import unfit
-from tests.plugins.sglang.test_served import EITHER, replicas
-from tests.plugins.standins import Kept, far
+from tests.plugins.sglang.test_served import EITHER, bereaved, replicas, told_of_the_end
+from tests.plugins.standins import CLOSE, Kept, far
 
-CLOSE = 2e-5  # of float32 sums in another order
 # Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
 BATCHES = {2: ([3, 1], [0, 0], [70, 0]), 4: ([1, 2, 3, 4], [0, 0, 0, 1], [9, 0, 50, 2])}
 
@@ -30,10 +27,9 @@ def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
 
 
 def serve(group: weft.Group, form: str, release: str) -> dict[str, Any]:
-    os.environ["WEFT_SGLANG_FORM"] = form
     kept = Kept()
     logging.getLogger("weft").setLevel(logging.INFO)
-    server, errors = Server(group, "deepseek", release=release), []
+    server, errors = Server(group, "deepseek", release=release, form=form), []
     for seed, counts in enumerate(BATCHES[group.size]):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
         errors.append(far(server.step(x, counts), alone(x, "deepseek")))
@@ -81,38 +77,12 @@ def test_all_reduces_are_of_one_host(ranks: Any) -> None:
         )
 
 
-def bereaved(group: weft.Group, folder: str) -> None:
-    """Rank 3 is killed between two steps."""
-    from weft.plugins import faults
-    from weft.plugins.sglang import engine
-
-    os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
-    ended: list[float] = []
-    end = lambda parent: lambda: ended.append(time.monotonic())  # noqa: E731
-    setattr(engine, "end_server", end)  # noqa: B010
-    faults.GRACE = 0.0
-    server, kept = Server(group, "glm4"), Kept()
-    server.step(tokens(2, group.rank), [2, 2, 2, 2])
-    if group.rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            server.step(tokens(2, group.rank), [2, 2, 2, 2])
-    except weft.errors.GroupError as error:
-        said = f"{type(error).__name__}: {error}"
-    assert engine._watch is not None
-    if group.rank == 2:
-        engine._watch._thread.join()
-        assert ended
-    Path(folder, f"{group.rank}").write_text("\n".join([said, *kept.lines]))
-
-
 def test_the_end_of_a_rank_ends_both_servers(ranks: Any, tmp_path: Path) -> None:
     """Its host hears of the process, the other one of the rail; no rank waits for the deadline."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))
-    said = {rank: (tmp_path / str(rank)).read_text() for rank in (0, 1, 2)}
-    assert "the process of rank 3 has ended" in said[2]
-    for rank in (0, 1):
-        assert re.match("RailFailed|PeerLeft", said[rank])
-        assert "rank 3" in said[rank]
+    far, also_far, near = (told_of_the_end(tmp_path, rank) for rank in (0, 1, 2))
+    assert any("the process of rank 3 has ended" in line for line in near["lines"])
+    for found in (far, also_far):
+        assert re.match("RailFailed|PeerLeft", found["said"])
+        assert "rank 3" in found["said"]

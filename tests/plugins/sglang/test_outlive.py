@@ -12,19 +12,16 @@ import pytest
 import weft
 from tests.plugins.sglang.server import alone, leave, tokens
 from tests.plugins.sglang.test_elastic import replicated
-from tests.plugins.standins import Kept, far
+from tests.plugins.standins import CLOSE, Kept, far
 from weft.errors import SetupError
 from weft.memory.launch import launch
 from weft.plugins.faults import PAUSE, Watch
 
-CLOSE = 2e-5
-
 
 def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
     """Rank 1 is killed before, in or after a pass, or stops; the others go on, and see the same."""
-    os.environ["WEFT_SGLANG_FORM"] = form
     os.environ["WEFT_SGLANG_TIMEOUT"] = "3" if when == "stopped" else "600"
-    server = replicated(group, ep_dispatch_algorithm=way)
+    server = replicated(group, form=form, ep_dispatch_algorithm=way)
     from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.dp_attn import exchange
@@ -58,14 +55,15 @@ def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]
         serve(number)
     from weft.plugins.sglang import engine
 
-    assert engine._watch is not None
+    assert engine._blocks is not None
+    assert engine._blocks.watch is not None
     found = {
         "far": max(errors),
         "passes": len(errors),
         "active": ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
         "reported": scheduler.reported,
         "moved": server.runner.eplb_manager.reason,
-        "watched": engine._watch._thread.is_alive(),
+        "watched": engine._blocks.watch._thread.is_alive(),
     }
     leave()
     return found

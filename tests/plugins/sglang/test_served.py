@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,7 @@ BATCHES = {
 
 
 def serve(group: weft.Group, block: str, form: str, release: str) -> list[float]:
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server, found = Server(group, block, release=release), []
+    server, found = Server(group, block, release=release, form=form), []
     for seed, counts in enumerate(BATCHES[group.size]):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
         found.append(far(server.step(x, counts), alone(x, block)))
@@ -81,8 +79,7 @@ def test_tensor_parallel_attention_alone(ranks: Any) -> None:
 
 
 def padded(group: weft.Group, form: str, release: str) -> float:
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server = Server(group, "deepseek", release=release)
+    server = Server(group, "deepseek", release=release, form=form)
     x = tokens(4, group.rank)
     found = far(server.step(x, [4, 4], real=2), alone(x, "deepseek", real=2))
     leave()
@@ -96,8 +93,7 @@ def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: s
 
 
 def stale(group: weft.Group, form: str, release: str) -> float:
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server, x = Server(group, "qwen3", release=release), tokens(4, 0)
+    server, x = Server(group, "qwen3", release=release, form=form), tokens(4, 0)
     found = far(server.step(x, [4], real=1), alone(x, "qwen3"))
     leave()
     return found
@@ -111,8 +107,7 @@ def test_one_rank_whose_padding_sglang_does_not_keep(ranks: Any, form: str) -> N
 
 def replicas(group: weft.Group, form: str, release: str) -> tuple[float, float]:
     """Two experts have replicas; then all weights are written over in place, as EPLB moves them."""
-    os.environ["WEFT_SGLANG_FORM"] = form
-    server = Server(group, "qwen3", redundant=2, release=release)
+    server = Server(group, "qwen3", redundant=2, release=release, form=form)
     from sglang.srt.models.parts import fill
 
     x = tokens(6, group.rank)
@@ -254,8 +249,8 @@ def test_adapters_of_attention_are_served(ranks: Any, release: str) -> None:
 
 def drafting(group: weft.Group, form: str, release: str) -> dict[str, Any]:
     """A model whose experts have replicas, and its draft layer, whose replicas nobody may use."""
-    os.environ["WEFT_SGLANG_FORM"] = form
-    more: dict[str, Any] = {"redundant": 2, "release": release, "speculative_num_draft_tokens": 3}
+    more: dict[str, Any] = {"redundant": 2, "speculative_num_draft_tokens": 3}
+    more |= {"release": release, "form": form}
     server = Server(group, "deepseek", **more)
     draft = Server(group, "nextn", layers=1, **more)
     experts = draft.runner.model.blocks[0].experts
@@ -352,46 +347,48 @@ def test_a_block_that_is_not_known_is_refused(ranks: Any) -> None:
         assert said.startswith("Another of Model is not among the MoE blocks that weft serves")
 
 
-def bereaved(group: weft.Group, path: str) -> dict[str, Any]:
-    """Rank 1 is killed between two steps."""
+def bereaved(group: weft.Group, folder: str) -> None:
+    """The last rank is killed between two steps."""
     from weft.plugins import faults
     from weft.plugins.sglang import engine
 
     os.environ["WEFT_SGLANG_TIMEOUT"] = "600"
-    ended: list[float] = []
-    end = lambda parent: lambda: ended.append(time.monotonic())  # noqa: E731
+    ended: list[bool] = []
+    end = lambda parent: lambda: ended.append(True)  # noqa: E731
     setattr(engine, "end_server", end)  # noqa: B010
     faults.GRACE = 0.0
-    server = Server(group, "glm4")
-    kept = Kept()
-    server.step(tokens(2, group.rank), [2, 2])
-    if group.rank == 1:
+    server, kept = Server(group, "glm4"), Kept()
+    last, counts = group.size - 1, [2] * group.size
+    server.step(tokens(2, group.rank), counts)
+    if group.rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         while True:
-            server.step(tokens(2, group.rank), [2, 2])
+            server.step(tokens(2, group.rank), counts)
     except weft.errors.GroupError as error:
         said = f"{type(error).__name__}: {error}"
-    assert engine._blocks is not None
-    assert engine._watch is not None
-    engine._watch._thread.join()
-    found = {
-        "said": said,
-        "broken": engine._blocks.broken,
-        "ended": len(ended),
-        "lines": kept.lines,
-    }
-    Path(path).write_text(repr(found))
+    blocks = engine._blocks
+    assert blocks is not None
+    assert blocks.watch is not None
+    if last in blocks.group.host_ranks[blocks.group.host]:
+        blocks.watch._thread.join()
+        assert ended == [True]
+    found = {"said": said, "broken": blocks.broken, "lines": kept.lines}
+    Path(folder, str(group.rank)).write_text(repr(found))
+
+
+def told_of_the_end(folder: Path, rank: int) -> dict[str, Any]:
+    """What `bereaved` found on a rank."""
+    found: dict[str, Any] = ast.literal_eval((folder / str(rank)).read_text())
     return found
 
 
 def test_the_end_of_a_rank_is_told_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
     """Long before the deadline: the step raises, a line names the rank, the server is ended."""
     with pytest.raises(weft.errors.RankFailed):
-        ranks(2, "cpu")(bereaved, str(tmp_path / "said"))
-    found = ast.literal_eval((tmp_path / "said").read_text())
+        ranks(2, "cpu")(bereaved, str(tmp_path))
+    found = told_of_the_end(tmp_path, 0)
     assert found["said"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
     assert found["broken"]
-    assert found["ended"] == 1
     assert any("the process of rank 1 has ended" in line for line in found["lines"])
     assert any("PeerDied: rank 0, dispatch: rank 1 died" in line for line in found["lines"])

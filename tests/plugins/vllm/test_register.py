@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,6 @@ import torch
 from tests.plugins.vllm.workers import config_of, enter, leave, parallel
 from weft.errors import InvalidArgument, SetupError
 from weft.plugins.names import Engine
-from weft.plugins.settings import Settings
-from weft.plugins.vllm import register
 
 
 @pytest.fixture
@@ -37,13 +33,6 @@ def name(path: str) -> Any:
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"
 REGISTRY = "vllm.model_executor.custom_op.op_registry_oot"
-
-
-def test_the_entry_point_names_register() -> None:
-    """vLLM finds it by the package's metadata."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    module, _, found = project["entry-points"]["vllm.general_plugins"]["weft"].partition(":")
-    assert getattr(importlib.import_module(module), found) is register
 
 
 @pytest.mark.usefixtures("vllm")
@@ -122,25 +111,6 @@ def test_a_layer_of_another_plug_in_is_refused() -> None:
     name(REGISTRY)["RoutedExperts"] = type("Other", (), {"__module__": "another.plugin"})
     with pytest.raises(SetupError, match=r"another\.plugin\.Other is registered as vLLM's Routed"):
         enter("block")
-
-
-def test_settings() -> None:
-    """Defaults, and one of each."""
-    assert Settings.read("VLLM", {"HOME": "/"}) == Settings(form="")
-    said = {
-        "WEFT_VLLM": "exchange",
-        "WEFT_VLLM_DECODE": "auto",
-        "WEFT_VLLM_OVERLAP": " none ",
-        "WEFT_VLLM_COMBINE_DTYPE": "fp8",
-        "WEFT_VLLM_PREFILL_TOKENS": "2048",
-        "WEFT_VLLM_TIMEOUT": "12.5",
-        "WEFT_VLLM_ALLREDUCE": "1",
-    }
-    assert Settings.read("VLLM", said) == Settings(
-        "exchange", "auto", "none", "fp8", 2048, 12.5, allreduce=True
-    )
-    with pytest.raises(InvalidArgument, match="WEFT_VLLM is '1'; choose one of '', 'block', 'exc"):
-        Settings.read("VLLM", {"WEFT_VLLM": "1"})
 
 
 @pytest.mark.usefixtures("vllm")

@@ -40,7 +40,7 @@ def serve(group: weft.Group, form: str, method: str) -> dict[str, Any]:
         x = tokens(sizes[group.rank], 10 * seed + group.rank)
         found.append(far(worker.step(x, sizes if group.size > 1 else None), alone(x)))
     engine = sys.modules["weft.plugins.vllm.engine"]
-    said = {"far": max(found), "workspaces": len(engine._served.blocks.operators())}
+    said = {"far": max(found), "workspaces": len(engine._blocks.operators())}
     leave()
     return said
 
@@ -180,7 +180,7 @@ def drafted(group: weft.Group, form: str) -> dict[str, Any]:
         x = tokens(few[group.rank], 10 * turn + group.rank)
         found.append(far(draft.step(x, few), alone(x, layers=1)))
     engine = sys.modules["weft.plugins.vllm.engine"]
-    said = {"far": max(found), "workspaces": len(engine._served.blocks.operators())}
+    said = {"far": max(found), "workspaces": len(engine._blocks.operators())}
     leave()
     return said
 
@@ -218,7 +218,7 @@ def set_up(group: weft.Group) -> list[tuple[str, str, int]]:
     worker = Worker(group, "block", **more)
     worker.step(tokens(9, group.rank), [9, 9])
     engine = sys.modules["weft.plugins.vllm.engine"]
-    built = engine._served.blocks.operators()
+    built = engine._blocks.operators()
     found = [(each.mode, each.overlap, each.exchange.max_tokens) for each in built]
     leave()
     return found
@@ -296,8 +296,9 @@ def bereaved(group: weft.Group, path: str, form: str) -> None:
     worker.step(torch.zeros(2, HIDDEN), [2, 2])
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert engine._served is not None
-    engine._served.watch._thread.join()
+    assert engine._blocks is not None
+    assert engine._blocks.watch is not None
+    engine._blocks.watch._thread.join()
     Path(path).write_text(repr((ended, kept.lines)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import allreduce, engine
-from weft.plugins.sglang.hooks import SGLANG, install
+from weft.plugins.sglang.hooks import NAME, SGLANG, install
 
 __all__ = ["register"]
 
@@ -26,7 +26,7 @@ def register() -> None:
     SGLANG.check((*engine.HOOKS, *engine.KNOWN))
     Settings.read("SGLANG")
     choices = engine.choices()
-    if any(engine.NAME not in each for each in choices):
+    if any(NAME not in each for each in choices):
         install(engine.HOOKS)
         for each in choices:
-            each.append(engine.NAME)
+            each.append(NAME)

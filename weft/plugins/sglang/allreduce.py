@@ -25,9 +25,13 @@ from weft.plugins.faults import Watch
 from weft.plugins.names import Known
 from weft.plugins.settings import Settings
 from weft.plugins.sglang.hooks import (
+    FORWARD,
+    RUNNER,
     SGLANG,
+    SRT,
     Hook,
     check_applied,
+    device_of,
     end_server,
     install,
     resolved,
@@ -70,7 +74,7 @@ class TensorParallel:
         does so, and the sums after attention and experts are both of this group.
     """
 
-    def __init__(self, device: torch.device | str, *, model_fuses: bool) -> None:
+    def __init__(self, device: torch.device, *, model_fuses: bool) -> None:
         from sglang.srt.distributed import parallel_state
         from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
@@ -165,8 +169,7 @@ def loaded(result: object, runner: Any) -> None:
     if parallel_state.get_tp_group().world_size == 1:
         return
     if _live is None:
-        device = f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device
-        _live = TensorParallel(device, model_fuses=_model_fuses(runner, server_args))
+        _live = TensorParallel(device_of(runner), model_fuses=_model_fuses(runner, server_args))
     _live.serve(runner.model_config.hidden_size, runner.model_config.dtype)
 
 
@@ -314,59 +317,44 @@ def _fits(norm: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
     )
 
 
-_SRT = "sglang.srt."
-_STATE = _SRT + "distributed.parallel_state."
-_NORMS = _SRT + "layers.layernorm."
-_BOUNDARY = _SRT + "layers.layer_boundary."
-_RUNNER = _SRT + "model_executor.model_runner.ModelRunner."
+_STATE = SRT + "distributed.parallel_state."
+_NORMS = SRT + "layers.layernorm."
+_BOUNDARY = SRT + "layers.layer_boundary."
 HOOKS = (
-    Hook(_RUNNER + "load_model", "AFTER", loaded, "self"),
+    Hook(RUNNER + "load_model", loaded, "self", "AFTER"),
+    Hook(RUNNER + "forward", forwarded, FORWARD, "AFTER"),
     Hook(
-        _RUNNER + "forward",
-        "AFTER",
-        forwarded,
-        "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
-        "split_forward_count=",
-    ),
-    Hook(
-        _SRT + "layers.communicator.apply_flashinfer_allreduce_fusion",
-        "AROUND",
+        SRT + "layers.communicator.apply_flashinfer_allreduce_fusion",
         may_fuse,
         {"0.5.17": "batch_size"},
     ),
     Hook(
         _BOUNDARY + "residual.add_norm.flashinfer_ar_fusion_applies",
-        "AROUND",
         may_fuse,
         {"0.5.23": "batch_size"},
     ),
     Hook(
         _STATE + "GroupCoordinator._can_use_flashinfer_allreduce",
-        "AROUND",
         before_flashinfer,
         {"0.5.23": "self, input_"},
     ),
     Hook(
         _NORMS + "_forward_with_allreduce_fusion",
-        "AROUND",
         sum_and_norm,
         "norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=",
     ),
     Hook(
         _STATE + "GroupCoordinator._resolve_outplace_all_reduce_method",
-        "AROUND",
         choose,
         "self, input_, should_use_pymscclpp_allreduce=",
     ),
     Hook(
         _STATE + "GroupCoordinator._all_reduce_out_place",
-        "AROUND",
         sum_rows,
         "self, input_, outplace_all_reduce_method",
     ),
     Hook(
-        _SRT + "layers.flashinfer_comm_fusion.pre_initialize_workspaces",
-        "AROUND",
+        SRT + "layers.flashinfer_comm_fusion.pre_initialize_workspaces",
         skip_workspaces,
         "max_token_num, hidden_dim, dtype, use_oneshot=",
     ),
@@ -381,11 +369,11 @@ KNOWN = (
     Known(_NORMS + "RMSNorm.__init__", names=" ".join((*UNLIKE, "weight", "variance_epsilon"))),
     Known(_NORMS + "GemmaRMSNorm.__init__", names="weight variance_epsilon"),
     Known(_NORMS + "GemmaRMSNorm.forward_with_allreduce_fusion", names="gemma_weight"),
-    Known(_SRT + "arg_groups.overrides._FLASHINFER_ALLREDUCE_FUSION_ARCHS"),
-    Known(_SRT + "layers.communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE", {"0.5.17": None}),
+    Known(SRT + "arg_groups.overrides._FLASHINFER_ALLREDUCE_FUSION_ARCHS"),
+    Known(SRT + "layers.communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE", {"0.5.17": None}),
     Known(_BOUNDARY + "FUSE_ALLREDUCE_MAX_BATCH_SIZE", {"0.5.23": None}),
-    Known(_SRT + "arg_groups.overrides.resolved_view", "server_args"),
-    Known(_SRT + "layers.dp_attention.is_dp_attention_enabled", ""),
-    Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
-    Known(_SRT + "plugins.hook_registry.HookRegistry._patched"),
+    Known(SRT + "arg_groups.overrides.resolved_view", "server_args"),
+    Known(SRT + "layers.dp_attention.is_dp_attention_enabled", ""),
+    Known(SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
+    Known(SRT + "plugins.hook_registry.HookRegistry._patched"),
 )

@@ -24,9 +24,8 @@ from weft.errors import (
 )
 from weft.memory import Group
 from weft.plugins.names import Known
-from weft.plugins.sglang.hooks import Hook
+from weft.plugins.sglang.hooks import NAME, SRT, Hook
 
-NAME = "weft"  # of the backend, after --elastic-ep-backend
 TOGETHER = 60.0  # seconds in which all survivors must come to the recovery
 # What a rank may get when another one has died: in a layer, or in a control message.
 LOST = (PeerDied, PeerLeft, PeerTimeout, RendezvousFailed)
@@ -368,33 +367,30 @@ def _list(ranks: set[int]) -> str:
 
 # What is patched.
 
-_SRT = "sglang.srt."
-_MANAGERS = _SRT + "managers."
+_MANAGERS = SRT + "managers."
 HOOKS = (
     Hook(
         _MANAGERS + "scheduler_components.dp_attn.exchange_sync_rows",
-        "AROUND",
         exchange_rows,
         {"0.5.23": "global_flat, local_row, group"},
     ),
     Hook(
         _MANAGERS + "scheduler.Scheduler.get_next_batch_to_run",
-        "AFTER",
         planned,
         {"0.5.23": "self, running_batch, last_batch"},
+        "AFTER",
     ),
     Hook(
         _MANAGERS + "tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
-        "AROUND",
         dispatched,
         {"0.5.23": "self, obj"},
     ),
 )
 # What the hooks call and read.
-_STATE = _SRT + "elastic_ep.elastic_ep.ElasticEPState."
-_PLACES = _SRT + "eplb.expert_location."
+_STATE = SRT + "elastic_ep.elastic_ep.ElasticEPState."
+_PLACES = SRT + "eplb.expert_location."
 KNOWN = (
-    Known(_SRT + "elastic_ep.elastic_ep.ElasticEPStateManager.instance", {"0.5.23": "cls"}),
+    Known(SRT + "elastic_ep.elastic_ep.ElasticEPStateManager.instance", {"0.5.23": "cls"}),
     Known(_STATE + "snapshot_active_to_last", {"0.5.23": "self"}, "active_ranks last_active_ranks"),
     Known(_STATE + "sync_active_to_cpu", {"0.5.23": "self"}, "active_ranks active_ranks_cpu"),
     Known(_PLACES + "get_global_expert_location_metadata", {"0.5.23": ""}),
@@ -405,7 +401,7 @@ KNOWN = (
         "logical_to_all_physical_map_num_valid logical_to_rank_dispatch_physical_map "
         "num_local_physical_experts num_logical_experts",
     ),
-    Known(_SRT + "eplb.eplb_manager.EPLBManager.disable_rebalance", {"0.5.23": "self, reason"}),
+    Known(SRT + "eplb.eplb_manager.EPLBManager.disable_rebalance", {"0.5.23": "self, reason"}),
     Known(_MANAGERS + "scheduler.Scheduler._maybe_report_active_ranks", {"0.5.23": "self"}),
     Known(
         _MANAGERS + "tokenizer_manager.TokenizerManager._handle_abort_req",

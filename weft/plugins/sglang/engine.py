@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
 import pkgutil
 from collections.abc import Callable
@@ -16,17 +15,26 @@ from typing import Any, get_type_hints
 
 import torch
 
-from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
+from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known, Parameters
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import elastic
-from weft.plugins.sglang.hooks import Hook, check_applied, end_server, resolved
+from weft.plugins.sglang.hooks import (
+    FORWARD,
+    NAME,
+    RUNNER,
+    SRT,
+    Hook,
+    check_applied,
+    device_of,
+    end_server,
+    resolved,
+)
 from weft.plugins.sglang.weights import check_experts, layer_of
 
-NAME = "weft"  # of the backend, after --moe-a2a-backend
 DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
 # Modules of LoRA that are in no MoE block, as SGLang and PEFT name them.
 ATTENTION = {
@@ -34,9 +42,7 @@ ATTENTION = {
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa", "kv_b_proj"),
 }
 
-_log = logging.getLogger(__name__)
 _blocks: Blocks | None = None
-_watch: Watch | None = None
 
 
 # Flags.
@@ -209,11 +215,11 @@ def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
 
 def loaded(result: Any, runner: Any) -> None:
     """After ModelRunner.load_model: build, before free memory is measured or a graph captured."""
-    global _blocks, _watch
+    global _blocks
     found = _layers(runner.model)
     server_args = resolved(runner.server_args)
     if not found:
-        if server_args.elastic_ep_backend == elastic.NAME:
+        if server_args.elastic_ep_backend == NAME:
             raise InvalidArgument(
                 "--elastic-ep-backend weft needs --moe-a2a-backend weft and a model with MoE layers"
             )
@@ -233,7 +239,7 @@ def loaded(result: Any, runner: Any) -> None:
                 )
     with torch.inference_mode(False):  # whose tensors could not be written outside of it
         if _blocks is None:
-            group = Group.from_torch(_processes(), device=_device(runner), timeout=MEETING)
+            group = Group.from_torch(_processes(), device=device_of(runner), timeout=MEETING)
             if server_args.elastic_ep_backend is not None:
                 group.one_host(
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
@@ -241,9 +247,9 @@ def loaded(result: Any, runner: Any) -> None:
             _blocks = Blocks(group, _limits(server_args, settings), settings)
             end = end_server(os.getppid())
             if server_args.elastic_ep_backend is None:
-                _watch = Watch(group, end=end)
+                _blocks.watch = Watch(group, end=end)
             else:
-                _watch = Watch(group, end=end, grace=2 * elastic.TOGETHER, recovers=True)
+                _blocks.watch = Watch(group, end=end, grace=2 * elastic.TOGETHER, recovers=True)
                 elastic.follow(group, runner)
         for layer, block in found:
             if settings.form == "dispatcher":
@@ -252,25 +258,16 @@ def loaded(result: Any, runner: Any) -> None:
             mlp = _shared_mlp(block)
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
             _blocks.add_block(layer_of(layer), shared=_shared_expert(block), shared_size=size)
-    if _blocks.group.rank == 0:
-        kind, most = settings.form, _blocks.limits
-        _log.info(
-            "%d MoE layers of %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill; "
-            "hosts: %d",
-            len(found), type(runner.model).__name__, _blocks.group.size, kind, most.decode,
-            most.prefill, _blocks.group.hosts,
-        )  # fmt: skip
+    _blocks.announce(f"{len(found)} MoE layers of {type(runner.model).__name__}")
 
 
 def close() -> None:
     """Give back all that `loaded` took. Local and idempotent; the end of a process does it too."""
-    global _blocks, _watch
+    global _blocks
     elastic.leave()
-    if _watch is not None:
-        _watch.close()
     if _blocks is not None:
         _blocks.close()
-    _blocks = _watch = None
+    _blocks = None
 
 
 def _layers(model: Any) -> list[tuple[Any, Any]]:
@@ -309,7 +306,7 @@ def _check_server(server_args: Any) -> None:
     }
     wrong = [flag for name, flag in flags.items() if getattr(server_args, name)]
     backend = server_args.elastic_ep_backend
-    if backend not in (None, elastic.NAME):
+    if backend not in (None, NAME):
         wrong.append(f"--elastic-ep-backend {backend}")
     if server_args.attn_cp_size > 1:
         wrong.append("--attn-cp-size")
@@ -340,10 +337,6 @@ def _processes() -> Any:
     from sglang.srt.distributed import get_moe_ep_group
 
     return get_moe_ep_group().cpu_group
-
-
-def _device(runner: Any) -> torch.device:
-    return torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
 
 
 def _limits(server_args: Any, settings: Settings) -> Limits:
@@ -399,14 +392,11 @@ def serve(
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
     chosen, most = _route(block, x, forward_batch), _most()
-    try:
+    with _blocks.logged():
         if isinstance(dispatcher, WholeBlock):
             out = _blocks.run(block.experts, x, chosen.topk_ids, chosen.topk_weights, most)
         else:
             out = _exchanged(block, dispatcher, x, chosen, most)
-    except GroupError as error:
-        _blocks.log(error)
-        raise
     return out.view(hidden_states.shape)
 
 
@@ -494,139 +484,121 @@ def _exchanged(block: Any, dispatcher: Any, x: torch.Tensor, chosen: Any, most: 
 
 # What is patched.
 
-_SRT = "sglang.srt."
 _BLOCK = "self, hidden_states, forward_batch="
 _MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
 # Forwards of the MoE blocks that are served: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
 # MiniMax-M2, GPT-OSS.
 FORWARDS: dict[str, Parameters] = {
-    _SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
-    _SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
-    _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward": {
+    SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
+    SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
+    SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward": {
         "0.5.17": _BLOCK,
         "0.5.23": _BLOCK + ", defer_finalize=",
     },
-    _SRT + "models.minimax_m2.MiniMaxM2MoE.forward": _BLOCK,
-    _SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward": _BLOCK,
-    _SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
+    SRT + "models.minimax_m2.MiniMaxM2MoE.forward": _BLOCK,
+    SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward": _BLOCK,
+    SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
         "0.5.17": _BLOCK + _MORE,
         "0.5.23": _BLOCK + _MORE + ", return_moe_output=, leave_output_sum=",
     },
 }
 HOOKS = (
-    Hook(_SRT + "layers.moe.utils.MoeA2ABackend._missing_", "AROUND", alias, "cls, value"),
-    Hook(_SRT + "arg_groups.overrides._a2a_ep_size", "AROUND", expert_parallel_size, "view"),
+    Hook(SRT + "layers.moe.utils.MoeA2ABackend._missing_", alias, "cls, value"),
+    Hook(SRT + "arg_groups.overrides._a2a_ep_size", expert_parallel_size, "view"),
     Hook(
-        _SRT + "arg_groups.overrides._a2a_fusion_adjustments",
-        "AROUND",
+        SRT + "arg_groups.overrides._a2a_fusion_adjustments",
         shared_expert_fusion,
         "view",
     ),
     Hook(
-        _SRT + "layers.moe.utils.initialize_moe_config",
-        "AROUND",
+        SRT + "layers.moe.utils.initialize_moe_config",
         without_overlap,
         {"0.5.17": "server_args", "0.5.23": ""},
     ),
     Hook(
-        _SRT + "server_args.ServerArgs._disable_breakable_cudagraph_if_incompatible",
-        "AROUND",
+        SRT + "server_args.ServerArgs._disable_breakable_cudagraph_if_incompatible",
         prefill_graphs,
         {"0.5.17": "self"},
     ),
     Hook(
-        _SRT + "arg_groups.cuda_graph_hook.disable_breakable_cudagraph_if_incompatible",
-        "AROUND",
+        SRT + "arg_groups.cuda_graph_hook.disable_breakable_cudagraph_if_incompatible",
         prefill_graphs,
         {"0.5.23": "server_args"},
     ),
     Hook(
-        _SRT + "utils.common.require_mlp_tp_gather",
-        "AROUND",
+        SRT + "utils.common.require_mlp_tp_gather",
         agrees_on_counts,
         {"0.5.17": "server_args", "0.5.23": "*, moe_a2a_backend="},
     ),
     Hook(
-        _SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
-        "AROUND",
+        SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
         count_of_none,
         {"0.5.17": "self, device, dtype="},
     ),
     Hook(
-        _SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
-        "AROUND",
+        SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
         make_dispatcher,
         {"0.5.17": "moe_runner_config", "0.5.23": "moe_runner_config, quant_method"},
     ),
     Hook(
-        _SRT + "models.glm4_moe.Glm4MoeMLP.__init__",
-        "AROUND",
+        SRT + "models.glm4_moe.Glm4MoeMLP.__init__",
         whole_shared_expert,
         {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
     ),
     Hook(
-        _SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__",
-        "AROUND",
+        SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__",
         whole_shared_expert,
         {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
     ),
     Hook(
-        _SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
-        "AROUND",
+        SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
         keep_mxfp4,
         "self, layer",
     ),
     Hook(
-        _SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
-        "AROUND",
+        SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
         whole_shared_expert,
         {
             "0.5.17": _MLP + ", tp_rank=, tp_size=, swiglu_limit=",
             "0.5.23": _MLP + ", swiglu_limit=, allow_fused_down=, *, parallel_group=",
         },
     ),
-    *(Hook(name, "AROUND", serve, parameters) for name, parameters in FORWARDS.items()),
-    Hook(_SRT + "model_executor.model_runner.ModelRunner.load_model", "AFTER", loaded, "self"),
-    Hook(
-        _SRT + "model_executor.model_runner.ModelRunner.forward",
-        "AROUND",
-        forward,
-        "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
-        "split_forward_count=",
-    ),
+    *(Hook(name, serve, parameters) for name, parameters in FORWARDS.items()),
+    Hook(RUNNER + "load_model", loaded, "self", "AFTER"),
+    Hook(RUNNER + "forward", forward, FORWARD),
     *elastic.HOOKS,
 )
 # What the hooks call and read.
 _PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
-_TOPK = _SRT + "layers.moe.topk."
+_TOPK = SRT + "layers.moe.topk."
 _CHOOSE = (
     "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
 )
-_DISPATCHER = _SRT + "layers.moe.token_dispatcher."
+_DISPATCHER = SRT + "layers.moe.token_dispatcher."
 KNOWN = (
     *elastic.KNOWN,
-    Known(_SRT + "server_args.MOE_A2A_BACKEND_CHOICES", {"0.5.17": None}),
+    Known(SRT + "server_args.MOE_A2A_BACKEND_CHOICES", {"0.5.17": None}),
     Known(
-        _SRT + "arg_groups.arg_utils.add_cli_args_from_dataclass",
+        SRT + "arg_groups.arg_utils.add_cli_args_from_dataclass",
         {"0.5.23": "parser, cls, *, fields="},
         names="choices",
     ),
-    Known(_SRT + "arg_groups.overrides.resolved_view", "server_args"),
-    Known(_SRT + "server_args.resolved_view", {"0.5.17": "server_args"}),
-    Known(_SRT + "arg_groups.cuda_graph_hook.resolved_view", {"0.5.23": "server_args"}),
-    Known(_SRT + "layers.moe.utils.MoeA2ABackend.CUSTOMIZED"),
-    Known(_SRT + "layers.moe.utils.MoeA2ABackend.is_customized", "self"),
-    Known(_SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
-    Known(_SRT + "runtime_context.get_parallel", ""),
-    Known(_SRT + "runtime_context.get_exec", {"0.5.23": ""}),
-    Known(_SRT + "distributed.get_moe_ep_group", ""),
-    Known(_SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
+    Known(SRT + "arg_groups.overrides.resolved_view", "server_args"),
+    Known(SRT + "server_args.resolved_view", {"0.5.17": "server_args"}),
+    Known(SRT + "arg_groups.cuda_graph_hook.resolved_view", {"0.5.23": "server_args"}),
+    Known(SRT + "layers.moe.utils.MoeA2ABackend.CUSTOMIZED"),
+    Known(SRT + "layers.moe.utils.MoeA2ABackend.is_customized", "self"),
+    Known(SRT + "layers.moe.utils.get_moe_a2a_backend", ""),
+    Known(SRT + "runtime_context.get_parallel", ""),
+    Known(SRT + "runtime_context.get_exec", {"0.5.23": ""}),
+    Known(SRT + "distributed.get_moe_ep_group", ""),
+    Known(SRT + "layers.dp_attention.get_dp_global_num_tokens", ""),
     Known(
-        _SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new",
+        SRT + "eplb.expert_location_dispatch.ExpertLocationDispatchInfo.init_new",
         {"0.5.17": "cls, layer_id"},
     ),
-    Known(_SRT + "model_executor.forward_batch_info.enable_num_token_non_padded", {"0.5.17": ""}),
+    Known(SRT + "model_executor.forward_batch_info.enable_num_token_non_padded", {"0.5.17": ""}),
     Known(_TOPK + "StandardTopKOutput"),
     Known(_TOPK + "TopK.empty_topk_output", "self, device, *, layer_id="),
     Known(
@@ -640,43 +612,43 @@ KNOWN = (
     Known(_DISPATCHER + "standard.StandardDispatchOutput"),
     Known(_DISPATCHER + "standard.StandardCombineInput"),
     Known(
-        _SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
+        SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
         "self, hidden_states, topk_output, pre_quant_input=",
     ),
     Known(
-        _SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+        SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
         names="layer_id num_experts num_local_experts top_k hidden_size params_dtype with_bias "
         "intermediate_size_per_partition moe_ep_size moe_ep_rank moe_tp_size dispatcher "
         "num_fused_shared_experts moe_runner_config quant_method "
         "should_fuse_routed_scaling_factor_in_topk",
     ),
     Known(
-        _SRT + "layers.moe.moe_runner.base.MoeRunnerConfig",
+        SRT + "layers.moe.moe_runner.base.MoeRunnerConfig",
         names="activation is_gated apply_router_weight_on_input routed_scaling_factor gemm1_alpha "
         "gemm1_clamp_limit swiglu_limit gate_up_interleaved",
     ),
-    Known(_SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", names=_PARTS),
+    Known(SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", names=_PARTS),
     Known(
-        _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__",
+        SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__",
         names=_PARTS + " shared_expert shared_expert_gate",
     ),
     Known(
-        _SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock._forward_shared_experts",
+        SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock._forward_shared_experts",
         "self, hidden_states, apply_gate=",
     ),
-    Known(_SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", names=_PARTS),
+    Known(SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", names=_PARTS),
     Known(
-        _SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",
+        SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",
         names="experts router topk layer_id",
     ),
-    Known(_SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", names=_PARTS + _SHARED),
+    Known(SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", names=_PARTS + _SHARED),
     Known(
-        _SRT + "models.deepseek_v2.DeepseekV2MoE.__init__",
+        SRT + "models.deepseek_v2.DeepseekV2MoE.__init__",
         names=_PARTS + _SHARED + " is_nextn is_hash",
     ),
-    Known(_SRT + "plugins.hook_registry.HookRegistry._patched"),
+    Known(SRT + "plugins.hook_registry.HookRegistry._patched"),
     Known(
-        _SRT + "plugins.hook_registry.HookRegistry.register",
+        SRT + "plugins.hook_registry.HookRegistry.register",
         "cls, target, hook, hook_type=, *, source=",
     ),
 )

@@ -8,26 +8,34 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from weft.errors import SetupError
 from weft.plugins.names import Engine, Parameters, relied_on
 
 SGLANG = Engine("SGLang", ("sglang",), ("0.5.23", "0.5.17"))
-Kind = Literal["AROUND", "REPLACE", "AFTER", "BEFORE"]  # names of SGLang's HookType
+Kind = Literal["AROUND", "AFTER"]  # names of SGLang's HookType
+SRT = "sglang.srt."
+NAME = "weft"  # of the backend, after --moe-a2a-backend and --elastic-ep-backend
+RUNNER = SRT + "model_executor.model_runner.ModelRunner."
+FORWARD = (
+    "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
+    "split_forward_count="
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
     """A function or method of SGLang, and what weft hangs on it.
 
-    kind: AROUND: function(original, *args, **kwargs) returns the result;
-        REPLACE: function(*args, **kwargs) does; AFTER: function(result, *args, **kwargs) returns
-        another result or None; BEFORE: function(*args, **kwargs) returns (args, kwargs) or None.
+    kind: AROUND: function(original, *args, **kwargs) returns the result; AFTER: function(result,
+        *args, **kwargs) returns another result or None.
     """
 
     target: str
-    kind: Kind
     function: Callable[..., Any]
     parameters: Parameters
+    kind: Kind = "AROUND"
 
 
 def there(hooks: Iterable[Hook]) -> list[Hook]:
@@ -53,6 +61,11 @@ def check_applied(hooks: Iterable[Hook]) -> None:
         raise SetupError(
             f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"
         )
+
+
+def device_of(runner: Any) -> torch.device:
+    """Where a ModelRunner's model is."""
+    return torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
 
 
 def resolved(server_args: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.moe import Gating
-from weft.plugins.weights import Layer, of_placement, of_tensors, refuse
+from weft.plugins.weights import Layer, check
 
 TRITON = "--moe-runner-backend triton"
 
@@ -51,12 +51,10 @@ def check_experts(fused: Any, *, form: str) -> None:
 
     form: "block", which multiplies itself, or "dispatcher", which leaves that to SGLang's runner.
     """
-    layer = layer_of(fused)
-    refuse(layer, form, _wrong(layer, form))
+    check(layer_of(fused), form, _wrong(fused, form))
 
 
-def _wrong(layer: Layer, form: str) -> Iterator[str]:
-    fused = layer.module
+def _wrong(fused: Any, form: str) -> Iterator[str]:
     if fused.num_fused_shared_experts:
         yield (
             f"num_fused_shared_experts is {fused.num_fused_shared_experts}, served is 0: pass "
@@ -67,10 +65,8 @@ def _wrong(layer: Layer, form: str) -> Iterator[str]:
             f"moe_tp_size is {fused.moe_tp_size}, served is 1, whole experts on each rank: pass "
             "--ep-size equal to --tp-size"
         )
-    yield from of_placement(layer)
     if form == "block":
         yield from _of_arithmetic(fused)
-        yield from of_tensors(layer)
 
 
 def _of_arithmetic(fused: Any) -> Iterator[str]:

@@ -11,24 +11,28 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-from collections.abc import Iterator
-from types import ModuleType
 
 from weft.arguments import integer, seconds
 from weft.errors import SetupError
+from weft.plugins.names import Known, differences
 from weft.plugins.transformers.exchange import exchanges
 
 __all__ = ["check", "close", "register"]
 
 _OLDEST = "5.23"
-# What of transformers is relied on: the arguments of these calls, and what the constructor keeps.
-_CALLS = {
-    "EPImplementation.__init__": ["self", "experts", "ep_mesh", "tp_mesh"],
-    "EPImplementation.__call__": ["self", "hidden_states", "top_k_index", "top_k_weights"],
-    "EPImplementationInterface.register": ["key", "value"],
-}
-_KEPT = {"experts_forward", "num_local_experts", "ep_mesh", "tp_mesh", "shares_batch"}
+_MODULE = "transformers.distributed.expert_parallel."
+KNOWN = (
+    Known(
+        _MODULE + "EPImplementation.__init__",
+        "self, experts, ep_mesh, tp_mesh",
+        names="experts_forward num_local_experts ep_mesh tp_mesh shares_batch",
+    ),
+    Known(
+        _MODULE + "EPImplementation.__call__",
+        "self, hidden_states, top_k_index, top_k_weights",
+    ),
+    Known(_MODULE + "EPImplementationInterface.register", "cls, key, value"),
+)
 
 
 def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
@@ -46,11 +50,13 @@ def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
     another.
     """
     max_tokens, timeout = integer("max_tokens", max_tokens, 1, 1 << 20), seconds("timeout", timeout)
-    interface = _interface().EPImplementationInterface
+    _check_interface()
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
     from weft.plugins.transformers.experts import ExpertParallel
 
     made = functools.partial(ExpertParallel, max_tokens=max_tokens, timeout=timeout)
-    interface.register("weft", made)
+    EPImplementationInterface.register("weft", made)
 
 
 def check() -> None:
@@ -73,35 +79,15 @@ def close() -> None:
         exchange.close()
 
 
-def _interface() -> ModuleType:
-    """transformers' module of expert parallelism. Raises SetupError for one that is not known."""
+def _check_interface() -> None:
+    """Raise SetupError for a transformers that is not known."""
     fix = f"pip install 'transformers>={_OLDEST}'"
     try:
         version = importlib.import_module("transformers").__version__
     except ImportError as error:
         raise SetupError(f"transformers cannot be imported: {error}; {fix}") from error
-    try:
-        module = importlib.import_module("transformers.distributed.expert_parallel")
-        wrong = list(_differences(module))
-    except ImportError as error:
-        wrong = [str(error)]
-    if wrong:
+    if wrong := list(differences(KNOWN, _OLDEST)):
         raise SetupError(
             f"transformers {version} lacks the interface of expert parallelism that weft knows, "
             f"which came with {_OLDEST}: {'; '.join(wrong)}; {fix}, or use a newer weft"
         )
-    return module
-
-
-def _differences(module: ModuleType) -> Iterator[str]:
-    """What weft relies on and a module of expert parallelism does not have."""
-    for call, wanted in _CALLS.items():
-        name, method = call.split(".")
-        owner = getattr(module, name, None)
-        function = None if owner is None else getattr(owner, method, None)
-        if function is None:
-            yield f"there is no {call}"
-        elif list(inspect.signature(function).parameters) != wanted:
-            yield f"{call} is called with {inspect.signature(function)}, not ({', '.join(wanted)})"
-        elif method == "__init__" and (lost := _KEPT - set(function.__code__.co_names)):
-            yield f"{call} sets no {', '.join(sorted(lost))}"

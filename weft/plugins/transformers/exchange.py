@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,9 +12,9 @@ from weft.allreduce.operator import AllReduce
 from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
+from weft.plugins.settings import first_timeout
 
 Operator = TypeVar("Operator", AllReduce, AllToAll)
-FIRST = 120.0  # seconds that the first call of an operator waits at least: a peer may compile
 
 
 class Exchange:
@@ -29,8 +29,7 @@ class Exchange:
         self.mesh, self.max_tokens, self.timeout = mesh, max_tokens, timeout
         self.group = Group.from_torch(mesh.get_group(), device=mesh.device_type)
         self.most = 0  # rows of the rank that has most, as agreed in this forward pass
-        self._reduces: dict[tuple[int, torch.dtype], AllReduce] = {}
-        self._all_to_alls: dict[tuple[Any, ...], AllToAll] = {}
+        self._operators: dict[tuple[Any, ...], AllReduce | AllToAll] = {}
         self._layers, self._closed = 0, False
 
     def join(self) -> bool:
@@ -54,33 +53,25 @@ class Exchange:
         counts = self.group.all_gather(rows, timeout=self.timeout)
         self.most = max(counts[rank] for rank in self.group.living)
 
-    def all_reduce(self, hidden: int, dtype: torch.dtype) -> AllReduce:
-        """The all-reduce of these sizes. Collective when it is new."""
-        found = self._reduces.get((hidden, dtype))
+    def operator(self, kind: type[Operator], **sizes: Any) -> Operator:
+        """The operator of these sizes. Collective when it is new."""
+        key = (kind, *sizes.values())
+        found: Any = self._operators.get(key)
         if found is None:
-            found = self._reduces[hidden, dtype] = self._open(AllReduce, hidden=hidden, dtype=dtype)
-        return found
-
-    def all_to_all(self, **sizes: Any) -> AllToAll:
-        """The all-to-all of top_k, num_experts, hidden and dtype. Collective when it is new."""
-        key = tuple(sizes.values())
-        found = self._all_to_alls.get(key)
-        if found is None:
-            found = self._all_to_alls[key] = self._open(AllToAll, **sizes)
-        return found
+            found = self._operators[key] = self._open(kind, **sizes)
+        return cast("Operator", found)
 
     def check(self) -> None:
         """Raise what the operators' devices have recorded."""
-        for operator in self._operators():
+        for operator in self._operators.values():
             operator.check()
 
     def close(self) -> None:
         """Give operators and group back. Local and idempotent."""
         self._closed = True
-        for operator in self._operators():
+        for operator in self._operators.values():
             operator.close()
-        self._reduces.clear()
-        self._all_to_alls.clear()
+        self._operators.clear()
         self.group.close()
 
     def leave(self, error: BaseException) -> None:
@@ -97,12 +88,9 @@ class Exchange:
                 self.group,
                 max_tokens=self.max_tokens,
                 timeout=self.timeout,
-                first_timeout=max(self.timeout, FIRST),
+                first_timeout=first_timeout(self.timeout),
                 **sizes,
             )
-
-    def _operators(self) -> list[AllReduce | AllToAll]:
-        return [*self._reduces.values(), *self._all_to_alls.values()]
 
     def _check_open(self) -> None:
         if self._closed:

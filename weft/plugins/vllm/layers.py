@@ -29,6 +29,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Gpt
 from weft.errors import InvalidArgument
 from weft.plugins.vllm import engine
 from weft.plugins.vllm.weights import EXCHANGE, check_arithmetic
+from weft.plugins.weights import refusal
 from weft.shape import FP8_BLOCK
 
 
@@ -53,11 +54,9 @@ class Wefted:
             if form == "exchange":
                 return _become(method, Exchanged)
             if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
-                raise InvalidArgument(
-                    f"weft cannot serve the experts of {prefix} in form 'block': their method is "
-                    f"{type(method).__name__}, served are UnquantizedFusedMoEMethod, Fp8MoEMethod "
-                    f"and GptOssMxfp4MoEMethod; {EXCHANGE}"
-                )
+                have = f"their method is {type(method).__name__}, served are "
+                served = "UnquantizedFusedMoEMethod, Fp8MoEMethod and GptOssMxfp4MoEMethod"
+                raise refusal(prefix, "block", have + served, EXCHANGE)
             found = _become(method, WholeBlock)
         check_arithmetic(self)
         return found
@@ -137,11 +136,12 @@ class Exchanged:
         impl = getattr(kernel, "impl", None)
         if not isinstance(impl, FusedMoEKernelModularImpl):
             have = "none" if impl is None else type(impl).__name__
-            raise InvalidArgument(
-                f"weft cannot serve the experts of {layer.layer_name} in form 'exchange': "
+            raise refusal(
+                layer.layer_name,
+                "exchange",
                 f"{type(self).__name__} has no modular kernel there, but {have}, which sends "
                 "tokens by itself or routes: take another --moe-backend (triton), or "
-                "WEFT_VLLM=block"
+                "WEFT_VLLM=block",
             )
         if not isinstance(impl.prepare_finalize, PrepareFinalize):
             impl.prepare_finalize = PrepareFinalize(layer, impl.fused_experts)

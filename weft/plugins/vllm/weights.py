@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.moe import CLAMPED_SWIGLU, Gating
-from weft.plugins.weights import Layer, of_placement, of_tensors, refuse
+from weft.plugins.weights import Layer, refusal
 
 EXCHANGE = "take WEFT_VLLM=exchange, where vLLM's own experts multiply"
 
@@ -117,18 +117,4 @@ def check_arithmetic(experts: Any) -> None:
     if experts.apply_router_weight_on_input:
         wrong.append("apply_router_weight_on_input is True, served is False")
     if wrong:
-        raise InvalidArgument(
-            f"weft cannot serve the experts of {experts.layer_name} in form 'block': "
-            f"{'; '.join(wrong)}; {EXCHANGE}"
-        )
-
-
-def check_experts(layer: Layer, form: str) -> None:
-    """Raise InvalidArgument for a placement or tensors that weft does not take."""
-    refuse(layer, form, _wrong(layer, form))
-
-
-def _wrong(layer: Layer, form: str) -> Iterator[str]:
-    yield from of_placement(layer)
-    if form == "block":
-        yield from of_tensors(layer)
+        raise refusal(experts.layer_name, "block", *wrong, EXCHANGE)
