@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,11 @@ from tests.compat.calls import (
     rows,
     workspace_of,
 )
+from weft.compat import fusion_workspace, moe_alltoall, refusals, triton_dist
 from weft.compat import ranks as places
-from weft.compat import refusals
 from weft.compat.flashinfer import MoeAlltoAll
+from weft.compat.fusion_workspace import AllReduceFusionWorkspace
+from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
 
 
@@ -370,4 +373,23 @@ def test_without_torch_distributed_it_is_that_of_the_environment(monkeypatch):
 def test_one_rank_needs_no_group():
     with MoeAlltoAll(Mapping(0, 1), MAX, TOP_K, EXPERTS, hidden_size=HIDDEN) as a2a:
         assert a2a.group.size == 1
+    assert not places._made
+
+
+CONSTRUCTORS: dict[Any, Callable[[], object]] = {
+    moe_alltoall: lambda: MoeAlltoAll(Mapping(0, 1), MAX, TOP_K, EXPERTS, hidden_size=HIDDEN),
+    triton_dist: lambda: EPLowLatencyAllToAllLayer(MAX, HIDDEN, TOP_K, True, 0, EXPERTS, 1, 1),
+    fusion_workspace: lambda: AllReduceFusionWorkspace(1, 0, MAX, HIDDEN),
+}
+
+
+@pytest.mark.parametrize("module", CONSTRUCTORS)
+def test_a_constructor_that_fails_keeps_no_group(module, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no operator today")
+
+    for name in {"lease", "LowLatencyAllToAll", "AllReduce"} & set(vars(module)):
+        monkeypatch.setattr(module, name, fail)
+    with pytest.raises(MemoryError, match="no operator today"):
+        CONSTRUCTORS[module]()
     assert not places._made

@@ -76,7 +76,7 @@ class AllReduceFusionWorkspace:
         self._reduces: dict[tuple[int, torch.dtype], AllReduce] = {}
         try:
             self._reduces[self._first] = self._make(max_token_num, *self._first)
-        except Exception:
+        except BaseException:
             self._release()
             raise
         self._scales: dict[float, torch.Tensor] = {}

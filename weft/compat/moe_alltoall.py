@@ -141,17 +141,21 @@ class MoeAlltoAll:
         self._hidden = hidden_size
         self._rows: dict[RowBytes, CombineRow] = {}  # that this object's rounds returned
         self._round: _Round | None = None
-        shared = lease(
-            self.group,
-            MoeWorkspace,
-            max_tokens=max_num_tokens,
-            top_k=top_k,
-            num_experts=num_experts,
-            stats=stats,
-            size_asked=workspace_size_per_rank,
-            timeout=timeout,
-            first_timeout=first_timeout,
-        )
+        try:
+            shared = lease(
+                self.group,
+                MoeWorkspace,
+                max_tokens=max_num_tokens,
+                top_k=top_k,
+                num_experts=num_experts,
+                stats=stats,
+                size_asked=workspace_size_per_rank,
+                timeout=timeout,
+                first_timeout=first_timeout,
+            )
+        except BaseException:
+            release()
+            raise
         self._workspace = shared.operator
         self._away: set[AllToAll] = set()  # in whose round this object is
         # Engines drop their objects without a word.

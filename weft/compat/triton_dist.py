@@ -99,20 +99,24 @@ class EPLowLatencyAllToAllLayer:
         self.max_m, self.hidden, self.topk, self.rank = max_m, hidden, topk, rank
         self.num_experts, self.world_size = num_experts, world_size
         self.fp8_gsize, self.dtype, self.enable_profiling = fp8_gsize, dtype, enable_profiling
-        self._a2a = LowLatencyAllToAll(
-            self.group,
-            max_tokens=max_m,
-            top_k=topk,
-            num_experts=num_experts,
-            hidden=hidden,
-            dtype=dtype,
-            timeout=timeout,
-            first_timeout=first_timeout,
-            group_size=fp8_gsize,
-            profile=enable_profiling,
-            _recipe="triton_dist",
-            _allow_handle_reuse=True,
-        )
+        try:
+            self._a2a = LowLatencyAllToAll(
+                self.group,
+                max_tokens=max_m,
+                top_k=topk,
+                num_experts=num_experts,
+                hidden=hidden,
+                dtype=dtype,
+                timeout=timeout,
+                first_timeout=first_timeout,
+                group_size=fp8_gsize,
+                profile=enable_profiling,
+                _recipe="triton_dist",
+                _allow_handle_reuse=True,
+            )
+        except BaseException:
+            self._release()
+            raise
 
     @untraced
     def dispatch(
