@@ -28,9 +28,9 @@ from weft.gemm.config import (
     Push,
     Store,
     WgmmaPlan,
-    best_plan,
-    triton_plan,
+    fastest_plan,
 )
+from weft.gemm.config import plan as triton_plan
 from weft.reference import quantize
 from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
@@ -201,9 +201,9 @@ def _on_gpu(device: torch.device) -> bool:
 
 def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
     experts, n, k = call.sizes
-    sizes = (-(-len(call.a) // max(experts, 1)), n, k, call.b.dtype)
-    best = best_plan(
-        *(experts, *sizes),
+    sizes = (experts, -(-len(call.a) // max(experts, 1)), n, k, call.b.dtype)
+    best = fastest_plan(
+        *sizes,
         gated=call.gated,
         biased=call.bias is not None,
         out=call.out_dtype,

@@ -16,7 +16,7 @@ from weft.gemm.config import (
     DTYPES_16BIT,
     ONE_EXPERT_BLOCK_MS,
     WgmmaPlan,
-    best_plan,
+    fastest_plan,
     is_hopper,
 )
 from weft.gemm.kernels import GemmShape, preload
@@ -137,7 +137,7 @@ class FP8Expert(nn.Module):
             a_scale=scale.unsqueeze(0),
             b_scale=self.gate_up_scale,
             out=(act, act_scale),
-            plan=best_plan(1, rows, n, k, FP8, gated=True, device=device),
+            plan=fastest_plan(1, rows, n, k, FP8, gated=True, device=device),
             epilogue=self._epilogue,
         )
         out = torch.empty((1, len(x), hidden), dtype=self._dtype, device=device)
@@ -148,6 +148,6 @@ class FP8Expert(nn.Module):
             a_scale=act_scale,
             b_scale=self.down_scale,
             out=out,
-            plan=best_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
+            plan=fastest_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
         )
         return out[0]
