@@ -32,7 +32,7 @@ from weft.gemm.config import (
 )
 from weft.gemm.config import plan as triton_plan
 from weft.reference import quantize
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_key
+from weft.runtime.check import check_tensor, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
 MOST_PREPARED = 512  # kinds of calls that a thread keeps; each takes about 2 KiB
@@ -226,8 +226,7 @@ def quantize_rows(
     flags(programmatic_launch=programmatic_launch)
     if not isinstance(x, torch.Tensor):
         refuse_tensor("x", x)
-    check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device)
-    check_alignment("x", x, x.itemsize)
+    check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device, aligned=1)
     if x.shape[1] % FP8_BLOCK:
         raise InvalidArgument(f"x is {list(x.shape)}; k must be a multiple of {FP8_BLOCK}")
     if x.device.type not in ("cpu", "cuda"):

@@ -41,20 +41,10 @@ def _call(
 
 
 @_call.register_fake
-def _(
-    x: torch.Tensor,
-    logits: torch.Tensor | None,
-    topk_ids: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    rows: int | None,
-    num_tokens: torch.Tensor | None,
-    out: torch.Tensor,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    layer: MoE = find(handle)
+def _(*given: Any) -> None:
+    x, logits, topk_ids, topk_weights, rows, num_tokens, out, _, handle = given
     with tracing():
-        layer._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
+        find(handle)._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
 
 
 @torch.library.custom_op("weft::moe_route", mutates_args=())

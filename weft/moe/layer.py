@@ -37,12 +37,7 @@ from weft.moe.router import (
 from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
-from weft.runtime.check import (
-    check_alignment,
-    check_group,
-    check_tensor,
-    check_tokens,
-)
+from weft.runtime.check import check_group, check_tensor, check_tokens
 from weft.runtime.stream import synchronize_device, synchronize_stream
 
 
@@ -349,9 +344,7 @@ class MoE:
             (ids, weights), num_tokens = routed, None
         assert ids is not None
         assert weights is not None
-        return normalize_checked(
-            ids, weights, num_tokens=num_tokens, replicas=self._table, rank=self.exchange.rank
-        )
+        return normalize_checked(ids, weights, num_tokens, self._table, self.exchange.rank)
 
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
         """What this rank's experts make of what a dispatch of `exchange` brought.
@@ -586,6 +579,6 @@ class MoE:
                     "of the same tokens, [tokens, num_experts]"
                 )
         if out is not None:
-            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
-            check_alignment("out", out, config.hidden * config.dtype.itemsize)
+            row = config.hidden * config.dtype.itemsize
+            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row)
         return 1 if rows is None else max(1, -(-rows // each))

@@ -94,10 +94,6 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         return self._experts.down(weights).view(size)
 
     @property
-    def mid_round(self) -> bool:
-        return self.exchange._mid_round
-
-    @property
     def _packed(self) -> bool:
         return packs(self.plan, self.group.device)
 

@@ -69,10 +69,6 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             self._experts.up(weights, groups.gather(received), tokens=self._tokens)
             groups.scatter(self._experts.down(weights))
 
-    @property
-    def mid_round(self) -> bool:
-        return self.exchange._mid_round
-
     def close(self) -> None:
         if self._groups is not None:
             self._groups.close()
