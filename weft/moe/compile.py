@@ -94,7 +94,7 @@ def _expert_rows(
     made = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert made is not None  # rows that experts store at their owners are refused while tracing
     y.copy_(made)
-    layer._workspace.forget_rows()  # they are in the graph's memory
+    layer._workspace.experts.forget()  # they are in the graph's memory
 
 
 @_experts.register_fake

@@ -14,13 +14,12 @@ from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.gemm import WgmmaPlan
-from weft.gemm.config import fastest_plan
+from weft.gemm.config import FP8, fastest_plan
 from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
 from weft.memory import Group
 from weft.moe.choice import AUTO, MODES, OVERLAPS
-from weft.moe.experts import FP8
 from weft.moe.models import MoEConfig
 from weft.moe.replicas import Replicas
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from weft.arguments import flags, instance, integer, integers, refuse
 from weft.errors import InvalidArgument
-from weft.gemm.config import DTYPES_16BIT, MXFP4
+from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
 from weft.gemm.mxfp4 import (
     BIAS,
     BLOCK,
@@ -35,8 +35,6 @@ from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
 from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
-
-FP8 = torch.float8_e4m3fn
 
 
 class Expert(nn.Module):

@@ -15,13 +15,14 @@ from weft.gemm.call import OUT_DTYPES
 from weft.gemm.config import (
     CLUSTER_N,
     DTYPES_16BIT,
+    FP8,
     ONE_EXPERT_BLOCK_MS,
     WgmmaPlan,
     fastest_plan,
     is_hopper,
 )
 from weft.gemm.kernels import GemmShape, preload
-from weft.moe.experts import FP8, Expert, to_blocks
+from weft.moe.experts import Expert, to_blocks
 from weft.moe.models import SWIGLU, Gating
 from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK

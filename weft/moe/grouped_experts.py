@@ -16,9 +16,9 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, fastest_plan, is_hopper
+from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
 from weft.gemm.kernels import OPERANDS, GemmShape, preload
-from weft.moe.experts import FP8, ExpertWeights
+from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.torch_experts import RowsByExpert
 from weft.shape import FP8_BLOCK

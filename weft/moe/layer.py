@@ -38,7 +38,7 @@ from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
 from weft.runtime.check import check_group, check_tensor, check_tokens
-from weft.runtime.stream import synchronize_device, synchronize_stream
+from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
 
 
 class MoE:
@@ -314,7 +314,7 @@ class MoE:
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:
-            if workspace.mid_round and not workspace.capturing:
+            if workspace.mid_round and not capturing(workspace.group.device):
                 self.exchange._leave(reason(error))
             raise
         finally:
@@ -415,7 +415,7 @@ class MoE:
             mine = weights(self.local_experts) if callable(weights) else weights
             instance("weights", mine, ExpertWeights, "or a function that makes them")
             mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
-            self._workspace.prepare(mine)
+            self._workspace.experts.prepare(mine)
             if shared is not None:
                 function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
