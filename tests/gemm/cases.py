@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from weft.gemm import (
     grouped_gemm,
     pack_mxfp4,
 )
-from weft.gemm.config import FP8, MXFP4
+from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
+from weft.gemm.kernels import OPERANDS, GemmShape
 from weft.reference import dequantize, quantize
 
 UNTOUCHED = 77.0  # what rows hold that belong to no expert
@@ -119,6 +120,38 @@ class Case:
         return Made(self, a.to(device), b.to(device), moved, wide)
 
 
+def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
+    """What Hopper's kernel is compiled for; "gated" quantises where rows are FP8."""
+    if epilogue == "gated" and case.fp8_rows:
+        epilogue = "gated_fp8"
+    given = {
+        "out_dtype": DTYPES_16BIT.get(case.dtype, "bf16"),
+        "operand": OPERANDS[case.dtype],
+        "bias": "bf16" if case.bias else "none",
+    }
+    sizes = (len(case.counts), case.n, case.k, WgmmaPlan(block_m))
+    return GemmShape(*sizes, epilogue, **(given | more))
+
+
+def every_exponent(device: str = "cpu") -> Made:
+    """MXFP4 whose row r multiplies the blocks of exponent r of its weights' rows alone, down to
+    2^-14.
+    """
+    case, seed = EXPONENTS, torch.Generator().manual_seed(5)
+    made = case.make()
+    values = torch.randint(0, 256, (1, case.n, case.k // 2), generator=seed).byte()
+    exponents = torch.arange(case.k // 32).clamp(max=14)
+    scales = (exponents + 120).byte().expand(1, case.n, -1).contiguous()
+    b, b_scale = pack_mxfp4(values, scales)
+    rows = torch.zeros(case.rows, case.k)
+    for row, exponent in enumerate(exponents.tolist()):
+        rows[row, exponent * 32 : exponent * 32 + 32] = torch.randint(1, 4, (32,), generator=seed)
+    given = made.given | {"a_scale": torch.ones_like(made.given["a_scale"]), "b_scale": b_scale}
+    moved = {name: tensor.to(device) for name, tensor in given.items()}
+    a, wide = rows.to(FP8), decode_mxfp4(values, scales)
+    return replace(made, a=a.to(device), b=b.to(device), given=moved, wide=wide)
+
+
 def spread_scales(experts: int, n: int, k: int, seed: torch.Generator, window: int) -> torch.Tensor:
     """uint8 `[experts, n, k / 32]`: of every row, both ends of the window, and between."""
     blocks = torch.arange(k // 32)
@@ -171,6 +204,14 @@ class Made:
                 y[start : start + count] += self.given["bias"][expert].cpu().double()
         return y
 
+    def with_given(self, **numbers: list[int]) -> Made:
+        """With other counts or offsets."""
+        changed = {
+            name: torch.tensor(values, dtype=torch.int32, device=self.a.device)
+            for name, values in numbers.items()
+        }
+        return replace(self, given=self.given | changed)
+
     def call(
         self, epilogue: Epilogue = STORE, plan: GemmPlan | WgmmaPlan | None = None, **more: Any
     ) -> Output:
@@ -196,6 +237,31 @@ class Made:
             grouped_gemm(self.a, self.b, plan=plan, epilogue=epilogue, **self.given, **more)
         return Output(case, numbers, scales)
 
+    def pushed(
+        self,
+        plan: GemmPlan | WgmmaPlan | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        aborted: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[rows, n]` as pushed to addresses in another order, and bool `[rows]`: rows that came.
+
+        Every seventh row has no address. aborted: the abort flag, with flag-in-data. All rows that
+        were not to come are checked to be as they were.
+        """
+        case, device = self.case, self.a.device
+        flag = None if aborted is None else torch.tensor([aborted], dtype=torch.int32).to(device)
+        stored_as = dtype or (torch.bfloat16 if case.fp8_rows else case.dtype)
+        there = torch.full((case.rows, case.n), UNTOUCHED, dtype=stored_as, device=device)
+        order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1)).to(device)
+        dst_addr = there.data_ptr() + order * (case.n * there.itemsize)
+        nowhere = torch.arange(case.rows, device=device) % 7 == 3
+        dst_addr[nowhere] = 0
+        self.call(Push(dst_addr, dtype, flag_in_data=flag is not None, abort_flag=flag), plan)
+        came, stored = case.live().to(device) & ~nowhere & (not aborted), there[order]
+        assert bool((stored[~came] == UNTOUCHED).all())
+        return stored, came
+
 
 @dataclass(frozen=True)
 class Output:
@@ -203,7 +269,14 @@ class Output:
 
     case: Case
     numbers: torch.Tensor
-    scales: torch.Tensor | None = field(default=None)
+    scales: torch.Tensor | None = None
+
+    def same_bits(self, other: Output) -> bool:
+        """Are numbers and scales equal bit by bit, also where they are NaN?"""
+        pairs = [(self.numbers, other.numbers)]
+        if self.scales is not None and other.scales is not None:
+            pairs.append((self.scales, other.scales))
+        return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
     def read(self) -> torch.Tensor:
         """float64 `[rows, columns]` on the CPU, scaled back."""
@@ -222,6 +295,9 @@ class Output:
         assert bool((rest == torch.tensor(UNTOUCHED).to(self.numbers.dtype).float()).all())
         if self.scales is not None:
             assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == UNTOUCHED).all())
+
+
+EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
 
 
 def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,22 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gemm.cases import UNTOUCHED, Case, Made, Output, decode_mxfp4, gated
+from tests.gemm.cases import (
+    EXPONENTS,
+    UNTOUCHED,
+    Case,
+    Made,
+    decode_mxfp4,
+    every_exponent,
+    gated,
+    shape_of,
+)
 from tests.gemm.emulate import (
     AT_ANY_TIME,
     AT_ONCE,
@@ -61,7 +69,6 @@ CASES = {
     "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=64, masked=True),
 }
 HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one CTA alone
-EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
 BLOCK_MS = {"contiguous": (32, 256), "normal": (96, 128, 256), "packed": (64, 160)}
 BLOCK_MS |= {"bf16": (32, 256), "bf16, high": (128, 192), "mxfp4": (32, 160)}
 EPILOGUES: dict[str, Epilogue] = {
@@ -70,7 +77,6 @@ EPILOGUES: dict[str, Epilogue] = {
     "limited": GatedQuant(1.702, 1.0, 0.7),
     "situ": GatedQuant(beta=0.5, linear_beta=3.0),
 }
-NAMES_16BIT = {BF16: "bf16", torch.float16: "fp16"}
 PREFETCHED = ("no rows", "normal", "bf16", "k-major", "mxfp4")
 
 
@@ -80,8 +86,7 @@ def block_ms(name: str) -> tuple[int, ...]:
 
 def all_shapes() -> Iterator[GemmShape]:
     for case in (HALF, EXPONENTS):
-        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(32))
-        yield GemmShape(*sizes, "store", operand="mxfp4")
+        yield shape_of(case, 32, "store")
     for name in CASES:
         for shape in shapes_of(name):
             yield shape
@@ -92,25 +97,14 @@ def all_shapes() -> Iterator[GemmShape]:
 def shapes_of(name: str) -> Iterator[GemmShape]:
     case = CASES[name]
     for rows in block_ms(name):
-        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(rows))
-        if word := NAMES_16BIT.get(case.dtype):
-            for epilogue in ("store", "gated", "push"):
-                shape = GemmShape(*sizes, epilogue, word, word, "bf16" if case.bias else "none")
-                yield shape
-                if epilogue == "gated":
-                    yield replace(shape, situ=True)
-            continue
-        more: dict[str, Any] = {
-            "operand": kernels.OPERANDS[case.dtype],
-            "bias": "bf16" if case.bias else "none",
-        }
-        yield GemmShape(*sizes, "store", **more)
-        yield GemmShape(*sizes, "gated_fp8", **more)
-        yield GemmShape(*sizes, "gated_fp8", situ=True, **more)
+        yield shape_of(case, rows, "store")
+        yield shape_of(case, rows, "gated")
+        yield shape_of(case, rows, "gated", situ=True)
         if name in ("contiguous", "mxfp4"):
-            yield GemmShape(*sizes, "push", "bf16", **more)
-            yield GemmShape(*sizes, "push", "fp16", **more)
-            yield GemmShape(*sizes, "push", "bf16", flag_in_data=True, **more)
+            yield shape_of(case, rows, "push", out_dtype="fp16")
+            yield shape_of(case, rows, "push", flag_in_data=True)
+        if name in ("contiguous", "mxfp4", "bf16"):
+            yield shape_of(case, rows, "push")
 
 
 def of(case: Case, name: str) -> tuple[Epilogue, float]:
@@ -139,13 +133,6 @@ def gemms(library: EmulatedGemms, monkeypatch: pytest.MonkeyPatch) -> EmulatedGe
     return mine
 
 
-def same_bits(ours: Output, theirs: Output) -> bool:
-    pairs = [(ours.numbers, theirs.numbers)]
-    if ours.scales is not None and theirs.scales is not None:
-        pairs.append((ours.scales, theirs.scales))
-    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
-
-
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_the_oracle(gemms: EmulatedGemms, name: str, epilogue: str):
@@ -166,19 +153,8 @@ def test_columns_may_be_half_a_cluster(gemms: EmulatedGemms):
 
 
 def test_every_number_at_every_exponent(gemms: EmulatedGemms):
-    """Row r multiplies the blocks of exponent r of its weights' rows alone, down to 2^-14."""
-    case, seed = EXPONENTS, torch.Generator().manual_seed(5)
-    made = case.make()
-    values = torch.randint(0, 256, (1, case.n, case.k // 2), generator=seed).byte()
-    exponents = torch.arange(case.k // 32).clamp(max=14)
-    b, b_scale = pack_mxfp4(values, (exponents + 120).byte().expand(1, case.n, -1).contiguous())
-    rows = torch.zeros(case.rows, case.k)
-    for row, exponent in enumerate(exponents.tolist()):
-        rows[row, exponent * 32 : exponent * 32 + 32] = torch.randint(1, 4, (32,), generator=seed)
-    given = made.given | {"a_scale": torch.ones_like(made.given["a_scale"]), "b_scale": b_scale}
-    wide = decode_mxfp4(values, (exponents + 120).expand(1, case.n, -1))
-    made = replace(made, a=rows.to(FP8), b=b, given=given, wide=wide)
-    got, live = made.call(STORE, WgmmaPlan(32)).numbers, case.live()
+    made, live = every_exponent(), EXPONENTS.live()
+    got = made.call(STORE, WgmmaPlan(32)).numbers
     assert torch.equal(got[live], made.oracle()[live].to(BF16))
 
 
@@ -260,7 +236,7 @@ def test_weights_may_be_loaded_before_the_previous_kernel_ends(
         for seed in range(6):
             gemms.seed, gemms.policy, gemms.sms = seed, seed % 3, (2, 4)[seed % 2]
             got = made.call(how, WgmmaPlan(rows), prefetch_weights=True, programmatic_launch=True)
-            assert same_bits(got, plain), (rows, seed)
+            assert got.same_bits(plain), (rows, seed)
 
 
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
@@ -272,7 +248,7 @@ def test_no_order_changes_a_bit(gemms: EmulatedGemms, name: str, epilogue: str):
     first = made.call(how, plan)
     for seed in range(9):
         gemms.seed, gemms.policy, gemms.sms = seed, seed % 3, (2, 4, 12)[seed // 3]
-        assert same_bits(made.call(how, plan), first), seed
+        assert made.call(how, plan).same_bits(first), seed
 
 
 @pytest.mark.parametrize("tile", [0, 1])
@@ -292,18 +268,10 @@ def test_rows_are_pushed_to_dst_addr_or_nowhere(
     case = CASES[name]
     made, plan = case.make(), WgmmaPlan(BLOCK_MS[name][tile])
     whole = made.call(STORE, plan).numbers.reshape(case.rows, case.n)
-    order = torch.randperm(case.rows, generator=torch.Generator().manual_seed(1))
-    for policy in (LATE, AT_ANY_TIME):
-        gemms.policy = policy
-        there = torch.full((case.rows, case.n), UNTOUCHED, dtype=dtype)
-        dst_addr = there.data_ptr() + order * (case.n * 2)
-        nowhere = torch.arange(case.rows) % 7 == 3
-        dst_addr[nowhere] = 0
-        made.call(Push(dst_addr, dtype), plan)
-        live, stored = case.live() & ~nowhere, there[order]
-        near = torch.allclose(stored[live].float(), whole[live].float(), rtol=2.0**-7, atol=0.02)
-        assert near if dtype == torch.float16 else torch.equal(stored[live], whole[live])
-        assert bool((stored[~live] == UNTOUCHED).all())
+    for gemms.policy in (LATE, AT_ANY_TIME):
+        stored, came = made.pushed(plan, dtype)
+        near = torch.allclose(stored[came].float(), whole[came].float(), rtol=2.0**-7, atol=0.02)
+        assert near if dtype == torch.float16 else torch.equal(stored[came], whole[came])
 
 
 @pytest.mark.parametrize("name", ["contiguous", "mxfp4"])
@@ -335,20 +303,15 @@ def test_counts_and_starts_that_lie_touch_no_row_of_others(gemms: EmulatedGemms,
     case, plan = CASES["contiguous"], WgmmaPlan(rows)
     made, starts, total = case.make(), case.starts, case.rows
     honest = made.call(plan=plan).numbers
-    lying = with_given(
-        made, counts=[-5, -(2**31), 2**31 - 1, 1, 30], offsets=[*starts[:3], -7, total]
+    lying = made.with_given(
+        counts=[-5, -(2**31), 2**31 - 1, 1, 30], offsets=[*starts[:3], -7, total]
     )
     got = lying.call(plan=plan).numbers
     assert bool((got[: starts[2]] == UNTOUCHED).all())
     assert torch.equal(got[starts[2] :][:130], honest[starts[2] :][:130])
     starts = [total, total + 9, 2**30, -(2**31), 2**31 - 1]
-    beyond = with_given(made, counts=[40, 9, 20, 30, 2**31 - 1], offsets=starts)
+    beyond = made.with_given(counts=[40, 9, 20, 30, 2**31 - 1], offsets=starts)
     assert bool((beyond.call(plan=plan).numbers == UNTOUCHED).all())
-
-
-def with_given(made: Made, **numbers: list[int]) -> Made:
-    changed = {name: torch.tensor(value, dtype=torch.int32) for name, value in numbers.items()}
-    return replace(made, given=made.given | changed)
 
 
 def test_damage_stays_in_its_row(gemms: EmulatedGemms):
@@ -361,7 +324,7 @@ def test_damage_stays_in_its_row(gemms: EmulatedGemms):
     assert clean.scales is not None
     assert bool(got.scales[[5, 500]].isnan().all())
     got.scales[[5, 500]], got.numbers[[5, 500]] = clean.scales[[5, 500]], clean.numbers[[5, 500]]
-    assert same_bits(got, clean)
+    assert got.same_bits(clean)
 
 
 def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gemm.cases import UNTOUCHED, Case, Output, gated
+from tests.gemm.cases import UNTOUCHED, Case, Output, gated, shape_of
 from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
 from tests.recorded import reads
 from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
@@ -66,11 +66,8 @@ class Mutation:
     @property
     def shape(self) -> GemmShape:
         """The kernel for that."""
-        case = self.case
-        sizes = (len(case.counts), case.n, case.k, WgmmaPlan(self.block_m))
-        shape = GemmShape(*sizes, self.epilogue, prefetch_weights=self.prefetch_weights)
-        operand = kernels.OPERANDS[case.dtype]
-        return replace(shape, operand=operand, bias="bf16") if case.bias else shape
+        prefetch = {"prefetch_weights": self.prefetch_weights}
+        return shape_of(self.case, self.block_m, self.epilogue, **prefetch)
 
 
 MUTATIONS = {

@@ -14,7 +14,6 @@ from weft.gemm import (
     Gated,
     GatedQuant,
     GemmPlan,
-    Push,
     WgmmaPlan,
     fastest_plan,
     grouped_gemm,
@@ -176,10 +175,8 @@ def test_the_reference_gates_and_pushes():
     made = Case(MXFP4, n=512, bias=True).make()
     how = GatedQuant(1.702, 1.0, 0.7)
     made.call(how).agrees(gated(how, made.oracle()), tolerance=0.08)
-    there = torch.zeros(made.case.rows, made.case.n, dtype=torch.bfloat16)
-    made.call(Push(there.data_ptr() + torch.arange(made.case.rows) * (made.case.n * 2)))
-    live = made.case.live()
-    assert torch.equal(there[live], made.call().numbers[live])
+    stored, came = made.pushed()
+    assert torch.equal(stored[came], made.call().numbers[came])
 
 
 def test_plans_hold_most_experts_in_one_tile():

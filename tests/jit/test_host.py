@@ -35,7 +35,7 @@ def fresh_memory() -> Iterator[None]:
 
 @needs_compiler
 def test_library_is_compiled_and_called(cache: Cache) -> None:
-    library = host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
+    library = host.compile_shared(ADD, name="add", options=["-DEXTRA=1"], cache=cache)
     assert library.add(2, 3) == 6
     (entry,) = cache.entries()
     assert (entry.name, entry.kind) == ("add", "c++")
@@ -43,16 +43,16 @@ def test_library_is_compiled_and_called(cache: Cache) -> None:
 
 @needs_compiler
 def test_second_compile_comes_from_the_cache(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
+    host.compile_shared(ADD, name="add", options=["-DEXTRA=1"], cache=cache)
 
     def refuse(*_: object, **__: object) -> bytes:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(host, "_build", refuse)
-    assert host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache).add(1, 1) == 3
+    assert host.compile_shared(ADD, name="add", options=["-DEXTRA=1"], cache=cache).add(1, 1) == 3
     changes: list[dict[str, Any]] = [
-        {"defines": ["EXTRA=2"]},
-        {"defines": ["EXTRA=1"], "options": ["-O1"]},
+        {"options": ["-DEXTRA=2"]},
+        {"options": ["-DEXTRA=1", "-O1"]},
     ]
     for change in changes:
         with pytest.raises(AssertionError, match="compiled again"):
@@ -61,7 +61,7 @@ def test_second_compile_comes_from_the_cache(cache: Cache, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             patch.setattr(host, asked, lambda *_: "another")
             with pytest.raises(AssertionError, match="compiled again"):
-                host.compile_shared(ADD, name="add", defines=["EXTRA=1"], cache=cache)
+                host.compile_shared(ADD, name="add", options=["-DEXTRA=1"], cache=cache)
 
 
 @needs_compiler
@@ -108,7 +108,7 @@ def test_library_that_cannot_be_loaded_is_explained(
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     with pytest.raises(CompileError, match="noexec"):
-        host.compile_shared(ADD, name="add", defines=["EXTRA=0"], cache=cache)
+        host.compile_shared(ADD, name="add", options=["-DEXTRA=0"], cache=cache)
 
 
 def test_missing_compiler(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,14 @@ def fresh_memory() -> Iterator[None]:
 @needs_nvrtc
 def test_a_log_of_one_byte_is_written_nowhere_else(cache: Cache) -> None:
     """CPython has one object for each bytes of length 1: who writes into it changes all of them."""
-    nvrtc.compile_cubin(KERNEL, name="fill", arch="sm_90a", defines=["VALUE=7"], cache=cache)
+    nvrtc.compile_cubin(KERNEL, name="fill", arch="sm_90a", options=["-DVALUE=7"], cache=cache)
     assert [bytes([i])[0] for i in range(256)] == list(range(256))
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_compiles_without_a_gpu(cache: Cache, arch: str) -> None:
-    cubin = nvrtc.compile_cubin(KERNEL, name="fill", arch=arch, defines=["VALUE=7"], cache=cache)
+    cubin = nvrtc.compile_cubin(KERNEL, name="fill", arch=arch, options=["-DVALUE=7"], cache=cache)
     assert cubin.startswith(b"\x7fELF")
     assert b"fill" in cubin
     assert b"args_bytes" in cubin  # a constant that no kernel reads is still exported
@@ -72,23 +72,23 @@ def test_compiles_without_a_gpu(cache: Cache, arch: str) -> None:
 @needs_nvrtc
 def test_second_compile_comes_from_the_cache(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     want: dict[str, Any] = {"name": "fill", "arch": "sm_90a", "cache": cache}
-    first = nvrtc.compile_cubin(KERNEL, defines=["VALUE=7"], **want)
+    first = nvrtc.compile_cubin(KERNEL, options=["-DVALUE=7"], **want)
 
     def refuse(*_: object, **__: object) -> tuple[bytes, str]:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(nvrtc, "_compile", refuse)
-    assert nvrtc.compile_cubin(KERNEL, defines=["VALUE=7"], **want) == first
+    assert nvrtc.compile_cubin(KERNEL, options=["-DVALUE=7"], **want) == first
     for change in (
-        {"defines": ["VALUE=8"]},
-        {"defines": ["VALUE=7"], "arch": "sm_100a"},
-        {"defines": ["VALUE=7"], "options": ["-lineinfo"]},
+        {"options": ["-DVALUE=8"]},
+        {"options": ["-DVALUE=7"], "arch": "sm_100a"},
+        {"options": ["-DVALUE=7", "-lineinfo"]},
     ):
         with pytest.raises(AssertionError, match="compiled again"):
             nvrtc.compile_cubin(KERNEL, **{**want, **change})
     monkeypatch.setattr(nvrtc, "nvrtc_version", lambda: "NVRTC 99.0")
     with pytest.raises(AssertionError, match="compiled again"):
-        nvrtc.compile_cubin(KERNEL, defines=["VALUE=7"], **want)
+        nvrtc.compile_cubin(KERNEL, options=["-DVALUE=7"], **want)
 
 
 @needs_nvrtc
@@ -97,8 +97,7 @@ def test_extra_options_reach_the_compiler(cache: Cache) -> None:
         KERNEL,
         name="fill",
         arch="sm_90a",
-        defines=["VALUE=7"],
-        options=["--maxrregcount=32", "-lineinfo", "--ptxas-options=--verbose"],
+        options=["-DVALUE=7", "--maxrregcount=32", "-lineinfo", "--ptxas-options=--verbose"],
         cache=cache,
     )
     (entry,) = cache.entries()
@@ -136,7 +135,7 @@ def test_error_shows_entry_and_log(cache: Cache) -> None:
 @needs_nvrtc
 def test_unknown_architecture_is_a_compile_error(cache: Cache) -> None:
     with pytest.raises(CompileError, match=r"(?s)sm_77.*invalid value for --gpu-architecture"):
-        nvrtc.compile_cubin(KERNEL, name="fill", arch="sm_77", defines=["VALUE=7"], cache=cache)
+        nvrtc.compile_cubin(KERNEL, name="fill", arch="sm_77", options=["-DVALUE=7"], cache=cache)
 
 
 @pytest.mark.parametrize("arch", ["compute_90a", "90a", "sm_90a -G", ""])

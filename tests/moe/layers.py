@@ -142,6 +142,7 @@ class Case:
                 return weft.reference.dequantize(*weft.reference.quantize(plain(gate, up), "fp8"))
 
         shared, exchange = self.shared(device), layer.exchange
+        by_rank = isinstance(exchange, weft.AllToAll) and layer.replicas is None
         sent = x
         if quantize:
             q, scales = weft.reference.quantize(x.cpu(), quantize)
@@ -158,8 +159,8 @@ class Case:
             gating=gating,
             weigh_input=config.routing.weigh == "input",
             shared=None if shared is None else shared(x),
-            # Rows that return one by one are summed unrounded.
-            placement=exchange.placement if isinstance(exchange, weft.AllToAll) else None,
+            # Rows that return one by one are summed unrounded; which rank sums a replica's is open.
+            placement=exchange.placement if by_rank else None,
         )
 
 

@@ -50,7 +50,7 @@ class Poisoned:
     """
 
     def __init__(self, layer: weft.MoE) -> None:
-        self.mlp: Experts = layer._workspace._experts
+        self.mlp: Experts = layer._workspace.experts
         self.on = True
         a2a = by_rank(layer)
         place = a2a
@@ -59,7 +59,7 @@ class Poisoned:
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
-        layer._workspace._experts = self
+        layer._workspace.experts = self
 
     def begin(self) -> None:
         """Spoil what the last round left: peers push rows back behind this rank's dispatch."""

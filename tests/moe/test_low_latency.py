@@ -137,10 +137,10 @@ def pushed_by_hand(group: weft.Group) -> None:
         with pytest.raises(OutOfOrder, match="within a round of layer.exchange"):
             layer(x, logits)
         assert layer.experts(rows) is None
-        assert isinstance(layer._workspace._experts, grouped_experts.GroupedExperts)
+        assert isinstance(layer._workspace.experts, grouped_experts.GroupedExperts)
         with pytest.raises(InvalidArgument, match="nothing keeps them"):
-            layer._workspace._experts.down(layer._weights)
-        assert layer._workspace._experts.buffers[-1].numel() == 0
+            layer._workspace.experts.down(layer._weights)
+        assert layer._workspace.experts.buffers[-1].numel() == 0
         with pytest.raises(InvalidArgument, match="rows are stored at their owners"):
             exchange.combine(torch.empty(rows.x.shape).to(x), ids, weights, rows.handle)
         out = exchange.combine(None, ids, weights, rows.handle, add=shared(x))
@@ -187,7 +187,7 @@ def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
     case = Case(DEEP, tokens=(tokens,) * group.size)
     with case.open(group, **BY_EXPERT, overlap="gemm_push", gemm="grouped") as layer:
         work = layer._workspace
-        up = work._experts.up
+        up = work.experts.up
 
         def watched(
             weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
@@ -195,7 +195,7 @@ def who_is_first(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
             seen.append(early)
             up(weights, rows, tokens=tokens, early=early)
 
-        work._experts.up = watched  # type: ignore[method-assign]
+        work.experts.up = watched  # type: ignore[method-assign]
         work.side_stream._busy = beside  # as on a GPU, where it has a stream of its own
         layer(*case.of(group.rank, group.device))
         settle(group)

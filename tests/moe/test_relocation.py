@@ -35,43 +35,14 @@ OTHER = [1.0, 1, 8, 1, 1, 6, 1, 9]
 
 
 def open_layer(group: weft.Group, case: Case, replicas: Replicas, **options: Any) -> MoE:
-    def weights(local: tuple[int, ...]) -> ExpertWeights:
-        stacked = ExpertWeights.stack(case.config, [case.expert(e) for e in local], group.device)
-        return stacked.to_fp8() if options.get("fp8") else stacked
-
     given = {"max_tokens": 16, "timeout": 600.0, "first_timeout": 600.0, **options}
-    return MoE(
-        group,
-        case.config,
-        weights,
-        replicas=replicas,
-        shared=case.shared(group.device),
-        correction=case.correction(group.device),
-        **given,
-    )
+    return case.open(group, replicas=replicas, **given)
 
 
 def hold(layer: MoE, case: Case, out: torch.Tensor, seed: int) -> None:
     """The result does not depend on where the experts lie, but for the sums' order."""
-    config, device = case.config, out.device
-    x, logits = case.next(seed=seed).of(layer.exchange.rank, device)
-    ids, weights = route(config.routing, logits, correction=case.correction(device))
-    every = ExpertWeights.stack(config, [case.expert(e) for e in range(EXPERTS)], device)
-    shared = case.shared(device)
-    wanted = weft.reference.moe_layer(
-        x,
-        ids,
-        weights,
-        every.gate_up,
-        every.down,
-        gate_up_bias=every.gate_up_bias,
-        down_bias=every.down_bias,
-        gating=weft.reference.clamped_swiglu
-        if config.gating.limit is not None
-        else weft.reference.swiglu,
-        shared=None if shared is None else shared(x),
-    )
-    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=2 * bound(config, wanted))
+    wanted = case.wanted(layer, *case.next(seed=seed).of(layer.exchange.rank, out.device))
+    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=2 * bound(case.config, wanted))
 
 
 def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:

@@ -19,7 +19,7 @@ from weft.gemm.config import (
     Push,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, weight_sizes
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, refuse_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
@@ -133,12 +133,13 @@ def _check(
     shape: tuple[int | str, ...],
     dtypes: tuple[torch.dtype, ...],
     *,
-    aligned: int = 0,
+    aligned: int = 1,
     strided: bool = False,
 ) -> None:
-    """aligned: to so many bytes, or to its elements."""
-    check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=a.device, strided=strided)
-    check_alignment(name, tensor, aligned or tensor.itemsize)
+    device = a.device
+    check_tensor(
+        name, tensor, shape=shape, dtypes=dtypes, device=device, strided=strided, aligned=aligned
+    )
 
 
 def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:

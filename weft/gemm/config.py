@@ -254,11 +254,14 @@ def plan(
     dtype.
     """
     one_of("dtype", dtype, DTYPES)
-    integer("experts", experts, 0, MAX_SIZE)
-    rows_per_expert = integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE)
-    n, k = integer("n", n, 1, MAX_SIZE), integer("k", k, 1, MAX_SIZE)
+    _, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
     flags(gated=gated)
-    return triton_plan(rows_per_expert, n, k, dtype, gated=gated)
+    block_k = 128 if dtype == FP8 else 64
+    few_k_blocks = k <= 32 * block_k  # a tile is short: its end is worth hiding
+    tile = _gated_tile(rows) if gated else _tile(rows, few_k_blocks)
+    if not gated and n % tile.block_n:  # half of the last tile would lie beyond n
+        tile = replace(tile, block_n=BLOCK_N, stages=6)
+    return replace(tile, block_k=block_k)
 
 
 def fastest_plan(
@@ -288,51 +291,33 @@ def fastest_plan(
     instance("out", out, torch.dtype)
     if device is not None:
         instance("device", device, torch.device)
-    return best_plan(
-        integer("experts", experts, 0, MAX_SIZE),
-        integer("rows_per_expert", rows_per_expert, 0, MAX_SIZE),
-        integer("n", n, 1, MAX_SIZE),
-        integer("k", k, 1, MAX_SIZE),
-        dtype,
-        gated=gated,
-        biased=biased,
-        out=out,
-        flag_in_data=flag_in_data,
-        device=device,
-    )
-
-
-def best_plan(
-    experts: int,
-    rows_per_expert: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    *,
-    gated: bool = False,
-    biased: bool = False,
-    out: torch.dtype = torch.bfloat16,
-    flag_in_data: bool = False,
-    device: torch.device | None = None,
-) -> GemmPlan | WgmmaPlan:
-    """`fastest_plan` without checks, since every call needs it."""
+    experts, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
     if dtype == MXFP4:
-        return _mxfp4_plan(experts, rows_per_expert, n, device)
+        return _mxfp4_plan(experts, rows, n, device)
     served = _wgmma_serves(experts, n, dtype, gated, biased, out)
     measured = dtype == FP8 or experts > 1  # one expert alone was measured only in FP8
     if not is_hopper(device) or not served or not (measured or flag_in_data):
-        rows = -(-rows_per_expert // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows_per_expert
-        return triton_plan(rows, n, k, dtype, gated=gated)
+        mean = -(-rows // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows
+        return plan(experts, mean, n, k, dtype, gated=gated)
     if experts == 1:
-        return WgmmaPlan(_one_expert_block_m(rows_per_expert, n // CLUSTER_N))
-    fullest = _fullest(rows_per_expert)
+        return WgmmaPlan(_one_expert_block_m(rows, n // CLUSTER_N))
+    fullest = _fullest(rows)
     if dtype != FP8:
         return WgmmaPlan(next((m for m in BLOCK_MS if m >= fullest), BLOCK_MS[-1]))
     for block_m in FP8_BLOCK_MS:
         max_mean = FP8_MAX_MEAN.get(block_m)
-        if fullest <= block_m if max_mean is None else rows_per_expert <= max_mean:
+        if fullest <= block_m if max_mean is None else rows <= max_mean:
             return WgmmaPlan(block_m)
     return WgmmaPlan(FP8_BLOCK_MS[-1])
+
+
+def _checked_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
+    return (
+        integer("experts", experts, 0, MAX_SIZE),
+        integer("rows_per_expert", rows, 0, MAX_SIZE),
+        integer("n", n, 1, MAX_SIZE),
+        integer("k", k, 1, MAX_SIZE),
+    )
 
 
 def _fullest(mean: int) -> float:
@@ -377,18 +362,6 @@ def _one_expert_block_m(rows: int, n_blocks: int) -> int:
         (m for m in ONE_EXPERT_BLOCK_MS if -(-rows // m) * n_blocks >= FULL_CLUSTERS),
         ONE_EXPERT_BLOCK_MS[-1],
     )
-
-
-def triton_plan(
-    rows_per_expert: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False
-) -> GemmPlan:
-    """`plan` without checks, since every call needs it."""
-    block_k = 128 if dtype == FP8 else 64
-    few_k_blocks = k <= 32 * block_k  # a tile is short: its end is worth hiding
-    tile = _gated_tile(rows_per_expert) if gated else _tile(rows_per_expert, few_k_blocks)
-    if not gated and n % tile.block_n:  # half of the last tile would lie beyond n
-        tile = replace(tile, block_n=BLOCK_N, stages=6)
-    return replace(tile, block_k=block_k)
 
 
 # Near the fastest on one H200 for FP8 and 32 experts of DeepSeek-V3 whose rows vary by chance about

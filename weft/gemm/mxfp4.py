@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from weft.errors import InvalidArgument
 from weft.gemm.config import BLOCK_N, DTYPES_16BIT, MXFP4
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, refuse_tensor
 
 BLOCK = 32  # columns that share a power of two
 PACKED = (torch.uint8, torch.int8)
@@ -162,8 +162,7 @@ def _check(
             refuse_tensor(name, given)
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"{name} is on {tensor.device}; it must be on cpu or cuda")
-    check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=like.device)
-    check_alignment(name, tensor, tensor.itemsize)
+    check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=like.device, aligned=1)
 
 
 def _check_columns(k: int) -> None:

@@ -28,11 +28,11 @@ from weft.gemm.config import (
     Push,
     Store,
     WgmmaPlan,
-    best_plan,
-    triton_plan,
+    fastest_plan,
 )
+from weft.gemm.config import plan as triton_plan
 from weft.reference import quantize
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_key
+from weft.runtime.check import check_tensor, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
 MOST_PREPARED = 512  # kinds of calls that a thread keeps; each takes about 2 KiB
@@ -201,9 +201,9 @@ def _on_gpu(device: torch.device) -> bool:
 
 def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
     experts, n, k = call.sizes
-    sizes = (-(-len(call.a) // max(experts, 1)), n, k, call.b.dtype)
-    best = best_plan(
-        *(experts, *sizes),
+    sizes = (experts, -(-len(call.a) // max(experts, 1)), n, k, call.b.dtype)
+    best = fastest_plan(
+        *sizes,
         gated=call.gated,
         biased=call.bias is not None,
         out=call.out_dtype,
@@ -226,8 +226,7 @@ def quantize_rows(
     flags(programmatic_launch=programmatic_launch)
     if not isinstance(x, torch.Tensor):
         refuse_tensor("x", x)
-    check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device)
-    check_alignment("x", x, x.itemsize)
+    check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device, aligned=1)
     if x.shape[1] % FP8_BLOCK:
         raise InvalidArgument(f"x is {list(x.shape)}; k must be a multiple of {FP8_BLOCK}")
     if x.device.type not in ("cpu", "cuda"):

@@ -41,7 +41,6 @@ def compile_shared(
     *,
     name: str,
     options: Sequence[str] = (),
-    defines: Sequence[str] = (),
     cache: Cache | None = None,
 ) -> ctypes.CDLL:
     """Return a generated entry as a loaded library, from the cache if it was compiled before.
@@ -49,12 +48,12 @@ def compile_shared(
     Calls through it release the interpreter lock, so ranks that are threads can wait in it.
 
     entry: C++20 with `extern "C"` functions; headers are `<weft/device/header.cuh>`.
-    name, defines, cache: as in `compile_cubin`.   options: more of the compiler's; the last win.
+    name, cache: as in `compile_cubin`.   options: more of the compiler's; the last win.
 
     Raises InvalidArgument for the name; CompileError without a compiler, where it refuses, or where
     the library cannot be loaded; SetupError where the cache cannot be used.
     """
-    options = ("-fPIC", "-shared", *(f"-D{define}" for define in defines), *options)
+    options = ("-fPIC", "-shared", *options)
     path = compile_file(entry, name=name, options=options, cache=cache or Cache())
     try:
         return ctypes.CDLL(str(path))

@@ -25,15 +25,14 @@ def compile_cubin(
     name: str,
     arch: str,
     options: Sequence[str] = (),
-    defines: Sequence[str] = (),
     cache: Cache | None = None,
 ) -> bytes:
     """Return the cubin of a generated entry, from the cache if it was compiled before.
 
     entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
     name: shown in errors and by the cache's listing.   arch: a real one, e.g. `"sm_90a"`.
-    options: more NVRTC options, e.g. `("--maxrregcount=64", "-lineinfo")`.
-    defines: macros, each `"NAME"` or `"NAME=VALUE"`.   cache: default `Cache()`.
+    options: more NVRTC options, e.g. `("--maxrregcount=64", "-DNAME=VALUE")`.
+    cache: default `Cache()`.
 
     Raises InvalidArgument for name or arch; CompileError, which shows the entry and the log, where
     NVRTC is missing or refuses; SetupError where the cache cannot be used.
@@ -41,15 +40,9 @@ def compile_cubin(
     if not _ARCH.fullmatch(arch):
         raise InvalidArgument(f"arch is {arch!r}; pass a real architecture such as 'sm_90a'")
     checked_name(name)
-    flags = [
-        "--std=c++20",
-        f"--gpu-architecture={arch}",
-        f"-I{INCLUDE_ROOT}",
-        *(f"-D{define}" for define in defines),
-        *options,
-    ]
     # Where weft is installed does not change the code, so the key leaves its include root out.
-    meaning = [flag for flag in flags if flag != f"-I{INCLUDE_ROOT}"]
+    meaning = ["--std=c++20", f"--gpu-architecture={arch}", *options]
+    flags = [f"-I{INCLUDE_ROOT}", *meaning]
     version = nvrtc_version()
     key = key_of(
         kind="cubin",

@@ -41,20 +41,10 @@ def _call(
 
 
 @_call.register_fake
-def _(
-    x: torch.Tensor,
-    logits: torch.Tensor | None,
-    topk_ids: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    rows: int | None,
-    num_tokens: torch.Tensor | None,
-    out: torch.Tensor,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
-    layer: MoE = find(handle)
+def _(*given: Any) -> None:
+    x, logits, topk_ids, topk_weights, rows, num_tokens, out, _, handle = given
     with tracing():
-        layer._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
+        find(handle)._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
 
 
 @torch.library.custom_op("weft::moe_route", mutates_args=())
@@ -104,7 +94,7 @@ def _expert_rows(
     made = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert made is not None  # rows that experts store at their owners are refused while tracing
     y.copy_(made)
-    layer._workspace.forget_rows()  # they are in the graph's memory
+    layer._workspace.experts.forget()  # they are in the graph's memory
 
 
 @_experts.register_fake

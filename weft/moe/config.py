@@ -14,13 +14,12 @@ from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.gemm import WgmmaPlan
-from weft.gemm.config import best_plan
+from weft.gemm.config import FP8, fastest_plan
 from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
 from weft.memory import Group
 from weft.moe.choice import AUTO, MODES, OVERLAPS
-from weft.moe.experts import FP8
 from weft.moe.models import MoEConfig
 from weft.moe.replicas import Replicas
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
@@ -247,7 +246,7 @@ def pushes_in_place(
     dtype, out = FP8 if fp8 else config.dtype, config.dtype
     sizes = experts, 1, config.hidden, config.intermediate, dtype
     given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
-    return isinstance(best_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
+    return isinstance(fastest_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
 
 
 def _check_low_latency(options: LayerOptions) -> None:

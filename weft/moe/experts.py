@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from weft.arguments import flags, instance, integer, integers, refuse
 from weft.errors import InvalidArgument
-from weft.gemm.config import DTYPES_16BIT, MXFP4
+from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
 from weft.gemm.mxfp4 import (
     BIAS,
     BLOCK,
@@ -33,10 +33,8 @@ from weft.memory.discovery import default_device
 from weft.moe.checkpoint import MAX_LAYER, Part, open_layer, padded
 from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
-
-FP8 = torch.float8_e4m3fn
 
 
 class Expert(nn.Module):
@@ -454,10 +452,15 @@ class ExpertWeights:
                 shapes[f"{name}_scale"] = (local_experts, *_scale_shape(stored, *sizes[name]))
                 dtypes[f"{name}_scale"] = torch.float32
         for name, shape in shapes.items():
-            allowed = (dtypes.get(name, config.dtype),)
-            tensor = getattr(self, name)
-            check_tensor(name, tensor, shape=shape, dtypes=allowed, device=device, kept=True)
-            check_alignment(name, tensor, tensor.itemsize)
+            check_tensor(
+                name,
+                getattr(self, name),
+                shape=shape,
+                dtypes=(dtypes.get(name, config.dtype),),
+                device=device,
+                kept=True,
+                aligned=1,
+            )
 
 
 def _stored_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,16 @@ from weft.gemm.call import OUT_DTYPES
 from weft.gemm.config import (
     CLUSTER_N,
     DTYPES_16BIT,
+    FP8,
     ONE_EXPERT_BLOCK_MS,
     WgmmaPlan,
-    best_plan,
+    fastest_plan,
     is_hopper,
 )
 from weft.gemm.kernels import GemmShape, preload
-from weft.moe.experts import FP8, Expert, to_blocks
+from weft.moe.experts import Expert, to_blocks
 from weft.moe.models import SWIGLU, Gating
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
 EVERY = 2**31 - 1  # a count that is held to the rows there are
@@ -64,23 +66,16 @@ class FP8Expert(nn.Module):
             ("gate_up", gate_up, gate_up_scale),
             ("down", down, down_scale),
         ):
-            if not isinstance(matrix, torch.Tensor):
-                refuse_tensor(name, matrix)
-            if matrix.dim() != 2:
-                raise InvalidArgument(f"{name} is {list(matrix.shape)}; it must have 2 dimensions")
+            size, fp8, single = ("rows", "columns"), (FP8,), (torch.float32,)
+            given: dict[str, Any] = {"device": device, "kept": True}
+            check_tensor(name, matrix, shape=size, dtypes=fp8, aligned=16, **given)
             rows, columns = matrix.shape
             if rows % FP8_BLOCK or columns % FP8_BLOCK:
                 raise InvalidArgument(
                     f"{name} is {list(matrix.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}"
                 )
-            size, blocks = (rows, columns), (rows // FP8_BLOCK, columns // FP8_BLOCK)
-            single = (torch.float32,)
-            check_tensor(name, matrix, shape=size, dtypes=(FP8,), device=device, kept=True)
-            check_alignment(name, matrix, 16)
-            check_tensor(
-                f"{name}_scale", scale, shape=blocks, dtypes=single, device=device, kept=True
-            )
-            check_alignment(f"{name}_scale", scale, scale.itemsize)
+            blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
+            check_tensor(f"{name}_scale", scale, shape=blocks, dtypes=single, aligned=1, **given)
             self.register_buffer(name, matrix.unsqueeze(0))
             self.register_buffer(f"{name}_scale", scale.unsqueeze(0))
         if tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
@@ -110,7 +105,7 @@ class FP8Expert(nn.Module):
 
     def _preload(self) -> None:
         """Load what a call may need: a load waits for kernels, and those may wait for peers."""
-        n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
+        (_, n, k), hidden = self.gate_up.shape, self.down.shape[1]
         plans = [WgmmaPlan(block_m) for block_m in ONE_EXPERT_BLOCK_MS]
         shapes = [GemmShape(1, n, k, plan, "gated_fp8", situ=self._epilogue.situ) for plan in plans]
         if hidden % CLUSTER_N == 0 and self._dtype in DTYPES_16BIT:
@@ -121,14 +116,12 @@ class FP8Expert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[tokens, hidden]` -> `[tokens, hidden]`."""
-        dtypes, size = OUT_DTYPES, (None, self.gate_up.shape[2])
-        check_tensor("x", x, shape=size, dtypes=dtypes, device=self.gate_up.device)
-        check_alignment("x", x, 16)
-        rows, device, count = len(x), x.device, self._count
+        (_, n, k), hidden, device = self.gate_up.shape, self.down.shape[1], self.gate_up.device
+        check_tensor("x", x, shape=(None, k), dtypes=OUT_DTYPES, device=device, aligned=16)
+        rows, count = len(x), self._count
         q, scale = quantize_rows(x)
-        n, k, hidden = self.gate_up.shape[1], self.gate_up.shape[2], self.down.shape[1]
-        act = torch.empty((1, len(x), n // 2), dtype=FP8, device=device)
-        blocks = (1, len(x), n // 2 // FP8_BLOCK)
+        act = torch.empty((1, rows, n // 2), dtype=FP8, device=device)
+        blocks = (1, rows, n // 2 // FP8_BLOCK)
         act_scale = torch.empty(blocks, dtype=torch.float32, device=device)
         grouped_gemm(
             q.unsqueeze(0),
@@ -137,10 +130,10 @@ class FP8Expert(nn.Module):
             a_scale=scale.unsqueeze(0),
             b_scale=self.gate_up_scale,
             out=(act, act_scale),
-            plan=best_plan(1, rows, n, k, FP8, gated=True, device=device),
+            plan=fastest_plan(1, rows, n, k, FP8, gated=True, device=device),
             epilogue=self._epilogue,
         )
-        out = torch.empty((1, len(x), hidden), dtype=self._dtype, device=device)
+        out = torch.empty((1, rows, hidden), dtype=self._dtype, device=device)
         grouped_gemm(
             act,
             self.down,
@@ -148,6 +141,6 @@ class FP8Expert(nn.Module):
             a_scale=act_scale,
             b_scale=self.down_scale,
             out=out,
-            plan=best_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
+            plan=fastest_plan(1, rows, hidden, n // 2, FP8, out=self._dtype, device=device),
         )
         return out[0]

@@ -16,9 +16,9 @@ from weft.gemm import (
     WgmmaPlan,
     grouped_gemm,
 )
-from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, best_plan, is_hopper
+from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
 from weft.gemm.kernels import OPERANDS, GemmShape, preload
-from weft.moe.experts import FP8, ExpertWeights
+from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 from weft.moe.torch_experts import RowsByExpert
 from weft.shape import FP8_BLOCK
@@ -146,9 +146,9 @@ class GroupedExperts:
         hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
         given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
         return Plans(
-            up=best_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given),
-            down=best_plan(*sizes, hidden, inner, dtype, **given),
-            push=best_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **given),
+            up=fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given),
+            down=fastest_plan(*sizes, hidden, inner, dtype, **given),
+            push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **given),
         )
 
     def up(

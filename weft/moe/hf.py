@@ -11,7 +11,7 @@ import torch
 
 from weft.arguments import flags, integer, listed, real, refuse, shown
 from weft.errors import InvalidArgument
-from weft.moe.router import Routing
+from weft.moe.router import Routing, Score
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -135,29 +135,34 @@ def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
     return found, type(config).__name__
 
 
-def _deepseek_v4(fields: Fields) -> Layer:
-    """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
-    fields.require(topk_method="noaux_tc", scoring_func="sqrtsoftplus")
+def _deepseek(fields: Fields, score: Score, **rule: Any) -> Layer:
+    """Shared experts, and a choice by corrected scores."""
+    fields.require(scoring_func=score, topk_method="noaux_tc")
     intermediate = fields.size("moe_intermediate_size")
     return {
         "intermediate": intermediate,
         "shared": intermediate * fields.size("n_shared_experts", least=0),
-        "gating": {"limit": fields.real("swiglu_limit")},
         "routing": Routing(
             num_experts=fields.size("n_routed_experts", "num_local_experts"),
             top_k=fields.size("num_experts_per_tok"),
-            score="sqrtsoftplus",
+            score=score,
             renormalise=fields.flag("norm_topk_prob"),
             correction=True,
             scale=fields.real("routed_scaling_factor"),
+            **rule,
         ),
     }
 
 
-def _sigmoid_with_correction(fields: Fields) -> Layer:
-    """DeepSeek-V3, and what follows it."""
+def _deepseek_v3(fields: Fields) -> Layer:
     fields.require(swiglu_limit=None)
     return _sigmoid_with_groups(fields)
+
+
+def _deepseek_v4(fields: Fields) -> Layer:
+    """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
+    layer = _deepseek(fields, "sqrtsoftplus")
+    return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
 
 
 def _glm5_next(fields: Fields) -> Layer:
@@ -165,22 +170,8 @@ def _glm5_next(fields: Fields) -> Layer:
 
 
 def _sigmoid_with_groups(fields: Fields) -> Layer:
-    fields.require(scoring_func="sigmoid", topk_method="noaux_tc")
-    intermediate = fields.size("moe_intermediate_size")
-    return {
-        "intermediate": intermediate,
-        "shared": intermediate * fields.size("n_shared_experts", least=0),
-        "routing": Routing(
-            num_experts=fields.size("n_routed_experts", "num_local_experts"),
-            top_k=fields.size("num_experts_per_tok"),
-            score="sigmoid",
-            renormalise=fields.flag("norm_topk_prob"),
-            correction=True,
-            groups=fields.size("n_group"),
-            top_groups=fields.size("topk_group"),
-            scale=fields.real("routed_scaling_factor"),
-        ),
-    }
+    groups, top_groups = fields.size("n_group"), fields.size("topk_group")
+    return _deepseek(fields, "sigmoid", groups=groups, top_groups=top_groups)
 
 
 def _qwen3_moe(fields: Fields) -> Layer:
@@ -308,14 +299,14 @@ def _llama4(fields: Fields) -> Layer:
 
 
 FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
-    "deepseek_v3": _sigmoid_with_correction,
-    "deepseek_v32": _sigmoid_with_correction,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v3,
     "deepseek_v4": _deepseek_v4,
-    "glm4_moe": _sigmoid_with_correction,
+    "glm4_moe": _deepseek_v3,
     "glm5_next_text": _glm5_next,
-    "glm_moe_dsa": _sigmoid_with_correction,
+    "glm_moe_dsa": _deepseek_v3,
     "gpt_oss": _gpt_oss,
-    "kimi_k2": _sigmoid_with_correction,
+    "kimi_k2": _deepseek_v3,
     "kimi_linear": _kimi_linear,
     "llama4_text": _llama4,
     "minimax_m2": _minimax_m2,
@@ -325,8 +316,5 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
-OWN_ACTIVATION = (
-    "kimi_linear",
-    "minimax_m3_vl",
-    "minimax_m3_vl_text",
-)  # where hidden_act is not SiLU
+# Where hidden_act is not SiLU.
+OWN_ACTIVATION = ("kimi_linear", "minimax_m3_vl", "minimax_m3_vl_text")

@@ -37,13 +37,8 @@ from weft.moe.router import (
 from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
-from weft.runtime.check import (
-    check_alignment,
-    check_group,
-    check_tensor,
-    check_tokens,
-)
-from weft.runtime.stream import synchronize_device, synchronize_stream
+from weft.runtime.check import check_group, check_tensor, check_tokens
+from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
 
 
 class MoE:
@@ -321,7 +316,7 @@ class MoE:
         except GroupError:
             raise  # peers have their own deadline, and the first error says most
         except BaseException as error:
-            if workspace.mid_round and not workspace.capturing:
+            if workspace.mid_round and not capturing(workspace.group.device):
                 self.exchange._leave(reason(error))
             raise
         finally:
@@ -351,9 +346,7 @@ class MoE:
             (ids, weights), num_tokens = routed, None
         assert ids is not None
         assert weights is not None
-        return normalize_checked(
-            ids, weights, num_tokens=num_tokens, replicas=self._table, rank=self.exchange.rank
-        )
+        return normalize_checked(ids, weights, num_tokens, self._table, self.exchange.rank)
 
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
         """What this rank's experts make of what a dispatch of `exchange` brought.
@@ -424,7 +417,7 @@ class MoE:
             mine = weights(self.local_experts) if callable(weights) else weights
             instance("weights", mine, ExpertWeights, "or a function that makes them")
             mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
-            self._workspace.prepare(mine)
+            self._workspace.experts.prepare(mine)
             if shared is not None:
                 function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
@@ -588,6 +581,6 @@ class MoE:
                     "of the same tokens, [tokens, num_experts]"
                 )
         if out is not None:
-            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device)
-            check_alignment("out", out, config.hidden * config.dtype.itemsize)
+            row = config.hidden * config.dtype.itemsize
+            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row)
         return 1 if rows is None else max(1, -(-rows // each))

@@ -84,19 +84,15 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         if experts:
             yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
             rows = self._blocks(received)
-            self._experts.up(weights, rows, tokens=self._tokens, early=not yields)
+            self.experts.up(weights, rows, tokens=self._tokens, early=not yields)
         if received.dst_addr is not None:
             if experts:
-                self._experts.push(weights)
+                self.experts.push(weights)
             return None
         size = (*received.x.shape[:2], self.config.hidden)
         if not experts:
             return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
-        return self._experts.down(weights).view(size)
-
-    @property
-    def mid_round(self) -> bool:
-        return self.exchange._mid_round
+        return self.experts.down(weights).view(size)
 
     @property
     def _packed(self) -> bool:

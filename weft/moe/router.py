@@ -25,7 +25,7 @@ from weft.moe.kernels import (
     RouteArgs,
 )
 from weft.placement import MAX_EP_SIZE
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import Shape
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
@@ -244,8 +244,7 @@ def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Rou
     """
     check_logits(routing, logits)
     size, device = (len(logits), routing.top_k), logits.device
-    check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device)
-    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+    check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device, aligned=1)
     ids, experts = topk_ids.long(), routing.num_experts
     unknown = (ids < 0) | (ids >= experts)
     nothing = -math.inf if routing.score == "softmax-chosen" else 0.0
@@ -352,13 +351,17 @@ def check_route(
         have = "None" if correction is None else f"a tensor {list(correction.shape)}"
         want = "needs float32" if routing.correction else "is without it; it would be"
         raise InvalidArgument(f"correction is {have}; this routing {want} [{experts}]")
-    device, single = logits.device, (torch.float32,)
     if correction is not None:
-        size = (experts,)
-        check_tensor("correction", correction, shape=size, dtypes=single, device=device, kept=True)
-        check_alignment("correction", correction, correction.itemsize)
-    if num_tokens is not None:
-        _check_count(num_tokens, device)
+        check_tensor(
+            "correction",
+            correction,
+            shape=(experts,),
+            dtypes=(torch.float32,),
+            device=logits.device,
+            kept=True,
+            aligned=1,
+        )
+    _check_count(num_tokens, logits.device)
 
 
 def normalize_topk(
@@ -394,29 +397,21 @@ def normalize_topk(
     )
     check_topk(topk_ids, topk_weights, num_tokens)
     if replicas is not None:
-        size, whole = (None, None), (torch.int32,)
-        check_tensor("replicas", replicas, shape=size, dtypes=whole, device=topk_ids.device)
-        check_alignment("replicas", replicas, replicas.itemsize)
+        size, whole, device = (None, None), (torch.int32,), topk_ids.device
+        check_tensor("replicas", replicas, shape=size, dtypes=whole, device=device, aligned=1)
     return normalize_checked(
-        topk_ids,
-        topk_weights,
-        padding_id=padding_id,
-        skip_zero_weights=skip_zero_weights,
-        num_tokens=num_tokens,
-        replicas=replicas,
-        rank=rank,
+        *(topk_ids, topk_weights, num_tokens, replicas, rank), padding_id, skip_zero_weights
     )
 
 
 def normalize_checked(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    *,
+    num_tokens: torch.Tensor | None,
+    replicas: torch.Tensor | None,
+    rank: int,
     padding_id: int = -1,
     skip_zero_weights: bool = False,
-    num_tokens: torch.Tensor | None = None,
-    replicas: torch.Tensor | None = None,
-    rank: int = 0,
 ) -> Routed:
     """`normalize_topk` of checked arguments."""
     device = topk_ids.device
@@ -429,16 +424,23 @@ def normalize_checked(
     )
     if as_they_are:
         return Routed(topk_ids, topk_weights)
-    if device.type != "cuda":
-        return normalize_in_torch(
-            topk_ids,
-            topk_weights,
-            padding_id=padding_id,
-            skip_zero_weights=skip_zero_weights,
-            num_tokens=num_tokens,
-            replicas=replicas,
-            rank=rank,
-        )
+    if device.type != "cuda":  # what the kernel must do
+        ids, weights = topk_ids.long(), topk_weights.float()
+        token = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None]
+        none = (ids == -1) | (ids == padding_id)
+        if skip_zero_weights:
+            none |= weights == 0
+        if num_tokens is not None:
+            none |= token >= num_tokens
+        if replicas is None:
+            known = ids == ids.int()
+        else:
+            known = (ids >= 0) & (ids < len(replicas))
+            row = torch.where(known, ids, 0)
+            turn = 1 + (token + rank) % replicas[row, 0]
+            ids = replicas[row, turn].long()
+        ids = torch.where(none, -1, torch.where(known, ids, NO_SUCH_EXPERT))
+        return Routed(ids.int(), torch.where(none, 0.0, weights))
     ids = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
     weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=device)
     args = NormalizeArgs(
@@ -463,51 +465,21 @@ def normalize_checked(
     return Routed(ids, weights)
 
 
-def normalize_in_torch(
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    padding_id: int,
-    skip_zero_weights: bool,
-    num_tokens: torch.Tensor | None,
-    replicas: torch.Tensor | None,
-    rank: int,
-) -> Routed:
-    """`normalize_topk` of checked tensors in torch's operations: what its kernel must do."""
-    ids, weights = topk_ids.long(), topk_weights.float()
-    token = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None]
-    none = (ids == -1) | (ids == padding_id)
-    if skip_zero_weights:
-        none |= weights == 0
-    if num_tokens is not None:
-        none |= token >= num_tokens
-    if replicas is None:
-        known = ids == ids.int()
-    else:
-        known = (ids >= 0) & (ids < len(replicas))
-        row = torch.where(known, ids, 0)
-        turn = 1 + (token + rank) % replicas[row, 0]
-        ids = replicas[row, turn].long()
-    ids = torch.where(none, -1, torch.where(known, ids, NO_SUCH_EXPERT))
-    return Routed(ids.int(), torch.where(none, 0.0, weights))
-
-
 def check_topk(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: torch.Tensor | None
 ) -> None:
     """Raises InvalidArgument for a routing that no caller can mean."""
     device = topk_ids.device if isinstance(topk_ids, torch.Tensor) else torch.device("cpu")
-    check_tensor("topk_ids", topk_ids, shape=(None, None), dtypes=INTEGERS, device=device)
-    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
-    size = tuple(topk_ids.shape)
-    check_tensor("topk_weights", topk_weights, shape=size, dtypes=FLOATS, device=device)
-    check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+    size = (None, None)
+    check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device, aligned=1)
+    name, like = "topk_weights", topk_ids.shape
+    check_tensor(name, topk_weights, shape=like, dtypes=FLOATS, device=device, aligned=1)
     if topk_ids.numel() >= 1 << 31:
         raise InvalidArgument(f"topk_ids has {topk_ids.numel()} entries; pass fewer than 2^31")
+    _check_count(num_tokens, device)
+
+
+def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> None:
     if num_tokens is not None:
-        _check_count(num_tokens, device)
-
-
-def _check_count(num_tokens: torch.Tensor, device: torch.device) -> None:
-    check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=(torch.int32,), device=device)
-    check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
+        name, whole = "num_tokens", (torch.int32,)
+        check_tensor(name, num_tokens, shape=(1,), dtypes=whole, device=device, aligned=1)

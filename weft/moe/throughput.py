@@ -38,7 +38,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        exchange, groups, experts = self.exchange, self._open_groups(), self._experts
+        exchange, groups, experts = self.exchange, self._open_groups(), self.experts
         if out is not None:
             exchange._check_outside("out", out)  # combine would, when tokens are away
         sent, scale = self._sent(x, routed.weights)
@@ -69,12 +69,8 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         groups = self._open_groups()
         instance("received", received, Received, "pass what dispatch of layer.exchange returned")
         if self.exchange.num_local_experts:
-            self._experts.up(weights, groups.gather(received), tokens=self._tokens)
-            groups.scatter(self._experts.down(weights))
-
-    @property
-    def mid_round(self) -> bool:
-        return self.exchange._mid_round
+            self.experts.up(weights, groups.gather(received), tokens=self._tokens)
+            groups.scatter(self.experts.down(weights))
 
     def close(self) -> None:
         if self._groups is not None:

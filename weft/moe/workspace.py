@@ -25,7 +25,7 @@ from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.models import MoEConfig
 from weft.moe.router import Routed
 from weft.moe.torch_experts import Experts, TorchExperts
-from weft.runtime.stream import capturing, synchronize_stream
+from weft.runtime.stream import synchronize_stream
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -83,7 +83,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     exchange: Exchange
     side_stream: SideStream
-    _experts: Experts
+    experts: Experts
     _weighed: torch.Tensor
 
     def __init__(
@@ -124,17 +124,12 @@ class LayerWorkspace(ABC, Generic[Rows]):
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The experts' own memory."""
-        return (*self._experts.buffers, self._weighed)
+        return (*self.experts.buffers, self._weighed)
 
     @property
-    def capturing(self) -> bool:
-        """Is the current stream being captured into a graph?"""
-        return capturing(self.group.device)
-
-    @property
-    @abstractmethod
     def mid_round(self) -> bool:
         """Has something been sent whose sums have not come back?"""
+        return self.exchange._mid_round
 
     @abstractmethod
     def run(
@@ -194,19 +189,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
         finally:
             self.end()
 
-    def prepare(self, weights: ExpertWeights) -> None:
-        """Get ready for a layer with such weights, which were checked. Raises InvalidArgument."""
-        self._experts.prepare(weights)
-
-    def forget_rows(self) -> None:
-        """Let go of the rows that the experts took last."""
-        self._experts.forget()
-
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
         self.exchange.close()
-        if hasattr(self, "_experts"):  # else opening it failed
-            self._experts.close()
+        if hasattr(self, "experts"):  # else opening it failed
+            self.experts.close()
             self._weighed = self._weighed.new_empty(0)
 
     def _sent(
@@ -250,7 +237,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         config, plan, options, device = self.config, self.plan, self.options, self.group.device
         rows = self._open_rows()
         if plan.gemm == "grouped":
-            self._experts = GroupedExperts(
+            self.experts = GroupedExperts(
                 config,
                 rows,
                 self.exchange.num_local_experts,
@@ -262,7 +249,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
                 gemm_push=plan.gemm_push and plan.mode == "low_latency",
             )
         else:
-            self._experts = TorchExperts(config, rows, quantize=plan.quantize, device=device)
+            self.experts = TorchExperts(config, rows, quantize=plan.quantize, device=device)
         self.side_stream = SideStream(device)
         weighs = config.routing.weigh == "input"
         held = (options.max_tokens if weighs else 0, config.hidden)

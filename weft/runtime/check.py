@@ -50,12 +50,15 @@ def check_tensor(
     device: torch.device,
     kept: bool = False,
     strided: bool = False,
+    aligned: int = 0,
 ) -> None:
     """Require a contiguous tensor of `shape`, one of `dtypes`, on `device`.
 
     shape: sizes; a name, or None for "tokens", is any size.
     kept: for later calls, so that it does not matter whether it requires a gradient now.
     strided: it need not be contiguous.
+    aligned: where its address is looked at, the bytes of a row, as in `check_alignment`; 1 for
+        alignment to its elements alone.
 
     Raises InvalidArgument naming the tensor, what it is and what it must be.
     """
@@ -77,6 +80,8 @@ def check_tensor(
         _refuse_layout(name, tensor)
     if tensor.requires_grad and not kept:
         check_gradient(name, tensor)
+    if aligned:
+        check_alignment(name, tensor, max(aligned, tensor.itemsize))
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
@@ -185,13 +190,12 @@ def check_choices(
 ) -> int:
     """Return the number of tokens that ids and weights are of. Raises InvalidArgument."""
     integers, floats = (torch.int32, torch.int64), (torch.float32,)
-    check_tensor("topk_ids", topk_ids, shape=(None, top_k), dtypes=integers, device=device)
-    check_alignment("topk_ids", topk_ids, topk_ids.itemsize)
+    size = (None, top_k)
+    check_tensor("topk_ids", topk_ids, shape=size, dtypes=integers, device=device, aligned=1)
     tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
     if topk_weights is not None:
-        row = (tokens, top_k)
-        check_tensor("topk_weights", topk_weights, shape=row, dtypes=floats, device=device)
-        check_alignment("topk_weights", topk_weights, topk_weights.itemsize)
+        name, row = "topk_weights", (tokens, top_k)
+        check_tensor(name, topk_weights, shape=row, dtypes=floats, device=device, aligned=1)
     return tokens
 
 

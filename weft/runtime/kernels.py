@@ -80,9 +80,12 @@ class Program:
 
     def cubin(self, arch: str, *, defines: Sequence[str] = ()) -> bytes:
         """All kernels; needs no GPU. Raises CompileError showing the entries."""
-        return compile_cubin(
-            self.source, name=self.name, arch=arch, options=self.options, defines=defines
-        )
+        options = (*self.options, *_macros(defines))
+        return compile_cubin(self.source, name=self.name, arch=arch, options=options)
+
+
+def _macros(defines: Sequence[str]) -> list[str]:
+    return [f"-D{define}" for define in defines]
 
 
 def numbers_of(raw: bytes) -> tuple[int, ...]:
@@ -118,9 +121,8 @@ class CpuKernels:
 
     def __init__(self, program: Program, build: Build) -> None:
         check_sms(build.num_sms, None)
-        library = compile_shared(
-            program.source, name=program.name, options=HOST_OPTIONS, defines=build.defines
-        )
+        options = (*HOST_OPTIONS, *_macros(build.defines))
+        library = compile_shared(program.source, name=program.name, options=options)
         self._functions: dict[str, Any] = {}
         for name, struct in program.entry_points.items():
             function = getattr(library, name)
