@@ -17,6 +17,7 @@ shows that two slots are enough: nobody begins round r + 2 before all have read 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -28,9 +29,7 @@ from typing import NamedTuple
 from weft.errors import RecoveryFailed
 from weft.memory.liveness import Liveness
 from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
-from weft.shape import MAX_RANKS
 
-MAX_AGREEING = MAX_RANKS
 _SET_BITS = 32  # of a set of ranks, in a word
 SLOTS = 2
 _PAGE = mmap.PAGESIZE
@@ -73,7 +72,17 @@ class Agreement:
     of them has the round, so it never takes some of one round and some of another.
     """
 
-    def __init__(self, rank: int, size: int, name: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        name: Callable[[int], str],
+        exchange: Callable[[int], Mapping[int, int]],
+    ) -> None:
+        """exchange: passes a descriptor to all peers, and returns theirs, by rank.
+
+        Raises what `exchange` does, HandleUnsupported or OSError.
+        """
         self._rank = rank
         self._size = size
         self._name = name
@@ -84,23 +93,18 @@ class Agreement:
         self._keep = False
         self._words = -(-size // _SET_BITS)  # that a set takes
         self._pages: dict[int, int] = {}
-        self._fd = sealed_memfd("weft-page", _PAGE)
-        try:
-            self._pages[rank] = map_shared(self._fd, _PAGE, writable=True)
-        except OSError:
-            os.close(self._fd)
-            raise
-
-    def take_fd(self) -> int:
-        """The own page's descriptor, now the caller's to close."""
-        fd, self._fd = self._fd, -1
-        return fd
-
-    def map(self, pages: Mapping[int, int]) -> None:
-        """Map the pages of peers: rank -> descriptor. Raises HandleUnsupported or OSError."""
-        for rank, fd in pages.items():
-            check_sealed(rank, fd, _PAGE)
-            self._pages[rank] = map_shared(fd, _PAGE, writable=False)
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
+            undo.callback(self.close)
+            own = sealed_memfd("weft-page", _PAGE)
+            opened.callback(os.close, own)
+            self._pages[rank] = map_shared(own, _PAGE, writable=True)
+            peers = exchange(own)
+            for fd in peers.values():
+                opened.callback(os.close, fd)
+            for peer, fd in peers.items():
+                check_sealed(peer, fd, _PAGE)
+                self._pages[peer] = map_shared(fd, _PAGE, writable=False)
+            undo.pop_all()
 
     def decide(
         self,
@@ -132,8 +136,6 @@ class Agreement:
 
     def close(self) -> None:
         """Give the pages back. Idempotent; a forked child does nothing."""
-        if self._fd >= 0:
-            os.close(self.take_fd())
         if os.getpid() == self._owner:
             while self._pages:
                 unmap(self._pages.popitem()[1], _PAGE)

@@ -43,6 +43,16 @@ class TorchControl:
         self._process_group = process_group
         self._closed = False
 
+    @property
+    def rank(self) -> int:
+        """This process's, in the process group."""
+        return dist.get_rank(self._process_group)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the process group has."""
+        return dist.get_world_size(self._process_group)
+
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
         """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
         if self._closed:
