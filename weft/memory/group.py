@@ -125,7 +125,7 @@ class Group(Recovering):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
-        over_torch = TorchControl(group)
+        over_torch = TorchControl(group, rank, size)
         said = over_torch.gather("Group.from_torch", whereabouts(group), timeout)
         ranks, names = by_host(said)
         if len(ranks) > 1:
@@ -259,10 +259,7 @@ class Group(Recovering):
                 "weft.Group.from_torch() so that both are the same ranks"
             )
 
-        def exchange(value: JSON) -> list[Any]:
-            return self._gather("process_group", value, None)
-
-        self._own = OwnProcessGroup(self.rank, self.size, self.device, exchange, self.timeout)
+        self._own = OwnProcessGroup(self, self.device)
         self._process_group = self._own.process_group
         return self._process_group
 
