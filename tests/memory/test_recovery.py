@@ -138,10 +138,10 @@ def in_agreement(group, when):
     pages: Any = Agreement
     publish, read = pages._publish, pages._read
 
-    def dying_publish(self, processes):
+    def dying_publish(self):
         if when == "before":
             die()
-        publish(self, processes)
+        publish(self)
         if when == "after":
             die()
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import RecoveryFailed
+from weft.memory.control_plane import ControlPlane
 from weft.memory.liveness import Liveness
 from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
 
@@ -74,30 +75,32 @@ class Agreement:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        name: Callable[[int], str],
+        control: ControlPlane,
+        processes: Liveness,
         exchange: Callable[[int], Mapping[int, int]],
     ) -> None:
-        """exchange: passes a descriptor to all peers, and returns theirs, by rank.
+        """processes: of the peers.
+
+        exchange: passes a descriptor to all peers, and returns theirs, by rank.
 
         Raises what `exchange` does, HandleUnsupported or OSError.
         """
-        self._rank = rank
-        self._size = size
-        self._name = name
+        self._rank = control.rank
+        self._size = control.size
+        self._name = control.name
+        self._processes = processes
         self._owner = os.getpid()
         self._round = 0
         self._published = False  # in this round, which is not over
         self._dead: frozenset[int] = frozenset()
         self._keep = False
-        self._words = -(-size // _SET_BITS)  # that a set takes
+        self._words = -(-self._size // _SET_BITS)  # that a set takes
         self._pages: dict[int, int] = {}
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
             undo.callback(self.close)
             own = sealed_memfd("weft-page", _PAGE)
             opened.callback(os.close, own)
-            self._pages[rank] = map_shared(own, _PAGE, writable=True)
+            self._pages[self._rank] = map_shared(own, _PAGE, writable=True)
             peers = exchange(own)
             for fd in peers.values():
                 opened.callback(os.close, fd)
@@ -106,14 +109,7 @@ class Agreement:
                 self._pages[peer] = map_shared(fd, _PAGE, writable=False)
             undo.pop_all()
 
-    def decide(
-        self,
-        processes: Liveness,
-        suspects: Collection[int],
-        deadline: float,
-        *,
-        keep: bool = False,
-    ) -> Decision:
+    def decide(self, suspects: Collection[int], deadline: float, *, keep: bool = False) -> Decision:
         """What the survivors decided.
 
         keep: does this rank have new processes to take in? Counts where a decision begins.
@@ -125,8 +121,8 @@ class Agreement:
             self._keep = keep
         while True:
             if not self._published:
-                self._publish(processes)
-            said, gone = self._collect(processes, suspects, deadline)
+                self._publish()
+            said, gone = self._collect(suspects, deadline)
             self._published = False
             mine = self._dead, self._keep
             self._dead = self._dead.union(gone, *(dead for dead, _ in said))
@@ -140,9 +136,9 @@ class Agreement:
             while self._pages:
                 unmap(self._pages.popitem()[1], _PAGE)
 
-    def _publish(self, processes: Liveness) -> None:
+    def _publish(self) -> None:
         others = set(range(self._size)) - {self._rank} - self._dead
-        self._dead |= {rank for rank in others if processes.ended(rank)}
+        self._dead |= {rank for rank in others if self._processes.ended(rank)}
         self._round += 1
         if self._round > _ROUND_LIMIT:
             raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
@@ -153,7 +149,7 @@ class Agreement:
         self._published = True
 
     def _collect(
-        self, processes: Liveness, suspects: Collection[int], deadline: float
+        self, suspects: Collection[int], deadline: float
     ) -> tuple[list[tuple[frozenset[int], bool]], set[int]]:
         """What the others published in this round, and which ranks ended without that."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
@@ -162,7 +158,7 @@ class Agreement:
         fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
         while True:
             for rank in sorted(waiting):
-                ended = processes.ended(rank)  # first: after its end its page is final
+                ended = self._processes.ended(rank)  # first: after its end its page is final
                 found = self._read(rank)
                 if found is not None:
                     said.append(found)
@@ -176,7 +172,7 @@ class Agreement:
             now = time.monotonic()
             if now >= fence_at:
                 for rank in waiting.intersection(suspects):
-                    self._kill(processes, rank)
+                    self._kill(rank)
             if now >= deadline:
                 raise RecoveryFailed(self._late(waiting))
             time.sleep(_LOOK)
@@ -201,9 +197,9 @@ class Agreement:
         first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
         return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 
-    def _kill(self, processes: Liveness, rank: int) -> None:
+    def _kill(self, rank: int) -> None:
         try:
-            processes.kill(rank)
+            self._processes.kill(rank)
         except OSError as error:
             raise RecoveryFailed(
                 f"{self._name(rank)} is suspected, lives, and cannot be killed from here "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from weft.memory.meeting import Meeting, meet
 from weft.memory.messages import Control
 from weft.memory.recovery import Recovering, check_joining
 from weft.memory.store import StoreExchange, environment, store_of_environment
-from weft.memory.wire import JSON
 
 
 class Group(Recovering):
@@ -133,9 +133,7 @@ class Group(Recovering):
             made._find_hosts(ranks, names, said)
             return made
 
-        def exchange(value: JSON) -> list[Any]:
-            return over_torch.gather("Group.from_torch", value, timeout)
-
+        exchange = partial(over_torch.gather, "Group.from_torch", timeout=timeout)
         control = find(exchange, rank, size, where.type, timeout)
         return cls(control, device=where, timeout=timeout, process_group=group)
 

@@ -60,7 +60,7 @@ class Membership:
             try:
                 self.liveness = Liveness(of_peers(process), ended)
                 undo.callback(self.liveness.close)
-                self.agreement = Agreement(control.rank, control.size, control.name, of_peers)
+                self.agreement = Agreement(control, self.liveness, of_peers)
             except BaseException as error:
                 control.close(f"could not watch its peers: {error}")
                 raise

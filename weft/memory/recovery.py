@@ -147,7 +147,7 @@ class Recovering(Messages):
         if doubted:  # one of them may only wait for another, in a message with a longer deadline
             control.interrupt(doubted, f"{control.name(self.rank)} left its calls to recover")
         while True:
-            era, dead, _ = here.agreement.decide(here.liveness, doubted, deadline)
+            era, dead, _ = here.agreement.decide(doubted, deadline)
             with self._fate:
                 self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
             control.resume(era, set(self.living))
@@ -256,9 +256,7 @@ class Recovering(Messages):
         """
         here = self._recoverable()
         self._undecided = True
-        decided = here.agreement.decide(
-            here.liveness, suspects, deadline, keep=self._fresh is not None
-        )
+        decided = here.agreement.decide(suspects, deadline, keep=self._fresh is not None)
         self._undecided = False
         fresh, self._fresh = self._fresh, None
         if not decided.keep:
