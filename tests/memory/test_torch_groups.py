@@ -111,7 +111,8 @@ class Said:
 
 @pytest.mark.parametrize("row", [b"7", b"{}", b'{"op":"it"}', b"\xff", b"NaN", b"[" * 100_000])
 def test_what_no_rank_of_weft_would_gather_is_an_error_in_words(row, monkeypatch):
-    control = TorchControl(Said(b'{"op":"it","value":1}', row))  # type: ignore[arg-type]
+    said: Any = Said(b'{"op":"it","value":1}', row)
+    control = TorchControl(said, 0, 2)
     monkeypatch.setattr(collective, "gather_bytes", lambda group, *_, **__: group.rows)
     with pytest.raises(RendezvousFailed, match="rank 1 broke the protocol in it"):
         control.gather("it", 1, 1.0)
@@ -219,4 +220,5 @@ def test_ranks_that_share_a_gpu_meet_by_gloo(second, backend, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
     )
-    assert collective._backend(torch.device("cuda", 0), lambda own: [own, second]) == backend
+    group: Any = SimpleNamespace(all_gather=lambda own: [own, second])
+    assert collective._backend(group, torch.device("cuda", 0)) == backend

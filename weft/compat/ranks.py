@@ -118,7 +118,7 @@ def _make(rank: int, size: int, given: dist.ProcessGroup | None, comm: CommBacke
 def _meet(exchange: Exchange, rank: int, size: int) -> Group:
     device = default_device(None)
     control = find(exchange, rank, size, device.type, TIMEOUT)
-    return Group(control, rank=rank, size=size, device=device, timeout=TIMEOUT)
+    return Group(control, device=device, timeout=TIMEOUT)
 
 
 def _compare(rank: int, size: int, found_rank: int, found_size: int, where: str) -> None:

@@ -17,6 +17,7 @@ shows that two slots are enough: nobody begins round r + 2 before all have read 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -26,11 +27,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import RecoveryFailed
+from weft.memory.control_plane import ControlPlane
 from weft.memory.liveness import Liveness
 from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
-from weft.shape import MAX_RANKS
 
-MAX_AGREEING = MAX_RANKS
 _SET_BITS = 32  # of a set of ranks, in a word
 SLOTS = 2
 _PAGE = mmap.PAGESIZE
@@ -73,43 +73,43 @@ class Agreement:
     of them has the round, so it never takes some of one round and some of another.
     """
 
-    def __init__(self, rank: int, size: int, name: Callable[[int], str]) -> None:
-        self._rank = rank
-        self._size = size
-        self._name = name
+    def __init__(
+        self,
+        control: ControlPlane,
+        processes: Liveness,
+        exchange: Callable[[int], Mapping[int, int]],
+    ) -> None:
+        """processes: of the peers.
+
+        exchange: passes a descriptor to all peers, and returns theirs, by rank.
+
+        Raises what `exchange` does, HandleUnsupported or OSError.
+        """
+        self._rank = control.rank
+        self._size = control.size
+        self._name = control.name
+        self._processes = processes
         self._owner = os.getpid()
         self._round = 0
         self._published = False  # in this round, which is not over
         self._dead: frozenset[int] = frozenset()
         self._keep = False
-        self._words = -(-size // _SET_BITS)  # that a set takes
+        self._words = -(-self._size // _SET_BITS)  # that a set takes
         self._pages: dict[int, int] = {}
-        self._fd = sealed_memfd("weft-page", _PAGE)
-        try:
-            self._pages[rank] = map_shared(self._fd, _PAGE, writable=True)
-        except OSError:
-            os.close(self._fd)
-            raise
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
+            undo.callback(self.close)
+            own = sealed_memfd("weft-page", _PAGE)
+            opened.callback(os.close, own)
+            self._pages[self._rank] = map_shared(own, _PAGE, writable=True)
+            peers = exchange(own)
+            for fd in peers.values():
+                opened.callback(os.close, fd)
+            for peer, fd in peers.items():
+                check_sealed(peer, fd, _PAGE)
+                self._pages[peer] = map_shared(fd, _PAGE, writable=False)
+            undo.pop_all()
 
-    def take_fd(self) -> int:
-        """The own page's descriptor, now the caller's to close."""
-        fd, self._fd = self._fd, -1
-        return fd
-
-    def map(self, pages: Mapping[int, int]) -> None:
-        """Map the pages of peers: rank -> descriptor. Raises HandleUnsupported or OSError."""
-        for rank, fd in pages.items():
-            check_sealed(rank, fd, _PAGE)
-            self._pages[rank] = map_shared(fd, _PAGE, writable=False)
-
-    def decide(
-        self,
-        processes: Liveness,
-        suspects: Collection[int],
-        deadline: float,
-        *,
-        keep: bool = False,
-    ) -> Decision:
+    def decide(self, suspects: Collection[int], deadline: float, *, keep: bool = False) -> Decision:
         """What the survivors decided.
 
         keep: does this rank have new processes to take in? Counts where a decision begins.
@@ -121,8 +121,8 @@ class Agreement:
             self._keep = keep
         while True:
             if not self._published:
-                self._publish(processes)
-            said, gone = self._collect(processes, suspects, deadline)
+                self._publish()
+            said, gone = self._collect(suspects, deadline)
             self._published = False
             mine = self._dead, self._keep
             self._dead = self._dead.union(gone, *(dead for dead, _ in said))
@@ -132,15 +132,13 @@ class Agreement:
 
     def close(self) -> None:
         """Give the pages back. Idempotent; a forked child does nothing."""
-        if self._fd >= 0:
-            os.close(self.take_fd())
         if os.getpid() == self._owner:
             while self._pages:
                 unmap(self._pages.popitem()[1], _PAGE)
 
-    def _publish(self, processes: Liveness) -> None:
+    def _publish(self) -> None:
         others = set(range(self._size)) - {self._rank} - self._dead
-        self._dead |= {rank for rank in others if processes.ended(rank)}
+        self._dead |= {rank for rank in others if self._processes.ended(rank)}
         self._round += 1
         if self._round > _ROUND_LIMIT:
             raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
@@ -151,7 +149,7 @@ class Agreement:
         self._published = True
 
     def _collect(
-        self, processes: Liveness, suspects: Collection[int], deadline: float
+        self, suspects: Collection[int], deadline: float
     ) -> tuple[list[tuple[frozenset[int], bool]], set[int]]:
         """What the others published in this round, and which ranks ended without that."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
@@ -160,7 +158,7 @@ class Agreement:
         fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
         while True:
             for rank in sorted(waiting):
-                ended = processes.ended(rank)  # first: after its end its page is final
+                ended = self._processes.ended(rank)  # first: after its end its page is final
                 found = self._read(rank)
                 if found is not None:
                     said.append(found)
@@ -174,7 +172,7 @@ class Agreement:
             now = time.monotonic()
             if now >= fence_at:
                 for rank in waiting.intersection(suspects):
-                    self._kill(processes, rank)
+                    self._kill(rank)
             if now >= deadline:
                 raise RecoveryFailed(self._late(waiting))
             time.sleep(_LOOK)
@@ -199,9 +197,9 @@ class Agreement:
         first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
         return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 
-    def _kill(self, processes: Liveness, rank: int) -> None:
+    def _kill(self, rank: int) -> None:
         try:
-            processes.kill(rank)
+            self._processes.kill(rank)
         except OSError as error:
             raise RecoveryFailed(
                 f"{self._name(rank)} is suspected, lives, and cannot be killed from here "

@@ -9,16 +9,16 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
-from weft.memory.store import serve
+from weft.memory.messages import Messages
+from weft.memory.store import connect, serve
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -39,7 +39,9 @@ _DESTROY_SECONDS = 5.0
 class TorchControl:
     """Control messages of a group of several hosts, over its process group."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
         self._process_group = process_group
         self._closed = False
 
@@ -129,28 +131,31 @@ class OwnProcessGroup:
     """The torch group of ranks that weft started or found itself: the default group of the process.
 
     Its store is a TCPStore on 127.0.0.1 in rank 0, on a port that the system chose: no file, no
-    directory. Collective. Raises RendezvousFailed when the ranks cannot reach the store.
+    directory. Collective. Raises CreationFailed and RendezvousFailed when a rank cannot join.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        gather: Callable[[JSON], list[Any]],
-        timeout: float,
-    ) -> None:
+    def __init__(self, group: Messages, device: torch.device) -> None:
         self._owner = os.getpid()
-        backend = _backend(device, gather)
-        store = _meet_at_store(rank, gather, timeout)
-        with _loopback():
+        here, limit = "127.0.0.1", timedelta(seconds=group.timeout)
+        backend = _backend(group, device)
+        served = group.together(
+            lambda: serve(here, 0, group.timeout) if group.rank == 0 else None,
+            doing=f"serving a store on {here}",
+        )
+        port = group.all_gather(None if served is None else served.port)[0]
+        # Rank 0 serves it for as long as the group lives.
+        self._store = group.together(
+            lambda: served or connect(here, port, group.timeout),
+            doing=f"connecting to rank 0's store on {here}:{port}",
+        )
+        with unless_set("GLOO_SOCKET_IFNAME", "lo"):  # the ranks share a host
             try:
                 dist.init_process_group(
                     backend,
-                    store=store,
-                    rank=rank,
-                    world_size=size,
-                    timeout=timedelta(seconds=timeout),
+                    store=self._store,
+                    rank=group.rank,
+                    world_size=group.size,
+                    timeout=limit,
                     device_id=device if backend == "nccl" else None,
                 )
             except RuntimeError as error:
@@ -158,7 +163,6 @@ class OwnProcessGroup:
         world = dist.group.WORLD
         assert world is not None  # init_process_group has just made it
         self.process_group: dist.ProcessGroup = world
-        self._store = store  # rank 0 serves it for as long as the group lives
 
     def destroy(self) -> None:
         """Give the group up without waiting for a peer longer than 5 s."""
@@ -176,46 +180,21 @@ class OwnProcessGroup:
             )
 
 
-def _backend(device: torch.device, gather: Callable[[JSON], list[Any]]) -> str:
+def _backend(group: Messages, device: torch.device) -> str:
     """NCCL where every rank has a GPU of its own; it refuses ranks that share one."""
     if device.type != "cuda":
         return "gloo"
-    gpus = gather(str(torch.cuda.get_device_properties(device).uuid))
+    gpus = group.all_gather(str(torch.cuda.get_device_properties(device).uuid))
     return "nccl" if len(set(gpus)) == len(gpus) else "gloo"
 
 
-def _meet_at_store(rank: int, gather: Callable[[JSON], list[Any]], timeout: float) -> TCPStore:
-    """One TCPStore that every rank is connected to; rank 0 serves it."""
-    store, port, problem = None, 0, ""
-    if rank == 0:
-        try:
-            store = serve("127.0.0.1", 0, timeout)
-            assert store is not None  # the system chooses a port that is free
-            port = store.port
-        except RuntimeError as error:
-            problem = str(error) or type(error).__name__
-    offer = gather({"port": port, "problem": problem})[0]
-    if offer["problem"]:
-        raise RendezvousFailed(f"rank 0 cannot serve a store on 127.0.0.1: {offer['problem']}")
-    if store is None:
-        try:
-            limit = timedelta(seconds=timeout)
-            store = TCPStore("127.0.0.1", offer["port"], None, False, limit, wait_for_workers=False)
-        except RuntimeError as error:
-            raise RendezvousFailed(
-                f"rank {rank} cannot reach rank 0's store on 127.0.0.1:{offer['port']}: {error}"
-            ) from error
-    return store
-
-
 @contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Gloo on the loopback interface, unless the user chose one. The ranks share a host."""
-    name = "GLOO_SOCKET_IFNAME"
+def unless_set(name: str, value: str) -> Iterator[None]:
+    """Inside, an environment variable is `value`, unless the user chose another."""
     if name in os.environ:
         yield
         return
-    os.environ[name] = "lo"
+    os.environ[name] = value
     try:
         yield
     finally:

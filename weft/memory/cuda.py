@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
-from weft.memory.descriptors import map_all
 from weft.memory.dlpack import tensor_at
 from weft.memory.driver import call, driver, fence, relaxed
 from weft.memory.header import MAILBOX_BYTES
@@ -361,7 +360,7 @@ def create(group: Group, size: int) -> DeviceShares:
 def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
     doing = "mapping the GPU memory of every rank"
     if not fabric:
-        map_all(group, shares, doing=doing)
+        group.map_shares(shares.share_fd, shares.map, doing=doing)
         return
 
     def exchange(group: Group, ranks: Collection[int]) -> None:
@@ -369,5 +368,4 @@ def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
         wanted = {rank: handles[rank] for rank in ranks}
         group.together(lambda: shares.map(wanted), doing=doing)
 
-    with group.noted(lambda group: exchange(group, group.joining)):
-        exchange(group, group.living)
+    group.noted(lambda group: exchange(group, group.joining), lambda: exchange(group, group.living))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from weft.memory.meeting import Meeting, meet
 from weft.memory.messages import Control
 from weft.memory.recovery import Recovering, check_joining
 from weft.memory.store import StoreExchange, environment, store_of_environment
-from weft.memory.wire import JSON
 
 
 class Group(Recovering):
@@ -36,8 +36,6 @@ class Group(Recovering):
         self,
         control: Control,
         *,
-        rank: int,
-        size: int,
         device: torch.device,
         timeout: float,
         process_group: dist.ProcessGroup | None = None,
@@ -47,9 +45,7 @@ class Group(Recovering):
         self._own: OwnProcessGroup | None = None
         self._threads = threads
         self._hosts: Hosts | None = None  # where there are several
-        super().__init__(
-            control, rank=rank, size=size, device=device, timeout=timeout, watched=not threads
-        )
+        super().__init__(control, device=device, timeout=timeout, watched=not threads)
 
     @classmethod
     def from_meeting(
@@ -69,7 +65,7 @@ class Group(Recovering):
         instance("device", device, torch.device)
         flags(threads=threads)
         control = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
-        return cls(control, rank=rank, size=size, device=device, timeout=timeout, threads=threads)
+        return cls(control, device=device, timeout=timeout, threads=threads)
 
     @classmethod
     def join(
@@ -129,23 +125,17 @@ class Group(Recovering):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
-        over_torch = TorchControl(group)
+        over_torch = TorchControl(group, rank, size)
         said = over_torch.gather("Group.from_torch", whereabouts(group), timeout)
         ranks, names = by_host(said)
         if len(ranks) > 1:
-            made = cls(
-                over_torch, rank=rank, size=size, device=where, timeout=timeout, process_group=group
-            )
+            made = cls(over_torch, device=where, timeout=timeout, process_group=group)
             made._find_hosts(ranks, names, said)
             return made
 
-        def exchange(value: JSON) -> list[Any]:
-            return over_torch.gather("Group.from_torch", value, timeout)
-
+        exchange = partial(over_torch.gather, "Group.from_torch", timeout=timeout)
         control = find(exchange, rank, size, where.type, timeout)
-        return cls(
-            control, rank=rank, size=size, device=where, timeout=timeout, process_group=group
-        )
+        return cls(control, device=where, timeout=timeout, process_group=group)
 
     @classmethod
     def from_env(cls, *, device: torch.device | str | None = None, timeout: float = 120.0) -> Group:
@@ -166,7 +156,7 @@ class Group(Recovering):
         with Peers() as peers:
             exchange = StoreExchange(store, name, rank, size, timeout, peers)
             control = find(exchange, rank, size, where.type, timeout, peers)
-        return cls(control, rank=rank, size=size, device=where, timeout=timeout)
+        return cls(control, device=where, timeout=timeout)
 
     def _find_hosts(
         self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], said: list[Any]
@@ -267,10 +257,7 @@ class Group(Recovering):
                 "weft.Group.from_torch() so that both are the same ranks"
             )
 
-        def exchange(value: JSON) -> list[Any]:
-            return self._gather("process_group", value, None)
-
-        self._own = OwnProcessGroup(self.rank, self.size, self.device, exchange, self.timeout)
+        self._own = OwnProcessGroup(self, self.device)
         self._process_group = self._own.process_group
         return self._process_group
 

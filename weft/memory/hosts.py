@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import RendezvousFailed
+from weft.memory.collective import unless_set
 from weft.memory.discovery import check_said, this_host
 from weft.memory.wire import JSON, text_of
 
@@ -155,21 +156,8 @@ def open_process_groups(
         )
 
     shared = group(host)
-    with _errors_are_weft_s():
+    # NCCL's watchdog would end the process where weft raises an error.
+    with unless_set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         rail = group([each[place] for each in ranks], "nccl" if gpus else "gloo")
     _opened[whole] = _Opened(1 + max(serials), ranks, shared, rail)
     return shared, rail
-
-
-@contextlib.contextmanager
-def _errors_are_weft_s() -> Iterator[None]:
-    """NCCL's watchdog would end the process where weft raises an error; unless the user chose."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)

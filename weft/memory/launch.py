@@ -129,63 +129,6 @@ def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return work
 
 
-class _Threads:
-    """Ranks as threads: what they share with the launcher."""
-
-    def __init__(self, meeting: Meeting, ranks: int, group_timeout: float) -> None:
-        self.meeting = meeting
-        self.ranks = ranks
-        self.group_timeout = group_timeout
-        self.groups: dict[int, Group] = {}
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-
-    def run(self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """One rank's whole life."""
-        try:
-            group = Group.from_meeting(
-                self.meeting,
-                rank=rank,
-                size=self.ranks,
-                device=torch.device("cpu"),
-                timeout=self.group_timeout,
-                threads=True,
-            )
-            self.groups[rank] = group
-            report = report_of(rank, group, lambda: fn(group, *args))
-        except BaseException as error:
-            report = Report.raised(rank, error)
-            end_meeting(self.meeting, rank, report)
-        self.reports.put(report)
-
-    def collect(self, deadline: float) -> list[Report]:
-        """One report a rank. A thread cannot be killed: one that still runs is left alone."""
-        reports: dict[int, Report] = {}
-        late: set[int] = set()
-        broken = False
-        while len(reports) < self.ranks:
-            try:
-                report = self.reports.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                if broken:
-                    break
-                broken = True
-                if all(each.kind == "returned" for each in reports.values()):
-                    late = set(range(self.ranks)) - set(reports)
-                for group in list(self.groups.values()):
-                    group.abort("the launch ended this group: a rank failed or ran too long")
-                deadline = time.monotonic() + 1.0
-                continue
-            if report.kind == "raised" and not broken:
-                grace = GRACE if report.rank in self.groups else GRACE_MEETING
-                deadline = min(deadline, time.monotonic() + grace)
-            reports[report.rank] = report
-        # What a late rank raised when its group was broken says nothing of its own.
-        running = {r: Report(r, "running") for r in range(self.ranks)}
-        return [
-            running[r] if r in late or r not in reports else reports[r] for r in range(self.ranks)
-        ]
-
-
 def _run_threads(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -194,16 +137,59 @@ def _run_threads(
     timeout: float,
     group_timeout: float,
 ) -> list[Report]:
-    shared = _Threads(meeting, ranks, group_timeout)
+    """Run every rank in a thread; one report a rank. One that still runs at the end is left alone.
+
+    A thread cannot be killed: its group is broken, and it has a second to raise that.
+    """
+    groups: dict[int, Group] = {}
+    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+
+    def life(rank: int) -> None:
+        try:
+            group = groups[rank] = Group.from_meeting(
+                meeting,
+                rank=rank,
+                size=ranks,
+                device=torch.device("cpu"),
+                timeout=group_timeout,
+                threads=True,
+            )
+            report = report_of(rank, group, lambda: fn(group, *args))
+        except BaseException as error:
+            report = Report.raised(rank, error)
+            end_meeting(meeting, rank, report)
+        told.put(report)
+
     deadline = time.monotonic() + timeout
     threads = [
-        threading.Thread(target=shared.run, args=(r, fn, args), name=f"weft-rank-{r}", daemon=True)
-        for r in range(ranks)
+        threading.Thread(target=life, args=(rank,), name=f"weft-rank-{rank}", daemon=True)
+        for rank in range(ranks)
     ]
     for thread in threads:
         thread.start()
-    reports = shared.collect(deadline)
-    for thread, report in zip(threads, reports, strict=True):
-        if report.kind != "running":
-            thread.join(1.0)
+    reports = [Report(rank, "running") for rank in range(ranks)]
+    waiting = set(range(ranks))
+    late: set[int] = set()  # what one raises when its group is broken says nothing of its own
+    broken = False
+    while waiting:
+        try:
+            report = told.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            if broken:
+                break
+            broken = True
+            if all(reports[rank].kind == "returned" for rank in set(range(ranks)) - waiting):
+                late = set(waiting)
+            for group in list(groups.values()):
+                group.abort("the launch ended this group: a rank failed or ran too long")
+            deadline = time.monotonic() + 1.0
+            continue
+        waiting.remove(report.rank)
+        if report.rank not in late:
+            reports[report.rank] = report
+        if report.kind == "raised" and not broken:
+            grace = GRACE if report.rank in groups else GRACE_MEETING
+            deadline = min(deadline, time.monotonic() + grace)
+    for rank in set(range(ranks)) - waiting - late:
+        threads[rank].join(1.0)
     return reports

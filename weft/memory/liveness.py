@@ -67,9 +67,7 @@ class Liveness:
 
     def ended(self, rank: int) -> bool:
         """Has the process of a rank ended? Nothing that it did is under way then."""
-        poller = select.poll()
-        poller.register(self._fds[rank], select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(_ended([self._fds[rank]]))
 
     def fd(self, rank: int) -> int:
         """What becomes readable when the process of a rank ends; stays this object's."""
@@ -151,10 +149,8 @@ class Peers:
 
     def check(self, connected: Iterable[int] = ()) -> None:
         """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
-        poller, ranks = select.poll(), {fd: rank for rank, fd in self._pidfds.items()}
-        for fd in ranks:
-            poller.register(fd, select.POLLIN)
-        self._dead.update(ranks[fd] for fd, _ in poller.poll(0))
+        over = _ended(self.pidfds())
+        self._dead.update(rank for rank, fd in self._pidfds.items() if fd in over)
         for rank in sorted(self._dead.difference(connected)):
             raise RendezvousFailed(
                 f"rank {rank} (pid {self._pids[rank]}) died before all ranks had met"
@@ -179,6 +175,14 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
+
+
+def _ended(fds: Iterable[int]) -> set[int]:
+    """Those of `fds` whose processes have ended."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return {fd for fd, _ in poller.poll(0)}
 
 
 def identity() -> dict[str, Any]:

@@ -9,9 +9,9 @@ job's 32-byte nonce; then the hub compares what the ranks were built for. A stra
 disturbs no rank.
 
 Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another
-by its pidfd where its process is known (`Peers`), or the word of whoever started it (`end`). Before
-the hub closes it tells the reason to every rank that is connected, let in or not. A rank that is
-stopped, and not dead, has the deadline.
+by its pidfd where its process is known (`Peers`), or the word of the process that started it
+(`end`). Before the hub closes it tells the reason to every rank that is connected, let in or not. A
+rank that is stopped, and not dead, has the deadline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.memory.wire import JSON, Gone, Malformed, Message, encode, receive, se
 ABI = 4  # of the messages and of what a Heap promises its peers
 _OP = "the meeting"
 _RETRY = 0.002  # seconds between two tries of what cannot be waited for
-_HUB_FIRST = 1.0  # seconds that a rank outwaits the hub, which knows who is missing
+_HUB_FIRST = 1.0  # seconds that a rank waits longer than the hub, which knows who is missing
 _OVER = "the meeting is over: a rank failed or gave up, or all that it was for had met"
 _NOT_OURS = "the nonce is not this job's; start every rank from the same launcher"
 _log = logging.getLogger(__name__)
@@ -312,7 +312,7 @@ class _Hub:
         else:
             what = "another process has taken" if known else f"is none of {control.size}"
             why = f"pid {pid} came as rank {name}, which {what}; give every process its own rank"
-        control.fail(why)  # whoever is still greeting is told as well
+        control.fail(why)  # connections that are still greeting are told as well
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
         self.greeting.remove(connection)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from weft.arguments import function, instance, integer, seconds, shown
@@ -28,6 +28,9 @@ _TEXT_LIMIT = 4000  # characters of an error's text that a vote carries
 
 class Control(Protocol):
     """What carries a group's control messages."""
+
+    rank: int
+    size: int
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]: ...
@@ -55,9 +58,9 @@ class Creation:
 class Messages:
     """The collective calls of a group, among the ranks that take part."""
 
-    def __init__(self, control: Control, *, rank: int, size: int, timeout: float) -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(self, control: Control, *, timeout: float) -> None:
+        self.rank = control.rank
+        self.size = size = control.size
         self.timeout = timeout
         self._control = control
         self._living = (1 << size) - 1  # bit r: rank r takes part
@@ -81,13 +84,11 @@ class Messages:
         time.
         """
         _check_json(value)
-        with self.noted(lambda group: group._gather("all_gather", value, timeout)):
-            return self._gather("all_gather", value, timeout)
+        return self.noted(lambda group: group._gather("all_gather", value, timeout))
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Return when every rank is here. Raises RendezvousFailed as all_gather does."""
-        with self.noted(lambda group: group._gather("barrier", None, timeout)):
-            self._gather("barrier", None, timeout)
+        self.noted(lambda group: group._gather("barrier", None, timeout))
 
     def vote(
         self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
@@ -106,8 +107,7 @@ class Messages:
         if undo is not None:
             function("undo", undo, "which gives back what was made")
         try:
-            with self.noted(lambda group: group._vote(None, doing)):
-                self._vote(error, doing)
+            self.noted(lambda group: group._vote(None, doing), lambda: self._vote(error, doing))
         except BaseException:
             if error is None and undo is not None:
                 undo()
@@ -165,8 +165,10 @@ class Messages:
         """
         instance("what", what, str)
         _check_json(value)
-        with self.noted(lambda group: group.agree(value, what=what)):
-            values = self._gather(f"agreement on {what}", value, None)
+        self.noted(lambda group: group._agree(value, what))
+
+    def _agree(self, value: JSON, what: str) -> None:
+        values = self._gather(f"agreement on {what}", value, None)
         first = self.living[0]
         for rank in self.living:
             if values[rank] != values[first]:
@@ -189,13 +191,43 @@ class Messages:
             raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
         return self._control.exchange_fds(fd, self._deadline(timeout))
 
+    def map_shares(
+        self,
+        export: Callable[[], int],
+        take: Callable[[Mapping[int, int]], None],
+        *,
+        doing: str,
+    ) -> None:
+        """Pass a descriptor of every rank's share to all, which map them. Collective.
+
+        export: a new descriptor of the own share.   take: maps shares, from the descriptor of each
+        rank. None of them stays open: that would keep the memory alive after its owner's death.
+        Raises CreationFailed on every rank, which names what was being done.
+        """
+
+        def pass_on(ranks: Collection[int]) -> None:
+            with contextlib.ExitStack() as opened:
+
+                def exported() -> int:
+                    fd = export()
+                    opened.callback(os.close, fd)
+                    return fd
+
+                fds = self.exchange_fds(self.together(exported, doing="exporting memory"))
+                found = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
+                for fd in found.values():
+                    opened.callback(os.close, fd)
+                wanted = {rank: fd for rank, fd in found.items() if rank in ranks}
+                self.together(lambda: take(wanted), doing=doing)
+
+        self.noted(lambda group: pass_on(group.joining), lambda: pass_on(self.living))
+
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
         following = self._generation % 0xFFFF + 1
         # The most of all: a creation that was interrupted was begun on some ranks only, and a rank
         # that joins has made none.
-        with self.noted(lambda group: group._gather("generation", following, None)):
-            said = self._gather("generation", following, None)
+        said = self.noted(lambda group: group._gather("generation", following, None))
         self._generation = max(said[rank] for rank in self.living)
         return self._generation
 
@@ -213,16 +245,18 @@ class Messages:
         finally:
             self._creation = None
 
-    @contextlib.contextmanager
-    def noted(self, step: Step) -> Iterator[None]:
-        """Inside are the messages of `step`, which says them to a rank that joins."""
+    def noted(self, step: Callable[[Any], T], now: Callable[[], T] | None = None) -> T:
+        """Take `step` with this group, and again for a rank that joins. now: what stands for it
+        the first time.
+        """
         creation, self._creation = self._creation, None
         try:
-            yield
+            found = step(self) if now is None else now()
         finally:
             self._creation = creation
         if creation is not None:
             creation.steps.append(step)
+        return found
 
     def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
         return self._control.gather(op, value, self._deadline(timeout))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.errors import HandleUnsupported
-from weft.memory.descriptors import map_all
 from weft.memory.header import MAILBOX_BYTES
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def create(group: Group, size: int) -> HostShares:
     shares = HostShares(group.rank, group.size, size)
     try:
         group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
-        map_all(group, shares, doing=f"mapping {size} bytes of every rank")
+        group.map_shares(shares.share_fd, shares.map, doing=f"mapping {size} bytes of every rank")
     except BaseException:
         shares.free()
         raise

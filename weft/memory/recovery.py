@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -10,33 +11,107 @@ from types import MappingProxyType
 import torch
 
 from weft.arguments import instance, integers, seconds
-from weft.errors import CreationFailed, OutOfOrder, RecoveryFailed, RendezvousFailed, WeftError
+from weft.errors import (
+    CreationFailed,
+    InvalidArgument,
+    OutOfOrder,
+    RecoveryFailed,
+    RendezvousFailed,
+    WeftError,
+)
 from weft.memory.agreement import Recovery
-from weft.memory.liveness import Peers
+from weft.memory.control_plane import ControlPlane
+from weft.memory.liveness import LivenessFd, Peers
 from weft.memory.meeting import Meeting, meet
-from weft.memory.membership import Members, Membership
-from weft.memory.messages import Control
+from weft.memory.membership import Member, Membership
+from weft.memory.messages import Control, Messages
 
 
-class Recovering(Members):
-    """A group that survives its ranks."""
+class Recovering(Messages):
+    """Ranks that have met, and the operators that share their fate: a group that survives ranks."""
 
     def __init__(
-        self,
-        control: Control,
-        *,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout: float,
-        watched: bool,
+        self, control: Control, *, device: torch.device, timeout: float, watched: bool
     ) -> None:
+        super().__init__(control, timeout=timeout)
         self.device = device
         self.joining: frozenset[int] = frozenset()  # ranks that new processes take now
+        # By generation: the same key on every rank, and the order of creation.
+        self._members: weakref.WeakValueDictionary[str, Member] = weakref.WeakValueDictionary()
+        self._ended: set[int] = set()  # ranks whose processes have ended
+        self._fate = threading.Lock()  # of these two and of the living
+        self._closed = False
+        self._process: LivenessFd | None = None
+        self._membership: Membership | None = None
         self._fresh: Membership | None = None  # with new ranks, until all take them in or none
         self._opened: Meeting | None = None  # by this rank, for new processes
         self._undecided = False  # whether all take them in, because the deadline was over
-        super().__init__(control, rank=rank, size=size, timeout=timeout, watched=watched)
+        self._at_end(control.close)
+        if watched and isinstance(control, ControlPlane) and self.size > 1:
+            self._process = LivenessFd()
+            self._at_end(self._process.close)
+            self._membership = self._watch(control, self._process, timeout)
+
+    def _at_end(self, close: Callable[[], None]) -> None:
+        """A group that is dropped unclosed gives back what it has; at exit the system does."""
+        weakref.finalize(self, close).atexit = False
+
+    def _watch(self, control: ControlPlane, process: LivenessFd, timeout: float) -> Membership:
+        """From now on the end of a peer's process is noticed at once, and can be agreed on."""
+        ended = weakref.WeakMethod(self._peer_ended)
+
+        def peer_ended(rank: int) -> None:
+            method = ended()
+            if method is not None:
+                method(rank)
+
+        membership = Membership(control, process.fd, peer_ended, timeout)
+        self._at_end(membership.close)
+        return membership
+
+    def attach(self, member: Member) -> None:
+        """Notify `member` of deaths, of this rank's leaving and of recoveries; one a heap."""
+        with self._fate:
+            self._members[f"{type(member).__name__} {self._generation}"] = member
+            for rank in self._taking_part(self._ended):
+                member._peer_ended(rank)
+
+    def pid(self, rank: int) -> int | None:
+        """The process id of a rank as the kernel reported it, where it is known."""
+        pids = getattr(self._control, "pids", None)
+        return None if pids is None else int(pids[rank])
+
+    def _peer_ended(self, rank: int) -> None:
+        with self._fate:
+            self._ended.add(rank)
+            if self._living >> rank & 1:  # else heard late, after a recovery
+                for member in self._attached():
+                    member._peer_ended(rank)
+
+    def _attached(self) -> list[Member]:
+        """What shares the fate of this group, in order of creation."""
+        return list(self._members.values())
+
+    def _move(self, fresh: Membership) -> None:
+        """Go on with all ranks, on new sockets."""
+        old, self._control, self._membership = self._membership, fresh.control, fresh
+        with self._fate:
+            self._living = (1 << self.size) - 1
+            others = set(range(self.size)) - {self.rank}
+            self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
+        if old is not None:
+            old.close()
+
+    def _recoverable(self) -> Membership:
+        """What a recovery needs. Raises OutOfOrder and InvalidArgument."""
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        if self._membership is None:
+            raise InvalidArgument(
+                "this group cannot recover: it needs two ranks or more, each a process, that share "
+                "memory"
+            )
+        return self._membership
 
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Go on without the ranks that died. Collective over those that live.
@@ -66,12 +141,13 @@ class Recovering(Members):
         doubted |= {rank for member in members for rank in member._suspects()}
         deadline = began + timeout
         if self._undecided and self._take_in(doubted, deadline):
-            self._recoverable()[0].leave(f"rank {self.rank} gave up waiting in replace")
-        control, liveness, agreement = self._recoverable()
+            self._recoverable().control.leave(f"rank {self.rank} gave up waiting in replace")
+        here = self._recoverable()
+        control = here.control
         if doubted:  # one of them may only wait for another, in a message with a longer deadline
             control.interrupt(doubted, f"{control.name(self.rank)} left its calls to recover")
         while True:
-            era, dead, _ = agreement.decide(liveness, doubted, deadline)
+            era, dead, _ = here.agreement.decide(doubted, deadline)
             with self._fate:
                 self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
             control.resume(era, set(self.living))
@@ -96,7 +172,7 @@ class Recovering(Members):
                 if self._opened is not None:
                     self._opened.close()
                 self._opened = Meeting.open(self.rank)
-                weakref.finalize(self, self._opened.close).atexit = False
+                self._at_end(self._opened.close)
 
         self.together(make, doing="opening a meeting")
         mine = self._opened if self.rank == self.living[0] else None
@@ -151,11 +227,11 @@ class Recovering(Members):
 
     def _meet_again(self, meeting: Meeting, gone: frozenset[int], timeout: float) -> Membership:
         """This rank's sockets and pages with the other survivors and new processes for `gone`."""
-        control, liveness, _ = self._recoverable()
+        here = self._recoverable()
         with Peers() as peers:
             for rank in self.living:
                 if rank != self.rank:
-                    peers.hold(rank, control.pids[rank], liveness.fd(rank))
+                    peers.hold(rank, here.control.pids[rank], here.liveness.fd(rank))
             control = meet(
                 meeting,
                 rank=self.rank,
@@ -164,7 +240,8 @@ class Recovering(Members):
                 timeout=timeout,
                 peers=peers,
             )
-        fresh = self._watch(control, timeout)
+        assert self._process is not None  # this group recovers
+        fresh = self._watch(control, self._process, timeout)
         try:
             check_joining(fresh.control.gather("replace", sorted(gone), timeout))
         except BaseException as error:
@@ -177,17 +254,17 @@ class Recovering(Members):
 
         A new process that dies may have met some of them only. Raises RecoveryFailed.
         """
-        control, liveness, agreement = self._recoverable()
+        here = self._recoverable()
         self._undecided = True
-        decided = agreement.decide(liveness, suspects, deadline, keep=self._fresh is not None)
+        decided = here.agreement.decide(suspects, deadline, keep=self._fresh is not None)
         self._undecided = False
         fresh, self._fresh = self._fresh, None
         if not decided.keep:
             if fresh is not None:
                 fresh.close("went on without new processes, which not every survivor had met")
             # A survivor that has given up waiting is in this era already, in a recovery.
-            control.resume(decided.round, set(self.living) - decided.dead)
-            control.leave(f"rank {self.rank} could not take in new processes; call recover")
+            here.control.resume(decided.round, set(self.living) - decided.dead)
+            here.control.leave(f"rank {self.rank} could not take in new processes; call recover")
             return False
         assert fresh is not None
         with self._fate:

@@ -51,11 +51,10 @@ class Report:
             blamed=_blamed(rank, error),
         )
 
-    def line(self) -> str:
-        """The failure in one line, for the other ranks."""
-        if self.kind == "died":
-            return f"rank {self.rank} died: {self.text}"
-        return f"rank {self.rank} raised {self.name}: {self.text}"
+    def line(self, ranks: str = "") -> str:
+        """The failure in one line. ranks: " of 4", where that is said."""
+        how = "died" if self.kind == "died" else f"raised {self.name}"
+        return f"rank {self.rank}{ranks} {how}: {self.text}"
 
     def packed(self) -> bytes:
         """The report for the launcher's own pipe; an error that cannot be pickled stays here."""
@@ -134,10 +133,7 @@ def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | N
         r.rank: [each for each in r.blamed if returned.get(each, r.when) < r.when] for r in failed
     }
     first = min(failed, key=lambda r: (r.echo, not missed[r.rank], r.when))
-    if first.kind == "died":
-        text = f"rank {first.rank} of {ranks} died: {first.text}"
-    else:
-        text = f"rank {first.rank} of {ranks} raised {first.name}: {first.text}"
+    text = first.line(f" of {ranks}")
     for rank in missed[first.rank]:
         text += (
             f"\nRank {rank} had returned from its function {first.when - returned[rank]:.2f} s "

@@ -61,13 +61,13 @@ def store_of_environment(rank: int, timeout: float) -> tuple[Store, str]:
     at = f"{address}:{port}"
     served = os.getpid(), at
     try:
-        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            store = _served.get(served) or serve(address, port, timeout)
+        store = _served.get(served)
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if store is None and rank == 0 and not by_agent:
+            store = serve(address, port, timeout)
             if store is not None:
                 _served[served] = store
-        limit = timedelta(seconds=timeout)
-        store = _served.get(served) if rank == 0 else None
-        store = store or TCPStore(address, port, None, False, limit, wait_for_workers=False)
+        store = store or connect(address, port, timeout)
     except RendezvousFailed:
         raise
     except RuntimeError as error:
@@ -116,6 +116,12 @@ def serve(address: str, port: int, timeout: float) -> TCPStore | None:
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
+
+
+def connect(address: str, port: int, timeout: float) -> TCPStore:
+    """A store that another process serves. Raises RuntimeError."""
+    limit = timedelta(seconds=timeout)
+    return TCPStore(address, port, None, False, limit, wait_for_workers=False)
 
 
 class StoreExchange:
