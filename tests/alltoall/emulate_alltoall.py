@@ -64,8 +64,8 @@ class EmulatedAllToAll:
             name == "combine_send" and combine in ("pull", "gemm_push")
         ):
             plan = FLAGS_ONLY  # as on a GPU
-        if self._shape.flag_in_data and name.startswith("combine"):
-            args.pushers, args.parts = plan.pushers, plan.parts
+        if combine == "push_fp8" and name.startswith("combine"):
+            args.pushers, args.strips = plan.pushers, plan.strips
         if name.startswith("combine") and not name.endswith("receive") and combine != "gemm_push":
             self._host(range(self._offsets.outbox, self._offsets.destinations), writes=True)
         grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)

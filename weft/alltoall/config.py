@@ -75,7 +75,7 @@ class CombineArgs(ctypes.Structure):
         ("add", c_uint64),
         ("tokens", c_uint32),
         ("pushers", c_uint32),
-        ("parts", c_uint32),
+        ("strips", c_uint32),
         ("source_rows", c_uint32),
     )
 
@@ -191,13 +191,11 @@ class AllToAllConfig:
         combine: str | None = None,
         combine_dtype: str | None = None,
         stats: int = 0,
-        _flag_in_data: bool = False,
         _hosts: Sequence[Sequence[int]] = (),
         _host: int = 0,
     ) -> AllToAllConfig:
         """Raises InvalidArgument naming the argument, its value and what it may be.
 
-        _flag_in_data: with combine="push", each row is its own flag. Not measured yet.
         _hosts: the ranks of each host (`Group.host_ranks`), where there are several, and `ranks` of
             one; the Shape is then of the part on this one, `_host`.
         """
@@ -214,9 +212,6 @@ class AllToAllConfig:
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize = one_of("quantize", quantize, (None, *SCALES))
         returns = combine_of(combine, combine_dtype)
-        if _flag_in_data:
-            assert returns == "push", returns
-            returns = "push_flag_in_data"
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(

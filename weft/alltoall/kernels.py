@@ -28,10 +28,10 @@ GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
 LOADS = 8  # of a thread, that are in flight at once; loads_in_flight in alltoall/combine.cuh
-PART = 512  # columns that a warp pushes, or bytes of each row that it sums, at a time
-FLAG_IN_DATA_PIECES_PER_SM = 4  # CTAs of a combine with flag-in-data, one of which sums
-MANY_PER_SM = 200  # parts that may have to be pushed: from so many on an SM has one CTA less
-MOST_PARTS = 8  # that one warp pushes at once; max_parts in alltoall/combine_flag_in_data.cuh
+STRIP = 512  # columns that a warp pushes, or sums, at a time
+FP8_PIECES_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
+MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
+MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
 SPLIT_PARTS = {"send": "send", "receive": "recv"}  # entry -> weft::PhasePart
@@ -127,12 +127,12 @@ class CudaAllToAll(CudaKernels):
     def _find(self, name: str, tokens: int) -> Launch:
         p = self._plan(name, tokens)
         early = self._build.programmatic and tokens * self._in_vectors < LONG
-        fields = (("pushers", p.pushers), ("parts", p.parts)) if p.parts else ()
+        fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
         return Launch(self._launchers[name, early], (p.workers, p.chunks, 1), p.threads, fields)
 
     def _plan(self, name: str, tokens: int) -> Plan:
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
-        pushes = shape.combine == "push" or shape.flag_in_data
+        pushes = shape.combine in ("push", "push_fp8")
 
         kernel = self._program.kernel(name)
 
@@ -143,8 +143,8 @@ class CudaAllToAll(CudaKernels):
             return Plan(workers=1, chunks=1, threads=64)  # flags only
         if name.startswith("dispatch"):
             return plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
-        if shape.flag_in_data:
-            return self._plan_flag_in_data(name, tokens, per_sm)
+        if shape.combine == "push_fp8":
+            return self._plan_combine_fp8(name, tokens, per_sm)
         if not pushes or name == "combine_receive":
             # Pushed rows are in this GPU's own memory: as many loads as it needs, from few ranks.
             pieces = PIECES_PER_SM * (max(1, LOADS // shape.ranks) if pushes else 1)
@@ -164,21 +164,15 @@ class CudaAllToAll(CudaKernels):
         most = self._sms * max(1, per_sm(p.threads))
         return Plan(p.workers, min(p.chunks, most), p.threads)
 
-    def _plan_flag_in_data(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
+    def _plan_combine_fp8(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
         """Rows of all sources are pushed, about as many as this rank's tokens have slots."""
         shape = self._shape
-        row_bytes = shape.hidden if shape.combine == "push_fp8" else shape.out_bytes
         if name == "combine_receive":
-            return plan_sums(tokens, row_bytes, sms=self._sms, per_sm=per_sm)
+            return plan_sums(tokens, shape.hidden, sms=self._sms, per_sm=per_sm)
         slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
-        return plan_flag_in_data(
-            tokens if name == "combine" else 0,
-            slots,
-            shape.hidden,
-            row_bytes,
-            sms=self._sms,
-            per_sm=per_sm,
-            whole=self._whole,
+        taken = tokens if name == "combine" else 0
+        return plan_combine_fp8(
+            taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
         )
 
 
@@ -208,14 +202,14 @@ class Plan:
     """A launch: `workers` x `chunks` CTAs of `threads`.
 
     A worker takes tokens in turn, a chunk takes part of each row. Where CTAs differ by what they
-    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `parts` parts at a time.
+    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
     """
 
     workers: int
     chunks: int
     threads: int
     pushers: int = 0
-    parts: int = 0
+    strips: int = 0
 
 
 def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
@@ -258,45 +252,38 @@ def plan_combine(
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
-def plan_flag_in_data(
-    tokens: int,
-    slots: int,
-    hidden: int,
-    row_bytes: int,
-    *,
-    sms: int,
-    per_sm: Callable[[int], int],
-    whole: bool,
+def plan_combine_fp8(
+    tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int], whole: bool
 ) -> Plan:
-    """Divide the CTAs of a combine with flag-in-data into those that push rows and that sum them.
+    """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
 
     Those that push come first and wait for nobody, so the grid need not be resident; it is, because
-    who waits outside sums nothing. A warp takes one part at a time where there are few, else up to
-    eight: scales of parts that go together share a packet, and the sums of the last rows begin
+    who waits outside sums nothing. A warp takes one strip at a time where there are few, else up to
+    eight: scales of strips that go together share a packet, and the sums of the last rows begin
     when the rows that are pushed at the same time have come.
 
-    slots: rows that may have to be pushed.   row_bytes: of a pushed row, without scales.
-    per_sm: resident CTAs of one SM, by threads of a CTA.   whole: `sms` are all that the GPU has.
+    slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
+    whole: `sms` are all that the GPU has.
     """
-    warps, parts = PIECE // 32, -(-hidden // PART)
-    # FP8 on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
-    # 81.0 us a pair where three took 83.7, at 512 tokens (217 parts an SM; the same dispatch
+    warps, strips = PIECE // 32, -(-hidden // STRIP)
+    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
+    # 81.0 us a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch
     # differed by 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this
-    # means 236 tokens and more, are inferred. Fewer SMs, a half that only pushes, and rows in the
-    # layer's dtype were not timed: as before.
-    many = whole and tokens > 0 and slots * parts >= MANY_PER_SM * sms
-    most = FLAG_IN_DATA_PIECES_PER_SM - 1 if many else FLAG_IN_DATA_PIECES_PER_SM
+    # means 236 tokens and more, are inferred. Fewer SMs, and a half that only pushes, were not
+    # timed: as before.
+    many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
+    most = FP8_PIECES_PER_SM - 1 if many else FP8_PIECES_PER_SM
     resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
-    receivers = min(-(-tokens * -(-row_bytes // PART) // warps), resident // most or 1)
-    pushers = max(1, min(-(-slots * parts // warps), resident - receivers - 1))
-    at_once = min(parts, MOST_PARTS, max(1, slots * parts // (pushers * warps)))
-    at_once = -(-parts // -(-parts // at_once))  # fragments of one length
+    receivers = min(-(-tokens * strips // warps), resident // most or 1)
+    pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
+    at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
+    at_once = -(-strips // -(-strips // at_once))  # fragments of one length
     return Plan(1 + pushers + receivers, 1, PIECE, pushers, at_once)
 
 
-def plan_sums(tokens: int, row_bytes: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
-    """The receiving half of a combine with flag-in-data: one CTA waits for peers, the rest sum."""
-    units = -(-tokens * -(-row_bytes // PART) // (PIECE // 32))
+def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """The receiving half of a combine by FP8: one CTA waits for the peers, the rest sum."""
+    units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
     resident = sms * max(1, min(PIECES_PER_SM, per_sm(PIECE)))
     return Plan(1 + min(units, resident), 1, PIECE, 0, 1)
 
