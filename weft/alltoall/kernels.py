@@ -6,15 +6,25 @@ hidden 7168, 2026-11-20 (docs/measuring.md).
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Offsets
 from weft.jit import Launcher
-from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.kernels import (
+    Build,
+    CpuKernels,
+    CudaKernels,
+    EntryPoints,
+    Kernels,
+    Launch,
+    Program,
+    cpu_entry,
+    cuda_entry,
+    in_parts,
+)
 from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import loading
 from weft.shape import Shape
@@ -34,80 +44,43 @@ MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM ha
 MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
-SPLIT_PARTS = {"send": "send", "receive": "recv"}  # entry -> weft::PhasePart
-STRUCTS: Mapping[str, type[ctypes.Structure]] = {
-    "DispatchArgs": DispatchArgs,
-    "CombineArgs": CombineArgs,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class EntryPoint:
-    """One `extern "C"` entry: its argument struct, its template, its launch bounds."""
-
-    struct: str
-    call: str
-    threads: int = LARGEST
-    per_sm: int = 1
-
-
-def entry_points(*, split_phase: bool) -> dict[str, EntryPoint]:
+def entry_points(*, split_phase: bool) -> EntryPoints:
     """The entries of an all-to-all, by name; split_phase: also each phase as send and receive."""
-    found = {
-        "dispatch": EntryPoint("DispatchArgs", "dispatch<S>", per_sm=2),
-        "combine": EntryPoint("CombineArgs", "combine<S, rank>"),
+    phases = {
+        "dispatch": (DispatchArgs, "dispatch<S, {}>"),
+        "combine": (CombineArgs, "combine<S, rank, {}>"),
     }
-    if split_phase:
-        for part, cpp in SPLIT_PARTS.items():
-            found[f"dispatch_{part}"] = EntryPoint(
-                "DispatchArgs", f"dispatch<S, weft::PhasePart::{cpp}>", per_sm=2
-            )
-            found[f"combine_{part}"] = EntryPoint(
-                "CombineArgs", f"combine<S, rank, weft::PhasePart::{cpp}>"
-            )
-    return found
+    return in_parts(phases, split_phase=split_phase)
 
 
 def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a Shape on one rank."""
     found = entry_points(split_phase=split_phase)
-    lines = [
-        "#include <weft/alltoall/combine.cuh>",
-        "#include <weft/alltoall/dispatch.cuh>",
-        f"constexpr weft::Shape S = {shape.literal()};",
-        f"constexpr weft::u32 rank = {rank};",
-    ]
-    for name, entry in found.items():
-        lines += [
-            f'extern "C" __global__ void __launch_bounds__({entry.threads}, {entry.per_sm})',
-            f"weft_alltoall_{name}(const __grid_constant__ weft::{entry.struct} a) "
-            f"{{ weft::{entry.call}(a); }}",
-        ]
-    return _program(shape, lines, found)
+    entries = "".join(
+        cuda_entry(f"weft_alltoall_{name}", *entry, LARGEST, 2 if "dispatch" in name else 1)
+        for name, entry in found.items()
+    )
+    headers = "#include <weft/alltoall/combine.cuh>\n#include <weft/alltoall/dispatch.cuh>\n"
+    return _program(shape, headers, f"constexpr weft::u32 rank = {rank};\n{entries}", found)
 
 
 def cpu_program(shape: Shape) -> Program:
     """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
     found = entry_points(split_phase=True)
-    lines = [
-        "#include <weft/alltoall/cpu.cpp>",
-        f"constexpr weft::Shape S = {shape.literal()};",
-    ]
-    for name, entry in found.items():
-        call = entry.call.replace("S, rank", "S")
-        lines.append(
-            f'extern "C" void {name}(const weft::{entry.struct}* a) {{ weft::{call}(*a); }}'
-        )
-    return _program(shape, lines, found)
+    entries = "".join(
+        cpu_entry(name, struct, call.replace("S, rank", "S"))
+        for name, (struct, call) in found.items()
+    )
+    return _program(shape, "#include <weft/alltoall/cpu.cpp>\n", entries, found)
 
 
-def _program(shape: Shape, lines: list[str], found: Mapping[str, EntryPoint]) -> Program:
+def _program(shape: Shape, headers: str, entries: str, found: EntryPoints) -> Program:
     return Program(
         name="alltoall",
         what="all-to-all",
         ranks=shape.ranks,
-        body="\n".join(lines) + "\n",
-        entry_points={name: STRUCTS[entry.struct] for name, entry in found.items()},
+        body=f"{headers}constexpr weft::Shape S = {shape.literal()};\n{entries}",
+        entry_points={name: struct for name, (struct, _) in found.items()},
         offsets=Offsets.of(shape).asserted(),
     )
 
