@@ -13,7 +13,7 @@ import torch
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
-from weft.hosts.config import Span
+from weft.hosts.config import HostsConfig, Span
 from weft.memory.header import header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
@@ -159,7 +159,7 @@ class Offsets:
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllConfig:
+class AllToAllConfig(HostsConfig):
     """All that ranks must agree on before they share memory.
 
     inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
@@ -248,24 +248,9 @@ class AllToAllConfig:
         return cls(shape, Offsets.of(shape), dtype, inputs, arriving, planes, placement, span)
 
     @property
-    def hosts(self) -> int:
-        """Hosts that the ranks are on."""
-        return 1 if self.span is None else self.span.hosts
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return self.shape.tokens // self.hosts
-
-    @property
     def stats(self) -> int:
         """Numbers that each rank passes to a dispatch."""
         return self.shape.stats if self.span is None else self.span.stats
-
-    @property
-    def local_placement(self) -> Placement:
-        """The experts of this host, on its ranks."""
-        return self.placement if self.span is None else self.span.local_placement
 
     @property
     def quantized(self) -> bool:
