@@ -110,7 +110,6 @@ bench() {
     measure fp8-out 60 --routing perfect --tokens 1..4096 --payload fp8
     ((${#gpus[@]} < 4)) || measure ranks-4 60 --routing perfect --tokens 1..4096 --ranks 4
     ((${#gpus[@]} < 2)) || measure ranks-2 60 --routing perfect --tokens 1..4096 --ranks 2
-    ((${#gpus[@]} < 2)) || step rows-home 180 "$python" benchmarks/rows_home.py --out "$out/rows-home.json"
     for n in 16 8 24; do measure "sms-$n" 40 --routing perfect --tokens 1024,2048 --num-sms $n; done
     measure trace 40 --routing perfect --tokens 128 --trace "$out/trace-128.json"
 }

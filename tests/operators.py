@@ -45,7 +45,6 @@ class Kind:
 KINDS = {
     "pull": Kind("alltoall", {}),
     "push": Kind("alltoall", {"combine": "push"}),
-    "flag in data": Kind("alltoall", {"combine": "push", "_flag_in_data": True}),
     "fp8": Kind("alltoall", {"combine_dtype": "fp8"}),
     "receiver": Kind("lowlatency", {}),
     "sender": Kind("lowlatency", {"reduce": "sender"}),

@@ -117,6 +117,4 @@ def combining(way: str) -> dict[str, Any]:
     """The options of an AllToAll whose Shape has this `way`."""
     if way == "fp8":
         return {"combine_dtype": "fp8"}
-    if way == "flag in data":
-        return {"combine": "push", "_flag_in_data": True}
     return {"combine": "gemm_push" if way == "choices" else way}

@@ -16,7 +16,7 @@ MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
 NARROW_RANKS = 32  # up to so many, a set of ranks is one word of a kernel
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
-COMBINES = ("pull", "push", "push_fp8", "gemm_push", "push_flag_in_data")  # weft::Combine
+COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
 QUANTS = ("none", "fp8", "mxfp8")
 MAX_ROW_BYTES = 1 << 24
 
@@ -36,7 +36,7 @@ class Shape:
     top_k: experts per token, 1..32.              experts: experts of the whole layer.
     hidden, dtype: elements and type of a combine row ("bf16", "fp16", "fp32").
     row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
-    combine: how rows are returned: "pull", "push", "push_fp8", "gemm_push" or "push_flag_in_data".
+    combine: how rows are returned: "pull", "push", "push_fp8" or "gemm_push".
     quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
     mapped: experts are where a table says instead of in contiguous blocks.
     stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
@@ -100,11 +100,6 @@ class Shape:
         if self.combine != "push_fp8":
             return self.out_bytes
         return -(-(self.hidden + self.hidden // FP8_BLOCK * 4) // 128) * 128
-
-    @property
-    def flag_in_data(self) -> bool:
-        """Is each returned row its own flag?"""
-        return self.combine in ("push_fp8", "push_flag_in_data")
 
     @property
     def returned_rows(self) -> int:

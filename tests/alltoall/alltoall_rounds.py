@@ -64,13 +64,6 @@ CASES = {
         (3,),
         cut=True,
     ),
-    # Rows of two strips of a warp and of one vector more.
-    "flag in data": Case(
-        Round((4, 0, 8), top_k=3, experts=9, hidden=520, router="holes", add=True),
-        {"combine": "push", "_flag_in_data": True},
-        (7,),
-        cut=True,
-    ),
     "fp8": Case(
         Round((3, 0, 8), top_k=4, experts=9, hidden=640, add=True),
         {"combine_dtype": "fp8", "quantize": "fp8"},

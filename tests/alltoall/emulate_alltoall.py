@@ -31,12 +31,13 @@ def compile_alltoall(
         for rank in ranks or range(shape.ranks):
             lines += [
                 'extern "C" __attribute__((visibility("default"))) '
-                f"void {name}_{i}_{rank}(const weft::{entry.struct}* a, const unsigned* grid) {{ "
+                f"void {name}_{i}_{rank}"
+                f"(const weft::{struct.__name__}* a, const unsigned* grid) {{ "
                 f"constexpr weft::u32 rank = {rank if shape.combine == 'pull' else 0}; (void)rank; "
                 "emulated::launch(emulated::seen_from(a->site, S.ranks, "
                 "{grid[0], grid[1], grid[2]}), "
-                f"[a] {{ weft::{entry.call}(*a); }}); }}"
-                for name, entry in entry_points(split_phase=True).items()
+                f"[a] {{ weft::{call}(*a); }}); }}"
+                for name, (struct, call) in entry_points(split_phase=True).items()
             ]
         lines.append("}")
     return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)
@@ -64,8 +65,8 @@ class EmulatedAllToAll:
             name == "combine_send" and combine in ("pull", "gemm_push")
         ):
             plan = FLAGS_ONLY  # as on a GPU
-        if self._shape.flag_in_data and name.startswith("combine"):
-            args.pushers, args.parts = plan.pushers, plan.parts
+        if combine == "push_fp8" and name.startswith("combine"):
+            args.pushers, args.strips = plan.pushers, plan.strips
         if name.startswith("combine") and not name.endswith("receive") and combine != "gemm_push":
             self._host(range(self._offsets.outbox, self._offsets.destinations), writes=True)
         grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)

@@ -1,4 +1,4 @@
-"""The kernels of a combine with flag-in-data compiled for a CPU, behind the entries' interface."""
+"""The kernels of a combine by FP8 compiled for a CPU, behind the entries' interface."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EmulatedCombine:
         if not isinstance(args, CombineArgs):
             return self._entries.run(name, args, tokens)
         p = self.plan
-        args.pushers, args.parts = p.pushers, p.parts
+        args.pushers, args.strips = p.pushers, p.strips
         getattr(self._library, name)(
             ctypes.byref(args), (ctypes.c_uint32 * 2)(p.workers, p.threads)
         )

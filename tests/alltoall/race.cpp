@@ -169,7 +169,7 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
                                     .add = nullptr,
                                     .tokens = tokens,
                                     .pushers = 0,
-                                    .parts = 0,
+                                    .strips = 0,
                                     .source_rows = sending.source_rows};
         if constexpr (SPLIT_PHASE) {
             combine<S, PhasePart::send>(returning);
@@ -202,7 +202,8 @@ int main(int argc, char** argv) {
         own.header.deadline_ns = own.header.first_deadline_ns = 60000000000ull;
         own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
         std::memset(own.inbox.route, 0xff, sizeof own.inbox.route);
-        if (S.flag_in_data()) std::memset(&own.inbox.returned, 0xff, sizeof own.inbox.returned);
+        if (S.combine == Combine::push_fp8)
+            std::memset(&own.inbox.returned, 0xff, sizeof own.inbox.returned);
     }
     std::vector<u64> wrong(S.ranks);
     std::vector<std::thread> threads;

@@ -19,9 +19,6 @@ SHAPES = {
     "gpt-oss-120b": Shape(4, 512, 4, 128, 2880, "bf16", (5760,)),
     "three ranks, odd rows": Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7)),
     "pushed": Shape(8, 128, 8, 256, 7168, "bf16", (14336,), combine="push"),
-    "pushed, flag in data": Shape(
-        8, 128, 8, 256, 7168, "bf16", (14336,), combine="push_flag_in_data"
-    ),
     "fp8 both ways": Shape(
         8, 128, 8, 256, 7168, "bf16", (7168, 224), combine="push_fp8", quant="fp8"
     ),

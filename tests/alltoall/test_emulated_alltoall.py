@@ -38,12 +38,12 @@ from weft.runtime.timeline import DEFINE, read_timeline
 
 pytestmark = reads("tests/emulator/*.hpp")
 
-PROFILED = ("pull", "push", "flag in data", "fp8")
+PROFILED = ("pull", "push", "fp8")
 # Workers, parts of a row, threads.
 DISPATCH = (Plan(3, 1, 32), Plan(1, 2, 64), Plan(2, 2, 32), Plan(1, 1, 96))
 COMBINE = (Plan(2, 2, 32), Plan(3, 1, 64), Plan(1, 1, 32), Plan(2, 1, 96))
-# The coordinator, those that push and those that sum; parts at once.
-FLAG_IN_DATA = (
+# The coordinator, those that push and those that sum; strips at once.
+COMBINE_FP8 = (
     Plan(3, 1, 64, 1, 1),
     Plan(6, 1, 32, 3, 2),
     Plan(4, 1, 96, 2, 2),
@@ -58,7 +58,7 @@ def emulate(a2a: weft.AllToAll, library: str, number: int) -> EmulatedAllToAll:
 
 
 def launch_as(entries: EmulatedAllToAll, seed: int) -> None:
-    plans = FLAG_IN_DATA if entries._shape.flag_in_data else COMBINE
+    plans = COMBINE_FP8 if entries._shape.combine == "push_fp8" else COMBINE
     turn = (seed + entries._rank) % len(DISPATCH)
     entries.dispatch, entries.combine = DISPATCH[turn], plans[turn]
 
@@ -146,7 +146,7 @@ def expected(case: Case) -> dict[str, set[str]]:
         ways["refusing"] = {"updates acq_rel gpu"}
     if shape.combine == "push":
         ways["returned"] = {"writes weak", "reads weak"}
-    if shape.flag_in_data:
+    if shape.combine == "push_fp8":
         ways["returned"] = {"writes relaxed sys", "reads relaxed sys"}
         ways["arrived"] = {"updates acq_rel gpu", "reads acquire gpu"}
         ways["route"] = {"writes weak", "reads weak"}
@@ -240,7 +240,7 @@ def test_profiled_kernels_keep_every_round_in_order(ranks: Ranks, timed: str, na
         assert [(span.epoch, span.phase) for span in spans] == both
         for span in spans:
             turn = (span.epoch - 1 + rank) % len(DISPATCH)
-            plans = FLAG_IN_DATA if case.shape.flag_in_data else COMBINE
+            plans = COMBINE_FP8 if name == "fp8" else COMBINE
             plans = DISPATCH if span.phase == "dispatch" else plans
             whole = span.epoch % 2 == 0 or span.phase == "dispatch"
             ctas = plans[turn].workers * plans[turn].chunks

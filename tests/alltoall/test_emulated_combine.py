@@ -1,4 +1,4 @@
-"""The kernels of a combine with flag-in-data on a CPU give the reference's bits in every launch.
+"""The kernels of a combine by FP8 on a CPU give the reference's bits in every launch shape.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
@@ -16,29 +16,20 @@ from tests.alltoall.emulate_combine import EmulatedCombine, compile_combine
 from tests.alltoall.test_ways import one_round, strange_rows
 from tests.patience import hurry
 from tests.recorded import reads
-from tests.rounds import Round, combining
+from tests.rounds import Round
 from weft.alltoall.kernels import Plan
 from weft.errors import PeerTimeout
 
 pytestmark = reads("tests/emulator/*.hpp")
 
-WAYS = ("fp8", "flag in data")
-# 1152 columns are two parts and a quarter, 4608 are nine.
-BF16 = Round(tokens=(7, 0, 16), hidden=1152, top_k=3, experts=9, add=True)
-FP32 = Round(tokens=(3, 5, 2), hidden=640, dtype=torch.float32, router="holes")
-FP16 = Round(tokens=(4, 1, 3), hidden=4608, dtype=torch.float16, router="perfect", add=True)
-TEN_RANKS = Round(tokens=(2, 3) * 5, hidden=128, top_k=10, experts=10, router="perfect")
+# 1152 columns are two strips and a quarter, 4608 are nine.
 CASES = {
-    "fp8 of bf16": ("fp8", BF16),
-    "fp8 of fp32": ("fp8", FP32),
-    "fp8 of fp16": ("fp8", FP16),
-    "fp8, ten ranks": ("fp8", TEN_RANKS),
-    "bf16": ("flag in data", BF16.next(hidden=1160)),  # and a vector
-    "fp32": ("flag in data", FP32.next(hidden=516)),
-    "fp16": ("flag in data", FP16),
-    "ten ranks": ("flag in data", TEN_RANKS.next(hidden=8)),
+    "bf16": Round(tokens=(7, 0, 16), hidden=1152, top_k=3, experts=9, add=True),
+    "fp32": Round(tokens=(3, 5, 2), hidden=640, dtype=torch.float32, router="holes"),
+    "fp16": Round(tokens=(4, 1, 3), hidden=4608, dtype=torch.float16, router="perfect", add=True),
+    "ten ranks": Round(tokens=(2, 3) * 5, hidden=128, top_k=10, experts=10, router="perfect"),
 }
-# The coordinator, those that push and those that sum; threads; parts at once.
+# The coordinator, those that push and those that sum; threads; strips at once.
 PLANS = (
     Plan(3, 1, 64, 1, 1),
     Plan(6, 1, 32, 3, 2),
@@ -48,30 +39,40 @@ PLANS = (
 
 
 # A header, a text of it, and what that becomes in a kernel that is broken.
-COMBINE, ROW = "alltoall/combine_flag_in_data.cuh", "device/row.cuh"
+COMBINE, ROW = "alltoall/combine_fp8.cuh", "device/row.cuh"
 BROKEN = {
     "a sentinel that is not restored": (ROW, "    rows.restore();\n", ""),
-    "a NaN that looks like an empty place": (COMBINE, "without_sentinel(columns)", "columns"),
+    "a NaN that looks like an empty place": (
+        COMBINE,
+        "quantize(x, block.inverse, amax >= infinity_bits)",
+        "amax >= infinity_bits ? sentinel_vector() : quantize(x, block.inverse, false)",
+    ),
     "a vector beyond the row": (
-        ROW,
-        "if (is_in_row<vectors, Columns<D>::vectors * warp_lanes>(at))\n            post_vector",
+        COMBINE,
+        "if (v < ReturnedRows<S>::vectors)\n            post_vector",
         "post_vector",
     ),
+    "a scale of another block": (COMBINE, "lane % blocks_in_strip * block_lanes", "0"),
     "rows that nobody is owed": (COMBINE, "if (wanted) push_fragment", "push_fragment"),
-    "parts that nobody pushes": (
+    "strips that nobody pushes": (
         COMBINE,
-        "part < fragment.end; ++part",
-        "part + 1 < fragment.end; ++part",
+        "strip < fragment.end; ++strip",
+        "strip + 1 < fragment.end; ++strip",
     ),
     "a vector that is taken before it has come": (
         ROW,
         "if ((mine >> i & 1) != 0 && !is_ready(v[i])) found",
         "if (false) found",
     ),
+    "a scale that is taken before it has come": (
+        ROW,
+        "(has_scale && scale == sentinel ? 1u << scale_row() : 0)",
+        "0",
+    ),
 }
 
 
-def make(group: weft.Group, way: str, case: Round) -> weft.AllToAll:
+def make(group: weft.Group, case: Round) -> weft.AllToAll:
     return weft.AllToAll(
         group,
         max_tokens=16,
@@ -79,7 +80,7 @@ def make(group: weft.Group, way: str, case: Round) -> weft.AllToAll:
         num_experts=case.experts,
         hidden=case.hidden,
         dtype=case.dtype,
-        **combining(way),
+        combine_dtype="fp8",
         split_phase=True,
         timeout=600.0,
         first_timeout=600.0,
@@ -97,7 +98,7 @@ def emulate(
 ) -> EmulatedCombine:
     """Let this rank's combine run as kernels; rank 0 compiles them for all."""
     shape = a2a.config.shape
-    place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}-{shape.combine}"
+    place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}"
     if a2a.rank == 0 and not place.exists():
         place.mkdir()
         compile_combine(shape, place, broken)
@@ -115,8 +116,8 @@ def blank(a2a: weft.AllToAll) -> bool:
     return bool((places == 0xFF).all())
 
 
-def every_shape(group: weft.Group, way: str, case: Round, folder: Path, mixed: bool) -> None:
-    with make(group, way, case) as a2a:
+def every_shape(group: weft.Group, case: Round, folder: Path, mixed: bool) -> None:
+    with make(group, case) as a2a:
         # In a mixed group odd ranks run the CPU's own protocol: it is the same.
         entries = None
         if mixed and group.rank % 2:
@@ -127,7 +128,7 @@ def every_shape(group: weft.Group, way: str, case: Round, folder: Path, mixed: b
             if entries:
                 entries.plan = plan
             turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-            one_round(a2a, turn, way, split_phase=bool(seed % 2))
+            one_round(a2a, turn, "fp8", split_phase=bool(seed % 2))
             group.barrier()
             assert blank(a2a)
             group.barrier()
@@ -137,25 +138,25 @@ def every_shape(group: weft.Group, way: str, case: Round, folder: Path, mixed: b
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_launch_shape_has_the_bits_of_the_reference(ranks, folder, name, mixed):
-    way, case = CASES[name]
-    ranks(len(case.tokens), "threads")(every_shape, way, case, folder, mixed)
+    case = CASES[name]
+    ranks(len(case.tokens), "threads")(every_shape, case, folder, mixed)
 
 
-def strange(group: weft.Group, way: str, folder: Path) -> None:
+def strange(group: weft.Group, folder: Path) -> None:
     case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
-    with make(group, way, case) as a2a:
+    with make(group, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
         x = strange_rows(640).bfloat16()
         x[8].view(torch.int16)[:] = -1  # NaN with all bits set
         ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
         for _ in range(2):
-            assert strange_round(a2a, x, ids, way)
+            assert strange_round(a2a, x, ids)
             group.barrier()
             assert blank(a2a)
             group.barrier()
 
 
-def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, way: str) -> bool:
+def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> bool:
     """A round of strange rows, the ninth a NaN with all bits set: is its result right?"""
     received = a2a.dispatch(x, ids)
     a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
@@ -164,23 +165,22 @@ def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, way: s
         time.sleep(0.2)  # so that rank 0 looks for rows before they come
     out = a2a.combine()
     wanted = weft.reference.identity_round_trip(
-        x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8" if way == "fp8" else None
+        x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8"
     )
     values = [rows.nan_to_num(7.0) for rows in (out, wanted)]
     return torch.equal(out.isnan(), wanted.isnan()) and torch.equal(*values)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder, way):
-    ranks(2, "threads")(strange, way, folder)
+def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder):
+    ranks(2, "threads")(strange, folder)
 
 
 def broken(group: weft.Group, folder: Path, how: tuple[str, str, str] | None) -> bool:
     """Rounds until one is wrong on some rank: is there one?"""
-    case = Round(tokens=(9, 9), hidden=1160, top_k=2, experts=4)
-    with make(group, "flag in data", case) as a2a:
+    case = Round(tokens=(9, 9), hidden=1152, top_k=2, experts=4)
+    with make(group, case) as a2a:
         emulate(a2a, folder, how).plan = PLANS[1]
-        x = strange_rows(1160)[:9].bfloat16()
+        x = strange_rows(1152)[:9].bfloat16()
         x[8].view(torch.int16)[:] = -1
         ids = torch.tensor([[0, 2], [1, -1], [3, -1]], dtype=torch.int32).repeat(3, 1)
         ids[8] = torch.tensor([0, 2])
@@ -188,7 +188,7 @@ def broken(group: weft.Group, folder: Path, how: tuple[str, str, str] | None) ->
             hurry(a2a, 8.0)
         for _ in range(2):
             try:
-                right = strange_round(a2a, x, ids, "flag in data")
+                right = strange_round(a2a, x, ids)
             except PeerTimeout:
                 right = False
             group.barrier()
@@ -203,12 +203,12 @@ def test_a_broken_kernel_is_noticed(ranks, tmp_path, name):
     assert ranks(2, "threads")(broken, tmp_path, how) == [name is not None] * 2
 
 
-def absent(group: weft.Group, way: str, folder: Path) -> str:
+def absent(group: weft.Group, folder: Path) -> str:
     """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
-    case = BF16.next(tokens=(4, 4, 4))
-    with make(group, way, case) as a2a:
+    case = CASES["bf16"].next(tokens=(4, 4, 4))
+    with make(group, case) as a2a:
         emulate(a2a, folder).plan = PLANS[1]
-        one_round(a2a, case, way, split_phase=False)
+        one_round(a2a, case, "fp8", split_phase=False)
         hurry(a2a, 4.0)
         group.barrier()
         x, ids, weights, _ = case.of(group.rank, group.device)
@@ -224,9 +224,8 @@ def absent(group: weft.Group, way: str, folder: Path) -> str:
         return said
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_combine_ends_when_rows_do_not_come(ranks, folder, way):
-    said = ranks(3, "threads")(absent, way, folder)
+def test_a_combine_ends_when_rows_do_not_come(ranks, folder):
+    said = ranks(3, "threads")(absent, folder)
     for rank in (0, 2):
         seen = f"rank {rank}, combine: rank 1 did not publish epoch 2"
         told = f"rank {rank}, combine: rank {2 - rank} waited in vain for rank 1"

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import weft
 from weft.alltoall.kernels import (
-    MOST_PARTS,
-    PART,
+    MOST_STRIPS,
+    STRIP,
     cpu_program,
     plan_combine,
+    plan_combine_fp8,
     plan_dispatch,
-    plan_flag_in_data,
     plan_sums,
 )
 from weft.errors import CompileError, InvalidArgument
@@ -35,7 +35,6 @@ from weft.shape import Shape
         Shape(32, 32, 9, 32, 16, "bf16", (32,), stats=7),
         Shape(3, 5, 2, 9, 256, "bf16", (512, 4), combine="push_fp8", stats=64),
         Shape(2, 5, 2, 9, 256, "bf16", (512,), combine="push", stats=1),
-        Shape(2, 5, 2, 9, 8, "bf16", (16,), combine="push_flag_in_data", stats=1),
         Shape(2, 32, 2, 9, 256, "bf16", (512,), combine="gemm_push"),
         Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7), combine="gemm_push", stats=3),
     ],
@@ -93,25 +92,22 @@ def test_a_plan_covers_every_row_and_stays_resident(plan, tokens, vectors, sms):
     sms=st.integers(1, 160),
     fit=st.integers(1, 8),
     whole=st.booleans(),
-    column_bytes=st.sampled_from([1, 2, 4]),
 )
-def test_a_plan_with_flag_in_data_has_room_for_all(
-    tokens, slots, blocks, sms, fit, whole, column_bytes
-):
+def test_a_plan_of_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
     hidden = 128 * blocks
-    parts, row_bytes = -(-hidden // PART), column_bytes * hidden
+    strips = -(-hidden // STRIP)
     fits = {"sms": sms, "per_sm": lambda _: fit}
-    p = plan_flag_in_data(tokens, slots, hidden, row_bytes, **fits, whole=whole)
+    p = plan_combine_fp8(tokens, slots, hidden, **fits, whole=whole)
     receivers = p.workers - 1 - p.pushers
     assert p.pushers >= 1
     assert receivers >= 1 or tokens == 0
     assert p.workers <= max(3, sms * fit)
-    assert 1 <= p.parts <= min(MOST_PARTS, parts)
-    legs = -(-parts // p.parts)
-    assert legs * p.parts - parts < p.parts  # none is empty
+    assert 1 <= p.strips <= min(MOST_STRIPS, strips)
+    legs = -(-strips // p.strips)
+    assert legs * p.strips - strips < p.strips  # none is empty
     # As much of a row at a time as leaves each warp some, and no more.
-    assert p.parts == 1 or slots * parts >= p.pushers * (p.threads // 32) * p.parts
-    only = plan_sums(tokens, row_bytes, **fits)
+    assert p.strips == 1 or slots * strips >= p.pushers * (p.threads // 32) * p.strips
+    only = plan_sums(tokens, hidden, **fits)
     assert only.pushers == 0
     assert 1 + (tokens > 0) <= only.workers <= 1 + sms * fit
 
@@ -131,9 +127,9 @@ def test_a_plan_with_flag_in_data_has_room_for_all(
 def test_with_many_rows_back_an_sm_has_one_pushing_cta_less(tokens, ranks, whole, pushers):
     rows = tokens * ranks
     fits = {"sms": 132, "per_sm": lambda _: 4, "whole": whole}
-    p = plan_flag_in_data(tokens, rows, 7168, 7168, **fits)
+    p = plan_combine_fp8(tokens, rows, 7168, **fits)
     assert (p.pushers, p.workers - 1 - p.pushers) == (pushers, 132)
-    half = plan_flag_in_data(0, rows, 7168, 7168, **fits)
+    half = plan_combine_fp8(0, rows, 7168, **fits)
     assert (half.pushers, half.workers) == (4 * 132 - 1, 4 * 132)
 
 

@@ -109,7 +109,7 @@ def die_in_turn(group: weft.Group, folder: str, way: str, points: tuple[int, ...
             survivors.barrier()
 
 
-@pytest.mark.parametrize("way", ["pull", "push", "flag in data", "fp8"])
+@pytest.mark.parametrize("way", ["pull", "push", "fp8"])
 @pytest.mark.parametrize("points", DEATHS.values(), ids=DEATHS.keys())
 def test_the_living_go_on(ranks, tmp_path, way, points):
     run_survivors(

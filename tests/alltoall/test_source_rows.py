@@ -40,7 +40,7 @@ def sizes_in_turn(group: weft.Group, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["pull", "push", "flag in data"])
+@pytest.mark.parametrize("way", ["pull", "push"])
 def test_rounds_of_any_rows(ranks, kind, way):
     ranks(3, kind)(sizes_in_turn, way)
 
@@ -126,7 +126,7 @@ def grouped(group: weft.Group, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["pull", "push", "flag in data", "fp8", "choices"])
+@pytest.mark.parametrize("way", ["pull", "push", "fp8", "choices"])
 def test_grouping(ranks, kind, way):
     ranks(3, kind)(grouped, way)
 

@@ -61,7 +61,7 @@ def one_round(a2a: weft.AllToAll, case: Round, way: str, split_phase: bool) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("split_phase", [False, True])
-@pytest.mark.parametrize("way", ["pull", "push", "flag in data", "fp8"])
+@pytest.mark.parametrize("way", ["pull", "push", "fp8"])
 def test_rows_return_bit_by_bit(ranks, kind, way, split_phase):
     ranks(3, kind)(return_rows, way, split_phase)
 
@@ -149,7 +149,7 @@ def lying_counts(group: weft.Group, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["push", "flag in data", "fp8"])
+@pytest.mark.parametrize("way", ["push", "fp8"])
 def test_a_count_is_never_believed_beyond_the_inbox(ranks, kind, way):
     ranks(3, kind)(lying_counts, way)
 

@@ -35,7 +35,7 @@ from weft.lowlatency.config import LowLatencyConfig
 
 pytestmark = reads("tests/emulator/*.hpp")
 ORDER = (2, 0)  # the ranks die in this order
-WAYS = ("pull", "push", "flag in data", "fp8")
+WAYS = ("pull", "push", "fp8")
 SIZES: dict[str, Any] = {
     "max_tokens": TOKENS,
     "top_k": CASE.top_k,

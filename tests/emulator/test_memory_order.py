@@ -82,8 +82,6 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
         "combine_receive": HEARD,
     },
     "pushed": WHOLE | {"combine": LAST | FLAG | HEARD},
-    "pushed, flag in data": WHOLE
-    | {"combine": LAST | FLAG | HEARD | POLLED | POSTED | {"acquire LD.32.GPU": 1}},
     "fp8 both ways": WHOLE
     | {
         "combine": LAST | FLAG | HEARD | POLLED | POSTED | SCALES | {"acquire LD.32.GPU": 1},
@@ -107,7 +105,6 @@ KERNELS: dict[str, Mapping[str, Mapping[str, int]]] = {
         for end in ("", reduce_kernels.MOE)
     },
     "sends, pushed": {"send": SEND, "group": LAST},
-    "sends, pushed, flag in data": {"send": SEND | {"relaxed ST.128.SYS": 1}, "group": LAST},
     "sends, fp8 of fp32": {
         "send": SEND | {"relaxed ST.32.SYS": 2},
         "group": LAST,

@@ -24,7 +24,6 @@ TIGHT = ("32 ranks, mapped", "mxfp8 of fp32")
     [
         *(SHAPES[name] for name in SHAPES if name not in TIGHT),
         replace(PLAIN, combine="push"),
-        replace(PLAIN, combine="push_flag_in_data"),
         replace(PLAIN, combine="push_fp8"),
         replace(PLAIN, quant="fp8", row_bytes=(7168, 224)),
     ],

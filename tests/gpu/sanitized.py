@@ -16,8 +16,6 @@ CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
 WAYS = (
     ("push", "scatter"),
     ("push", "send"),
-    ("flag in data", "scatter"),
-    ("flag in data", "send"),
     ("choices", "send"),
     ("fp8", "send"),
 )

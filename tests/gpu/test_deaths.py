@@ -90,7 +90,7 @@ def replay_for_ever(op, graph: torch.cuda.CUDAGraph) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["pull", "flag in data", "fp8", "send", "receiver", "sender", "oneshot", "twoshot"]
+    "kind", ["pull", "fp8", "send", "receiver", "sender", "oneshot", "twoshot"]
 )
 def test_a_rank_that_is_killed_in_a_replay_is_named_within_a_tenth_of_a_second(
     ranks, kind, tmp_path

@@ -39,9 +39,6 @@ SIZES: dict[str, Any] = {
 OPENERS: dict[str, Callable[[weft.Group], Any]] = {
     "pull": lambda group: weft.AllToAll(group, **SIZES, **LIMITS),
     "push": lambda group: weft.AllToAll(group, combine="push", **SIZES, **LIMITS),
-    "flag in data": lambda group: weft.AllToAll(
-        group, combine="push", _flag_in_data=True, **SIZES, **LIMITS
-    ),
     "fp8": lambda group: weft.AllToAll(group, combine_dtype="fp8", **SIZES, **LIMITS),
     "receiver": lambda group: weft.LowLatencyAllToAll(group, quantize=None, **SIZES, **LIMITS),
     "sender": lambda group: weft.LowLatencyAllToAll(

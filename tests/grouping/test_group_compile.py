@@ -28,10 +28,6 @@ CASES: dict[str, tuple[Shape, GroupConfig]] = {
         GroupConfig("masked", 32, 1024, 128),
     ),
     "pushed": (PUSHED, GroupConfig("contiguous", 32, 8 * 128 * 8, 16)),
-    "pushed, flag in data": (
-        replace(PUSHED, combine="push_flag_in_data"),
-        GroupConfig("contiguous", 32, 8 * 128 * 8, 16),
-    ),
     "fp8 of fp32": (
         replace(PUSHED, combine="push_fp8", dtype="fp32"),
         GroupConfig("masked", 32, 1024, 16),
@@ -72,7 +68,7 @@ def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path) ->
     assert spills == [("0", "0")] * (2 + len(results(shape, sends))), log
 
 
-@pytest.mark.parametrize("combine", ["push", "push_flag_in_data", "push_fp8", "gemm_push"])
+@pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
 def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
     shape = replace(PUSHED, combine=combine)
     program = cuda_program(shape, GroupConfig("contiguous", 32, 8192, 1), sends=True)

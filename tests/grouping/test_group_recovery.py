@@ -60,6 +60,6 @@ def die_in_turn(group: weft.Group, folder: str, way: str) -> None:
         survivors.barrier()
 
 
-@pytest.mark.parametrize("way", ["push", "flag in data", "fp8", "choices"])
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_the_living_go_on(ranks, tmp_path, way):
     run_survivors(lambda: ranks(RANKS, "cpu")(die_in_turn, str(tmp_path), way), tmp_path, [1, 3])

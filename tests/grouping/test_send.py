@@ -35,7 +35,6 @@ OTHERS = (
     Round(tokens=(3, 16, 9), top_k=1, hidden=7168, dtype=torch.float32),
 )
 FIRST = list(GROUPS)[:1]
-ALONE = ("fp8", "flag in data")  # owners wait for each row, and for no flag
 
 
 def same_bits(
@@ -82,7 +81,7 @@ def same_refusals(*exchanges: weft.AllToAll) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["push", "flag in data", "fp8", "choices"])
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
     ranks(3, kind)(same_bits, way, ROUNDS, list(GROUPS), {})
     for case in OTHERS:
@@ -102,7 +101,7 @@ def odd_rows(group: weft.Group) -> None:
     case = Round(tokens=(9, 16), hidden=264)
     with make(group, case, combine="pull") as plain:
         wanted = round_trip(plain, ExpertGroups(plain), case, scattered)
-    for way in ("push", "flag in data", "choices"):
+    for way in ("push", "choices"):
         with make(group, case, **combining(way)) as a2a:
             got = round_trip(a2a, ExpertGroups(a2a), case, sent)
             assert torch.equal(bits(got), bits(wanted))
@@ -252,7 +251,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
             settle(group.device)
             group.barrier()
             assert torch.equal(heap[behind], kept)
-            if way in ALONE:  # whose owners wait for each row that they are owed: it ends the group
+            if way == "fp8":  # whose owners wait for each row that they are owed: it ends the group
                 hurry(a2a, 2.0)
                 with pytest.raises(PeerTimeout):
                     received_and_checked(a2a)
@@ -265,8 +264,8 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["push", "flag in data", "fp8", "choices"])
+@pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_lies_of_peers_stay_in_their_places(ranks, kind, way):
     lies = (-1, 2**31 - 1, 17)
-    for some in [(lie,) for lie in lies] if way in ALONE else [lies]:
+    for some in [(lie,) for lie in lies] if way == "fp8" else [lies]:
         ranks(2, kind)(lied_to, way, some)

@@ -46,7 +46,7 @@ def require_right(found: tuple[int, str], program: str, rounds: int, ranks: int 
         (A2A, 3000, 4, ""),
         *(
             campaign(A2A, 400, ranks, f"-DCOMBINE={combine} -DSPLIT_PHASE={split_phase}")
-            for combine in ("pull", "push", "push_flag_in_data", "push_fp8", "gemm_push")
+            for combine in ("pull", "push", "push_fp8", "gemm_push")
             for ranks, split_phase in ((1, 1), (4, 1), (9, 0))
         ),
         (LOW, 600, 4, "-DREDUCE=receiver -DSPLIT_PHASE=1"),
@@ -70,10 +70,7 @@ def test_no_race_with_ranks_as_threads(program, rounds, ranks, options):
     ("program", "combine"),
     [
         (A2A, "pull"),
-        *(
-            campaign(A2A, combine)
-            for combine in ("push", "push_flag_in_data", "push_fp8", "gemm_push")
-        ),
+        *(campaign(A2A, combine) for combine in ("push", "push_fp8", "gemm_push")),
     ],
 )
 def test_a_weakened_release_is_reported(program, combine):

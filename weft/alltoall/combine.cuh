@@ -2,17 +2,16 @@
 // owner. One launch, or split into a sending and a receiving kernel. The Shape fixes how rows
 // travel:
 //
-// pull               the owner loads rows out of its peers' outboxes once their flags have come
-// push               the experts' ranks store rows into the owner's inbox (push.cuh)
-// push_flag_in_data  the same, and each row is its own flag (combine_flag_in_data.cuh)
-// push_fp8           the same as block-scaled FP8
-// gemm_push          each expert's row is already in the owner's inbox (combine_gemm_push.cuh)
+// pull       the owner loads rows out of its peers' outboxes once their flags have come
+// push       the experts' ranks store rows into the owner's inbox (push.cuh)
+// push_fp8   the same as block-scaled FP8, and each row is its own flag (combine_fp8.cuh)
+// gemm_push  each expert's row is already in the owner's inbox (combine_gemm_push.cuh)
 //
-// Roles, except with flag-in-data: with push all CTAs send rows and the last one publishes the
-// flags; otherwise the first one publishes them. Then every CTA waits for all flags and sums tokens
-// in a grid-stride loop.
+// Roles, except with push_fp8: with push all CTAs send rows and the last one publishes the flags;
+// otherwise the first one publishes them. Then every CTA waits for all flags and sums tokens in a
+// grid-stride loop.
 #pragma once
-#include <weft/alltoall/combine_flag_in_data.cuh>
+#include <weft/alltoall/combine_fp8.cuh>
 #include <weft/alltoall/combine_gemm_push.cuh>
 #include <weft/alltoall/push.cuh>
 
@@ -108,7 +107,7 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState
     if (publishes) publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
 }
 
-// Every way but flag-in-data: rows are summed once the flags of all peers have come.
+// Every way but push_fp8: rows are summed once the flags of all peers have come.
 template <Shape S, u32 rank, PhasePart part>
 WEFT_FN void combine_after_flags(const CombineArgs& a) {
     const Block team;
@@ -135,8 +134,8 @@ WEFT_FN void combine_after_flags(const CombineArgs& a) {
 
 template <Shape S, u32 rank, PhasePart part = PhasePart::whole>
 WEFT_FN void combine(const CombineArgs& a) {
-    if constexpr (S.flag_in_data())
-        combine_flag_in_data<S, part>(a);
+    if constexpr (S.combine == Combine::push_fp8)
+        combine_push_fp8<S, part>(a);
     else
         combine_after_flags<S, rank, part>(a);
 }

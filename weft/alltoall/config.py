@@ -13,7 +13,7 @@ import torch
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
-from weft.hosts.config import Span
+from weft.hosts.config import HostsConfig, Span
 from weft.memory.header import header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
@@ -75,7 +75,7 @@ class CombineArgs(ctypes.Structure):
         ("add", c_uint64),
         ("tokens", c_uint32),
         ("pushers", c_uint32),
-        ("parts", c_uint32),
+        ("strips", c_uint32),
         ("source_rows", c_uint32),
     )
 
@@ -159,7 +159,7 @@ class Offsets:
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAllConfig:
+class AllToAllConfig(HostsConfig):
     """All that ranks must agree on before they share memory.
 
     inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
@@ -191,13 +191,11 @@ class AllToAllConfig:
         combine: str | None = None,
         combine_dtype: str | None = None,
         stats: int = 0,
-        _flag_in_data: bool = False,
         _hosts: Sequence[Sequence[int]] = (),
         _host: int = 0,
     ) -> AllToAllConfig:
         """Raises InvalidArgument naming the argument, its value and what it may be.
 
-        _flag_in_data: with combine="push", each row is its own flag. Not measured yet.
         _hosts: the ranks of each host (`Group.host_ranks`), where there are several, and `ranks` of
             one; the Shape is then of the part on this one, `_host`.
         """
@@ -214,9 +212,6 @@ class AllToAllConfig:
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize = one_of("quantize", quantize, (None, *SCALES))
         returns = combine_of(combine, combine_dtype)
-        if _flag_in_data:
-            assert returns == "push", returns
-            returns = "push_flag_in_data"
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         arriving = _arriving(inputs, hidden, dtype, quantize)
         shape = Shape(
@@ -253,24 +248,9 @@ class AllToAllConfig:
         return cls(shape, Offsets.of(shape), dtype, inputs, arriving, planes, placement, span)
 
     @property
-    def hosts(self) -> int:
-        """Hosts that the ranks are on."""
-        return 1 if self.span is None else self.span.hosts
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return self.shape.tokens // self.hosts
-
-    @property
     def stats(self) -> int:
         """Numbers that each rank passes to a dispatch."""
         return self.shape.stats if self.span is None else self.span.stats
-
-    @property
-    def local_placement(self) -> Placement:
-        """The experts of this host, on its ranks."""
-        return self.placement if self.span is None else self.span.local_placement
 
     @property
     def quantized(self) -> bool:

@@ -1,6 +1,6 @@
 // The CPU backend of an all-to-all: the same protocol with a team of one thread. A generated entry
 // includes this file and exports its functions as extern "C".
-#include <weft/alltoall/combine_flag_in_data_cpu.hpp>
+#include <weft/alltoall/combine_fp8_cpu.hpp>
 #include <weft/device/cpu.hpp>
 
 namespace weft {
@@ -142,7 +142,7 @@ bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32
         const u8* row = own_share<S>(site).inbox.returned.row[peer][token];
         add_block<S.dtype>(sum, reinterpret_cast<const Bits<S.dtype>*>(row) + at);
     } else {
-        return receive_block<S>(sum, site, peer, token, at);
+        return add_fp8<S>(sum, site, peer, token, at);
     }
     return true;
 }
@@ -203,14 +203,13 @@ template <Shape S> void push_rows(const CombineArgs& a) {
             u8* to = share<S>(site, source).inbox.returned.row[site.rank][token];
             if constexpr (S.combine == Combine::push_fp8)
                 post_fp8<S>(from, to);
-            else if constexpr (S.flag_in_data())
-                post_row<S.dtype>(to, from, S.out_bytes());
             else
                 std::memcpy(to, from, S.out_bytes());
         }
 }
 
 template <Shape S, PhasePart part = PhasePart::whole> void combine(const CombineArgs& a) {
+    constexpr bool returns_fp8 = S.combine == Combine::push_fp8;
     Share<S>& own = own_share<S>(a.site);
     const EpochState state = own.header.state;
     if (state.failed != 0) return;
@@ -219,15 +218,15 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         mark_start(Solo{}, own.header, Phase::combine, state.epoch, start);
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
-        if constexpr (S.combine == Combine::push || S.flag_in_data()) push_rows<S>(a);
+        if constexpr (S.combine == Combine::push || returns_fp8) push_rows<S>(a);
         publish<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch, 0);
     }
     if constexpr (part != PhasePart::send) {
-        // Rows with flag-in-data are summed as they arrive; the flags, which say that the peers
-        // have read their inboxes, come last.
-        if (S.flag_in_data() && !reduce_tokens<S>(a)) return;
+        // FP8 rows are summed as they arrive; the flags, which say that the peers have read their
+        // inboxes, come last.
+        if (returns_fp8 && !reduce_tokens<S>(a)) return;
         if (!await_all<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch)) return;
-        if (!S.flag_in_data() && !reduce_tokens<S>(a)) return;
+        if (!returns_fp8 && !reduce_tokens<S>(a)) return;
         keep_record(own.header, Phase::combine, state.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, state.epoch);
     }

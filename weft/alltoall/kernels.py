@@ -6,15 +6,25 @@ hidden 7168, 2026-11-20 (docs/measuring.md).
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Offsets
 from weft.jit import Launcher
-from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.kernels import (
+    Build,
+    CpuKernels,
+    CudaKernels,
+    EntryPoints,
+    Kernels,
+    Launch,
+    Program,
+    cpu_entry,
+    cuda_entry,
+    in_parts,
+)
 from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import loading
 from weft.shape import Shape
@@ -28,86 +38,49 @@ GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
 PIECE = 128  # threads of a combine CTA
 PIECES_PER_SM = 4
 LOADS = 8  # of a thread, that are in flight at once; loads_in_flight in alltoall/combine.cuh
-PART = 512  # columns that a warp pushes, or bytes of each row that it sums, at a time
-FLAG_IN_DATA_PIECES_PER_SM = 4  # CTAs of a combine with flag-in-data, one of which sums
-MANY_PER_SM = 200  # parts that may have to be pushed: from so many on an SM has one CTA less
-MOST_PARTS = 8  # that one warp pushes at once; max_parts in alltoall/combine_flag_in_data.cuh
+STRIP = 512  # columns that a warp pushes, or sums, at a time
+FP8_PIECES_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
+MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
+MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
-SPLIT_PARTS = {"send": "send", "receive": "recv"}  # entry -> weft::PhasePart
-STRUCTS: Mapping[str, type[ctypes.Structure]] = {
-    "DispatchArgs": DispatchArgs,
-    "CombineArgs": CombineArgs,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class EntryPoint:
-    """One `extern "C"` entry: its argument struct, its template, its launch bounds."""
-
-    struct: str
-    call: str
-    threads: int = LARGEST
-    per_sm: int = 1
-
-
-def entry_points(*, split_phase: bool) -> dict[str, EntryPoint]:
+def entry_points(*, split_phase: bool) -> EntryPoints:
     """The entries of an all-to-all, by name; split_phase: also each phase as send and receive."""
-    found = {
-        "dispatch": EntryPoint("DispatchArgs", "dispatch<S>", per_sm=2),
-        "combine": EntryPoint("CombineArgs", "combine<S, rank>"),
+    phases = {
+        "dispatch": (DispatchArgs, "dispatch<S, {}>"),
+        "combine": (CombineArgs, "combine<S, rank, {}>"),
     }
-    if split_phase:
-        for part, cpp in SPLIT_PARTS.items():
-            found[f"dispatch_{part}"] = EntryPoint(
-                "DispatchArgs", f"dispatch<S, weft::PhasePart::{cpp}>", per_sm=2
-            )
-            found[f"combine_{part}"] = EntryPoint(
-                "CombineArgs", f"combine<S, rank, weft::PhasePart::{cpp}>"
-            )
-    return found
+    return in_parts(phases, split_phase=split_phase)
 
 
 def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a Shape on one rank."""
     found = entry_points(split_phase=split_phase)
-    lines = [
-        "#include <weft/alltoall/combine.cuh>",
-        "#include <weft/alltoall/dispatch.cuh>",
-        f"constexpr weft::Shape S = {shape.literal()};",
-        f"constexpr weft::u32 rank = {rank};",
-    ]
-    for name, entry in found.items():
-        lines += [
-            f'extern "C" __global__ void __launch_bounds__({entry.threads}, {entry.per_sm})',
-            f"weft_alltoall_{name}(const __grid_constant__ weft::{entry.struct} a) "
-            f"{{ weft::{entry.call}(a); }}",
-        ]
-    return _program(shape, lines, found)
+    entries = "".join(
+        cuda_entry(f"weft_alltoall_{name}", *entry, LARGEST, 2 if "dispatch" in name else 1)
+        for name, entry in found.items()
+    )
+    headers = "#include <weft/alltoall/combine.cuh>\n#include <weft/alltoall/dispatch.cuh>\n"
+    return _program(shape, headers, f"constexpr weft::u32 rank = {rank};\n{entries}", found)
 
 
 def cpu_program(shape: Shape) -> Program:
     """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
     found = entry_points(split_phase=True)
-    lines = [
-        "#include <weft/alltoall/cpu.cpp>",
-        f"constexpr weft::Shape S = {shape.literal()};",
-    ]
-    for name, entry in found.items():
-        call = entry.call.replace("S, rank", "S")
-        lines.append(
-            f'extern "C" void {name}(const weft::{entry.struct}* a) {{ weft::{call}(*a); }}'
-        )
-    return _program(shape, lines, found)
+    entries = "".join(
+        cpu_entry(name, struct, call.replace("S, rank", "S"))
+        for name, (struct, call) in found.items()
+    )
+    return _program(shape, "#include <weft/alltoall/cpu.cpp>\n", entries, found)
 
 
-def _program(shape: Shape, lines: list[str], found: Mapping[str, EntryPoint]) -> Program:
+def _program(shape: Shape, headers: str, entries: str, found: EntryPoints) -> Program:
     return Program(
         name="alltoall",
         what="all-to-all",
         ranks=shape.ranks,
-        body="\n".join(lines) + "\n",
-        entry_points={name: STRUCTS[entry.struct] for name, entry in found.items()},
+        body=f"{headers}constexpr weft::Shape S = {shape.literal()};\n{entries}",
+        entry_points={name: struct for name, (struct, _) in found.items()},
         offsets=Offsets.of(shape).asserted(),
     )
 
@@ -127,12 +100,12 @@ class CudaAllToAll(CudaKernels):
     def _find(self, name: str, tokens: int) -> Launch:
         p = self._plan(name, tokens)
         early = self._build.programmatic and tokens * self._in_vectors < LONG
-        fields = (("pushers", p.pushers), ("parts", p.parts)) if p.parts else ()
+        fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
         return Launch(self._launchers[name, early], (p.workers, p.chunks, 1), p.threads, fields)
 
     def _plan(self, name: str, tokens: int) -> Plan:
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
-        pushes = shape.combine == "push" or shape.flag_in_data
+        pushes = shape.combine in ("push", "push_fp8")
 
         kernel = self._program.kernel(name)
 
@@ -143,8 +116,8 @@ class CudaAllToAll(CudaKernels):
             return Plan(workers=1, chunks=1, threads=64)  # flags only
         if name.startswith("dispatch"):
             return plan_dispatch(tokens, self._in_vectors, sms=self._sms, per_sm=per_sm)
-        if shape.flag_in_data:
-            return self._plan_flag_in_data(name, tokens, per_sm)
+        if shape.combine == "push_fp8":
+            return self._plan_combine_fp8(name, tokens, per_sm)
         if not pushes or name == "combine_receive":
             # Pushed rows are in this GPU's own memory: as many loads as it needs, from few ranks.
             pieces = PIECES_PER_SM * (max(1, LOADS // shape.ranks) if pushes else 1)
@@ -164,21 +137,15 @@ class CudaAllToAll(CudaKernels):
         most = self._sms * max(1, per_sm(p.threads))
         return Plan(p.workers, min(p.chunks, most), p.threads)
 
-    def _plan_flag_in_data(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
+    def _plan_combine_fp8(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
         """Rows of all sources are pushed, about as many as this rank's tokens have slots."""
         shape = self._shape
-        row_bytes = shape.hidden if shape.combine == "push_fp8" else shape.out_bytes
         if name == "combine_receive":
-            return plan_sums(tokens, row_bytes, sms=self._sms, per_sm=per_sm)
+            return plan_sums(tokens, shape.hidden, sms=self._sms, per_sm=per_sm)
         slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
-        return plan_flag_in_data(
-            tokens if name == "combine" else 0,
-            slots,
-            shape.hidden,
-            row_bytes,
-            sms=self._sms,
-            per_sm=per_sm,
-            whole=self._whole,
+        taken = tokens if name == "combine" else 0
+        return plan_combine_fp8(
+            taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
         )
 
 
@@ -208,14 +175,14 @@ class Plan:
     """A launch: `workers` x `chunks` CTAs of `threads`.
 
     A worker takes tokens in turn, a chunk takes part of each row. Where CTAs differ by what they
-    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `parts` parts at a time.
+    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
     """
 
     workers: int
     chunks: int
     threads: int
     pushers: int = 0
-    parts: int = 0
+    strips: int = 0
 
 
 def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
@@ -258,45 +225,38 @@ def plan_combine(
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
-def plan_flag_in_data(
-    tokens: int,
-    slots: int,
-    hidden: int,
-    row_bytes: int,
-    *,
-    sms: int,
-    per_sm: Callable[[int], int],
-    whole: bool,
+def plan_combine_fp8(
+    tokens: int, slots: int, hidden: int, *, sms: int, per_sm: Callable[[int], int], whole: bool
 ) -> Plan:
-    """Divide the CTAs of a combine with flag-in-data into those that push rows and that sum them.
+    """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
 
     Those that push come first and wait for nobody, so the grid need not be resident; it is, because
-    who waits outside sums nothing. A warp takes one part at a time where there are few, else up to
-    eight: scales of parts that go together share a packet, and the sums of the last rows begin
+    who waits outside sums nothing. A warp takes one strip at a time where there are few, else up to
+    eight: scales of strips that go together share a packet, and the sums of the last rows begin
     when the rows that are pushed at the same time have come.
 
-    slots: rows that may have to be pushed.   row_bytes: of a pushed row, without scales.
-    per_sm: resident CTAs of one SM, by threads of a CTA.   whole: `sms` are all that the GPU has.
+    slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
+    whole: `sms` are all that the GPU has.
     """
-    warps, parts = PIECE // 32, -(-hidden // PART)
-    # FP8 on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
-    # 81.0 us a pair where three took 83.7, at 512 tokens (217 parts an SM; the same dispatch
+    warps, strips = PIECE // 32, -(-hidden // STRIP)
+    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
+    # 81.0 us a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch
     # differed by 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this
-    # means 236 tokens and more, are inferred. Fewer SMs, a half that only pushes, and rows in the
-    # layer's dtype were not timed: as before.
-    many = whole and tokens > 0 and slots * parts >= MANY_PER_SM * sms
-    most = FLAG_IN_DATA_PIECES_PER_SM - 1 if many else FLAG_IN_DATA_PIECES_PER_SM
+    # means 236 tokens and more, are inferred. Fewer SMs, and a half that only pushes, were not
+    # timed: as before.
+    many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
+    most = FP8_PIECES_PER_SM - 1 if many else FP8_PIECES_PER_SM
     resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
-    receivers = min(-(-tokens * -(-row_bytes // PART) // warps), resident // most or 1)
-    pushers = max(1, min(-(-slots * parts // warps), resident - receivers - 1))
-    at_once = min(parts, MOST_PARTS, max(1, slots * parts // (pushers * warps)))
-    at_once = -(-parts // -(-parts // at_once))  # fragments of one length
+    receivers = min(-(-tokens * strips // warps), resident // most or 1)
+    pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
+    at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
+    at_once = -(-strips // -(-strips // at_once))  # fragments of one length
     return Plan(1 + pushers + receivers, 1, PIECE, pushers, at_once)
 
 
-def plan_sums(tokens: int, row_bytes: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
-    """The receiving half of a combine with flag-in-data: one CTA waits for peers, the rest sum."""
-    units = -(-tokens * -(-row_bytes // PART) // (PIECE // 32))
+def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
+    """The receiving half of a combine by FP8: one CTA waits for the peers, the rest sum."""
+    units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
     resident = sms * max(1, min(PIECES_PER_SM, per_sm(PIECE)))
     return Plan(1 + min(units, resident), 1, PIECE, 0, 1)
 

@@ -11,10 +11,10 @@ namespace weft {
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 
 // How combine returns rows to the tokens' owners. pull: the owner loads them. push: the experts'
-// ranks store them; push_flag_in_data: so that each row is its own flag; push_fp8: likewise, as FP8
-// with one scale per 128 columns. gemm_push: the kernel that makes an expert's row stores it at the
-// owner, row by row, and the owner weights and sums them.
-enum class Combine : u32 { pull = 0, push = 1, push_fp8 = 2, gemm_push = 3, push_flag_in_data = 4 };
+// ranks store them; push_fp8: as FP8 with one scale per 128 columns, and each row is its own flag.
+// gemm_push: the kernel that makes an expert's row stores it at the owner, row by row, and the
+// owner weights and sums them.
+enum class Combine : u32 { pull = 0, push = 1, push_fp8 = 2, gemm_push = 3 };
 
 // One Shape specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
 struct Shape {
@@ -32,9 +32,6 @@ struct Shape {
     constexpr u32 pitch(u32 plane) const { return (row_bytes[plane] + 15) / 16 * 16; }
     constexpr u32 element_bytes() const { return dtype == DType::fp32 ? 4 : 2; }
     constexpr u32 out_bytes() const { return hidden * element_bytes(); }
-    constexpr bool flag_in_data() const {
-        return combine == Combine::push_fp8 || combine == Combine::push_flag_in_data;
-    }
     constexpr u32 block() const { return quant == Quant::mxfp8 ? 32 : 128; }
     // Bytes of a pushed row: the row itself, or e4m3 values and their blocks' scales, padded to
     // whole lines: a warp's store of 512 bytes that touches five lines costs one packet more on the
@@ -161,8 +158,8 @@ struct CombineArgs {
     void* out;
     const void* add;  // [tokens, hidden], added after the sum; null means none
     u32 tokens;
-    u32 pushers;      // flag-in-data: CTAs that push rows; others sum them meanwhile
-    u32 parts;        // flag-in-data: parts of a row that one warp pushes
+    u32 pushers;      // push_fp8: CTAs that push rows; others sum them meanwhile
+    u32 strips;       // push_fp8: strips of a row that one warp pushes
     u32 source_rows;  // as in the dispatch
 };
 

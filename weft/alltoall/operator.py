@@ -96,7 +96,6 @@ class AllToAll(Placed, AcrossHosts):
         num_sms: int | None = None,
         programmatic_launch: bool = True,
         profile: bool = False,
-        _flag_in_data: bool = False,
         _defines: Sequence[str] = (),
         _first_epoch: int = 0,
     ) -> None:
@@ -115,7 +114,6 @@ class AllToAll(Placed, AcrossHosts):
                 combine=combine,
                 combine_dtype=combine_dtype,
                 stats=stats,
-                _flag_in_data=_flag_in_data,
                 _hosts=group.host_ranks,
                 _host=group.host,
             )
@@ -487,7 +485,7 @@ class AllToAll(Placed, AcrossHosts):
         if shape.stats:
             size = (shape.ranks, shape.stats)
             heap.tensor(size, torch.int32, offset=at.stats).zero_()
-        if shape.flag_in_data:  # blank: a row is there when no word of it is all ones
+        if shape.combine == "push_fp8":  # blank: a row is there when no word of it is all ones
             places = (shape.returned_rows * shape.returned_bytes,)
             heap.tensor(places, torch.uint8, offset=at.returned).fill_(0xFF)
 

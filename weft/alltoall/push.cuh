@@ -1,6 +1,5 @@
 // The sender of combine by push: every row that this rank's experts made is stored into the inbox
-// of the token's owner, slot (this rank, token). Rows that are their own flag:
-// combine_flag_in_data.cuh.
+// of the token's owner, slot (this rank, token). Rows in FP8: combine_fp8.cuh.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/copy.cuh>

@@ -59,12 +59,14 @@ WEFT_FN void post_columns(u8* row, u32 part, const Columns<D>& columns) {
     }
 }
 
-// Posts a lane's columns of a row as e4m3 values, from column v * n on. The lanes of a block share
-// its maximum, so all lanes of the warp take part. Returns the scale of the block.
-template <u32 hidden, u32 n> WEFT_FN float post_e4m3(u8* row, u32 v, const float (&x)[n]) {
+// Posts a lane's columns of a row as FP8, from column v * n on. The lanes of a block share its
+// maximum, so all lanes of the warp take part. Nothing is written after the last scale, because no
+// reader waits for those words: such a word could arrive after the row has been read, and would
+// then be taken for a part of the next row.
+template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (&x)[n]) {
     const u32 amax = block_amax_bits<scale_columns>(x);
+    if (!is_in_row<hidden / n, warp_lanes>(v)) return;
     const BlockScale block = block_scale(amax);
-    if (!is_in_row<hidden / n, warp_lanes>(v)) return block.scale;
     const bool broken = amax >= infinity_bits;
     if constexpr (n == lane_columns) {
         post_vector(reinterpret_cast<uint4*>(row) + v, quantize(x, block.inverse, broken));
@@ -79,17 +81,10 @@ template <u32 hidden, u32 n> WEFT_FN float post_e4m3(u8* row, u32 v, const float
         else
             store_relaxed(reinterpret_cast<u32*>(row) + v, word[0]);
     }
-    return block.scale;
-}
-
-// The same with the block's scale, after the values. Nothing is written after the last scale,
-// because no reader waits for those words: such a word could arrive after the row has been read,
-// and would then be taken for a part of the next row.
-template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (&x)[n]) {
     constexpr u32 lanes = scale_columns / n;
-    const float scale = post_e4m3<hidden>(row, v, x);
-    if (is_in_row<hidden / n, warp_lanes>(v) && v % lanes == 0)
-        store_relaxed(reinterpret_cast<u32*>(row + hidden) + v / lanes, __float_as_uint(scale));
+    if (v % lanes == 0)
+        store_relaxed(reinterpret_cast<u32*>(row + hidden) + v / lanes,
+                      __float_as_uint(block.scale));
 }
 
 // Vectors that one lane polls, `step` bytes apart, first when they are declared.

@@ -2,7 +2,7 @@
 // includes this file.
 #include <cstring>
 
-#include <weft/alltoall/combine_flag_in_data_cpu.hpp>
+#include <weft/alltoall/combine_fp8_cpu.hpp>
 #include <weft/device/cpu.hpp>
 #include <weft/grouping/layout.cuh>
 
@@ -173,8 +173,6 @@ void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
         float x[count];
         for (u32 i = 0; i < count; ++i) x[i] = widen<S.dtype>(sum[i]);
         post_block<S>(x, at / count, to);
-    } else if constexpr (S.flag_in_data()) {
-        post_row<S.dtype>(to + u64(at) * S.element_bytes(), sum, sizeof sum);
     } else {
         std::memcpy(to + u64(at) * S.element_bytes(), sum, sizeof sum);
     }

@@ -8,7 +8,16 @@ import torch
 
 from weft.grouping.config import MAX_GROUPS, GroupArgs, GroupConfig
 from weft.jit import Launcher
-from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.kernels import (
+    Build,
+    CpuKernels,
+    CudaKernels,
+    Kernels,
+    Launch,
+    Program,
+    cpu_entry,
+    cuda_entry,
+)
 from weft.runtime.layout import Numbers, vector_bytes
 from weft.runtime.stream import current_stream, loading
 from weft.shape import Shape
@@ -31,9 +40,7 @@ def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> P
     """The generated CUDA entries."""
     names = ("group", "gather", *results(shape, sends))
     entries = "".join(
-        'extern "C" __global__ void __launch_bounds__({}, {})\n'.format(*BOUNDS[name])
-        + f"weft_grouping_{name}(const __grid_constant__ weft::GroupArgs a) "
-        f"{{ weft::{name}<S, G>(a); }}\n"
+        cuda_entry(f"weft_grouping_{name}", GroupArgs, f"{name}<S, G>", *BOUNDS[name])
         for name in names
     )
     numbers = [("weft::group_threads", COUNTING), ("weft::vectors_in_flight", IN_FLIGHT)]
@@ -44,10 +51,7 @@ def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> P
 def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated C++ entries."""
     names = ("gather", *results(shape, sends))
-    entries = "".join(
-        f'extern "C" void {name}(const weft::GroupArgs* a) {{ weft::{name}<S, G>(*a); }}\n'
-        for name in names
-    )
+    entries = "".join(cpu_entry(name, GroupArgs, f"{name}<S, G>") for name in names)
     return _program("cpu.cpp", shape, config, entries, names, ())
 
 

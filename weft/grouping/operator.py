@@ -299,7 +299,7 @@ class ExpertGroups(RowGroups):
         OutOfOrder without a gather in this round, and what broke the group.
         """
         kernels = self._running("scatter")
-        self._check_combine("scatter", ("pull", "push", "push_flag_in_data", "push_fp8"))
+        self._check_combine("scatter", ("pull", "push", "push_fp8"))
         self._take(y, "scatter")
         kernels.run("scatter", self._args, 0)
         self._gathered = 0
@@ -316,7 +316,7 @@ class ExpertGroups(RowGroups):
         Raises InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
         """
         kernels = self._open("send")
-        self._check_combine("send", ("push", "push_flag_in_data", "push_fp8", "gemm_push"))
+        self._check_combine("send", ("push", "push_fp8", "gemm_push"))
         self._a2a._expect(State.RECEIVED, "send")
         self._take(y, "send")
         kernels.run("send", self._args, 0)

@@ -121,10 +121,6 @@ template <Shape S> WEFT_FN void send_strip(const GroupArgs& a, const Strip<S>& s
             float x[elements_in_vector(S.dtype)] = {};
             add_vector<S.dtype>(x, sum);
             post_fp8<S.hidden>(to, strip.vector(), x);
-        } else if constexpr (S.flag_in_data()) {
-            if (strip.exists())
-                post_vector(reinterpret_cast<uint4*>(to) + strip.vector(),
-                            without_sentinel<S.dtype>(sum));
         } else {
             strip.store_to(to, sum);
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,6 +71,33 @@ class Span:
         item = self.dtype.itemsize
         home = self.hidden + self.hidden // 128 * 4 if self.returns_fp8 else self.hidden * item
         return rows * sum(self.row_bytes) + 4 * self.meta_words(rows), rows * home
+
+
+class HostsConfig:
+    """What the config of an operator says where its group has several hosts: its part on one.
+
+    shape: of that part, with the tokens of all hosts.   placement: of all experts on all ranks.
+    """
+
+    __slots__ = ()
+    shape: Any
+    placement: Placement
+    span: Span | None
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the ranks are on."""
+        return 1 if self.span is None else self.span.hosts
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one rank in one call."""
+        return int(self.shape.tokens) // self.hosts
+
+    @property
+    def local_placement(self) -> Placement:
+        """The experts of this host, on its ranks."""
+        return self.placement if self.span is None else self.span.local_placement
 
 
 @functools.cache

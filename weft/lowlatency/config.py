@@ -15,7 +15,7 @@ import torch
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
-from weft.hosts.config import Span, host_placement
+from weft.hosts.config import HostsConfig, Span, host_placement
 from weft.memory.header import RING_TIMELINES, header_bytes, most_ranks, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
@@ -273,7 +273,7 @@ class LowOffsets:
 
 
 @dataclass(frozen=True, slots=True)
-class LowLatencyConfig:
+class LowLatencyConfig(HostsConfig):
     """All that ranks must agree on, from a caller's sizes."""
 
     shape: LowShape
@@ -365,21 +365,6 @@ class LowLatencyConfig:
                 placement=placement,
             )
         return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile, span)
-
-    @property
-    def hosts(self) -> int:
-        """Hosts that the ranks are on."""
-        return 1 if self.span is None else self.span.hosts
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return self.shape.tokens // self.hosts
-
-    @property
-    def local_placement(self) -> Placement:
-        """The experts of this host, on its ranks."""
-        return self.placement if self.span is None else self.span.local_placement
 
     @property
     def share_bytes(self) -> int:

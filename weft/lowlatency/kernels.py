@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +17,24 @@ from weft.lowlatency.config import (
     RoutingRecord,
     trace_record,
 )
-from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
+from weft.runtime.kernels import (
+    Build,
+    CpuKernels,
+    CudaKernels,
+    EntryPoints,
+    Kernels,
+    Launch,
+    Program,
+    cpu_entry,
+    cuda_entry,
+    in_parts,
+)
 from weft.runtime.stream import loading
 
 THREADS = 256  # max_threads in lowlatency/metadata.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
 SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS
 RECEIVED_VECTORS = 128  # 16-byte vectors of a row that a warp receives at once: RowFragment::span
-PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry: weft::PhasePart
-EntryPoints = Mapping[str, tuple[type[ctypes.Structure], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,61 +53,46 @@ class LowLatencyPlan:
 
 
 def entry_points(*, split_phase: bool) -> EntryPoints:
-    """The entries by name: the argument struct, and the template that each calls."""
-    found: dict[str, tuple[type[ctypes.Structure], str]] = {}
-    for part, cpp in PARTS.items():
-        if part and not split_phase:
-            continue
-        extra = f", weft::PhasePart::{cpp}"
-        found[f"dispatch{part}"] = (LowLatencyDispatchArgs, f"low_latency_dispatch<S{extra}>")
-        found[f"combine{part}"] = (LowLatencyCombineArgs, f"low_latency_combine<S{extra}>")
-    return found
+    """The entries by name; split_phase: also each phase as send and receive."""
+    phases = {
+        "dispatch": (LowLatencyDispatchArgs, "low_latency_dispatch<S, {}>"),
+        "combine": (LowLatencyCombineArgs, "low_latency_combine<S, {}>"),
+    }
+    return in_parts(phases, split_phase=split_phase)
 
 
 def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a shape."""
-    lines = [
-        "#include <weft/lowlatency/combine.cuh>",
-        "#include <weft/lowlatency/dispatch.cuh>",
-        f"constexpr weft::LowLatencyShape S = {shape.literal()};",
-    ]
     found = entry_points(split_phase=split_phase)
-    for name, (struct, call) in found.items():
-        # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
-        rows = shape.ranks if shape.reduce == "sender" else shape.top_k
-        hungry = shape.ranks > 16
-        if name.startswith("combine"):
-            hungry = shape.combine_fp8 and rows > 4
-        per_sm = 2 if hungry else 3
-        lines += [
-            f'extern "C" __global__ void __launch_bounds__({THREADS}, {per_sm})',
-            f"weft_lowlatency_{name}(const __grid_constant__ weft::{struct.__name__} a) "
-            f"{{ weft::{call}(a); }}",
-        ]
-    return _program(shape, lines, found)
+    # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
+    rows = shape.ranks if shape.reduce == "sender" else shape.top_k
+    per_sm = {
+        "dispatch": 2 if shape.ranks > 16 else 3,
+        "combine": 2 if shape.combine_fp8 and rows > 4 else 3,
+    }
+    entries = "".join(
+        cuda_entry(f"weft_lowlatency_{name}", *entry, THREADS, per_sm[name.partition("_")[0]])
+        for name, entry in found.items()
+    )
+    return _program(shape, ("combine.cuh", "dispatch.cuh"), entries, found)
 
 
 def cpu_program(shape: LowShape) -> Program:
     """The generated C++ entries of a shape; both halves of a phase included, they cost nothing."""
-    lines = [
-        "#include <weft/lowlatency/dispatch_cpu.hpp>",
-        "#include <weft/lowlatency/combine_cpu.hpp>",
-        f"constexpr weft::LowLatencyShape S = {shape.literal()};",
-    ]
     found = entry_points(split_phase=True)
-    for name, (struct, call) in found.items():
-        lines.append(
-            f'extern "C" void {name}(const weft::{struct.__name__}* a) {{ weft::{call}(*a); }}'
-        )
-    return _program(shape, lines, found)
+    entries = "".join(cpu_entry(name, *entry) for name, entry in found.items())
+    return _program(shape, ("dispatch_cpu.hpp", "combine_cpu.hpp"), entries, found)
 
 
-def _program(shape: LowShape, lines: list[str], found: EntryPoints) -> Program:
+def _program(
+    shape: LowShape, headers: tuple[str, str], entries: str, found: EntryPoints
+) -> Program:
+    included = "".join(f"#include <weft/lowlatency/{header}>\n" for header in headers)
     return Program(
         name="lowlatency",
         what="all-to-all",
         ranks=shape.ranks,
-        body="\n".join(lines) + "\n",
+        body=f"{included}constexpr weft::LowLatencyShape S = {shape.literal()};\n{entries}",
         entry_points={name: struct for name, (struct, _) in found.items()},
         offsets=LowOffsets.of(shape).asserted(),
         structs=(RoutingRecord, trace_record(shape.ranks)),

@@ -88,6 +88,36 @@ def _macros(defines: Sequence[str]) -> list[str]:
     return [f"-D{define}" for define in defines]
 
 
+# Of each entry: its argument struct, and the template that it calls.
+EntryPoints = Mapping[str, tuple[type[ctypes.Structure], str]]
+PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # of an entry's name: weft::PhasePart
+
+
+def in_parts(phases: EntryPoints, *, split_phase: bool) -> EntryPoints:
+    """The entries of phases whose templates take a PhasePart at `{}`: whole, or also in halves."""
+    return {
+        phase + part: (struct, template.format(f"weft::PhasePart::{cpp}"))
+        for part, cpp in PARTS.items()
+        if split_phase or not part
+        for phase, (struct, template) in phases.items()
+    }
+
+
+def cuda_entry(
+    kernel: str, struct: type[ctypes.Structure], call: str, threads: int, per_sm: int
+) -> str:
+    """The source of a kernel that only calls a template; `per_sm` CTAs of it fit on an SM."""
+    return (
+        f'extern "C" __global__ void __launch_bounds__({threads}, {per_sm})\n'
+        f"{kernel}(const __grid_constant__ weft::{struct.__name__} a) {{ weft::{call}(a); }}\n"
+    )
+
+
+def cpu_entry(name: str, struct: type[ctypes.Structure], call: str) -> str:
+    """The source of a function that only calls a template."""
+    return f'extern "C" void {name}(const weft::{struct.__name__}* a) {{ weft::{call}(*a); }}\n'
+
+
 def numbers_of(raw: bytes) -> tuple[int, ...]:
     """The 64-bit numbers of an exported array, as the machine orders them."""
     return unpack(f"={len(raw) // 8}Q", raw)

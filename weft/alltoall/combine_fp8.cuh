@@ -1,5 +1,5 @@
-// Combine by push_fp8 and push_flag_in_data: rows are summed as they arrive, so the link never
-// waits for a sum, nor a sum for the last row. A warp is the unit of work.
+// Combine by push_fp8, with flag-in-data: rows are summed as they arrive, so the link never waits
+// for a sum, nor a sum for the last row. A warp is the unit of work.
 //
 // Roles, in grid order:
 // coordinator  publishes that this rank has read its inbox, and waits for the same from the peers
@@ -12,40 +12,33 @@
 
 namespace weft {
 
-constexpr u32 max_parts = warp_lanes / blocks_in_strip;  // of one fragment: one lane per scale
+constexpr u32 max_strips = warp_lanes / blocks_in_strip;  // of one fragment: one lane per scale
 
-template <Shape S> constexpr bool returns_fp8 = S.combine == Combine::push_fp8;
-
-// Parts of a row that a warp pushes, of 512 columns.
+// The rows of a token that return to its owner, in strips of 512 columns.
 template <Shape S>
-constexpr u32 parts_in_row =
-    (S.hidden + warp_lanes * lane_columns - 1) / (warp_lanes * lane_columns);
+using ReturnedRows = RowStrip<S.dtype, true, S.hidden, S.ranks, sizeof(Returned<S>::row[0])>;
 
-// The rows of a token that return to its owner.
-template <Shape S>
-using ReturnedRows =
-    RowStrip<S.dtype, returns_fp8<S>, S.hidden, S.ranks, sizeof(Returned<S>::row[0])>;
-
-// Up to a.parts parts of one slot, at most max_parts. They are loaded before it is known whether
+// Up to a.strips strips of one slot, at most max_strips. They are loaded before it is known whether
 // the row is wanted, so that cold loads share one round trip. Slots come in the order (token,
 // source), each rank starting with itself, so that ranks do not store to the same peer at once.
 template <Shape S> struct PushFragment {
-    u32 source, token, part, end;
+    u32 source, token, strip, end;
     u32 expert, source_tokens;  // lane k: entry k; token count of the source
-    Columns<S.dtype> columns;   // of the first part
+    Columns<S.dtype> columns;   // of the first strip
 
-    WEFT_FN static Columns<S.dtype> load(const CombineArgs& a, u32 source, u32 token, u32 part) {
-        return load_columns<S.dtype, returns_fp8<S>, S.hidden>(
-            own_share<S>(a.site).outbox.row[slot_of(a.source_rows, source, token)], part);
+    WEFT_FN static Columns<S.dtype> load(const CombineArgs& a, u32 source, u32 token, u32 strip) {
+        return load_columns<S.dtype, true, S.hidden>(
+            own_share<S>(a.site).outbox.row[slot_of(a.source_rows, source, token)], strip);
     }
 
     WEFT_FN static PushFragment of(const CombineArgs& a, u32 unit) {
-        const u32 fragments = (parts_in_row<S> + a.parts - 1) / a.parts, slot = unit / fragments;
-        const u32 part = unit % fragments * a.parts, lane = threadIdx.x % warp_lanes;
+        constexpr u32 strips = ReturnedRows<S>::strips;
+        const u32 fragments = (strips + a.strips - 1) / a.strips, slot = unit / fragments;
+        const u32 strip = unit % fragments * a.strips, lane = threadIdx.x % warp_lanes;
         PushFragment fragment{.source = (a.site.rank + slot) % S.ranks,
                               .token = slot / S.ranks,
-                              .part = part,
-                              .end = min(part + a.parts, parts_in_row<S>),
+                              .strip = strip,
+                              .end = min(strip + a.strips, strips),
                               .expert = ~0u,
                               .source_tokens = 0,
                               .columns = {}};
@@ -55,7 +48,7 @@ template <Shape S> struct PushFragment {
         if (lane < S.top_k)
             fragment.expert = load_early(
                 &inbox.route[slot_of(a.source_rows, fragment.source, fragment.token)].expert[lane]);
-        fragment.columns = load(a, fragment.source, fragment.token, part);
+        fragment.columns = load(a, fragment.source, fragment.token, strip);
         return fragment;
     }
 
@@ -73,23 +66,23 @@ WEFT_FN void push_fragment(const CombineArgs& a, const PushFragment<S>& fragment
     u8* row = share<S>(a.site, fragment.source).inbox.returned.row[a.site.rank][fragment.token];
     Columns<S.dtype> ahead = fragment.columns;
     u32 scale = 0;  // of this lane's block of the fragment
-    for (u32 part = fragment.part; part < fragment.end; ++part) {
+    for (u32 strip = fragment.strip; strip < fragment.end; ++strip) {
         const Columns<S.dtype> columns = ahead;
-        if (part + 1 < fragment.end)
-            ahead = PushFragment<S>::load(a, fragment.source, fragment.token, part + 1);
-        if constexpr (returns_fp8<S>) {
-            float x[lane_columns];
-            columns.widen(x);
-            const float block = post_e4m3<S.hidden>(row, part * warp_lanes + lane, x);
-            const u32 found = __shfl_sync(all_lanes, __float_as_uint(block),
-                                          lane % blocks_in_strip * block_lanes);
-            if (lane / blocks_in_strip == part - fragment.part) scale = found;
-        } else {
-            post_columns<S.dtype, S.hidden>(row, part, without_sentinel(columns));
-        }
+        if (strip + 1 < fragment.end)
+            ahead = PushFragment<S>::load(a, fragment.source, fragment.token, strip + 1);
+        float x[lane_columns];
+        columns.widen(x);
+        const u32 amax = block_amax_bits<scale_columns>(x), v = strip * warp_lanes + lane;
+        const BlockScale block = block_scale(amax);
+        if (v < ReturnedRows<S>::vectors)
+            post_vector(reinterpret_cast<uint4*>(row) + v,
+                        quantize(x, block.inverse, amax >= infinity_bits));
+        const u32 found = __shfl_sync(all_lanes, __float_as_uint(block.scale),
+                                      lane % blocks_in_strip * block_lanes);
+        if (lane / blocks_in_strip == strip - fragment.strip) scale = found;
     }
-    const u32 at = fragment.part * blocks_in_strip + lane;
-    if (returns_fp8<S> && at < min(fragment.end * blocks_in_strip, ReturnedRows<S>::blocks))
+    const u32 at = fragment.strip * blocks_in_strip + lane;
+    if (at < min(fragment.end * blocks_in_strip, ReturnedRows<S>::blocks))
         store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + at, scale);
 }
 
@@ -110,7 +103,7 @@ template <Shape S> WEFT_FN u32 max_source_tokens(const Site& site) {
 template <Shape S>
 WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits warp_units,
                             PushFragment<S> fragment, u32 max_tokens) {
-    const u32 fragments = (parts_in_row<S> + a.parts - 1) / a.parts,
+    const u32 fragments = (ReturnedRows<S>::strips + a.strips - 1) / a.strips,
               end = max_tokens * S.ranks * fragments;
     for (bool last = false; !last; warp_units.first += warp_units.step) {
         last = warp_units.first - team.warp() + warp_units.step >= end;  // the same in all warps
@@ -186,7 +179,7 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
     return true;
 }
 
-template <Shape S, PhasePart part> WEFT_FN void combine_flag_in_data(const CombineArgs& a) {
+template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineArgs& a) {
     const Block team;
     Header& header = own_share<S>(a.site).header;
     const CtaRoles roles{0, part == PhasePart::recv ? 0 : a.pushers};
