@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -159,7 +158,7 @@ def test_refusals_come_before_any_rank(weft_command, no_ranks, command, text):
 
 
 def test_a_picture_needs_matplotlib(weft_command, no_ranks, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = weft_command(*SMALL, "--plot", "p.png")
     assert code == 2
     assert "pip install 'weft[plot]'" in " ".join(err.split())

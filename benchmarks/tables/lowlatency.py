@@ -39,7 +39,7 @@ def sweep(shape: str) -> Series:
 def low_floors(tokens: int, routing: str) -> list[Any]:
     """Floors of a low-latency pair on 8 ranks by how rows return, by the routing of bench."""
     found = []
-    sizes: dict[str, Any] = {"ranks": 8, "device": "cuda", "max_tokens": 512}
+    sizes: dict[str, Any] = {"ranks": 8, "device": "cuda"}
     several: tuple[dict[str, Any], ...] = (
         {},
         {"reduce": "sender"},
