@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.recovery import dropped, of_living
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, settle
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -179,8 +179,7 @@ def play(
         got = a2a.dispatch_recv()
     else:
         got = a2a.dispatch(x, ids, given)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
     if checks:
         a2a.check()
     check_rows(a2a, mode, case, sent, got, poisoned=poison)
@@ -197,8 +196,7 @@ def play(
         a2a.combine_recv()
     else:
         a2a.combine(y, ids, given, got.handle, out, more)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
     if checks:
         a2a.check()
     wanted = wanted_out(a2a, mode, case, sent[group.rank])

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 import weft
-from tests.groups import settle
-from tests.rounds import Round
+from tests.rounds import Round, settle
 from weft.grouping.operator import ExpertGroups, Grouped
 
 Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
-from tests.rounds import Round, bits, combining, play
+from tests.rounds import Round, bits, combining, play, settle
 from weft.errors import GeometryMismatch, InvalidArgument
 from weft.grouping.operator import ExpertGroups
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import bits
+from tests.rounds import bits, settle
 from weft.compat.deep_ep import Buffer, Config
 from weft.errors import (
     BadExpertId,
@@ -380,8 +380,7 @@ def rows_that_do_not_fit(group: weft.Group) -> None:
     same(ids[:14], want.ids[:bound])
     assert handle is not None
     buffer.combine(whole(got), handle)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
     if group.rank == 0:
         with pytest.raises(TokenOverflow):
             buffer.check()

@@ -7,12 +7,11 @@ import time
 from statistics import median
 
 import pytest
-import torch
 
 import weft
 from tests.headers import HEADER_BYTES, Header, Timeline
 from tests.patience import hurry
-from tests.rounds import Round, combining
+from tests.rounds import Round, combining, settle
 from weft.errors import PeerTimeout
 from weft.memory.header import RING_TIMELINES
 from weft.runtime.timeline import DEFINE, Span, read_timeline
@@ -43,8 +42,7 @@ def run(a2a: weft.AllToAll, rounds: int, *, late_rank: int | None = None) -> Non
             time.sleep(LATE)
         a2a.dispatch(x, ids, weights)
         a2a.combine()
-        if a2a.group.device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(a2a.group.device)
     a2a.check()
 
 
