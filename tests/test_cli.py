@@ -59,17 +59,6 @@ def test_bench_moe_with_every_option(weft_command, tmp_path):
     assert json.loads(timeline.read_text())["metadata"]["tokens_per_rank"] == 8
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    """The harness starts threads of this process."""
-
-    def as_threads(*args, **options):
-        return weft.launch(*args, **{**options, "device": "threads"})
-
-    monkeypatch.setattr(harness, "launch", as_threads)
-    return monkeypatch
-
-
 def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command, threads):
     command = [each for each in SMALL if each != "--quiet"]
     code, out, err = weft_command(*command, "--ranks", "2", "--iters", "2", "--json", "-")
