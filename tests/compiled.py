@@ -211,12 +211,7 @@ def rank_rounds(
 ) -> None:
     """AllToAll, experts in its own output, by several sizes."""
     case = Round((5, 3), top_k=3, experts=8, hidden=64)
-    sizes: dict[str, Any] = {
-        "top_k": case.top_k,
-        "num_experts": case.experts,
-        "hidden": case.hidden,
-    }
-    with weft.AllToAll(group, max_tokens=8, **sizes, **PATIENT) as a2a:
+    with weft.AllToAll(group, **case.sizes(8), **PATIENT) as a2a:
         traced = compiled(in_place, options)
         for seed, tokens in enumerate(turns):
             now = case.next(tokens=tokens[: group.size], seed=seed)

@@ -34,10 +34,7 @@ class Mode:
         slots = {"slots": 1} if self.combine == "gemm_push" else {}
         return LowLatencyAllToAll(
             group,
-            max_tokens=max_tokens,
-            top_k=case.top_k,
-            num_experts=case.experts,
-            hidden=case.hidden,
+            **case.sizes(max_tokens),
             dtype=case.dtype,
             quantize=self.quantize,
             combine=self.combine,

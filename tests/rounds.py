@@ -29,6 +29,15 @@ class Round:
     def next(self, **changes: object) -> Round:
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def sizes(self, max_tokens: int) -> dict[str, Any]:
+        """What an exchange of these rows is made for."""
+        return {
+            "max_tokens": max_tokens,
+            "top_k": self.top_k,
+            "num_experts": self.experts,
+            "hidden": self.hidden,
+        }
+
     def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """(x, ids, weights, add) of one rank."""
         generator = torch.Generator(device=device)

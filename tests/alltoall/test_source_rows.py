@@ -17,10 +17,7 @@ TOKENS = 12
 def make(group: weft.Group, case: Round, way: str, **options: object) -> weft.AllToAll:
     return weft.AllToAll(
         group,
-        max_tokens=TOKENS,
-        top_k=case.top_k,
-        num_experts=case.experts,
-        hidden=case.hidden,
+        **case.sizes(TOKENS),
         timeout=600.0,
         **{**combining(way), **options},
     )

@@ -25,10 +25,7 @@ LATE = 0.005  # seconds
 def make(group: weft.Group, *defines: str, **options: object) -> weft.AllToAll:
     return weft.AllToAll(
         group,
-        max_tokens=8,
-        top_k=CASE.top_k,
-        num_experts=CASE.experts,
-        hidden=CASE.hidden,
+        **CASE.sizes(8),
         _defines=defines,
         **options,  # type: ignore[arg-type]
     )
