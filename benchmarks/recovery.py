@@ -31,6 +31,7 @@ import torch
 
 import weft
 from weft import reference
+from weft.bench.harness import capture
 from weft.bench.machine import describe_machine
 from weft.errors import GroupError
 from weft.memory.launch import launch
@@ -64,10 +65,7 @@ class Rounds:
         """From now on `run` replays a graph, on GPUs."""
         if not self.x.is_cuda:
             return
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.one()
-        self.run = graph.replay
+        self.run = capture(self.one).replay
 
     def __call__(self) -> None:
         """One round that has ended. Raises what broke it."""

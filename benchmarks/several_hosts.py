@@ -18,7 +18,6 @@ Usage: python benchmarks/several_hosts.py OUT.json [--rate 1gbit] [--rounds 10]
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import weft
 from tests.hosts.network import Network
 from weft.bench.gathered import Gathered
-from weft.bench.machine import describe_code, describe_machine
+from weft.bench.machine import describe_machine
 
 TOKENS, HIDDEN, TOP_K, EXPERTS, RANKS = 512, 7168, 8, 64, 2
 ROW = 2 * HIDDEN  # bytes, bfloat16
@@ -155,9 +154,7 @@ def main() -> None:
         print({k: v for k, v in each.items() if not isinstance(v, dict)})
     sizes = SIZES | {"dtype": "bfloat16", "ranks_a_host": RANKS}
     report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine([]),
-        "weft": describe_code(),
         "sizes": sizes,
         "results": results,
     }

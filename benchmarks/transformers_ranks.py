@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import weft
 import weft.plugins.transformers
+from weft.bench.harness import settle
 
 SIZES = {
     "vocab_size": 512,
@@ -102,13 +102,6 @@ def times(group: weft.Group, model: Any, ids: torch.Tensor) -> Iterator[float]:
             cache = model(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
         settle(group)
         yield time.perf_counter() - start
-
-
-def settle(group: weft.Group) -> None:
-    """Wait for this rank's device, then for all ranks."""
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def main() -> None:

@@ -201,13 +201,8 @@ class Rank:
         """Make everything, in the same order on all ranks."""
         group, more = self.group, {"timeout": CALL, "first_timeout": CALL}
         points: dict[str, Any] = {**more, "_defines": ("WEFT_FAULTS=1",)}
-        sizes: dict[str, Any] = {
-            "max_tokens": TOKENS,
-            "top_k": ROUND.top_k,
-            "num_experts": ROUND.experts,
-        }
         made: dict[str, Any] = {
-            "alltoall": weft.AllToAll(group, hidden=ROUND.hidden, **sizes, **points),
+            "alltoall": weft.AllToAll(group, **ROUND.sizes(TOKENS), **points),
             "lowlatency": Mode(more=points).make(group, ROUND, TOKENS),
             "reduce": weft.AllReduce(group, max_tokens=8, hidden=256, missing="drop", **points),
             "layer": open_layer(group, LAYER, THRICE, **WAYS[self.plan.way], **more),

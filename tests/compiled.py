@@ -16,18 +16,13 @@ import torch
 import weft
 from tests.lowlatency_rounds import Mode
 from tests.moe.layers import CONFIGS, Case
-from tests.rounds import Round
-from tests.sums import Sum, bits
+from tests.rounds import Round, bits, settle
+from tests.sums import Sum
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
 from weft.lowlatency.reference import unpack_scales
 from weft.lowlatency.results import ExpertRows
 
 PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than two seconds apart
-
-
-def settle(group: weft.Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None, ...]) -> None:
@@ -129,7 +124,7 @@ def reduces(
                 given = (case.rows(group.rank, device), residual, torch.nn.Parameter(weight))
                 with torch.no_grad():
                     same(traced(ar, *given, specs[name]), chain(ar, *given, specs[name]))
-                settle(group)
+                settle(group.device)
         traced = compiled(finalized, options)
         for tokens in sizes[:2]:
             case = Sum(tokens, seed=tokens)
@@ -139,7 +134,7 @@ def reduces(
             residual, weight = case.shared(device)
             parts = (rows, index, scales, residual, weight)
             same(traced(ar, *parts), finalized(ar, *parts))
-            settle(group)
+            settle(group.device)
         ar.check()
 
 
@@ -189,7 +184,7 @@ def low_rounds(
                 now = case.next(tokens=tokens[: group.size], seed=seed)
                 x, ids, weights, _ = now.of(group.rank, group.device)
                 same(traced(a2a, x, ids, weights), two_alive(a2a, x, ids, weights))
-                settle(group)
+                settle(group.device)
             assert a2a._traced_handles.taken == (False, False)
             assert not a2a._traced_handles.alive
             a2a.check()
@@ -216,18 +211,13 @@ def rank_rounds(
 ) -> None:
     """AllToAll, experts in its own output, by several sizes."""
     case = Round((5, 3), top_k=3, experts=8, hidden=64)
-    sizes: dict[str, Any] = {
-        "top_k": case.top_k,
-        "num_experts": case.experts,
-        "hidden": case.hidden,
-    }
-    with weft.AllToAll(group, max_tokens=8, **sizes, **PATIENT) as a2a:
+    with weft.AllToAll(group, **case.sizes(8), **PATIENT) as a2a:
         traced = compiled(in_place, options)
         for seed, tokens in enumerate(turns):
             now = case.next(tokens=tokens[: group.size], seed=seed)
             x, ids, weights, _ = now.of(group.rank, group.device)
             same(traced(a2a, x, ids, weights), in_place(a2a, x, ids, weights))
-            settle(group)
+            settle(group.device)
         a2a.check()
 
 
@@ -271,8 +261,8 @@ def layers(
             now = case.next(tokens=tokens[: group.size], seed=seed)
             given = now.of(group.rank, group.device)
             same(traced(layer, *given), stacked(layer, *given))
-            settle(group)
+            settle(group.device)
         after = layer(x, logits)
-        settle(group)
+        settle(group.device)
         layer.check()
         same((after,), (before,))

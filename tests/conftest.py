@@ -79,6 +79,19 @@ def ranks() -> Callable[[int, str], RunRanks]:
     return choose
 
 
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Benchmarks start their ranks as threads of this process: a test may spoil what they call."""
+    launch = weft.launch
+
+    def as_threads(*args: Any, **options: Any) -> Any:
+        return launch(*args, **{**options, "device": "threads"})
+
+    for place in ("harness", "rivals", "trace"):
+        monkeypatch.setattr(f"weft.bench.{place}.launch", as_threads)
+    return monkeypatch
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped, and counted, where there is no GPU."""
     if torch.cuda.is_available():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import bits
+from tests.rounds import bits, settle
 from weft.alltoall.received import Received
 from weft.errors import TokenOverflow
 from weft.grouping.operator import ExpertGroups
@@ -75,11 +75,6 @@ def host(received: Received) -> Received:
         received.weights.cpu(),
         received.counts.cpu(),
     )
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.recovery import dropped, of_living
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, settle
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -34,10 +34,7 @@ class Mode:
         slots = {"slots": 1} if self.combine == "gemm_push" else {}
         return LowLatencyAllToAll(
             group,
-            max_tokens=max_tokens,
-            top_k=case.top_k,
-            num_experts=case.experts,
-            hidden=case.hidden,
+            **case.sizes(max_tokens),
             dtype=case.dtype,
             quantize=self.quantize,
             combine=self.combine,
@@ -179,8 +176,7 @@ def play(
         got = a2a.dispatch_recv()
     else:
         got = a2a.dispatch(x, ids, given)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
     if checks:
         a2a.check()
     check_rows(a2a, mode, case, sent, got, poisoned=poison)
@@ -197,8 +193,7 @@ def play(
         a2a.combine_recv()
     else:
         a2a.combine(y, ids, given, got.handle, out, more)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
     if checks:
         a2a.check()
     wanted = wanted_out(a2a, mode, case, sent[group.rank])

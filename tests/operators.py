@@ -9,6 +9,7 @@ import torch
 
 import weft
 from tests.faults import FAULTS
+from tests.rounds import settle
 
 # Fault points of device/fault.cuh, and those of them that are passed once for each peer.
 POINTS = {"alltoall": range(1, 8), "lowlatency": range(1, 8), "allreduce": range(8, 12)}
@@ -74,8 +75,7 @@ class Operator:
     def round(self, value: float = 1.0) -> Any:
         """One round, or one sum, of rows of `value` from this rank. Returns the result."""
         result = self.enqueue(value)
-        if self.made.group.device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(self.made.group.device)
         self.made.check()
         return result
 

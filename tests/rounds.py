@@ -29,6 +29,15 @@ class Round:
     def next(self, **changes: object) -> Round:
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def sizes(self, max_tokens: int) -> dict[str, Any]:
+        """What an exchange of these rows is made for."""
+        return {
+            "max_tokens": max_tokens,
+            "top_k": self.top_k,
+            "num_experts": self.experts,
+            "hidden": self.hidden,
+        }
+
     def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """(x, ids, weights, add) of one rank."""
         generator = torch.Generator(device=device)
@@ -69,12 +78,14 @@ def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True, rows: int | No
     inputs = [case.of(r, group.device) for r in ranks]
     x, ids, weights, add = inputs[group.rank]
     given = weights if case.weighted else None
-    _settle(group)
+    settle(group.device)
+    group.barrier()
     inbox = a2a._received.x
     if poison:
         inbox.view(torch.uint8).fill_(0xFF)  # NaN in every float type
         a2a.output().fill_(float("nan"))
-        _settle(group)
+        settle(group.device)
+        group.barrier()
     received = a2a.dispatch(x, ids, given, rows=rows)
     expected = reference.dispatch(
         [[i[0]] for i in inputs],
@@ -103,14 +114,15 @@ def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True, rows: int | No
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, so that NaN equals itself and -0 differs from 0."""
-    return tensor.contiguous().view(torch.uint8)
+    """The bytes, whatever the strides: NaN equals itself and -0 differs from 0."""
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return plain.copy_(tensor).view(torch.uint8)
 
 
-def _settle(group: weft.Group) -> None:
-    if group.device.type == "cuda":
+def settle(device: torch.device) -> None:
+    """Wait for a GPU; CPU ranks have ended what they were asked for."""
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    group.barrier()
 
 
 def combining(way: str) -> dict[str, Any]:

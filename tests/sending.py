@@ -8,17 +8,15 @@ from collections.abc import Callable
 import torch
 
 import weft
-from tests.groups import settle
-from tests.rounds import Round
+from tests.rounds import Round, settle
 from weft.grouping.operator import ExpertGroups, Grouped
 
 Return = Callable[[weft.AllToAll, ExpertGroups, torch.Tensor], None]
 
 
 def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
-    sizes = {"max_tokens": 16, "top_k": case.top_k, "num_experts": case.experts}
-    sizes |= {"hidden": case.hidden, "split_phase": True}
-    return weft.AllToAll(group, dtype=case.dtype, **{**sizes, **options})  # type: ignore[arg-type]
+    sizes = case.sizes(16) | {"split_phase": True}
+    return weft.AllToAll(group, dtype=case.dtype, **sizes | options)
 
 
 def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import weft
+from tests.rounds import bits, settle
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, Quant, Reduced
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")
@@ -75,12 +76,6 @@ def quants(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Quant |
         yield FP8Group(128, "ue8m0")
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, whatever the strides: NaN equals itself and -0 differs from 0."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return plain.copy_(tensor).view(torch.uint8)
-
-
 def same(got: Reduced, want: Reduced) -> None:
     """Every output that is there, byte for byte."""
     for field in fields(Reduced):
@@ -89,11 +84,6 @@ def same(got: Reduced, want: Reduced) -> None:
             assert b is not None, f"{field.name} was made, but nobody asked"
             wrong = int((bits(a) != bits(b)).sum())
             assert wrong == 0, f"{wrong} bytes of {field.name} differ"
-
-
-def settle(group: weft.Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, Any]:
@@ -132,7 +122,7 @@ def play(
         backend=backend,
         **poisoned(case, device, quant),
     )
-    settle(ar.group)
+    settle(ar.group.device)
     ar.check()
     same(got, weft.reference.allreduce_fused(xs, residual, weight, case.eps, case.bias, quant))
     return got

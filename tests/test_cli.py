@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -58,17 +57,6 @@ def test_bench_moe_with_every_option(weft_command, tmp_path):
     assert peers["NCCL"] == "has nothing like it", "mxfp8"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(timeline.read_text())["metadata"]["tokens_per_rank"] == 8
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    """The harness starts threads of this process."""
-
-    def as_threads(*args, **options):
-        return weft.launch(*args, **{**options, "device": "threads"})
-
-    monkeypatch.setattr(harness, "launch", as_threads)
-    return monkeypatch
 
 
 def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command, threads):
@@ -159,7 +147,7 @@ def test_refusals_come_before_any_rank(weft_command, no_ranks, command, text):
 
 
 def test_a_picture_needs_matplotlib(weft_command, no_ranks, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = weft_command(*SMALL, "--plot", "p.png")
     assert code == 2
     assert "pip install 'weft[plot]'" in " ".join(err.split())

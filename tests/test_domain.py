@@ -43,12 +43,7 @@ class Domain:
 
     def __init__(self, group: weft.Group, stack: ExitStack) -> None:
         self.group, self.case = group, case_of(group.size)
-        sizes: dict[str, Any] = {
-            "max_tokens": 8,
-            "top_k": self.case.top_k,
-            "num_experts": self.case.experts,
-            "hidden": self.case.hidden,
-        }
+        sizes = self.case.sizes(8)
         self.exchanges = {
             way: stack.enter_context(weft.AllToAll(group, **sizes, **combining(way), **PATIENT))
             for way in WAYS

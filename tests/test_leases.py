@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
 from tests.moe.layers import CONFIGS, Case, bound
+from tests.rounds import settle
 from weft.errors import Aborted, InvalidArgument, OutOfOrder
 from weft.moe import ExpertWeights, balance
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.bench.machine import describe_machine
+from weft.bench.machine import ask_nvidia_smi, describe_machine
 
 OUT = Path(os.environ["OUT"])
 LONGEST = 560.0  # seconds of a command: less than ten minutes, with unpacking and the archive
@@ -340,9 +340,4 @@ def free_port() -> int:
 
 def gpu_names() -> list[str]:
     """Of this machine, without making a CUDA context in this process."""
-    try:
-        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        found = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return found.stdout.split("\n")[:-1]
+    return (ask_nvidia_smi("--query-gpu=name", "--format=csv,noheader") or "").splitlines()

@@ -16,7 +16,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
 import urllib.request
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from job import OUT, Job, Variant, in_servers
+
+from weft.bench.machine import ask_nvidia_smi
 
 WARM = 0.25  # of the time: buffers of all sizes have been used by then
 GONE = r"PeerDied|the process of rank \d+ has ended"  # in a line of weft's
@@ -176,12 +177,8 @@ def held(process: int) -> dict[str, float]:
 
 def gpu_mib() -> list[int]:
     """Memory in use on each GPU; none without."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [int(line) for line in found.stdout.split()]
+    found = ask_nvidia_smi("--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    return [int(line) for line in (found or "").split()]
 
 
 def look(since: float, clients: Clients) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.sums import BACKENDS, Sum, bits, fits, play, quants, same, settle
+from tests.rounds import bits, settle
+from tests.sums import BACKENDS, Sum, fits, play, quants, same
 from weft.allreduce.call import FP8Token
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -146,7 +147,7 @@ def alone(group: weft.Group) -> None:
                     norm_out=True,
                     backend=backend,
                 )
-                settle(group)
+                settle(group.device)
                 for name in ("residual", "norm", "quant", "scale"):
                     assert torch.equal(bits(getattr(one, name)), bits(getattr(whole, name)[row]))
 
@@ -186,7 +187,7 @@ def subsets(group: weft.Group, differ: bool) -> None:
             got = ar.fused(
                 x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend=backend
             )
-            settle(group)
+            settle(group.device)
             assert got.norm is x
             assert got.residual is kept
             same(got, want)
@@ -195,12 +196,12 @@ def subsets(group: weft.Group, differ: bool) -> None:
                 x, residual=kept, weight=weight, out=x, residual_out=False, norm_out=kept,
                 backend=backend,
             )  # fmt: skip
-            settle(group)
+            settle(group.device)
             assert got.out is x
             same(got, want)
             x = xs[group.rank].clone()
             assert ar.fused(x, out=x, backend=backend).out is x
-            settle(group)
+            settle(group.device)
             same(weft.Reduced(out=x), weft.reference.allreduce_fused(xs))
 
 
@@ -221,7 +222,7 @@ def finalized(group: weft.Group, dtype: torch.dtype, differ: bool) -> None:
             got = ar.fused(
                 prologue=prologues[group.rank], residual=residual, weight=weight, backend=backend
             )
-            settle(group)
+            settle(group.device)
             ar.check()
             same(got, want)
 
@@ -253,7 +254,7 @@ def dropped(group: weft.Group) -> str:
         bad = 7 if group.rank == 0 else 2
         index = torch.tensor([[0, bad], [1, -1]], dtype=torch.int32, device=group.device)
         got = ar.fused(prologue=weft.MoEFinalize(rows, index))
-        settle(group)
+        settle(group.device)
         assert got.out is not None
         assert got.out[0, 0].item() == 2 * group.size - 1
         try:

@@ -14,7 +14,8 @@ from tests.faults import (
     REDUCE_ENTER,
     plan_fault,
 )
-from tests.sums import BACKENDS, Sum, play, settle
+from tests.rounds import settle
+from tests.sums import BACKENDS, Sum, play
 from weft.errors import GeometryMismatch, GroupError
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -30,7 +31,7 @@ def make(group: weft.Group, epilogue_at: str = "owner") -> weft.AllReduce:
 def one_call(ar: weft.AllReduce, tokens: int = 5, backend: str = "twoshot", **more: object) -> None:
     x = CASE.next(tokens=tokens).rows(ar.group.rank, ar.group.device)
     ar.fused(x, backend=backend, **more)  # type: ignore[arg-type]
-    settle(ar.group)
+    settle(ar.group.device)
     ar.check()
 
 

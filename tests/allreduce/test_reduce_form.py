@@ -15,7 +15,8 @@ import torch
 import weft
 from tests.allreduce.test_allreduce import KINDS, expert_rows, make
 from tests.allreduce.test_allreduce_refusals import calls, overlaps, rows
-from tests.sums import BACKENDS, Sum, play, quants, same, settle
+from tests.rounds import settle
+from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.allreduce import operator as reduce_operator
 from weft.allreduce.call import OUTPUTS, Fused, Key
 from weft.allreduce.config import ADDRESSES, ReduceArgs
@@ -134,7 +135,7 @@ def allocated(group: weft.Group) -> None:
                 want = weft.reference.allreduce_fused(xs, residual, weight, quant=quant)
                 assert (got.norm is None) == (quant is not None)
                 kept.append((got, want))
-        settle(group)
+        settle(group.device)
         assert watch.seen == 5
         for got, want in kept:
             same(got, want)

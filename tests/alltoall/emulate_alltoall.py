@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import weft
-from tests.emulator.emulate import build_library, emulated_tree
+from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.watch import Watch
 from tests.headers import HEADER_BYTES, Header
 from weft.alltoall.config import Offsets
@@ -29,28 +29,25 @@ def compile_alltoall(
     for i, shape in enumerate(shapes):
         lines += [f"namespace shape_{i} {{", f"constexpr weft::Shape S = {shape.literal()};"]
         for rank in ranks or range(shape.ranks):
+            known = rank if shape.combine == "pull" else 0
+            before = f"constexpr weft::u32 rank = {known}; (void)rank; "
             lines += [
-                'extern "C" __attribute__((visibility("default"))) '
-                f"void {name}_{i}_{rank}"
-                f"(const weft::{struct.__name__}* a, const unsigned* grid) {{ "
-                f"constexpr weft::u32 rank = {rank if shape.combine == 'pull' else 0}; (void)rank; "
-                "emulated::launch(emulated::seen_from(a->site, S.ranks, "
-                "{grid[0], grid[1], grid[2]}), "
-                f"[a] {{ weft::{call}(*a); }}); }}"
+                entry(f"{name}_{i}_{rank}", struct.__name__, call, before=before)
                 for name, (struct, call) in entry_points(split_phase=True).items()
             ]
         lines.append("}")
     return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)
 
 
-class EmulatedAllToAll:
+class EmulatedAllToAll(Emulated):
     """Entries that run the kernels of one rank in given launch shapes.
 
     dispatch, combine: how the next kernels are launched.
     """
 
     def __init__(self, library: Path, number: int, a2a: weft.AllToAll) -> None:
-        self.library, self._suffix = ctypes.CDLL(str(library)), f"_{number}_{a2a.rank}"
+        super().__init__(library)
+        self._suffix = f"_{number}_{a2a.rank}"
         self._shape, self._rank = a2a.config.shape, a2a.rank
         self.watch = Watch(self.library, a2a._site.stride)
         self._offsets, self.dispatch, self.combine = a2a.config.offsets, FLAGS_ONLY, FLAGS_ONLY
@@ -69,14 +66,11 @@ class EmulatedAllToAll:
             args.pushers, args.strips = plan.pushers, plan.strips
         if name.startswith("combine") and not name.endswith("receive") and combine != "gemm_push":
             self._host(range(self._offsets.outbox, self._offsets.destinations), writes=True)
-        grid = (ctypes.c_uint32 * 3)(plan.workers, plan.chunks, plan.threads)
-        getattr(self.library, name + self._suffix)(ctypes.byref(args), grid)
+        kernel = name + self._suffix
+        self.launch(kernel, args, plan.workers, plan.threads, chunks=plan.chunks)
         if name in ("dispatch", "dispatch_receive"):
             end = self._offsets.returned or self._offsets.stats or self._offsets.outbox
             self._host(range(self._offsets.route, end))
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _host(self, place: range, *, writes: bool = False) -> None:
         """The experts between the two kernels: they read what came, and write what returns."""

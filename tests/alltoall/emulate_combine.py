@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from tests.emulator.emulate import build_library, emulated_tree
-from tests.grouping.emulate_groups import ENTRY
+from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from weft.alltoall.config import CombineArgs
 from weft.alltoall.kernels import Plan
 from weft.runtime.kernels import Kernels
@@ -30,7 +29,7 @@ def compile_combine(shape: Shape, folder: Path, broken: tuple[str, str, str] | N
         right = header.read_text()
         assert right.count(text) == 1, text
         header.write_text(right.replace(text, becomes))
-    entries = "".join(ENTRY.format(name=n, args="CombineArgs", call=c) for n, c in CALLS.items())
+    entries = "".join(entry(name, "CombineArgs", call) for name, call in CALLS.items())
     return build_library(
         root,
         "#include <weft/alltoall/combine.cuh>\n"
@@ -38,12 +37,12 @@ def compile_combine(shape: Shape, folder: Path, broken: tuple[str, str, str] | N
     )
 
 
-class EmulatedCombine:
+class EmulatedCombine(Emulated):
     """The entries of an all-to-all, but for combine, whose kernels run in a given launch shape."""
 
     def __init__(self, library: Path, entries: Kernels) -> None:
-        self._library, self._entries = ctypes.CDLL(str(library)), entries
-        self.plan = Plan(3, 1, 32, 1, 1)
+        super().__init__(library)
+        self._entries, self.plan = entries, Plan(3, 1, 32, 1, 1)
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one operation to its end."""
@@ -51,10 +50,7 @@ class EmulatedCombine:
             return self._entries.run(name, args, tokens)
         p = self.plan
         args.pushers, args.strips = p.pushers, p.strips
-        getattr(self._library, name)(
-            ctypes.byref(args), (ctypes.c_uint32 * 2)(p.workers, p.threads)
-        )
-        return None
+        return self.launch(name, args, p.workers, p.threads)
 
     def close(self) -> None:
         """Give back the others."""

@@ -30,10 +30,7 @@ CASES = {
 def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
     return weft.AllToAll(
         group,
-        max_tokens=16,
-        top_k=case.top_k,
-        num_experts=case.experts,
-        hidden=case.hidden,
+        **case.sizes(16),
         dtype=case.dtype,
         **options,  # type: ignore[arg-type]
     )

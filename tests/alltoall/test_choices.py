@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
-from tests.rounds import Round, bits
+from tests.rounds import Round, bits, settle
 from tests.sending import make, results
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups

@@ -75,10 +75,7 @@ BROKEN = {
 def make(group: weft.Group, case: Round) -> weft.AllToAll:
     return weft.AllToAll(
         group,
-        max_tokens=16,
-        top_k=case.top_k,
-        num_experts=case.experts,
-        hidden=case.hidden,
+        **case.sizes(16),
         dtype=case.dtype,
         combine_dtype="fp8",
         split_phase=True,

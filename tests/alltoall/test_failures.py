@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import weft
@@ -15,12 +13,7 @@ CASE = Round(tokens=(8, 3, 8))
 
 
 def disturbed(group: weft.Group, rounds: int, longest_ns: int) -> None:
-    sizes: dict[str, Any] = {
-        "top_k": CASE.top_k,
-        "num_experts": CASE.experts,
-        "hidden": CASE.hidden,
-    }
-    with weft.AllToAll(group, max_tokens=8, **sizes, _defines=FAULTS) as a2a:
+    with weft.AllToAll(group, **CASE.sizes(8), _defines=FAULTS) as a2a:
         for point in range(DISPATCH_ENTER, BEFORE_READ + 1):
             if group.rank == point % group.size:
                 plan_fault(a2a, point, JITTER, argument=longest_ns)

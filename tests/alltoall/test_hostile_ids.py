@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import bits
+from tests.rounds import bits, settle
 from weft.compat import deep_ep, triton_dist
 from weft.errors import BadExpertId, TokenOverflow
 from weft.lowlatency import reference as meaning
@@ -37,11 +37,6 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randn((TOKENS, HIDDEN), generator=generator).bfloat16()
 
 
-def settle(group: weft.Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> None:
     sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS}
     with weft.LowLatencyAllToAll(group, **sizes, quantize=None, **options) as a2a:  # type: ignore[arg-type]
@@ -52,10 +47,10 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             x = tokens(seeds[group.rank]).to(group.device)
             slot = a2a._slots[number % len(a2a._slots)]
             slot.x.view(torch.uint8).fill_(MARK)
-            settle(group)
+            settle(group.device)
             group.barrier()
             got = a2a.dispatch(x, ids)
-            settle(group)
+            settle(group.device)
             want = meaning.dispatch(
                 [tokens(seed) for seed in seeds],
                 [wild(seed, wide=wide) for seed in seeds],
@@ -72,7 +67,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
                 assert bool((rows[count:].view(torch.uint8) == MARK).all())
                 assert torch.equal(got.source[expert, :count].cpu(), want.source[expert, :count])
             out = a2a.combine(torch.ones_like(got.x), ids, None, got.handle)
-            settle(group)
+            settle(group.device)
             served = (meaning.choices(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
             assert torch.equal(out.cpu().float(), served[:, None].expand(-1, HIDDEN).float())
             with pytest.raises(BadExpertId):
@@ -94,22 +89,22 @@ def repeats(group: weft.Group) -> tuple[str, str]:
     said = []
     with weft.AllToAll(group, **sizes) as a2a:
         received = a2a.dispatch(x, ids)
-        settle(group)
+        settle(group.device)
         mine = received.ids[group.rank, 0].tolist()
         here = [e in a2a.local_experts for e in ids[0].tolist()]
         assert [i >= 0 for i in mine] == here  # both as they stand
         a2a.combine()
-        settle(group)
+        settle(group.device)
         with pytest.raises(BadExpertId) as caught:
             a2a.check()
         said.append(str(caught.value))
     with weft.LowLatencyAllToAll(group, **sizes, quantize=None) as low:
         got = low.dispatch(x, ids)
-        settle(group)
+        settle(group.device)
         counts = dict(zip(low.local_experts, got.counts.tolist(), strict=True))
         assert all(counts.get(e, group.size) == group.size for e in (5, 9, 2))  # once a rank
         out = low.combine(torch.ones_like(got.x), ids, None, got.handle)
-        settle(group)
+        settle(group.device)
         assert out[0].tolist() == [3.0] * HIDDEN
         with pytest.raises(BadExpertId) as caught:
             low.check()
@@ -146,7 +141,7 @@ def other_names(group: weft.Group) -> None:
         rows, _, _, meta = layer.dispatch(x, None, ids)
         y = torch.ones(rows.shape, dtype=x.dtype, device=x.device)
         again = layer.combine(y, ids, ones, meta)
-        settle(group)
+        settle(group.device)
         assert torch.equal(out.cpu().float(), want)
         assert torch.equal(again.cpu().float(), want)
         for each in (buffer, layer):
@@ -178,7 +173,7 @@ def padded_layers(group: weft.Group, mode: str) -> None:
         for count, rows in ((-(2**31), 0), (-1, 0), (TOKENS + 1, TOKENS), (2**31 - 1, TOKENS)):
             number = torch.tensor([count], dtype=torch.int32, device=device)
             out = layer(x, logits, num_tokens=number)
-            settle(group)
+            settle(group.device)
             assert torch.equal(bits(out[:rows]), bits(before[:rows]))
             assert not out[rows:].any()
             if mode == "throughput":
@@ -189,7 +184,7 @@ def padded_layers(group: weft.Group, mode: str) -> None:
         ids, _ = route(config.routing, odd)
         assert bool(((ids >= 0) & (ids < EXPERTS)).all())
         layer(x, odd)
-        settle(group)
+        settle(group.device)
         layer.check()
         assert torch.equal(bits(layer(x, logits)), bits(before))
         group.barrier()

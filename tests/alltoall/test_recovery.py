@@ -6,8 +6,6 @@ the living alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -84,10 +82,9 @@ def go_on(a2a: weft.AllToAll, living: list[int], way: str, rounds: int) -> None:
 
 def die_in_turn(group: weft.Group, folder: str, way: str, points: tuple[int, ...]) -> None:
     options = combining(way) | {"split_phase": True, "_defines": ("WEFT_FAULTS=1",)}
-    sizes: dict[str, Any] = {"max_tokens": TOKENS, "top_k": CASE.top_k, "num_experts": CASE.experts}
     with (
         surviving(group, folder) as survivors,
-        weft.AllToAll(group, hidden=CASE.hidden, **sizes, **options) as a2a,
+        weft.AllToAll(group, **CASE.sizes(TOKENS), **options) as a2a,
     ):
         go_on(a2a, survivors.ranks, way, 4)
         survivors.barrier()

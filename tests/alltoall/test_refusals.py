@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import Round, bits, play
+from tests.rounds import Round, bits, play, settle
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -142,11 +142,6 @@ def bad_ids(group: weft.Group) -> None:
             refused(TokenOverflow, a2a.check, f"is {count}", "0..8")
         play(a2a, case.next(seed=5))
         a2a.check()
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
-from tests.rounds import Round, bits, combining, play
+from tests.rounds import Round, bits, combining, play, settle
 from weft.errors import GeometryMismatch, InvalidArgument
 from weft.grouping.operator import ExpertGroups
 
@@ -18,10 +17,7 @@ TOKENS = 12
 def make(group: weft.Group, case: Round, way: str, **options: object) -> weft.AllToAll:
     return weft.AllToAll(
         group,
-        max_tokens=TOKENS,
-        top_k=case.top_k,
-        num_experts=case.experts,
-        hidden=case.hidden,
+        **case.sizes(TOKENS),
         timeout=600.0,
         **{**combining(way), **options},
     )

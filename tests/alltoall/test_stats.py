@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from tests.rounds import Round, combining, play
+from tests.rounds import Round, combining, play, settle
 from weft.errors import GeometryMismatch, InvalidArgument
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -67,8 +67,7 @@ def told_each_round(group: weft.Group, options: dict[str, Any], split_phase: boo
         with weft.AllToAll(group, stats=count, **sizes) as a2a:
             for round_ in range(9):
                 one_round(a2a, round_, count, split_phase=split_phase and round_ != 4)
-            if group.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(group.device)
             a2a.check()
 
 

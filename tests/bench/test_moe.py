@@ -136,7 +136,7 @@ def _check(group, settings):
 @pytest.mark.parametrize("payload", ["bf16", "fp8"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_real_exchange_passes(ranks, payload, dtype):
-    settings = replace(SIZES, payload=payload, dtype=dtype, max_tokens=303)
+    settings = replace(SIZES, payload=payload, dtype=dtype)
     assert ranks(3, "threads")(_check, settings) == [[None, None]] * 3
 
 
@@ -203,8 +203,8 @@ def test_the_check_catches(ranks, monkeypatch, fault, text):
     monkeypatch.setattr(_Spoilt, "fault", fault)
     monkeypatch.setattr(moe, "AllToAll", _Spoilt)
     quantize = "fp8" if fault == "scales" else None
-    settings = replace(SIZES, tokens=(5,), max_tokens=8, quantize=quantize)
-    ((first,), (second,)) = ranks(2, "threads")(_check, settings)
+    settings = replace(SIZES, tokens=(5, 8), quantize=quantize)
+    ((first, _), (second, _)) = ranks(2, "threads")(_check, settings)
     assert second is not None
     assert second.startswith("rank 1: ")
     assert re.search(text, second), second

@@ -47,7 +47,7 @@ class _Library(Pairs):
     spoil = 0.0
 
     def __init__(self, group, case, most) -> None:
-        super().__init__(group, case)
+        super().__init__(group, case, most)
         self.exchange = weft.AllToAll(group, **case.sizes(most), timeout=30.0)
 
     def dispatch(self) -> None:

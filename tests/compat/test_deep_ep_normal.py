@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.compat.buffers import buffered
-from tests.rounds import bits
+from tests.rounds import bits, settle
 from weft.compat.deep_ep import Buffer, Config
 from weft.compat.row_exchange import RowExchange, RowFetch
 from weft.errors import (
@@ -384,8 +384,7 @@ def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
     same(ids[:14], want.ids[:bound])
     assert handle is not None
     buffer.combine(whole(got), handle)
-    if group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(group.device)
     if group.rank == 0:
         with pytest.raises(TokenOverflow):
             buffer.check()

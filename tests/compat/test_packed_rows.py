@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,16 @@ import torch
 import weft
 from tests.compat.buffers import buffered
 from tests.compat.test_deep_ep_normal import batch, layout, made, on, whole
-from tests.emulator.emulate import build_library, emulated_tree
+from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
 from tests.emulator.watch import watching
-from tests.grouping.emulate_groups import ENTRY
+from tests.grouping.emulate_groups import EmulatedGroups
 from tests.recorded import NVRTC, reads
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
 from weft.compat.row_exchange import RowCombine, RowDispatch, RowFetch
 from weft.errors import TokenOverflow
-from weft.grouping.kernels import COUNTING
-from weft.grouping.operator import RowGroups
 from weft.runtime.kernels import Program
 from weft.shape import Shape
 
@@ -40,26 +37,12 @@ PROGRAMS: dict[str, Program] = {
 
 def compile_emulated(name: str, shape: Shape, folder: Path) -> Path:
     """The shared library of one kernel of one Shape."""
-    entry = ENTRY.format(name=name, args=packed_rows.ENTRIES[name].__name__, call=f"{name}<S>")
+    kernel = entry(name, packed_rows.ENTRIES[name].__name__, f"{name}<S>")
     return build_library(
         emulated_tree(folder),
         "#include <weft/compat/packed_rows.cuh>\n"
-        f"constexpr weft::Shape S = {shape.literal()};\n{entry}",
+        f"constexpr weft::Shape S = {shape.literal()};\n{kernel}",
     )
-
-
-class Emulated:
-    """The entry of one Shape, with `ctas` CTAs of `threads`."""
-
-    def __init__(self, library: Path, ctas: int, threads: int) -> None:
-        self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
-
-    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run the kernel."""
-        getattr(self.library, name)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*self._launch))
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @buffered(timeout=600.0)
@@ -110,28 +93,6 @@ def test_the_kernels_move_what_the_cpu_moves(ranks, tmp_path):
     ranks(3, "threads")(emulated, str(tmp_path))
 
 
-class EmulatedPacking:
-    """Both kernels that pack small rows, gather with `ctas` CTAs of `threads`."""
-
-    def __init__(self, library: Path, rounds: RowGroups, ctas: int, threads: int) -> None:
-        self.library, self._launch = ctypes.CDLL(str(library)), (ctas, threads)
-        shape, packing = rounds._a2a.config.shape, rounds.config
-        self._tiles = packing.tiles(shape)
-        entries = (shape.ranks, shape.tokens, shape.top_k)
-        self._within = torch.zeros(entries, dtype=torch.int32)
-        self._before = torch.zeros((self._tiles, packing.groups), dtype=torch.int32)
-
-    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run the two kernels of a gather."""
-        assert name == "gather"
-        args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
-        for kernel, shape in (("group", (self._tiles, COUNTING)), ("gather", self._launch)):
-            getattr(self.library, kernel)(ctypes.byref(args), (ctypes.c_uint32 * 2)(*shape))
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 @buffered(timeout=600.0)
 def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
@@ -162,7 +123,7 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     (exchange,) = made(buffer, RowDispatch)
     rounds, library = exchange._packed, Path(folder) / "kernels.so"
     if group.rank == 0:
-        entries = [ENTRY.format(name=n, args="GroupArgs", call=f"{n}<S, G>") for n in GATHER]
+        entries = [entry(name, "GroupArgs", f"{name}<S, G>") for name in GATHER]
         library = build_library(
             emulated_tree(Path(folder)),
             "#include <weft/grouping/rows.cuh>\n"
@@ -172,7 +133,7 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     group.barrier()
     own = rounds._kernels
     for ctas, threads in ((1, 32), (3, 96)):
-        rounds._kernels = EmulatedPacking(library, rounds, ctas, threads)
+        rounds._kernels = EmulatedGroups(library, rounds, ctas, threads)
         for value, want in zip(calls(), wanted, strict=True):
             assert torch.equal(bits(value), bits(want))
     rounds._kernels = own

@@ -71,17 +71,30 @@ def compile_emulated(reduction: ReduceConfig, folder: Path, *, defines: Sequence
     """The shared library of all kernels of a ReduceConfig."""
     root = emulated_tree(folder)
     entries = "".join(
-        'extern "C" __attribute__((visibility("default"))) '
-        f"void {name}{end}(const weft::ReduceArgs* a, const unsigned* shape) {{ "
-        "emulated::launch(emulated::seen_from(a->site, R.ranks, "
-        "{shape[0], 1, shape[1], shape[2]}), [a] { "
-        f"weft::{kernel.call.format(moe=moe)}(*a); }}); }}\n"
+        entry(f"{name}{end}", "ReduceArgs", kernel.call.format(moe=moe), ranks="R.ranks")
         for name, kernel in KERNELS.items()
         for end, moe in (("", "false"), (MOE, "true"))
     )
     includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
     constants = f"constexpr weft::Reduction R = {reduction.literal()};\n"
     return build_library(root, includes + constants + entries, defines=defines)
+
+
+def entry(
+    name: str, args: str, call: str, *, ranks: str | None = "S.ranks", before: str = ""
+) -> str:
+    """A kernel as a function of a library, for `Emulated.launch`.
+
+    ranks: how many have a share, in C++; None for a kernel without a heap.   before: statements.
+    """
+    grid = "emulated::Grid{grid[0], grid[1], grid[2], grid[3]}"
+    if ranks is not None:
+        grid = f"emulated::seen_from(a->site, {ranks}, {grid})"
+    return (
+        f'extern "C" __attribute__((visibility("default"))) void {name}(const weft::{args}* a, '
+        f"const unsigned* grid) {{ {before}emulated::launch({grid}, "
+        f"[a] {{ weft::{call}(*a); }}); }}\n"
+    )
 
 
 def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
@@ -128,25 +141,50 @@ def _compile(arguments: Sequence[str]) -> None:
     assert done.returncode == 0, done.stderr[:4000]
 
 
-class EmulatedEntries:
+class Emulated:
+    """Entries that run the kernels of a library, each with `ctas` CTAs of `threads`."""
+
+    def __init__(self, library: Path, ctas: int = 1, threads: int = 32) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self._ctas, self._threads = ctas, threads
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation to its end."""
+        self.launch(name, args, self._ctas, self._threads)
+
+    def launch(
+        self,
+        name: str,
+        args: ctypes.Structure,
+        ctas: int,
+        threads: int,
+        *,
+        chunks: int = 1,
+        cluster: int = 1,
+    ) -> None:
+        """Run one kernel to its end, on ctas x chunks CTAs."""
+        grid = (ctypes.c_uint32 * 4)(ctas, chunks, threads, cluster)
+        getattr(self.library, name)(ctypes.byref(args), grid)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class EmulatedEntries(Emulated):
     """Entries that run kernels in given launch shapes, by backend and tokens.
 
     forms: kernels that stand for a backend's own.
     """
 
     def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
+        super().__init__(library)
         self.plans: dict[tuple[str, int], ReducePlan] = {}
         self.forms: dict[str, str] = {}
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run one all-reduce to its end."""
         backend = name.removesuffix(MOE)
-        entry = self.forms.get(backend, backend) + name.removeprefix(backend)
+        kernel = self.forms.get(backend, backend) + name.removeprefix(backend)
         p = self.plans[backend, tokens]
         args.pushers = p.pushers
-        shape = (ctypes.c_uint32 * 3)(p.ctas, p.threads, p.cluster)
-        getattr(self.library, entry)(ctypes.byref(args), shape)
-
-    def close(self) -> None:
-        """Nothing is held."""
+        self.launch(kernel, args, p.ctas, p.threads, cluster=p.cluster)

@@ -192,9 +192,5 @@ inline void launch(const Grid& grid, const std::function<void()>& kernel) {
     for (std::thread& thread : running) thread.join();
     if (watched) memory.end(grid.owner, ctas * grid.threads);
 }
-inline void launch(unsigned ctas, unsigned threads, unsigned neighbours,
-                   const std::function<void()>& kernel) {
-    launch({ctas, 1, threads, neighbours}, kernel);
-}
 
 }  // namespace emulated

@@ -39,12 +39,7 @@ pytestmark = reads("tests/emulator/*.hpp")
 RANKS, LIVING = 72, (1, 34, 70)
 WIDE = ("WEFT_WIDE=1",)
 CASE = Round(tokens=(3, 8) * 36, top_k=6, experts=83, hidden=256, add=True)
-SIZES: dict[str, Any] = {
-    "max_tokens": 8,
-    "top_k": CASE.top_k,
-    "num_experts": CASE.experts,
-    "hidden": CASE.hidden,
-}
+SIZES = CASE.sizes(8)
 PATIENT: dict[str, Any] = {"timeout": 300.0, "first_timeout": 300.0}
 WAYS = ("push", "fp8")
 MODES = (

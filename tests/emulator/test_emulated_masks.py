@@ -36,12 +36,7 @@ from weft.lowlatency.config import LowLatencyConfig
 pytestmark = reads("tests/emulator/*.hpp")
 ORDER = (2, 0)  # the ranks die in this order
 WAYS = ("pull", "push", "fp8")
-SIZES: dict[str, Any] = {
-    "max_tokens": TOKENS,
-    "top_k": CASE.top_k,
-    "num_experts": CASE.experts,
-    "hidden": CASE.hidden,
-}
+SIZES = CASE.sizes(TOKENS)
 
 
 def kill_in_turn(survivors: Survivors, operator: Any, rounds: Callable[[int, bool], None]) -> None:

@@ -29,10 +29,7 @@ def rows_return(group: weft.Group) -> int:
     for way, sent in WAYS:
         with weft.AllToAll(
             group,
-            max_tokens=16,
-            top_k=CASE.top_k,
-            num_experts=CASE.experts,
-            hidden=CASE.hidden,
+            **CASE.sizes(16),
             **combining(way),
             split_phase=True,
             timeout=200.0,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import weft
-from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same, settle
-from tests.rounds import Round
+from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.rounds import Round, settle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
@@ -69,11 +69,11 @@ def replayed(group: weft.Group) -> None:
         wanted, traced = body(x), compiled(body, CAPTURED)
         for _ in range(3):  # compiled and warmed up, captured, replayed
             same(traced(x), wanted)
-        settle(group)
+        settle(group.device)
         host, device = a2a._round, a2a.history()[-1].epoch
         for _ in range(5):
             same(traced(x), wanted)
-        settle(group)
+        settle(group.device)
         assert a2a._round == host
         assert a2a.history()[-1].epoch == device + 5
         same(body(x), wanted)

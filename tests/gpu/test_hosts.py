@@ -39,8 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def made(group: weft.Group, case: Round, **options: Any) -> weft.AllToAll:
-    sizes: dict[str, Any] = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
-    return weft.AllToAll(group, hidden=case.hidden, dtype=case.dtype, **sizes | options)
+    return weft.AllToAll(group, dtype=case.dtype, **case.sizes(8) | options)
 
 
 def rounds(group: weft.Group) -> None:
@@ -54,8 +53,7 @@ def rounds(group: weft.Group) -> None:
             torch.cuda.synchronize()
             a2a.check()
     for number, way in enumerate(WAYS.values()):
-        sizes: dict[str, Any] = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
-        with weft.LowLatencyAllToAll(group, hidden=256, **sizes, **way) as low:
+        with weft.LowLatencyAllToAll(group, **case.sizes(8), **way) as low:
             for seed in range(2):
                 each = case.next(seed=10 * number + seed)
                 combined(low, sent(low, each, way), each, way)

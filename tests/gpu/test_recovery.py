@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import weft
+from tests import operators
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import Survivors, dropped, run_survivors, surviving
@@ -30,24 +31,17 @@ RANKS, ORDER = 4, (2, 0)  # the ranks die in this order
 TOKENS, TOP_K, NUM_EXPERTS, HIDDEN = 24, 4, 16, 512
 CALLS = 4  # of a graph
 LIMITS: dict[str, Any] = {"timeout": 60.0, "first_timeout": 60.0}
-SIZES: dict[str, Any] = {
-    "max_tokens": TOKENS,
-    "top_k": TOP_K,
-    "num_experts": NUM_EXPERTS,
-    "hidden": HIDDEN,
-}
-OPENERS: dict[str, Callable[[weft.Group], Any]] = {
-    "pull": lambda group: weft.AllToAll(group, **SIZES, **LIMITS),
-    "push": lambda group: weft.AllToAll(group, combine="push", **SIZES, **LIMITS),
-    "fp8": lambda group: weft.AllToAll(group, combine_dtype="fp8", **SIZES, **LIMITS),
-    "receiver": lambda group: weft.LowLatencyAllToAll(group, quantize=None, **SIZES, **LIMITS),
-    "sender": lambda group: weft.LowLatencyAllToAll(
-        group, quantize=None, reduce="sender", **SIZES, **LIMITS
-    ),
-    "oneshot": lambda group: weft.AllReduce(
-        group, max_tokens=TOKENS, hidden=HIDDEN, missing="drop", **LIMITS
-    ),
-}
+KINDS = ("pull", "push", "fp8", "receiver", "sender", "oneshot")
+
+
+def opened(group: weft.Group, kind: str) -> Any:
+    """An operator of tests/operators.py, in the sizes of here."""
+    sizes: dict[str, Any] = {"max_tokens": TOKENS, "hidden": HIDDEN, **LIMITS}
+    if kind == "oneshot":
+        sizes |= {"missing": "drop"}
+    else:
+        sizes |= {"top_k": TOP_K, "num_experts": NUM_EXPERTS}
+    return operators.KINDS[kind].open(group, **sizes).made
 
 
 class Captured:
@@ -143,7 +137,7 @@ def until_it_raises(replay: Callable[[], None]) -> None:
 
 
 def graphs(group: weft.Group, folder: str, kind: str) -> None:
-    with surviving(group, folder) as survivors, OPENERS[kind](group) as made:
+    with surviving(group, folder) as survivors, opened(group, kind) as made:
         captured = Captured(kind, made)
 
         def replay() -> None:
@@ -171,7 +165,7 @@ def graphs(group: weft.Group, folder: str, kind: str) -> None:
         survivors.barrier()
 
 
-@pytest.mark.parametrize("kind", OPENERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_same_graph_is_right_among_the_living(ranks, tmp_path, kind):
     run_survivors(
         lambda: ranks(RANKS, "cuda")(graphs, str(tmp_path), kind), tmp_path, living=[1, 3]

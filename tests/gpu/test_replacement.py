@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from tests.gpu.test_recovery import OPENERS, RANKS, Captured, until_it_raises
+from tests.gpu.test_recovery import KINDS, RANKS, Captured, opened, until_it_raises
 from tests.memory.test_replacement import start
 from weft.errors import GroupError
 
@@ -25,7 +25,7 @@ def newcomer(address: str, rank: int, kind: str) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     group = weft.Group.join(address, rank=rank, size=RANKS, device=device, timeout=SECONDS)
-    made = OPENERS[kind](group)
+    made = opened(group, kind)
     group.enter(timeout=SECONDS)
     captured = Captured(kind, made)
     captured.check(3, list(range(RANKS)))
@@ -33,7 +33,7 @@ def newcomer(address: str, rank: int, kind: str) -> None:
 
 
 def survive(group: weft.Group, kind: str) -> dict[str, float] | None:
-    captured = Captured(kind, OPENERS[kind](group))
+    captured = Captured(kind, opened(group, kind))
     captured.check(1, list(range(RANKS)))
     group.barrier()
     if group.rank == VICTIM:
@@ -65,7 +65,7 @@ def survive(group: weft.Group, kind: str) -> dict[str, float] | None:
     return {"recover": found.seconds, "replace": took}
 
 
-@pytest.mark.parametrize("kind", list(OPENERS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_same_graph_is_right_with_a_replacement(kind: str) -> None:
     results = weft.launch(
         survive, kind, ranks=RANKS, device="cuda", tolerate_deaths=True, timeout=250.0

@@ -9,7 +9,8 @@ import torch
 
 import weft
 from tests.allreduce.test_allreduce import expert_rows
-from tests.sums import Sum, play, quants, same, settle
+from tests.rounds import settle
+from tests.sums import Sum, play, quants, same
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def exact(group: weft.Group, hidden: int) -> list[str]:
             made = [expert_rows(case, rank, group.device) for rank in range(group.size)]
             xs = [weft.reference.finalize_moe(m) for m in made]
             got = ar.fused(prologue=made[group.rank], backend="oneshot")
-            settle(group)
+            settle(group.device)
             ar.check()
             same(got, weft.reference.allreduce_fused(xs))
         rows = [[case.rows(rank, group.device) for rank in range(group.size)] for case in cases]
@@ -35,7 +36,7 @@ def exact(group: weft.Group, hidden: int) -> list[str]:
             found = [ar.fused(xs[group.rank], backend="oneshot") for xs in rows]
         for _ in range(20):
             graph.replay()
-        settle(group)
+        settle(group.device)
         ar.check()
         for got, xs in zip(found, rows, strict=True):
             same(got, weft.reference.allreduce_fused(xs))

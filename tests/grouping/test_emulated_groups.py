@@ -52,10 +52,8 @@ class Mixed:
         self._entries, self._groups = entries, groups
 
     def run(self, name: str, args: Structure, tokens: int) -> None:
-        if name == "combine_receive":
-            self._groups.combine_receive(args)  # type: ignore[arg-type]
-        else:
-            self._entries.run(name, args, tokens)
+        entries = self._groups if name == "combine_receive" else self._entries
+        entries.run(name, args, tokens)
 
     def close(self) -> None:
         self._entries.close()

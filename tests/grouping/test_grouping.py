@@ -15,9 +15,9 @@ from tests.groups import (
     fill,
     make,
     random_ids,
-    settle,
 )
 from tests.headers import Header
+from tests.rounds import settle
 from weft.grouping.operator import ExpertGroups, Grouped
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import weft
-from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids, settle
-from tests.rounds import Round, bits
+from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids
+from tests.rounds import Round, bits, settle
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 

@@ -9,9 +9,9 @@ import torch
 
 import weft
 from tests.faults import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
-from tests.groups import random_ids, settle
+from tests.groups import random_ids
 from tests.patience import hurry
-from tests.rounds import Round, bits, combining
+from tests.rounds import Round, bits, combining, settle
 from tests.sending import make, results, round_trip, scattered, sent, stored_at_owners
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.grouping.operator import ExpertGroups

@@ -38,9 +38,7 @@ class Case:
 
 
 def made(group: weft.Group, case: Round, **options: Any) -> weft.AllToAll:
-    sizes: dict[str, Any] = {"max_tokens": TOKENS, "top_k": case.top_k, "dtype": case.dtype}
-    sizes |= {"num_experts": case.experts, "hidden": case.hidden}
-    return weft.AllToAll(group, **sizes | options)
+    return weft.AllToAll(group, **{"dtype": case.dtype} | case.sizes(TOKENS) | options)
 
 
 def rounds(group: weft.Group, *cases: Case) -> None:

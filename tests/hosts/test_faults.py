@@ -26,8 +26,7 @@ def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
     """Rounds, each checked to the byte, until one raises, or to the last."""
     case = Round(tokens=tuple((3 * r + 1) % 9 for r in range(group.size)), add=True)
     mark, at = folder / f"{group.rank}.mark", 0
-    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
-    with weft.AllToAll(group, hidden=case.hidden, timeout=TIMEOUT, **sizes) as a2a:  # type: ignore[arg-type]
+    with weft.AllToAll(group, timeout=TIMEOUT, **case.sizes(8)) as a2a:
         try:
             for at in range(last):  # noqa: B007
                 play(a2a, case.next(seed=at))

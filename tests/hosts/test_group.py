@@ -45,11 +45,10 @@ def test_an_all_reduce_is_of_one_host(ranks):
 def fails_on_one_host(group: weft.Group) -> None:
     """What one host cannot make, no host has; the next one is made as if nothing had been."""
     case = Round(tokens=(5, 0, 8, 2))
-    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
     options = {"num_sms": 3} if group.rank == 2 else {}
     with pytest.raises(CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"):
-        weft.AllToAll(group, hidden=case.hidden, **sizes, **options)  # type: ignore[arg-type]
-    with weft.AllToAll(group, hidden=case.hidden, **sizes) as a2a:  # type: ignore[arg-type]
+        weft.AllToAll(group, **case.sizes(8), **options)  # type: ignore[arg-type]
+    with weft.AllToAll(group, **case.sizes(8)) as a2a:
         play(a2a, case)
         members = [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
         assert members == []
@@ -64,9 +63,8 @@ def test_an_operator_is_made_on_all_hosts_or_on_none(ranks):
 def other_rows(group: weft.Group) -> str:
     """One host's ranks make a call with other rows than the other's."""
     case = Round(tokens=(2, 2))
-    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts, "hidden": 64}
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with weft.AllToAll(group, timeout=1.0, first_timeout=1.0, **sizes) as a2a:  # type: ignore[arg-type]
+    with weft.AllToAll(group, timeout=1.0, first_timeout=1.0, **case.sizes(8)) as a2a:
         with pytest.raises(RailFailed) as told:
             a2a.dispatch(x, ids, weights, rows=4 + group.host)
         with pytest.raises(RailFailed):
@@ -82,8 +80,7 @@ def test_unequal_rows_are_an_error_in_time(ranks):
 def aborted(group: weft.Group) -> tuple[str, str, float]:
     """Rank 0 asks all to stop while they wait for it."""
     case = Round(tokens=(2, 2, 2, 2))
-    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts, "hidden": 64}
-    with weft.AllToAll(group, timeout=60.0, **sizes) as a2a:  # type: ignore[arg-type]
+    with weft.AllToAll(group, timeout=60.0, **case.sizes(8)) as a2a:
         play(a2a, case)
         group.barrier()
         began = time.monotonic()
@@ -107,8 +104,7 @@ def test_an_abort_reaches_ranks_of_other_hosts_at_once(ranks):
 def one_round(group: weft.Group) -> int:
     """A round, and how many process groups torch has."""
     case = Round(tokens=(5, 0, 8, 2))
-    sizes = {"max_tokens": 8, "top_k": case.top_k, "num_experts": case.experts}
-    with weft.AllToAll(group, hidden=case.hidden, **sizes) as a2a:  # type: ignore[arg-type]
+    with weft.AllToAll(group, **case.sizes(8)) as a2a:
         play(a2a, case)
     return len(dist.distributed_c10d._world.pg_names)
 

@@ -42,10 +42,7 @@ MODES = {
 def shape_of(mode: Mode, case: Round, most: int) -> LowLatencyConfig:
     return LowLatencyConfig.of(
         ranks=len(case.tokens),
-        max_tokens=most,
-        hidden=case.hidden,
-        top_k=case.top_k,
-        num_experts=case.experts,
+        **case.sizes(most),
         dtype=case.dtype,
         quantize=mode.quantize,
         group_size=mode.group_size,

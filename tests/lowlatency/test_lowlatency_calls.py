@@ -9,7 +9,7 @@ import torch
 
 import weft
 from tests.lowlatency_rounds import Mode, expert_results
-from tests.rounds import Round
+from tests.rounds import Round, settle
 from weft.errors import (
     BadExpertId,
     GeometryMismatch,
@@ -193,8 +193,7 @@ def crossed(group: weft.Group, split_phase: bool) -> str:
                 a2a.combine_send(y, ids, weights, got.handle)[1]()
             else:
                 a2a.combine(y, ids, weights, got.handle)
-            if group.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(group.device)
             a2a.check()
         except GeometryMismatch as error:
             return str(error)
@@ -220,8 +219,7 @@ def uncounted(group: weft.Group) -> None:
         a2a._number -= group.rank
         got = a2a.dispatch(x, ids, weights)
         again = a2a.combine(expert_results(a2a, got), ids, weights, got.handle)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(group.device)
         a2a.check()
         assert torch.equal(again, wanted)
 
@@ -246,8 +244,7 @@ def bad_ids(group: weft.Group) -> list[str]:
             got = a2a.dispatch(x, mixed, weights)
             y = torch.ones_like(got.x, dtype=x.dtype)
             out = a2a.combine(y, mixed, None, got.handle)
-            if group.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(group.device)
             with pytest.raises(BadExpertId, match=text) as caught:
                 a2a.check()
             said.append(str(caught.value))

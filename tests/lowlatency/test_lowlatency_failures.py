@@ -19,7 +19,7 @@ from tests.faults import (
 )
 from tests.lowlatency_rounds import Mode, play
 from tests.patience import hurry
-from tests.rounds import Round
+from tests.rounds import Round, settle
 from weft.errors import GroupError
 from weft.lowlatency.operator import LowLatencyAllToAll
 
@@ -36,8 +36,7 @@ def one_round(a2a: LowLatencyAllToAll) -> None:
     x, ids, weights, _ = CASE.of(a2a.rank, a2a.group.device)
     got = a2a.dispatch(x, ids, weights)
     a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
-    if a2a.group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(a2a.group.device)
     a2a.check()
 
 

@@ -13,7 +13,7 @@ import weft
 from tests.headers import HEADER_BYTES
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, store_at_owners
-from tests.rounds import Round
+from tests.rounds import Round, settle
 from weft.errors import PeerTimeout
 from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -58,8 +58,7 @@ def forge_dispatch(
     words(a2a, layout.tokens, 2)[1] = tag | tokens
     words(a2a, flags, 2)[1] += 1  # dispatch_begun
     words(a2a, flags + 2 * LINE, 2)[1] += 1  # combined
-    if a2a.group.device.type == "cuda":
-        torch.cuda.synchronize()
+    settle(a2a.group.device)
 
 
 def lied_to(group: weft.Group, lie: dict[str, int]) -> None:
@@ -82,8 +81,7 @@ def lied_to_in(group: weft.Group, mode: Mode, lie: dict[str, int]) -> None:
         if group.rank == 0:
             nobody = torch.full_like(ids, -1)
             got = a2a.dispatch(x, nobody, weights)
-            if group.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(group.device)
             a2a.check()
             check_bounds(a2a, got)
             if "choice" in lie:  # a row that is refused is taken out all the same
@@ -145,15 +143,13 @@ def withheld(group: weft.Group, what: str, library: str = "") -> str:
                 rows_out(a2a)[-1:] = -1
             else:
                 words(a2a, layout.choices, shape.rows * shape.top_k)[-2:-1] = -1
-            if group.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(group.device)
         group.barrier()
         said = ""
         if group.rank == 0:
             try:
                 a2a.dispatch(x, torch.full_like(ids, -1), weights)
-                if group.device.type == "cuda":
-                    torch.cuda.synchronize()
+                settle(group.device)
                 a2a.check()
             except PeerTimeout as error:
                 said = str(error)

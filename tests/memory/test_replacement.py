@@ -351,10 +351,7 @@ class Operators:
         self.group = group
         self.exchange = weft.AllToAll(
             group,
-            max_tokens=8,
-            top_k=ROUND.top_k,
-            num_experts=ROUND.experts,
-            hidden=ROUND.hidden,
+            **ROUND.sizes(8),
             **times,
         )
         self.layer = LAYER.open(group, missing="drop", **times)

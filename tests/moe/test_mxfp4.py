@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
 from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, widened
+from tests.rounds import settle
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
 from weft.gemm import quantize_mxfp4, unpack_mxfp4

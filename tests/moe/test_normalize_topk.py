@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.emulator.emulate import build_library, emulated_tree
+from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.recorded import reads
 from weft.errors import InvalidArgument
 from weft.moe import Replicas, Routed, normalize_topk
@@ -88,13 +87,10 @@ def test_on_a_gpu():
 
 @reads("tests/emulator/*.hpp")
 def test_the_kernel_on_a_cpu(tmp_path):
-    text = (
-        "#include <weft/moe/normalize_topk.cuh>\n"
-        'extern "C" __attribute__((visibility("default"))) '
-        "void normalize_topk(const weft::NormalizeArgs* a, unsigned ctas) { "
-        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::normalize_topk(*a); }}); }}\n"
+    text = "#include <weft/moe/normalize_topk.cuh>\n" + entry(
+        "normalize", "NormalizeArgs", "normalize_topk", ranks=None
     )
-    library = ctypes.CDLL(str(build_library(emulated_tree(tmp_path), text)))
+    kernels = Emulated(build_library(emulated_tree(tmp_path), text))
 
     def run(ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> Routed:
         found = torch.full(ids.shape, -77, dtype=torch.int32)
@@ -118,7 +114,7 @@ def test_the_kernel_on_a_cpu(tmp_path):
             **{name: 0 if t is None else t.data_ptr() for name, t in tensors.items()},
         )
         if args.entries:
-            library.normalize_topk(ctypes.byref(args), -(-args.entries // THREADS))
+            kernels.launch("normalize", args, -(-args.entries // THREADS), THREADS)
         return Routed(found, out)
 
     hold(run, "cpu")

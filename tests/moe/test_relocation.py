@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import weft
-from tests.groups import settle
 from tests.moe.layers import CONFIGS, EXPERTS, Case, bound
-from tests.rounds import bits
+from tests.rounds import bits, settle
 from weft.errors import (
     Aborted,
     CreationFailed,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
-from tests.emulator.emulate import build_library, emulated_tree
+from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.moe.routed import RULES, hold_to_torch
 from tests.recorded import reads
 from weft.moe import Routed, Routing
@@ -21,22 +19,20 @@ ROWS = 9  # two CTAs and a quarter
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     """One function for each rule."""
     root = emulated_tree(tmp_path_factory.mktemp("route"))
     entries = "".join(
-        'extern "C" __attribute__((visibility("default"))) '
-        f"void route_{i}(const weft::RouteArgs* a, unsigned ctas) {{ "
-        f"emulated::launch(ctas, {THREADS}, 1, [a] {{ weft::route<{rule.literal()}>(*a); }}); }}\n"
+        entry(f"route_{i}", "RouteArgs", f"route<{rule.literal()}>", ranks=None)
         for i, rule in enumerate(RULES.values())
     )
     text = f"#include <weft/moe/route.cuh>\n{entries}"
-    return ctypes.CDLL(str(build_library(root, text)))
+    return Emulated(build_library(root, text))
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_it_chooses_and_weighs_as_torch(kernels, name):
-    entry = getattr(kernels, f"route_{list(RULES).index(name)}")
+    kernel = f"route_{list(RULES).index(name)}"
 
     def run(
         routing: Routing,
@@ -47,7 +43,7 @@ def test_it_chooses_and_weighs_as_torch(kernels, name):
         ids = torch.full((len(logits), routing.top_k), -77, dtype=torch.int32)
         weights = torch.full(ids.shape, -77.0)
         args = route_args(logits, correction, num_tokens, routing.scale, ids, weights)
-        entry(ctypes.byref(args), -(-len(logits) // TOKENS))
+        kernels.launch(kernel, args, -(-len(logits) // TOKENS), THREADS)
         return Routed(ids, weights)
 
     hold_to_torch(run, RULES[name], ROWS, "cpu")

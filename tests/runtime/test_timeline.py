@@ -7,12 +7,11 @@ import time
 from statistics import median
 
 import pytest
-import torch
 
 import weft
 from tests.headers import HEADER_BYTES, Header, Timeline
 from tests.patience import hurry
-from tests.rounds import Round, combining
+from tests.rounds import Round, combining, settle
 from weft.errors import PeerTimeout
 from weft.memory.header import RING_TIMELINES
 from weft.runtime.timeline import DEFINE, Span, read_timeline
@@ -26,10 +25,7 @@ LATE = 0.005  # seconds
 def make(group: weft.Group, *defines: str, **options: object) -> weft.AllToAll:
     return weft.AllToAll(
         group,
-        max_tokens=8,
-        top_k=CASE.top_k,
-        num_experts=CASE.experts,
-        hidden=CASE.hidden,
+        **CASE.sizes(8),
         _defines=defines,
         **options,  # type: ignore[arg-type]
     )
@@ -43,8 +39,7 @@ def run(a2a: weft.AllToAll, rounds: int, *, late_rank: int | None = None) -> Non
             time.sleep(LATE)
         a2a.dispatch(x, ids, weights)
         a2a.combine()
-        if a2a.group.device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(a2a.group.device)
     a2a.check()
 
 

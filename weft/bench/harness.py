@@ -192,19 +192,11 @@ class Case:
 class RowsCase(Case):
     """A case of an operator that moves rows.
 
-    hidden, dtype: of a row.   max_tokens: capacity of the operator; None: the largest size.
+    hidden, dtype: of a row.
     """
 
     hidden: int = 7168
     dtype: str = "bf16"
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        Case.__post_init__(self)
-        if self.max_tokens is not None and max(self.tokens) > self.max_tokens:
-            raise InvalidArgument(
-                f"{max(self.tokens)} tokens do not fit max_tokens={self.max_tokens}; raise it"
-            )
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -213,8 +205,8 @@ class RowsCase(Case):
 
     @property
     def capacity(self) -> int:
-        """Most tokens of one rank that the operator is built for."""
-        return self.max_tokens or max(self.tokens)
+        """Most tokens of one rank: the operator has room for the largest size."""
+        return max(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,8 @@ class Pairs:
 
     tolerance = 2.0**-6
 
-    def __init__(self, group: Group, case: MoECase) -> None:
-        self.group, self.case = group, case
+    def __init__(self, group: Group, case: MoECase, most: int) -> None:
+        self.group, self.case, self.most = group, case, most
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
         """One size: the pair, and one round against the reference."""
@@ -200,7 +200,7 @@ class FlashInfer(Pairs):
     """
 
     def __init__(self, group: Group, case: MoECase, most: int) -> None:
-        super().__init__(group, case)
+        super().__init__(group, case, most)
         memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
         mapping: Any = importlib.import_module("flashinfer.comm.mapping")
         alltoall: Any = importlib.import_module("flashinfer.comm.trtllm_moe_alltoall")
@@ -253,10 +253,6 @@ class Collective(Pairs):
     It moves its capacity in every call, so it is made anew for each size.
     """
 
-    def __init__(self, group: Group, case: MoECase, most: int) -> None:
-        super().__init__(group, case)
-        self.exchange = Gathered(group, **case.sizes(most))
-
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
         self.exchange = Gathered(self.group, **self.case.sizes(tokens))
         return super().bind(tokens)
@@ -281,7 +277,7 @@ class DeepEP(Pairs):
     """
 
     def __init__(self, group: Group, case: MoECase, most: int) -> None:
-        super().__init__(group, case)
+        super().__init__(group, case, most)
         library: Any = importlib.import_module("deep_ep")
         self.most = -(-most // 4) * 4  # ranks x most must be a multiple of four
         self.fp8 = case.payload == "fp8"
@@ -330,7 +326,7 @@ class Reduces:
 
     tolerance = 2.0**-5  # of the largest number: they may round after every add
 
-    def __init__(self, group: Group, case: ReduceCase) -> None:
+    def __init__(self, group: Group, case: ReduceCase, most: int) -> None:
         self.group, self.case, self.norm = group, case, case.epilogue != "none"
         self.process_group = group.process_group()
 
@@ -367,9 +363,6 @@ class Reduces:
 class TorchReduce(Reduces):
     """torch.distributed's all_reduce (NCCL on GPUs, gloo on CPUs)."""
 
-    def __init__(self, group: Group, case: ReduceCase, most: int) -> None:
-        super().__init__(group, case)
-
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
         """Bind one size. It sums in place, so every call but the first sums sums."""
         x = rows.x.clone()
@@ -385,7 +378,7 @@ class SymmetricReduce(Reduces):
     """torch's symmetric memory, one-shot or two-shot. In place, as above."""
 
     def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
-        super().__init__(group, case)
+        super().__init__(group, case, most)
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self.one_shot = one_shot
         shape = (most, case.hidden)
@@ -406,7 +399,7 @@ class FlashInferReduce(Reduces):
     """`flashinfer.comm.allreduce_fusion` with backend="trtllm", one-shot or two-shot."""
 
     def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
-        super().__init__(group, case)
+        super().__init__(group, case, most)
         self.comm: Any = importlib.import_module("flashinfer.comm")
         memory: Any = importlib.import_module("flashinfer.comm.mnnvl")
         self.one_shot = one_shot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from weft.bench import allreduce, layer, lowlatency, moe, rivals
 from weft.bench.harness import DTYPES, Case, run
-from weft.bench.plot import plot
+from weft.bench.plot import matplotlib_pyplot, plot
 from weft.bench.report import STDOUT, as_json, print_report, rows_of, write_json
 from weft.bench.routing import ROUTINGS
 from weft.bench.trace import trace
@@ -37,7 +36,6 @@ Model = Annotated[str, choice(tuple(MODELS), "whose sizes; options given beside 
 Hidden = Annotated[int | None, typer.Option(help="elements of a row [the model's]")]
 TopK = Annotated[int | None, typer.Option(help="experts per token [the model's]")]
 Experts = Annotated[int | None, typer.Option(min=1, help="experts on all ranks [the model's]")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="capacity; default: what fits")]
 Dtype = Annotated[str, choice(tuple(DTYPES), "of rows that come back")]
 CombineDtype = Annotated[str | None, choice(("fp8",), "of rows on their way back")]
 Quantize = Annotated[str | None, choice(("fp8", "mxfp8"), "dispatch quantises its rows")]
@@ -66,7 +64,6 @@ def bench_moe(
     hidden: Hidden = None,
     top_k: TopK = None,
     experts: Experts = None,
-    max_tokens: MaxTokens = None,
     dtype: Dtype = "bf16",
     routing: Routing = "uniform",
     payload: Annotated[str, choice(("bf16", "fp8"), "rows of --dtype, or fp8 and scales")] = "bf16",
@@ -100,7 +97,6 @@ def bench_lowlatency(
     hidden: Hidden = None,
     top_k: TopK = None,
     experts: Experts = None,
-    max_tokens: MaxTokens = None,
     dtype: Dtype = "bf16",
     routing: Routing = "perfect",
     quantize: Annotated[str, choice(("none", "fp8"), "rows out")] = "fp8",
@@ -131,7 +127,6 @@ def bench_allreduce(
     *,
     tokens: Tokens = "1,8,64",
     hidden: Annotated[int, typer.Option(help="elements of a row")] = 7168,
-    max_tokens: MaxTokens = None,
     dtype: Dtype = "bf16",
     backend: Annotated[str, choice(allreduce.BACKENDS, "backends", several=True)] = "auto",
     epilogue: Annotated[str, choice(tuple(allreduce.EPILOGUES), "what follows the sum")] = "norm",
@@ -148,7 +143,7 @@ def bench_allreduce(
 ) -> None:
     """Time the fused all-reduce, after checking every bit of it."""
     given = locals()
-    options = _of(given, "hidden", "max_tokens", "dtype", "epilogue")
+    options = _of(given, "hidden", "dtype", "epilogue")
     case = allreduce.ReduceCase(**_settings(given), **options, backends=words(backend))
     _run(case, given, rivals.REDUCES if peers else ())
 
@@ -217,7 +212,7 @@ def _pairs(given: dict[str, Any]) -> dict[str, Any]:
     sizes = {"hidden": config.hidden, "top_k": config.routing.top_k}
     sizes["experts"] = config.routing.num_experts
     sizes = {name: size if given[name] is None else given[name] for name, size in sizes.items()}
-    names = ("model", "max_tokens", "dtype", "combine_dtype", "num_sms")
+    names = ("model", "dtype", "combine_dtype", "num_sms")
     return {**_settings(given), **sizes, **_of(given, *names)}
 
 
@@ -278,10 +273,8 @@ def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | Non
         raise InvalidArgument(
             f"--plot is {picture}; its suffix chooses the format: .png, .svg, .pdf"
         )
-    if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidArgument(
-            "--plot needs matplotlib, which is not installed: pip install 'weft[plot]'"
-        )
+    if picture is not None:
+        matplotlib_pyplot()
 
 
 def _stop_at(problem: str | None) -> None:
