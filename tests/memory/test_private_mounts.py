@@ -117,7 +117,7 @@ def test_ranks_with_mounts_of_their_own_play_rounds(device, how, tmp_path):
     found = launch(play_rounds, how, free_port(), place, ranks=3, device=device)
     for left, kept, pids, _ in found:
         assert left == []
-        assert kept == 0  # descriptors
+        assert kept <= 0  # descriptors; the first round's may be closed late
         assert pids == [pid for _, _, _, pid in found]
 
 

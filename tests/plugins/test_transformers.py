@@ -126,6 +126,7 @@ def test_register_refuses(argument: str, value: float) -> None:
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.17.0")
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+    monkeypatch.delattr("transformers.distributed.expert_parallel", raising=False)
     with pytest.raises(SetupError, match=r"transformers 5\.17\.0 .* came with 5\.23.*pip install"):
         plugin.register()
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -205,7 +205,7 @@ class Messages:
         Raises CreationFailed on every rank, which names what was being done.
         """
 
-        def pass_on(ranks: Collection[int]) -> None:
+        def pass_on(group: Any, ranks: Collection[int]) -> None:
             with contextlib.ExitStack() as opened:
 
                 def exported() -> int:
@@ -213,14 +213,15 @@ class Messages:
                     opened.callback(os.close, fd)
                     return fd
 
-                fds = self.exchange_fds(self.together(exported, doing="exporting memory"))
+                fds = group.exchange_fds(group.together(exported, doing="exporting memory"))
                 found = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
                 for fd in found.values():
                     opened.callback(os.close, fd)
                 wanted = {rank: fd for rank, fd in found.items() if rank in ranks}
-                self.together(lambda: take(wanted), doing=doing)
+                group.together(lambda: take(wanted), doing=doing)
 
-        self.noted(lambda group: pass_on(group.joining), lambda: pass_on(self.living))
+        # What is noted must not hold this group: dropped, it is to be given back at once.
+        self.noted(lambda group: pass_on(group, group.joining), lambda: pass_on(self, self.living))
 
     def next_generation(self) -> int:
         """1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
