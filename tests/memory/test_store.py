@@ -224,7 +224,8 @@ def test_torch_goes_on_with_the_same_store():
 def die_at(group, port, victim, place, out):
     """`victim` is killed on its way; the others write down what they were told.
 
-    In the exchange one more rank never comes, so that the others still wait there.
+    In the exchange one more rank never comes, so that the others still wait there; the victim dies
+    when it has read what they wrote, since a rank that has yet to connect cannot know of a death.
     """
     environment(group, port)
 
@@ -233,11 +234,12 @@ def die_at(group, port, victim, place, out):
 
     if group.rank == victim:
         if place == "exchange":
-            real = store.StoreExchange._read
+            real, unread = store.StoreExchange._read, {0, 1, 2} - {victim}
 
             def reads(self, name):
                 found = real(self, name)
-                return found if name in (0, self._rank) else dies()
+                unread.discard(name)
+                return found if unread else dies()
 
             store.StoreExchange._read = reads  # type: ignore[method-assign]
         else:
