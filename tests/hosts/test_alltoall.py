@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from weft.errors import (
     BadExpertId,
     CreationFailed,
     GeometryMismatch,
+    GroupError,
     InvalidArgument,
     OutOfOrder,
     RendezvousFailed,
@@ -234,6 +236,32 @@ def test_what_another_host_would_not_send_is_refused_in_its_name(ranks):
     counts = [f"TokenOverflow: rank 2: num_tokens on the device is {w}" for w in WRONG_COUNTS]
     for text, told in zip(first, ids + counts, strict=True):
         assert text.startswith(f"{told} (rank 0 found it out); "), text
+
+
+def late(group: weft.Group) -> str:
+    """Rank 0 makes no call while the store, which would hear the first cause, answers nobody."""
+    case = Round(tokens=(2, 2, 2, 2))
+    with made(group, case, timeout=2.0) as a2a:
+        play(a2a, case)
+        group.barrier()
+        assert a2a._rail is not None
+        a2a._rail._first_cause.tell = lambda text: time.sleep(6.0)  # type: ignore[method-assign]
+        if group.rank == 0:
+            time.sleep(10.0)
+            return "slept"
+        x, ids, weights, _ = case.of(group.rank, group.device)
+        with pytest.raises(GroupError) as raised:
+            a2a.combine(reference.identity_experts(a2a.dispatch(x, ids, weights), x.dtype))
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_ranks_of_a_host_learn_at_once_that_their_rail_failed(ranks):
+    """Rank 3 has its own rows by then, and waits for rank 2, which waits for rank 0."""
+    said = ranks(4, "cpu")(on_hosts, 2, late)
+    assert said[2].startswith("RailFailed: ")
+    assert "rank 0 on host 0" in said[2]
+    assert said[3].startswith("PeerLeft: rank 3, dispatch: rank 2 raised RailFailed: ")
+    assert "rank 0 on host 0" in said[3]
 
 
 def refusals(group: weft.Group) -> None:

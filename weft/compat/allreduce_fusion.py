@@ -108,13 +108,14 @@ def allreduce_fusion(
     _check_rows("input", input)
     if residual_in is not None:
         _check_rows("residual_in", residual_in)
-    for name, tensor in (
-        ("output", output),
-        ("residual_out", residual_out),
-        ("norm_out", norm_out),
-        ("quant_out", quant_out),
-        ("scale_out", scale_out),
-    ):
+    outputs = {
+        "output": output,
+        "residual_out": residual_out,
+        "norm_out": norm_out,
+        "quant_out": quant_out,
+        "scale_out": scale_out,
+    }
+    for name, tensor in outputs.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
     real("rms_eps", rms_eps, least=0.0)
@@ -142,22 +143,7 @@ def allreduce_fusion(
         _need(call, residual_in=residual_in, rms_gamma=rms_gamma)
         epilogue = {"residual": residual_in, "weight": rms_gamma, "eps": rms_eps}
         epilogue |= {"quant": quant, "weight_bias": weight_bias}
-    if call in (_REDUCTION, _FINALIZED):
-        refuse("quant_out", quant_out, None, MOE_QUANT)
-        refuse("scale_out", scale_out, None, MOE_QUANT)
-    # As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum
-    # and the MoE reduction, the norm but for patterns that say Out.
-    wanted: dict[str, Any] = {"out": True if output is None else output}
-    if call is not _Pattern.kAllReduce:
-        wanted = {"residual_out": residual_out}
-        if call not in _WITHOUT_NORM:
-            wanted["norm_out"] = True if norm_out is None else norm_out
-        if call is _REDUCTION:
-            wanted["out"] = output
-        if call in (*_GROUPED, *_DYNAMIC):
-            wanted |= {"quant_out": quant_out, "scale_out": scale_out}
-        if call in _STATIC:
-            wanted["quant_out"] = _fp8_of(quant_out, input)
+    wanted = _outputs(call, input, **outputs)
     tokens = len(input if residual_in is None else residual_in)
     backend = workspace.backend_for(
         use_oneshot, input if prologue is None else prologue.rows, tokens
@@ -183,6 +169,39 @@ def _blank_padding(scales: torch.Tensor) -> None:
     padded = min(columns, held // pitch) if pitch else 0  # empty_strided ends with the last token
     if padding and padded and (columns == 1 or scales.stride(1) == pitch):
         scales.as_strided((padded, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
+
+
+def _outputs(
+    call: _Pattern,
+    rows: torch.Tensor,
+    *,
+    output: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    norm_out: torch.Tensor | None,
+    quant_out: torch.Tensor | None,
+    scale_out: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The outputs of a pattern with these input rows, as `fused` names them.
+
+    As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum and
+    the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
+    quantisation that is made there, and not here.
+    """
+    if call in (_REDUCTION, _FINALIZED):
+        refuse("quant_out", quant_out, None, MOE_QUANT)
+        refuse("scale_out", scale_out, None, MOE_QUANT)
+    if call is _Pattern.kAllReduce:
+        return {"out": True if output is None else output}
+    wanted: dict[str, Any] = {"residual_out": residual_out}
+    if call not in _WITHOUT_NORM:
+        wanted["norm_out"] = True if norm_out is None else norm_out
+    if call is _REDUCTION:
+        wanted["out"] = output
+    if call in (*_GROUPED, *_DYNAMIC):
+        wanted |= {"quant_out": quant_out, "scale_out": scale_out}
+    if call in _STATIC:
+        wanted["quant_out"] = _fp8_of(quant_out, rows)
+    return wanted
 
 
 def _fp8_of(given: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:

@@ -367,8 +367,13 @@ class Rail:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
                 late = time.monotonic() >= deadline
-                text = self._broken(self._names([host]), error)
-                raise self._fail(self._overdue([host], pending.limit) if late else text) from error
+                # What is late asks nobody: the store may be on the host that is gone.
+                text = (
+                    self._overdue([host], pending.limit)
+                    if late
+                    else self._broken(self._names([host]), error)
+                )
+                raise self._fail(text) from error
 
     def end(self, error: GroupError) -> None:
         """From now on every exchange raises this; whom this rank exchanges with learns it at once.
@@ -377,17 +382,26 @@ class Rail:
         """
         if self._failed is None:
             self._failed = error
-            self._first_cause.tell(str(error))
-            break_rail(self._group.rail)
+            self._tell_hosts(error)
 
     def _fail(self, text: str) -> GroupError:
-        """The error of an exchange that failed, unless something else ended it before."""
-        self.end(RailFailed(text))
-        assert self._failed is not None
+        """The error of an exchange that failed, unless something else ended it before.
+
+        Ranks of this host learn it first: a store that is gone answers only after a second, and
+        they would name this rank, for which they wait.
+        """
+        failed, error = self._failed, self._failed or RailFailed(text)
+        self._failed = error
         on_failure = self._on_failure()
         if on_failure is not None:
-            on_failure(self._failed)
-        return self._failed
+            on_failure(error)
+        if failed is None:
+            self._tell_hosts(error)
+        return error
+
+    def _tell_hosts(self, error: GroupError) -> None:
+        self._first_cause.tell(str(error))
+        break_rail(self._group.rail)
 
     def _late(self) -> None:
         """An exchange on the GPU is overdue: its kernels end by the abort."""

@@ -57,8 +57,8 @@ def check_tensor(
     shape: sizes; a name, or None for "tokens", is any size.
     kept: for later calls, so that it does not matter whether it requires a gradient now.
     strided: it need not be contiguous.
-    aligned: where its address is looked at, the bytes of a row, as in `check_alignment`; 1 for
-        alignment to its elements alone.
+    aligned: bytes of a row whose address must suit vector loads, as `check_alignment` has it; 1: it
+        must only be a multiple of the element size; 0: the address is not checked.
 
     Raises InvalidArgument naming the tensor, what it is and what it must be.
     """
