@@ -254,6 +254,42 @@ def test_fabric_handles_are_used_only_where_every_rank_can_make_them(install):
     assert len(imports) == 1 + 2  # rank 0's own trial, then one descriptor each
 
 
+def look(group, fake):
+    """Which of ranks 0 and 1 this one reaches over NVLink."""
+    fake.rank.value = group.rank
+    device = torch.device("cuda", group.rank)
+    return cuda.reached(device, group.all_gather, [0, 1])
+
+
+NO_CHANNEL = ("cuMemExportToShareableHandle", [[0], []])  # there is nothing of rank 1 to map
+TOO_FAR = ("cuMemMap", [[0, 1], []])
+NO_ACCESS = ("cuMemSetAccess", [[0, 1], []])
+
+
+@pytest.mark.parametrize(("refused", "seen"), [NO_CHANNEL, TOO_FAR, NO_ACCESS])
+def test_machines_reach_each_other_where_both_map_the_others_memory(install, refused, seen):
+    fake = install(fabric=True)
+    assert launch(look, fake, ranks=2, device="threads") == [[[0, 1]] * 2] * 2
+    assert (fake.left(), fake.unsafe) == ({}, [])
+    fake = install(fabric=True, fail=(1, refused))
+    assert launch(look, fake, ranks=2, device="threads") == [seen] * 2
+    assert (fake.left(), fake.unsafe) == ({}, [])
+
+
+def test_without_fabric_handles_no_machine_reaches_another(install):
+    fake = install()
+    assert launch(look, fake, ranks=2, device="threads") == [[[], []]] * 2
+    assert fake.left() == {}
+
+
+def test_a_gpu_says_whether_its_memory_can_leave_the_host(install):
+    for fabric in (False, True):
+        fake = install(fabric=fabric)
+        fake.rank.value = 0
+        assert cuda.fabric_works(torch.device("cuda:0")) is fabric
+        assert (fake.left(), fake.unsafe) == ({}, [])
+
+
 def test_a_missing_driver_or_package_is_named(monkeypatch):
     class Absent:
         def cuInit(self, flags):  # noqa: N802

@@ -474,7 +474,7 @@ def refuse(group, given):
 def test_ranks_that_cannot_recover_are_told(ranks, device):
     for kind, text in launch(refuse, {}, ranks=ranks, device=device):
         assert kind == InvalidArgument.__name__
-        assert "it needs two ranks or more, each a process, that share memory" in text
+        assert "it needs two ranks or more, each a process, of one machine" in text
 
 
 def all_die(group):

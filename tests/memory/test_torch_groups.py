@@ -54,7 +54,7 @@ def test_torch_groups_both_ways():
     for sums, refused, vote, differs, alive, after in launch(torch_sum, ranks=2):
         assert sums == [3, 3, 3]
         assert refused[0] == "InvalidArgument"
-        assert "this group spans several hosts" in refused[1]
+        assert "this group spans several machines" in refused[1]
         assert vote == ["CreationFailed", "it failed on rank 1 of 2: OSError: x"]
         assert differs == "GeometryMismatch"
         assert not alive

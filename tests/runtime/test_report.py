@@ -52,11 +52,11 @@ def test_an_interrupted_rank_is_no_peers_fault() -> None:
     assert "because this rank called abort() or was interrupted" in str(error)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_a_death_says_what_is_possible_then(hosts: int) -> None:
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_death_says_what_is_possible_then(machines: int) -> None:
     record = ErrorRecord(code=PEER_DIED, rank=0, peer=2, phase=DISPATCH, wanted=5)
-    error = breakage(record, lambda rank: 7, lambda rank: "", hosts=hosts)
+    error = breakage(record, lambda rank: 7, lambda rank: "", machines=machines)
     assert isinstance(error, PeerDied)
     assert "rank 2 died: process 7 ended" in str(error)
-    assert ("call group.recover()" in str(error)) == (hosts == 1)
-    assert ("a group of 2 hosts does not recover: end the job" in str(error)) == (hosts == 2)
+    assert ("call group.recover()" in str(error)) == (machines == 1)
+    assert ("a group of 2 machines does not recover: end the job" in str(error)) == (machines == 2)

@@ -34,6 +34,7 @@ from weft.jit.host import compile_shared, compiler_identity, find_compiler
 from weft.jit.module import CudaModule
 from weft.jit.nvrtc import compile_cubin, nvrtc_version
 from weft.memory import Group, Heap, launch
+from weft.memory.cuda import fabric_works
 from weft.shape import MAX_RANKS
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
@@ -215,9 +216,18 @@ def _system() -> Iterator[Line]:
     enough = files == resource.RLIM_INFINITY or files >= MIN_FILES
     remedy = f"ulimit -n {MIN_FILES}: many ranks need more"
     yield _line("open files", enough, str(files), remedy, "warn")
-    yield "NVLink domain", "ok", f"up to {MAX_RANKS} ranks, of one host", ""
+    yield _tried("NVLink domain", _domain, "warn")
     yield _tried("cache", _cache, "fail")
     yield _tried("CPU ranks", _two_ranks, "warn" if gpu_count() else "fail")
+
+
+def _domain() -> str:
+    """Fabric handles reach other hosts, and the driver makes them where an IMEX channel is open."""
+    where = "one host"
+    if gpu_count():
+        whole = fabric_works(torch.device("cuda:0"))
+        where = "all hosts that it joins" if whole else "one host: no IMEX channel is open here"
+    return f"up to {MAX_RANKS} ranks, of {where}"
 
 
 def _cache() -> str:

@@ -37,7 +37,7 @@ _DESTROY_SECONDS = 5.0
 
 
 class TorchControl:
-    """Control messages of a group of several hosts, over its process group."""
+    """Control messages of a group of several machines, over its process group."""
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.rank = rank
@@ -64,7 +64,7 @@ class TorchControl:
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Refused: descriptors travel over Unix sockets alone."""
         raise InvalidArgument(
-            "this group spans several hosts, which pass no file descriptors: use `group.local`, "
+            "this group spans several machines, which pass no file descriptors: use `group.local`, "
             "the ranks of this host"
         )
 

@@ -1,7 +1,8 @@
 """The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
 
 Driver calls go through cuda.bindings, imported when the first heap is made. Allocations leave the
-process as POSIX file descriptors, or as fabric handles where every rank can make them.
+process as POSIX file descriptors, or as fabric handles where every rank can make them: those reach
+the other hosts of an NVLink domain, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -369,3 +370,41 @@ def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
         group.together(lambda: shares.map(wanted), doing=doing)
 
     group.noted(lambda group: exchange(group, group.joining), lambda: exchange(group, group.living))
+
+
+def reached(
+    device: torch.device, exchange: Callable[[Any], list[Any]], owners: Sequence[int]
+) -> list[list[int]]:
+    """Of every rank, those of `owners` whose GPU memory it can map by a fabric handle. Collective.
+
+    exchange: passes a value of each rank to all.
+    """
+    shares = DeviceShares(device, 0, 2, 1)  # its own share, and room for that of one other
+
+    def mapped(handle: str | None) -> bool:
+        if handle is not None:
+            with contextlib.suppress(SetupError):
+                shares.map({1: handle})
+                return True
+        return False
+
+    try:
+        handle = None
+        with contextlib.suppress(SetupError):  # one that matters is raised when a heap is made
+            if shares.open()["fabric"]:
+                shares.allocate(fabric=True)
+                handle = shares.export_fabric()
+        handles = exchange(handle)
+        mine = [rank for rank in owners if handle is not None and mapped(handles[rank])]
+        return exchange(mine)  # nobody frees before all have tried
+    finally:
+        shares.free()
+
+
+def fabric_works(device: torch.device) -> bool:
+    """Whether a GPU's memory can leave this host. Raises DriverError, HandleUnsupported."""
+    shares = DeviceShares(device, 0, 1, 1)
+    try:
+        return bool(shares.open()["fabric"])
+    finally:
+        shares.free()

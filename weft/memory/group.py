@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,16 @@ import torch.distributed as dist
 
 from weft.arguments import flags, instance, integer, seconds
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.memory import cuda
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, find
-from weft.memory.hosts import Hosts, by_host, open_process_groups, whereabouts
+from weft.memory.hosts import Hosts, by_host, by_machine, open_process_groups, whereabouts
 from weft.memory.liveness import Peers
 from weft.memory.meeting import Meeting, meet
 from weft.memory.messages import Control
 from weft.memory.recovery import Recovering, check_joining
 from weft.memory.store import StoreExchange, environment, store_of_environment
+from weft.memory.wire import JSON
 
 
 class Group(Recovering):
@@ -27,6 +30,9 @@ class Group(Recovering):
     deadline in seconds of every control message that names none. The methods that talk are
     collective: every rank calls the same ones in the same order, each rank from one thread at a
     time. When a rank dies they raise RendezvousFailed naming it, until the survivors `recover`.
+
+    Ranks of machines that one NVLink domain joins share memory, and are of one host; there the
+    ranks of a machine see each other's deaths at once and pass them on, and nobody can `recover`.
 
     With several hosts (`from_torch`), `local` is the group of this rank's host, and `rail` the
     torch process group of the ranks that have this one's place on each host.
@@ -45,6 +51,7 @@ class Group(Recovering):
         self._own: OwnProcessGroup | None = None
         self._threads = threads
         self._hosts: Hosts | None = None  # where there are several
+        self._machines = 1
         super().__init__(control, device=device, timeout=timeout, watched=not threads)
 
     @classmethod
@@ -110,8 +117,9 @@ class Group(Recovering):
 
         The process group only carries where to meet; it stays the caller's. `device` defaults to
         the current CUDA device where there is one. Ranks of several hosts find out who shares one,
-        by boot id and WEFT_HOST; between hosts the group's control messages and its operators' rows
-        go over torch process groups alone (docs/several-hosts.md).
+        by boot id and WEFT_HOST, and by fabric handles where NVLink joins machines; between hosts
+        the group's control messages and its operators' rows go over torch process groups alone
+        (docs/several-hosts.md).
         Raises RendezvousFailed when the ranks do not meet, or hosts have unequal numbers of them.
         """
         timeout, where = seconds("timeout", timeout), default_device(device)
@@ -126,16 +134,24 @@ class Group(Recovering):
         if rank < 0:
             raise InvalidArgument("this process is no member of the given process group")
         over_torch = TorchControl(group, rank, size)
-        said = over_torch.gather("Group.from_torch", whereabouts(group), timeout)
-        ranks, names = by_host(said)
-        if len(ranks) > 1:
-            made = cls(over_torch, device=where, timeout=timeout, process_group=group)
-            made._find_hosts(ranks, names, said)
-            return made
-
         exchange = partial(over_torch.gather, "Group.from_torch", timeout=timeout)
-        control = find(exchange, rank, size, where.type, timeout)
-        return cls(control, device=where, timeout=timeout, process_group=group)
+        said = exchange(whereabouts(group))
+        machines = by_machine(said)
+        if len(machines) == 1:
+            control = find(exchange, rank, size, where.type, timeout)
+            return cls(control, device=where, timeout=timeout, process_group=group)
+
+        reached: list[list[int]] = [[] for _ in said]
+        if where.type == "cuda":
+            reached = cuda.reached(where, exchange, [machine[0] for machine in machines])
+        ranks, names = by_host(said, reached)
+        made = cls(over_torch, device=where, timeout=timeout, process_group=group)
+        made._machines = len(machines)
+        if len(ranks) > 1:
+            made._find_hosts(ranks, names, said)
+        else:
+            made._watch_machine(next(each for each in machines if rank in each))
+        return made
 
     @classmethod
     def from_env(cls, *, device: torch.device | str | None = None, timeout: float = 120.0) -> Group:
@@ -158,6 +174,23 @@ class Group(Recovering):
             control = find(exchange, rank, size, where.type, timeout, peers)
         return cls(control, device=where, timeout=timeout)
 
+    def _watch_machine(self, ranks: Sequence[int]) -> None:
+        """Notice the deaths of `ranks`, which share this one's machine. Collective over all.
+
+        The group's other ranks hear of them from the operators of these.
+        """
+
+        def exchange(value: JSON) -> list[Any]:
+            said = self._gather("Group.from_torch", value, None)
+            return [said[rank] for rank in ranks]
+
+        def meet_on_machine() -> None:
+            place, count = ranks.index(self.rank), len(ranks)
+            control = find(exchange, place, count, self.device.type, self.timeout)
+            self._membership = self._watch(control, ranks)
+
+        self.together(meet_on_machine, doing="meeting on each machine")
+
     def _find_hosts(
         self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], said: list[Any]
     ) -> None:
@@ -177,6 +210,11 @@ class Group(Recovering):
     def hosts(self) -> int:
         """How many hosts the ranks are on."""
         return 1 if self._hosts is None else len(self._hosts.ranks)
+
+    @property
+    def machines(self) -> int:
+        """How many machines the ranks are on: as many as hosts, or more where NVLink joins some."""
+        return self._machines
 
     @property
     def host(self) -> int:

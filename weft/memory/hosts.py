@@ -1,15 +1,17 @@
 """Which ranks of a torch process group share a host, and the process groups between hosts.
 
 Ranks share a host where they have one boot id and one WEFT_HOST, so containers of one machine are
-one host unless they are told apart. Everything travels through the process group.
+one host unless they are told apart. Machines of one NVLink domain, whose GPUs can map each other's
+memory, are one host, too. Everything travels through the process group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from weft.errors import RendezvousFailed
 from weft.memory.collective import unless_set
 from weft.memory.discovery import check_said, this_host
 from weft.memory.wire import JSON, text_of
+from weft.shape import MAX_RANKS
 
 if TYPE_CHECKING:
     from weft.memory.group import Group
@@ -100,28 +103,54 @@ def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
     }
 
 
-def by_host(said: list[Any]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """(ranks, name) of each host, from every rank's `whereabouts`. Raises RendezvousFailed.
-
-    Every host must have as many ranks: each sends to the one that has its place on another.
-    """
+def by_machine(said: list[Any]) -> list[list[int]]:
+    """The ranks of each machine, from every rank's `whereabouts`. Raises RendezvousFailed."""
     found: dict[tuple[str, str], list[int]] = {}
-    names: dict[tuple[str, str], str] = {}
     check_said(said, ("host", "boot", "part", "token"))
     for rank, each in enumerate(said):
-        key = each["boot"], each["part"]
-        found.setdefault(key, []).append(rank)
-        names.setdefault(key, text_of(each["part"] or each["host"]))
-    sizes = {key: len(ranks) for key, ranks in found.items()}
-    first = next(iter(sizes))
-    for key, size in sizes.items():
-        if size != sizes[first]:
+        found.setdefault((each["boot"], each["part"]), []).append(rank)
+    return list(found.values())
+
+
+def by_host(
+    said: list[Any], reached: Sequence[Collection[int]]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """(ranks, name) of each host, from every rank's `whereabouts`. Raises RendezvousFailed.
+
+    reached: of each rank, the first ranks of the machines whose memory it can map. Machines of
+    which every rank can map every other's are one host, where they have one WEFT_HOST.
+    Every host must have as many ranks: each sends to the one that has its place on another.
+    """
+
+    def reach(machine: list[int], other: list[int]) -> bool:
+        one_part = said[machine[0]]["part"] == said[other[0]]["part"]
+        return one_part and all(other[0] in reached[rank] for rank in machine)
+
+    hosts: list[list[list[int]]] = []  # the machines of each
+    for machine in by_machine(said):
+        for host in hosts:
+            fits = len(machine) + sum(map(len, host)) <= MAX_RANKS
+            if fits and all(reach(machine, each) and reach(each, machine) for each in host):
+                host.append(machine)
+                break
+        else:
+            hosts.append([machine])
+    ranks = tuple(tuple(sorted(itertools.chain(*host))) for host in hosts)
+    names = tuple(_name(said, host) for host in hosts)
+    for name, each in zip(names, ranks, strict=True):
+        if len(each) != len(ranks[0]):
             raise RendezvousFailed(
-                f"host {names[first]} has {sizes[first]} ranks and host {names[key]} has {size}: "
+                f"host {names[0]} has {len(ranks[0])} ranks and host {name} has {len(each)}: "
                 "every host must have as many; start the same number on each (torchrun "
                 "--nproc-per-node), or make a group of the hosts that have as many"
             )
-    return tuple(tuple(ranks) for ranks in found.values()), tuple(names[key] for key in found)
+    return ranks, names
+
+
+def _name(said: list[Any], machines: list[list[int]]) -> str:
+    first = said[machines[0][0]]
+    others = f" and {len(machines) - 1} more" if len(machines) > 1 else ""
+    return text_of(first["part"] or first["host"]) + others
 
 
 def open_process_groups(

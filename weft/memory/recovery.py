@@ -48,24 +48,33 @@ class Recovering(Messages):
         self._undecided = False  # whether all take them in, because the deadline was over
         self._at_end(control.close)
         if watched and isinstance(control, ControlPlane) and self.size > 1:
-            self._process = LivenessFd()
-            self._at_end(self._process.close)
-            self._membership = self._watch(control, self._process, timeout)
+            self._membership = self._watch(control)
 
     def _at_end(self, close: Callable[[], None]) -> None:
         """A group that is dropped unclosed gives back what it has; at exit the system does."""
         weakref.finalize(self, close).atexit = False
 
-    def _watch(self, control: ControlPlane, process: LivenessFd, timeout: float) -> Membership:
-        """From now on the end of a peer's process is noticed at once, and can be agreed on."""
+    def _watch(
+        self,
+        control: ControlPlane,
+        ranks: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> Membership:
+        """From now on the end of a peer's process is noticed at once, and can be agreed on.
+
+        ranks: this group's, of the ranks of `control`; all where nobody says.
+        """
+        if self._process is None:
+            self._process = LivenessFd()
+            self._at_end(self._process.close)
         ended = weakref.WeakMethod(self._peer_ended)
 
         def peer_ended(rank: int) -> None:
             method = ended()
             if method is not None:
-                method(rank)
+                method(rank if ranks is None else ranks[rank])
 
-        membership = Membership(control, process.fd, peer_ended, timeout)
+        membership = Membership(control, self._process.fd, peer_ended, self._deadline(timeout))
         self._at_end(membership.close)
         return membership
 
@@ -106,10 +115,10 @@ class Recovering(Messages):
         """What a recovery needs. Raises OutOfOrder and InvalidArgument."""
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
-        if self._membership is None:
+        if self._membership is None or self._membership.control is not self._control:
             raise InvalidArgument(
-                "this group cannot recover: it needs two ranks or more, each a process, that share "
-                "memory"
+                "this group cannot recover: it needs two ranks or more, each a process, of one "
+                "machine"
             )
         return self._membership
 
@@ -130,8 +139,8 @@ class Recovering(Messages):
         Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
         then end its process and call this again. Raises what an operator raises that cannot go on
         without the dead, when all others have recovered: the same on every rank, or CreationFailed
-        naming those that did. Raises InvalidArgument for ranks that are threads or that share no
-        memory.
+        naming those that did. Raises InvalidArgument for ranks that are threads or of several
+        machines.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
@@ -240,8 +249,7 @@ class Recovering(Messages):
                 timeout=timeout,
                 peers=peers,
             )
-        assert self._process is not None  # this group recovers
-        fresh = self._watch(control, self._process, timeout)
+        fresh = self._watch(control, timeout=timeout)
         try:
             check_joining(fresh.control.gather("replace", sorted(gone), timeout))
         except BaseException as error:

@@ -114,7 +114,7 @@ def _gone(
     who: str,
     pid_of: Callable[[int], int | None],
     words_of: Callable[[int], str],
-    hosts: int,
+    machines: int,
 ) -> GroupError:
     """A peer that will make no more calls."""
     if record.code == PEER_LEFT:
@@ -126,10 +126,10 @@ def _gone(
     pid = pid_of(record.peer)
     process = "the process" if pid is None else f"process {pid}"
     fix = "call group.recover(), or make a new group."
-    if hosts > 1:
+    if machines > 1:
         fix = (
-            f"a group of {hosts} hosts does not recover: end the job on all of them, start it anew "
-            "and make new process groups and a new group."
+            f"a group of {machines} machines does not recover: end the job on all of them, start "
+            "it anew and make new process groups and a new group."
         )
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
@@ -159,9 +159,9 @@ def breakage(
     words_of: Callable[[int], str],
     *,
     first_epoch: int = 0,
-    hosts: int = 1,
+    machines: int = 1,
 ) -> GroupError:
-    """The error that ended the group, which has ranks on `hosts` hosts.
+    """The error that ended the group, which has ranks on `machines` machines.
 
     first_epoch: the epoch before the first round, whose waits have a deadline of their own.
     pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
@@ -172,7 +172,7 @@ def breakage(
     first = (record.wanted - first_epoch) & EPOCH_MASK <= 1
     option = "first_timeout" if first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
-        return _gone(record, who, pid_of, words_of, hosts)
+        return _gone(record, who, pid_of, words_of, machines)
     if record.code == GONE_UNMASKED:
         return PeerDied(
             f"{who}: rank {record.peer} is gone, and this all-reduce sums over all ranks. Build it "
