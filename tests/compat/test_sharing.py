@@ -344,13 +344,21 @@ def from_torch(group: weft.Group) -> None:
     with MoeAlltoAll(mapping, MAX, TOP_K, EXPERTS, hidden_size=HIDDEN) as a2a:
         assert a2a.group is not group
         play(a2a, PLAIN)
-    wrong = Mapping(0, 2)
-    refused(
-        InvalidArgument,
-        lambda: MoeAlltoAll(wrong, MAX, TOP_K, EXPERTS, hidden_size=HIDDEN),
-        "0 of 2",
-        "torch.distributed",
-    )
+    if group.rank == 0:  # alone: nobody is waited for
+        wrong = Mapping(0, 2)
+        refused(
+            InvalidArgument,
+            lambda: MoeAlltoAll(wrong, MAX, TOP_K, EXPERTS, hidden_size=HIDDEN),
+            "0 of 2",
+            "the world of torch.distributed",
+        )
+        refused(
+            InvalidArgument,
+            lambda: AllReduceFusionWorkspace(2, 1, MAX, HIDDEN, group=group.process_group()),
+            "1 of 2",
+            f"group is rank 0 of {RANKS}",
+        )
+    group.barrier()
 
 
 def test_without_a_group_it_is_that_of_torch_distributed(ranks):

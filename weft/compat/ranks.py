@@ -96,15 +96,18 @@ def lease_group(
 
 
 def _make(rank: int, size: int, given: dist.ProcessGroup | None, comm: CommBackend | None) -> Group:
+    where = "group"
+    if given is None and comm is None and size > 1 and dist.is_initialized():
+        given, where = dist.group.WORLD, "the world of torch.distributed"
+    # What is known is compared before ranks wait for each other: not all of them may have called.
     if given is not None:
-        group, where = Group.from_torch(given), "group"
+        _compare(rank, size, dist.get_rank(given), dist.get_world_size(given), where)
+        group = Group.from_torch(given, timeout=TIMEOUT)
     elif comm is not None:
         _compare(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
-        group, where = _meet(comm.allgather, rank, size), ""
+        group = _meet(comm.allgather, rank, size)
     elif size == 1:
-        group, where = _meet(lambda value: [value], rank, size), ""
-    elif dist.is_initialized():
-        group, where = Group.from_torch(timeout=TIMEOUT), "the world of torch.distributed"
+        group = _meet(lambda value: [value], rank, size)
     else:
         group, where = Group.from_env(timeout=TIMEOUT), "the environment (RANK, WORLD_SIZE)"
     try:
