@@ -10,6 +10,7 @@ import torch
 import weft
 from tests.compat.buffers import buffered
 from tests.rounds import bits, settle
+from weft.compat import refusals
 from weft.compat.deep_ep import Buffer, Config
 from weft.compat.row_exchange import RowExchange, RowFetch
 from weft.errors import (
@@ -660,6 +661,19 @@ def captured(group: weft.Group, buffer: Buffer) -> None:
         same(out, summed(these[group.rank], ranks))
         same(buffer.combine(x, handle)[0], summed(these[group.rank], ranks))  # eager, between
     torch.cuda.synchronize()
+
+
+@buffered()
+def none_made(group: weft.Group, buffer: Buffer) -> None:
+    mine = on(group, batch(group.rank))
+    said = f"a dispatch to {EXPERTS} experts comes for the first time in a graph capture"
+    with pytest.raises(InvalidArgument, match=said):
+        buffer.dispatch(mine.x, **layout(buffer, mine))
+
+
+def test_a_capture_makes_no_exchange(ranks, monkeypatch):
+    monkeypatch.setattr(refusals, "capturing", lambda device: True)
+    ranks(2, "threads")(none_made)
 
 
 @buffered()

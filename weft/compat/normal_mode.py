@@ -106,7 +106,7 @@ class NormalMode:
                 f"tokens: pass at least {group.size} times the most tokens of any rank"
             )
         size = COUNTS + 2 * group.size + experts
-        announcement = self._exchange(Announcement, 1, f"a dispatch to {experts} experts", size)
+        announcement = self._exchange(Announcement, 0, f"a dispatch to {experts} experts", size)
         ids = None if rows.topk is None else rows.topk[0]
         refused = self._refused if worst else None
         self._bounded = self._bounded or worst > 0
@@ -273,12 +273,15 @@ class NormalMode:
         return exchange.run(x, handle.packing, add)
 
     def _exchange(self, kind: Callable[..., E], tokens: int, what: str, *sizes: Any) -> E:
-        """The exchange of these sizes, made anew on all ranks where it is too small."""
+        """The exchange of these sizes, made anew on all ranks where it is too small.
+
+        tokens: of a rank, at most; 0 where it does not matter.
+        """
         key = (kind, *sizes)
         found: Any = self.exchanges.get(key)
         if found is None or found.max_tokens < tokens:
-            what, fix = f"{what} for {tokens} tokens a rank", "run one on all ranks before it"
-            refuse_capture(self._group.device, what, fix)
+            what += f" for {tokens} tokens a rank" if tokens else ""
+            refuse_capture(self._group.device, what, "run one on all ranks before it")
             if found is not None:
                 self.exchanges.pop(key).close()
             most = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
