@@ -82,6 +82,20 @@ def test_the_command_says_what_joins_its_hosts(weft_command, monkeypatch, apart,
     assert text in " ".join(out.split())
 
 
+def test_sentences_are_written_as_transformers_writes_them():
+    """And by no argument that the installed transformers warns of."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo.CHECKPOINT, local_files_only=True)
+    sentences = demo_kill._Sentences(
+        tokenizer, [each.prompt for each in ASKED[:3]], demo.load_model()
+    )
+    for step in range(demo.NEW_TOKENS + 2):
+        if step == demo_kill.WRITTEN:
+            sentences.back_to(step - 2)
+        sentences.written.append(sentences.step())
+    assert sentences.texts() == [" " + each.answer + "\n" for each in ASKED[:3]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 3])
 def test_survivors_write_on_and_answer_for_the_dead(victim):

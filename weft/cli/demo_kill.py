@@ -7,6 +7,7 @@ them finished, and goes on in the same memory. Then the survivors answer the dea
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import signal
@@ -207,6 +208,8 @@ class _Sentences:
         self._tokenizer, self._model = tokenizer, model
         self._ids = given["input_ids"].to(model.device)
         self._mask = given["attention_mask"].to(model.device)
+        takes = inspect.signature(model.forward).parameters
+        self._cache_is = "cache" if "cache" in takes else "past_key_values"  # transformers 5.23
         self.written: list[torch.Tensor] = []
         self.back_to(0)
 
@@ -221,8 +224,8 @@ class _Sentences:
                 input_ids=new,
                 attention_mask=mask,
                 position_ids=place,
-                past_key_values=self._cache,
                 logits_to_keep=1,
+                **{self._cache_is: self._cache},
             ).logits
             chosen: torch.Tensor = logits[:, -1].argmax(-1)
             return chosen
