@@ -74,7 +74,7 @@ clean:
 $(RUNS): pyproject.toml
 	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' || \
 	    { echo 'weft needs Python 3.11 or newer: make PYTHON=python3.12 ...' >&2; exit 1; }
-	@test ! -L .venv || { echo '.venv is a link and out of date: run make where it lies, or remove the link' >&2; exit 1; }
+	@test ! -L .venv || { echo '.venv is a link and out of date: run make in the checkout that it links to, or remove the link' >&2; exit 1; }
 	@site=; if $(PYTHON) -c '$(HAS_GPU_TORCH)' 2>/dev/null; then site=--system-site-packages; fi; \
 	echo "setting up .venv $$site"; \
 	$(PYTHON) -m venv $$site .venv >/dev/null 2>&1 || \

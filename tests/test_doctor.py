@@ -105,6 +105,17 @@ def test_gpus_without_nvlink_are_not_ok(gpus, topology, detail):
     assert found.remedy
 
 
+@pytest.mark.parametrize(
+    ("works", "text"),
+    [(True, "of all hosts that it joins"), (False, "of one host: no fabric handle")],
+)
+def test_gpus_say_how_far_their_memory_reaches(gpus, works, text):
+    gpus.setattr(doctor, "fabric_works", lambda device: works)
+    found = _examined()["NVLink domain"]
+    assert found.status == "ok"
+    assert text in found.detail
+
+
 def test_what_torch_raises_is_a_finding(gpus):
     def lost():
         raise RuntimeError("CUDA error: device busy")

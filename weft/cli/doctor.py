@@ -222,11 +222,13 @@ def _system() -> Iterator[Line]:
 
 
 def _domain() -> str:
-    """Fabric handles reach other hosts, and the driver makes them where an IMEX channel is open."""
+    """Fabric handles reach other hosts; not every GPU has them, nor every machine a channel."""
     where = "one host"
     if gpu_count():
-        whole = fabric_works(torch.device("cuda:0"))
-        where = "all hosts that it joins" if whole else "one host: no IMEX channel is open here"
+        if fabric_works(torch.device("cuda:0")):
+            where = "all hosts that it joins"
+        else:
+            where += ": no fabric handle can be made here, which takes an IMEX channel"
     return f"up to {MAX_RANKS} ranks, of {where}"
 
 
