@@ -20,18 +20,18 @@ from weft.plugins.transformers.exchange import exchanges
 __all__ = ["check", "close", "register"]
 
 _OLDEST = "5.23"
-_MODULE = "transformers.distributed.expert_parallel."
+_MODULE = "transformers.distributed.expert_parallel"
 KNOWN = (
     Known(
-        _MODULE + "EPImplementation.__init__",
+        _MODULE + ".EPImplementation.__init__",
         "self, experts, ep_mesh, tp_mesh",
         names="experts_forward num_local_experts ep_mesh tp_mesh shares_batch",
     ),
     Known(
-        _MODULE + "EPImplementation.__call__",
+        _MODULE + ".EPImplementation.__call__",
         "self, hidden_states, top_k_index, top_k_weights",
     ),
-    Known(_MODULE + "EPImplementationInterface.register", "cls, key, value"),
+    Known(_MODULE + ".EPImplementationInterface.register", "cls, key, value"),
 )
 
 
@@ -86,7 +86,12 @@ def _check_interface() -> None:
         version = importlib.import_module("transformers").__version__
     except ImportError as error:
         raise SetupError(f"transformers cannot be imported: {error}; {fix}") from error
-    if wrong := list(differences(KNOWN, _OLDEST)):
+    try:
+        importlib.import_module(_MODULE)
+        wrong = list(differences(KNOWN, _OLDEST))
+    except ImportError as error:  # says more than that its names are not there
+        wrong = [str(error)]
+    if wrong:
         raise SetupError(
             f"transformers {version} lacks the interface of expert parallelism that weft knows, "
             f"which came with {_OLDEST}: {'; '.join(wrong)}; {fix}, or use a newer weft"
