@@ -52,8 +52,9 @@ def _sources(text: str) -> list[int]:
 
 
 def _numbers(value: Any) -> Iterator[float]:
+    """All but samples: nearly any number is among them, and a table shows medians."""
     if isinstance(value, dict):
-        value = list(value.values())
+        value = [each for name, each in value.items() if not name.startswith("samples")]
     if isinstance(value, list):
         for each in value:
             yield from _numbers(each)
