@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import signal
 import sys
@@ -35,12 +36,14 @@ BATCHES = {1: ([3], [40]), 2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33
 
 
 def serve(group: weft.Group, form: str, method: str) -> dict[str, Any]:
+    kept = Kept()
+    logging.getLogger("weft").setLevel(logging.INFO)
     worker, found = Worker(group, form, method), []
     for seed, sizes in enumerate(BATCHES[group.size]):
         x = tokens(sizes[group.rank], 10 * seed + group.rank)
         found.append(far(worker.step(x, sizes if group.size > 1 else None), alone(x)))
     engine = sys.modules["weft.plugins.vllm.engine"]
-    said = {"far": max(found), "workspaces": len(engine._blocks.operators())}
+    said = {"far": max(found), "workspaces": len(engine._blocks.operators()), "lines": kept.lines}
     leave()
     return said
 
@@ -48,10 +51,14 @@ def serve(group: weft.Group, form: str, method: str) -> dict[str, Any]:
 @FORMS
 @pytest.mark.parametrize("count", [1, 2])
 def test_idle_ranks_and_rounds(ranks: Any, count: int, form: str) -> None:
-    """Every size of batch, with workspaces that the layers share."""
-    for said in ranks(count, "cpu")(serve, form, ""):
+    """Every size of batch, with workspaces that the layers share; rank 0 logs what is served."""
+    first, *others = ranks(count, "cpu")(serve, form, "")
+    for said in (first, *others):
         assert said["far"] < CLOSE
         assert said["workspaces"] == (2 if form == "block" else 1)
+    # benchmarks/vllm/variants.py looks for these words.
+    logged = f"weft serves MoE layers of vLLM on {count} ranks, form {form}"
+    assert any(line.startswith(logged) for line in first["lines"])
 
 
 def test_rows_that_vllm_quantises_travel_so(ranks: Any) -> None:
