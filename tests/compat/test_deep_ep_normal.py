@@ -10,11 +10,12 @@ import torch
 import weft
 from tests.compat.buffers import buffered
 from tests.rounds import bits, settle
-from weft.compat import refusals
+from weft.compat import refusals, row_exchange
 from weft.compat.deep_ep import Buffer, Config
 from weft.compat.row_exchange import RowExchange, RowFetch
 from weft.errors import (
     BadExpertId,
+    CreationFailed,
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
@@ -674,6 +675,26 @@ def none_made(group: weft.Group, buffer: Buffer) -> None:
 def test_a_capture_makes_no_exchange(ranks, monkeypatch):
     monkeypatch.setattr(refusals, "capturing", lambda device: True)
     ranks(2, "threads")(none_made)
+
+
+@buffered()
+def not_everywhere(group: weft.Group, buffer: Buffer) -> None:
+    """A rank that cannot load a kernel: no rank keeps the exchange, and all may try again."""
+    batches = [batch(r) for r in range(group.size)]
+    mine = on(group, batches[group.rank])
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank:
+            patch.setattr(row_exchange, "load_entries", None)
+        with pytest.raises(CreationFailed, match="an exchange of rows failed on rank 1 of 2"):
+            buffer.dispatch(mine.x, **layout(buffer, mine))
+        assert not made(buffer, RowFetch)
+    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
+    assert handle is not None
+    same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
+
+
+def test_a_kernel_that_one_rank_cannot_load(ranks):
+    ranks(2, "cpu")(not_everywhere)
 
 
 @buffered()
