@@ -19,7 +19,7 @@ from tests.compat.reduces import (
     same,
 )
 from weft import reference
-from weft.compat.flashinfer import allreduce_fusion
+from weft.compat.flashinfer import AllReduceFusionWorkspace, allreduce_fusion
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 
 
@@ -119,6 +119,8 @@ def refusals(group: weft.Group) -> None:
         lambda: make(group, world_size=3),
         "rank 0 of 3" if group.rank == 0 else "rank 1 of 3",
     )
+    refused(InvalidArgument, lambda: make(group, rank=2), "rank is 2", "0..1")
+    refused(InvalidArgument, lambda: AllReduceFusionWorkspace(1, 3, 8, 64), "tp_rank is 3", "0..0")
     refused(InvalidArgument, lambda: make(group, hidden_dim=12), "hidden")
 
 

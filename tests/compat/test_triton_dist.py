@@ -219,7 +219,11 @@ def refused(group: weft.Group) -> None:
     for changes, text in (
         ({"online_quant_fp8": False}, "online_quant_fp8 is False"),
         ({"local_world_size": 8}, "local_world_size is 8 and world_size 1"),
-        ({"rank": 3}, "rank 3 of 1, but group is rank 0 of 1"),
+        ({"rank": 3}, r"rank is 3; it must be an integer in 0\.\.0"),
+        (
+            {"rank": 1, "world_size": 2, "local_world_size": 2},
+            "rank 1 of 2, but group is rank 0 of 1",
+        ),
     ):
         with pytest.raises(InvalidArgument, match=text):
             make(group, **changes)

@@ -64,7 +64,7 @@ class AllReduceFusionWorkspace:
         first_timeout: float = 120.0,
     ) -> None:
         tp_size = integer("tp_size", tp_size, 1, MAX_WORLD)
-        tp_rank = integer("tp_rank", tp_rank, 0, MAX_WORLD)
+        tp_rank = integer("tp_rank", tp_rank, 0, tp_size - 1)
         max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
         hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
@@ -241,9 +241,10 @@ def create_allreduce_fusion_workspace(
     Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
     """
     refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
+    world_size = integer("world_size", world_size, 1, MAX_WORLD)
     return AllReduceFusionWorkspace(
-        integer("world_size", world_size, 1, MAX_WORLD),
-        integer("rank", rank, 0, MAX_WORLD),
+        world_size,
+        integer("rank", rank, 0, world_size - 1),
         integer("max_token_num", max_token_num),
         integer("hidden_dim", hidden_dim),
         one_of("dtype", dtype, DTYPE_NAMES),

@@ -85,7 +85,7 @@ class EPLowLatencyAllToAllLayer:
         refuse("online_quant_fp8", online_quant_fp8, True, ONLINE)
         local_world_size = integer("local_world_size", local_world_size, 1, MAX_WORLD)
         world_size = integer("world_size", world_size, 1, MAX_WORLD)
-        rank = integer("rank", rank, 0, MAX_WORLD)
+        rank = integer("rank", rank, 0, world_size - 1)
         max_m = integer("max_m", max_m, 1, MAX_TOKENS)
         topk = integer("topk", topk, 1, MAX_TOP_K)
         fp8_gsize = one_of("fp8_gsize", fp8_gsize, GROUPS)
