@@ -152,6 +152,8 @@ def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) 
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
     with Namespaces(hosts) if linked(hosts, device) else nullcontext() as network:
         names = [] if network is None else [network.of(host) for host in range(hosts)]
+        if names:  # torch warns of every connection that such addresses have no names
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         found = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
     return Verdict(asked, answer_alone(asked, device), found)
 
