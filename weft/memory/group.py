@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import flags, instance, integer, seconds
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import cuda
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, find
@@ -199,9 +199,14 @@ class Group(Recovering):
 
         def meet_on_host() -> Hosts:
             gpus = self.device.type == "cuda"
+            index = next(i for i, each in enumerate(ranks) if self.rank in each)
             shared, rail = open_process_groups(whole, ranks, self.rank, said, timeout, gpus=gpus)
             local = Group.from_torch(shared, device=self.device, timeout=timeout)
-            index = next(i for i, each in enumerate(ranks) if self.rank in each)
+            if local.hosts > 1:
+                raise RendezvousFailed(
+                    f"the ranks of {names[index]} could map each other's memory and now cannot: "
+                    "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and start anew"
+                )
             return Hosts(ranks, names, index, local, rail, said[0]["token"])
 
         self._hosts = self.together(meet_on_host, doing="meeting on each host")
