@@ -1,4 +1,4 @@
-"""Which ranks exchange tokens: from a mapping, a communication backend, torch or the environment.
+"""Which ranks exchange tokens: from a mapping, a communication backend or torch.distributed.
 
 Engines make one all-to-all for each layer. The group that is found for them is made once and
 counted, so that sixty layers share one set of sockets.
@@ -67,8 +67,8 @@ def lease_group(
 ) -> tuple[Group, Callable[[], None]]:
     """The group of ranks that a caller means, and what gives it back; collective when it is new.
 
-    In this order: `given`; a group of one rank; `comm`; the world of torch.distributed; torchrun's
-    environment. A group that is made here is shared by all callers in this process with the same
+    In this order: `given`; a group of one rank; `comm`; the world of torch.distributed.
+    A group that is made here is shared by all callers in this process with the same
     place, `among` these ranks, until each has given it back.
 
     Raises InvalidArgument when the ranks found are not those of the call, or are on several hosts.
@@ -103,10 +103,8 @@ def _make(rank: int, size: int, given: dist.ProcessGroup | None, comm: CommBacke
         group, where = _meet(comm.allgather, rank, size), ""
     elif size == 1:
         group, where = _meet(lambda value: [value], rank, size), ""
-    elif dist.is_initialized():
-        group, where = Group.from_torch(timeout=TIMEOUT), "the world of torch.distributed"
     else:
-        group, where = Group.from_env(timeout=TIMEOUT), "the environment (RANK, WORLD_SIZE)"
+        group, where = Group.from_torch(timeout=TIMEOUT), "the world of torch.distributed"
     try:
         _compare(rank, size, group.rank, group.size, where)
         return group.one_host("this workspace")
