@@ -307,8 +307,6 @@ class Group(Recovering):
         for each in (self._membership, self._fresh):
             if each is not None:
                 each.close()
-        if self._process is not None:
-            self._process.close()
         if self._hosts is not None:
             self._hosts.close(why)
         if self._own is not None:
