@@ -16,7 +16,6 @@ import weft
 from tests.moe.layers import CONFIGS, Case
 from weft import logs
 from weft.errors import InvalidArgument
-from weft.memory.liveness import LivenessFd
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
@@ -131,17 +130,6 @@ def test_a_layer_tells_its_choice(ranks, caplog):
     assert [each.levelname for each in choices] == ["INFO"], "by rank 0, for both"
     assert choices[0].getMessage().endswith(text)
     assert (later, more) == (0, 0)
-
-
-def test_refused_pidfds_are_odd(monkeypatch, caplog):
-    def refuses(pid):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "pidfd_open", refuses)
-    alive = LivenessFd()
-    alive.close()
-    (told,) = _told(caplog, logging.WARNING)
-    assert told.startswith("pidfd_open is refused (Operation not permitted): peers see by a pipe")
 
 
 def test_nothing_is_said_unasked(own_logger):

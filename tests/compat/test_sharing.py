@@ -365,17 +365,10 @@ def test_without_a_group_it_is_that_of_torch_distributed(ranks):
     ranks(RANKS, "cpu")(from_torch)
 
 
-def test_without_torch_distributed_it_is_that_of_the_environment(monkeypatch):
-    made: Any = SimpleNamespace(rank=0, size=3, closed=False, one_host=lambda what: made)
-    made.close = lambda: setattr(made, "closed", True)
-    monkeypatch.setattr(weft.Group, "from_env", lambda timeout: made)
-    group, release = places.lease_group(0, 3)
-    assert [group] == [made]
-    release()
-    assert made.closed
-    made.closed = False
-    refused(InvalidArgument, lambda: places.lease_group(1, 2), "1 of 2")
-    assert made.closed
+def test_without_torch_distributed_and_a_group_there_are_no_ranks():
+    with pytest.raises(InvalidArgument, match="torch.distributed is not initialised: call init_pr"):
+        places.lease_group(0, 3)
+    assert not places._made
 
 
 def test_one_rank_needs_no_group():

@@ -28,7 +28,7 @@ def test_the_page_has_every_variable():
     named = {name for cell in _first_cells("Environment variables") for name in _named(cell)}
     text = "".join(path.read_text() for path in TREES if path != REPORT)
     read = set(re.findall(r"""["'](WEFT_[A-Z_]+)["']""", text))
-    assert {"WEFT_CACHE", "WEFT_SECRET", "WEFT_LOG"} <= read
+    assert {"WEFT_CACHE", "WEFT_HOST", "WEFT_LOG"} <= read
     assert read <= named
 
 

@@ -6,7 +6,10 @@ kernel brings, and there are hundreds of kernels in each.
 
 from __future__ import annotations
 
+import os
+
 import torch
+import torch.distributed as dist
 
 import weft
 from tests.rounds import Round, bits, combining
@@ -60,9 +63,15 @@ def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -
         groups.send(y)
 
 
+def met() -> weft.Group:
+    """The ranks that a test started with torchrun's variables."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    return weft.Group.from_torch(timeout=300.0)
+
+
 def main() -> None:
-    """One rank of a group that is started from outside."""
-    with weft.Group.from_env(timeout=300.0) as group:
-        torch.cuda.set_device(group.device)
+    """One rank of them."""
+    with met() as group:
         rows_return(group)
     print("sound")

@@ -19,6 +19,7 @@ LIMIT = 240  # seconds for one tool
 # patches every module that a torch kernel brings, and there are hundreds of kernels in each.
 RANK_PROGRAM = """
 import time, torch, weft
+from tests.gpu.sanitized import met
 from tests.rounds import Round, bits
 from weft.alltoall.config import Offsets
 begin, cpu = time.monotonic(), torch.device("cpu")
@@ -37,8 +38,7 @@ def arrived(a2a, received):
                          weights[..., :shape.top_k], received.counts.cpu())
 
 say("imported")
-with weft.Group.from_env(timeout=300.0) as group:
-    torch.cuda.set_device(group.device)
+with met() as group:
     say("met")
     for case, options in (
         (Round(tokens=(16, 9), hidden=7168, top_k=8, experts=256), {}),

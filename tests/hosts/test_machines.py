@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import weft
+from tests.hosts import spanning
 from tests.rounds import Round, play
 from weft.errors import GroupError, InvalidArgument, PeerDied, PeerLeft, RendezvousFailed
 from weft.memory import discovery
@@ -71,17 +73,31 @@ def test_machines_of_a_domain_may_have_unequal_numbers_of_ranks_and_hosts_may_no
         by_host(here(*"aab"), [[]] * 3)
 
 
-def on_machines(group: weft.Group, *boots: str) -> weft.Group:
-    """The group of ranks that take themselves for ranks of these machines of one domain."""
-    firsts = [machine[0] for machine in by_machine(here(*boots))]
+def on_machines(group: weft.Group, boots: str, joined: str) -> weft.Group:
+    """The group of ranks that take themselves for ranks of these machines.
+
+    joined: of each rank, the NVLink domain of its machine.
+    """
+
+    def found(said: list[Any], _: object) -> Any:
+        firsts = {machine[0]: boots.index(said[machine[0]]["boot"]) for machine in by_machine(said)}
+        own = [boots.index(each["boot"]) for each in said]
+        reached = [[r for r, at in firsts.items() if joined[at] == joined[mine]] for mine in own]
+        return by_host(said, reached)
+
+    def exchange_fds(control: TorchControl, fd: int, timeout: float) -> list[int | None]:
+        """By the sockets that they have in truth, which reach all ranks."""
+        fds, wanted = group.exchange_fds(fd), dist.get_process_group_ranks(control._process_group)
+        for rank in set(range(group.size)) - set(wanted):
+            os.close(fds[rank])  # type: ignore[arg-type]
+        return [fds[rank] for rank in wanted]
+
     where, whole = discovery.this_host(), group.process_group()
     patch = pytest.MonkeyPatch()
     patch.setattr("weft.memory.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
-    patch.setattr("weft.memory.group.by_host", lambda said, _: by_host(said, [firsts] * len(said)))
-    # To the end of the process, which has only this group over torch: heaps are made later.
-    pytest.MonkeyPatch().setattr(
-        TorchControl, "exchange_fds", lambda _, fd, timeout: group.exchange_fds(fd)
-    )
+    patch.setattr("weft.memory.group.by_host", found)
+    # To the end of the process: heaps are made later.
+    pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
     try:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:
@@ -89,7 +105,7 @@ def on_machines(group: weft.Group, *boots: str) -> weft.Group:
 
 
 def rounds(group: weft.Group, boots: str) -> None:
-    with on_machines(group, *boots) as domain:
+    with on_machines(group, boots, "----") as domain:
         assert (domain.machines, domain.hosts) == (2, 1)
         assert domain.host_ranks == ((0, 1, 2, 3),)
         assert domain.local is domain
@@ -112,6 +128,21 @@ def test_a_domain_of_machines_meets_the_reference(ranks, device, boots):
     ranks(4, device)(rounds, boots)
 
 
+def rounds_of_two(group: weft.Group) -> None:
+    """Four machines; NVLink joins the first two, and the last two."""
+    with on_machines(group, "abcd", "--==") as whole:
+        assert (whole.machines, whole.hosts, whole.host_ranks) == (4, 2, ((0, 1), (2, 3)))
+        assert (whole.local.machines, whole.local.hosts) == (2, 1)
+        case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
+        with weft.AllToAll(whole, **case.sizes(8)) as a2a:
+            for seed in range(3):
+                spanning.play(a2a, case.next(seed=seed))
+
+
+def test_two_domains_of_machines_meet_the_reference(ranks):
+    ranks(4, "cpu")(rounds_of_two)
+
+
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
     x, ids, weights, _ = case.of(a2a.group.rank, a2a.group.device)
     a2a.dispatch(x, ids, weights)
@@ -122,7 +153,7 @@ def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
 
 def dies(group: weft.Group, victim: int) -> tuple[str, str, float]:
     """Ranks 0 and 1 are on one machine, 2 on another: who is left says who died, and when."""
-    with on_machines(group, *"aab") as domain:
+    with on_machines(group, "aab", "---") as domain:
         case = Round(tokens=(5, 3, 8), experts=12, hidden=256)
         with weft.AllToAll(domain, timeout=60.0, **case.sizes(8)) as a2a:
             play(a2a, case)

@@ -402,5 +402,5 @@ weft.launch(fn, ranks=2)
 def test_a_rank_of_torchrun_is_told_to_make_a_group(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InvalidArgument, match=r"rank 1 of the 4 .*Group\.from_env\(\)"):
+    with pytest.raises(InvalidArgument, match=r"rank 1 of the 4 .*Group\.from_torch\(\)"):
         launch(describe, "a", 1, ranks=2)

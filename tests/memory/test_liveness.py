@@ -1,4 +1,4 @@
-"""The end of a process is seen by a pidfd or, where that is refused, by a pipe."""
+"""The end of a process is seen by a pidfd."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
-from weft.memory.liveness import Liveness, LivenessFd
+import weft
+from weft.errors import RendezvousFailed, SetupError
+from weft.memory.liveness import Liveness
+
+
+def without_pidfds(group: weft.Group) -> str:
+    if group.rank == 1:
+        system: Any = os
+        system.pidfd_open = refused
+    with pytest.raises((SetupError, RendezvousFailed)) as told:
+        weft.Group.from_torch(group.process_group(), device="cpu")
+    return str(told.value)
 
 
 def refused(pid: int) -> int:
     raise PermissionError(1, "Operation not permitted")
 
 
-def test_where_pidfds_are_refused_a_pipe_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    alive, heard = LivenessFd(), threading.Event()
-    liveness = Liveness({3: os.dup(alive.fd)}, lambda rank: heard.set() if rank == 3 else None)
-    assert not heard.wait(0.05)
-    alive.close()  # what the kernel does for a process that ends
-    assert heard.wait(600.0)
-    liveness.close()
-    liveness.close()
+def test_a_rank_that_may_not_open_pidfds_says_so_on_all() -> None:
+    for text in weft.launch(without_pidfds, ranks=2):
+        assert "pidfd_open is refused (Operation not permitted)" in text
+        assert "seccomp" in text
 
 
 def tell(rank: int, heard: list[int], told: threading.Event) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -59,34 +58,22 @@ def drop_capabilities():
     done(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def made(group):
+    """A group of the ranks of `group`, from their process group."""
+    return Group.from_torch(group.process_group(), device=group.device, timeout=LONG)
 
 
-def made(group, how, port):
-    """A group of the ranks of `group`, from their process group or a launcher's variables."""
-    if how == "torch":
-        return Group.from_torch(group.process_group(), device="cpu", timeout=LONG)
-    os.environ.update(
-        RANK=str(group.rank), WORLD_SIZE=str(group.size), LOCAL_RANK=str(group.rank),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    return Group.from_env(device=group.device, timeout=LONG)
-
-
-def play_rounds(group, how, port, place):
+def play_rounds(group, place):
     hide(place)
-    play_one(group, how, port, seed=0)  # it loads what stays
+    play_one(group, seed=0)  # it loads what stays
     before = settled(group)
     for seed in (1, 2):
-        pids = play_one(group, how, port, seed)
+        pids = play_one(group, seed)
     return os.listdir(place), settled(group) - before, pids, os.getpid()
 
 
-def play_one(group, how, port, seed):
-    with made(group, how, port) as other:
+def play_one(group, seed):
+    with made(group) as other:
         case = Round((8, 3, 8), seed=seed)
         with weft.AllToAll(
             other, max_tokens=8, top_k=case.top_k, num_experts=case.experts, hidden=case.hidden
@@ -108,13 +95,9 @@ def settled(group):
     return found[-1]
 
 
-@pytest.mark.parametrize(
-    ("device", "how"),
-    [("cpu", "torch"), ("cpu", "env"), pytest.param("cuda", "env", marks=pytest.mark.gpu)],
-)
-def test_ranks_with_mounts_of_their_own_play_rounds(device, how, tmp_path):
-    place = str(tmp_path)
-    found = launch(play_rounds, how, free_port(), place, ranks=3, device=device)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ranks_with_mounts_of_their_own_play_rounds(device, tmp_path):
+    found = launch(play_rounds, str(tmp_path), ranks=3, device=device)
     for left, kept, pids, _ in found:
         assert left == []
         assert kept <= 0  # descriptors; the first round's may be closed late
@@ -138,7 +121,7 @@ class Witness:
 
 def die_afterwards(group, victim, place, out):
     hide(place)
-    with made(group, "torch", 0) as other:
+    with made(group) as other:
         witness = Witness(victim)
         other.attach(witness)
         heap = Heap.create(other, 64)
@@ -175,7 +158,7 @@ def die_on_the_way(group, victim, place, out):
             os.kill(os.getpid(), signal.SIGKILL)
 
         discovery.meet = dies  # type: ignore[attr-defined]
-    told = raised(made, group, "torch", 0)
+    told = raised(made, group)
     with open(f"{out}/rank-{group.rank}", "w", encoding="utf-8") as file:
         json.dump(told, file)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import time
 from typing import Any
 
@@ -313,29 +312,20 @@ def test_two_groups_recover_each_by_itself():
     assert run(in_two_groups) == [((2,), (1,)), None, ((2,), (1,)), ((2,), (1,))]
 
 
-def found_by(group, way):
-    if way == "from_env":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = group.all_gather(free.getsockname()[1])[0]
-        os.environ.update(RANK=str(group.rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(port)
-        second = weft.Group.from_env(device="cpu", timeout=LONG)
-    else:
-        second = weft.Group.from_torch(group.process_group(), device="cpu", timeout=LONG)
+def found_by_torch(group):
+    second = weft.Group.from_torch(group.process_group(), device="cpu", timeout=LONG)
     with second:
         operator = Operator(second)
         group.barrier()
-        if group.rank == 0:  # which serves the store
+        if group.rank == 0:  # which serves torch's store
             die()
         found = second.recover(timeout=LONG)
         together(second)
         return found.dead, operator.asked[-1]
 
 
-@pytest.mark.parametrize("way", ["from_env", "from_torch"])
-def test_ranks_that_a_launcher_started_recover_without_rank_0(way):
-    assert run(found_by, way)[1:] == [((0,), ("recover", 0b1110))] * 3
+def test_ranks_of_a_process_group_recover_without_rank_0():
+    assert run(found_by_torch)[1:] == [((0,), ("recover", 0b1110))] * 3
 
 
 def in_a_creation(group):

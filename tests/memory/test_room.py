@@ -36,15 +36,12 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
         (proc / "self/cgroup").write_text(own + "\n")
         lines = f"MemTotal: 9 kB\nMemAvailable: {available >> 10} kB\nSwapFree: {swap >> 10} kB\n"
         (proc / "meminfo").write_text(lines)
-        version = "limit_in_bytes" if own.split(":")[1] else "max"
         for path, (limit, used, files) in (groups or {}).items():
             folder = tree / path
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"memory.{version}").write_text(f"{limit}\n")
-            name = "current" if version == "max" else "usage_in_bytes"
-            (folder / f"memory.{name}").write_text(f"{used}\n")
-            total = "" if version == "max" else "total_"
-            stat = f"anon 7\n{total}inactive_file {files}\n{total}active_file 0\n"
+            (folder / "memory.max").write_text(f"{limit}\n")
+            (folder / "memory.current").write_text(f"{used}\n")
+            stat = f"anon 7\ninactive_file {files}\nactive_file 0\n"
             (folder / "memory.stat").write_text(stat)
         monkeypatch.setattr(room, "PROC", proc)
         monkeypatch.setattr(room, "CGROUPS", tree)
@@ -88,12 +85,10 @@ def test_swap_counts_as_memory(ranks, host):
         ("0::/a/b", "a/b"),
         ("0::/a/b", "a"),  # of the group around it
         ("0::/not/shown/here", ""),  # a container sees its own group at the root
-        ("4:memory:/a/b", "memory/a/b"),
-        ("4:cpu,memory:/not/shown/here", "memory"),
     ],
 )
 def test_the_tightest_control_group_counts(ranks, host, own, path):
-    above = {"" if own.startswith("0") else "memory": ("max", 0, 0)} if path[-1:] == "b" else {}
+    above = {"": ("max", 0, 0)} if path[-1:] == "b" else {}
     host(own=own, groups={**above, path: (6 * GIB, 3 * GIB, 1 * GIB)})
     # 6 GiB, of which 3 are taken, and 1 of these is pages of files that can go.
     assert both(ranks, 2 * GIB) == ""

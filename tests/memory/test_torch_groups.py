@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +58,26 @@ def test_torch_groups_both_ways():
         assert differs == "GeometryMismatch"
         assert not alive
         assert after == "OutOfOrder"
+
+
+def listens(group):
+    """Addresses, in the kernel's hexadecimal, at which this process listens for torch."""
+    group.process_group()
+    own, found = set(), set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it has been closed
+            own.add(os.readlink(f"/proc/self/fd/{fd}"))
+    for kind in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{kind}") as file:
+            for _, local, _, state, *rest in map(str.split, file.readlines()[1:]):
+                if state == "0A" and f"socket:[{rest[5]}]" in own:
+                    found.add(local.partition(":")[0])
+    group.barrier()
+    return sorted(found)
+
+
+def test_a_group_that_torch_joins_listens_on_the_loopback_alone():
+    assert launch(listens, ranks=2) == [["0100007F"]] * 2
 
 
 def die_in_torch(group):
@@ -128,78 +147,9 @@ def test_threads_have_no_torch_group():
     assert "torch.distributed needs processes" in text
 
 
-def other_host(group, port):
-    os.environ.update(
-        RANK=str(group.rank), WORLD_SIZE=str(group.size), LOCAL_RANK=str(group.rank),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    if group.rank == 1:
-        here = discovery.this_host()
-        discovery.this_host = lambda: {**here, "host": "elsewhere", "boot": "0123456789"}
-    return raised(Group.from_env, device="cpu", timeout=600.0)[:2]
-
-
-def test_ranks_on_several_hosts_are_told_what_serves_them():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for kind, text in launch(other_host, port, ranks=2):
-        assert kind == RendezvousFailed.__name__
-        assert f"rank 0 on {socket.gethostname()}" in text
-        assert "rank 1 on elsewhere (boot 01234567)" in text
-        assert "weft.Group.from_torch()" in text
-
-
 def test_from_torch_needs_torch_distributed():
     with pytest.raises(InvalidArgument, match="init_process_group first"):
         Group.from_torch()
-
-
-def from_env(group, port):
-    os.environ.update(
-        RANK=str(group.rank), WORLD_SIZE=str(group.size), LOCAL_RANK=str(group.rank),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
-    sums = []
-    for _ in range(2):
-        with Group.from_env(device="cpu", timeout=600.0) as found:
-            sums.append(sum(found.all_gather(found.rank + 1)))
-            sums.append(found.device.type)
-    with Group.from_env(device="cpu", timeout=600.0) as found:
-        total = torch.tensor([1])
-        dist.all_reduce(total, group=found.process_group())
-        sums.append(int(total))
-    return sums
-
-
-def test_ranks_of_another_launcher_meet_through_its_store():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert launch(from_env, port, ranks=3) == [[6, "cpu", 6, "cpu", 3]] * 3
-
-
-def test_from_env_names_what_is_missing(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RendezvousFailed, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        Group.from_env()
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "x")
-    with pytest.raises(RendezvousFailed, match="WORLD_SIZE is 'x', not an integer"):
-        Group.from_env()
-
-
-def test_from_env_reports_a_store_that_is_not_there(monkeypatch):
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RendezvousFailed, match="cannot reach the store at 127.0.0.1"):
-        Group.from_env(device="cpu", timeout=0.2)
 
 
 def test_only_known_devices(monkeypatch):
@@ -209,10 +159,9 @@ def test_only_known_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert discovery.default_device(None, 1) == torch.device("cuda:1")
-    assert discovery.default_device(None, 5) == torch.device("cuda:0")
+    assert discovery.default_device(None) == torch.device("cuda:0")
     assert discovery.default_device("cuda") == torch.device("cuda:0")
-    assert discovery.default_device("cuda:1", 0) == torch.device("cuda:1")
+    assert discovery.default_device("cuda:1") == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize(("second", "backend"), [("GPU-b", "nccl"), ("GPU-a", "gloo")])

@@ -106,7 +106,6 @@ def sizes() -> list[Row]:
     mapped = {"expert_map": Kind(MAP.values), "num_experts": COUNT, "ep_size": blocks["ep_size"]}
     run = {"fn": CALLED, "args": Kind(lambda _: [], none=True), "ranks": COUNT}
     run |= {"device": listed("meta", 7, True, [], "gpu", torch.zeros(2)), "timeout": SECONDS}
-    started = {"device": listed("meta", 7, True, [], "gpu"), "timeout": SECONDS}
     return [
         Row(weft.tokens_per_rank, good, per_rank),
         Row(weft.Placement.blocks, {"num_experts": 4, "ep_size": 2}, blocks),
@@ -119,7 +118,6 @@ def sizes() -> list[Row]:
         Row(placement.table, {"device": torch.device("cpu")}, {"device": THING}),
         Row(launched, {"fn": print, "args": (), "ranks": 1}, run),
         Row(Group.from_torch, {}, {**torch_group(), "timeout": SECONDS}),
-        Row(from_env, {}, {"device": started["device"].optional(), "timeout": SECONDS}),
         *replicas(),
     ]
 
@@ -164,16 +162,6 @@ def torch_group() -> dict[str, Kind]:
 
 def launched(fn: Any, args: Any, ranks: Any, device: Any = "cpu", timeout: Any = 600.0) -> Any:
     return weft.launch(fn, *args, ranks=ranks, device=device, timeout=timeout)
-
-
-def from_env(device: Any = None, timeout: Any = 120.0) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK"):
-            patch.setenv(name, "0")
-        patch.setenv("WORLD_SIZE", "1")
-        patch.setenv("MASTER_ADDR", "localhost")
-        patch.setenv("MASTER_PORT", "1")  # nobody listens: a wrong argument is refused before
-        return Group.from_env(device=device, timeout=timeout)
 
 
 def routers() -> list[Row]:

@@ -45,14 +45,14 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CXX", "GLOO_SOCKET_IFNAME", "LD_LIBRARY_PATH", "LOCAL_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "NVSHMEM_QP_DEPTH", "RANK", "TMPDIR"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "WEFT_CACHE", "WEFT_COMMIT"),
-    *("WEFT_HOST", "WEFT_LOG", "WEFT_SECRET", "WEFT_SGLANG_COMBINE_DTYPE", "WEFT_SGLANG_DECODE"),
+    *("WEFT_CACHE", "WEFT_COMMIT", "WEFT_HOST", "WEFT_LOG"),
+    *("WEFT_SGLANG_COMBINE_DTYPE", "WEFT_SGLANG_DECODE"),
     *("WEFT_SGLANG_FORM", "WEFT_SGLANG_OVERLAP", "WEFT_SGLANG_PREFILL_TOKENS"),
     *("WEFT_SGLANG_ALLREDUCE", "WEFT_SGLANG_TIMEOUT", "WEFT_VLLM", "WEFT_VLLM_ALLREDUCE"),
     *("WEFT_VLLM_COMBINE_DTYPE", "WEFT_VLLM_DECODE", "WEFT_VLLM_OVERLAP"),
     *("WEFT_VLLM_PREFILL_TOKENS", "WEFT_VLLM_TIMEOUT", "WORLD_SIZE", "XDG_CACHE_HOME"),
 )
-MASKED = ("WEFT_SECRET", "MASTER_ADDR")  # a secret, and mostly a host name
+MASKED = ("MASTER_ADDR",)  # mostly a host name
 PACKAGES = re.compile(
     r"cuda[-_]|nvidia[-_]|(torch|triton|numpy|sglang|vllm|transformers|flashinfer.*|deep[-_]ep)$"
 )
@@ -342,17 +342,12 @@ def _read(path: str) -> str:
 
 def _private_words() -> dict[str, str]:
     """Patterns that must not be printed -> what is printed instead; the longest first."""
-    secret, home, host = (
-        os.environ.get("WEFT_SECRET"),
-        os.path.expanduser("~"),
-        socket.gethostname(),
-    )
+    home, host = os.path.expanduser("~"), socket.gethostname()
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name
         user = ""
-    words = {re.escape(secret): "(secret)"} if secret else {}
-    words |= {re.escape(each): "~" for each in {home, os.path.realpath(home)} - {"/"}}
+    words = {re.escape(each): "~" for each in {home, os.path.realpath(home)} - {"/"}}
     names = {user: "(user)", host: "(host)", host.partition(".")[0]: "(host)"}
     for name, instead in names.items():  # may be parts of other words, and root is nobody's name
         if name not in ("", "root", "localhost"):

@@ -235,7 +235,7 @@ def create_allreduce_fusion_workspace(
     backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
     gpus_per_node, force_oneshot_support: accepted and not used; all ranks are on one host.
     group: the ranks, a weft.Group or a process group; else those of comm_backend, else of
-        torch.distributed's world, else of torchrun's environment.
+        torch.distributed's world.
 
     Arguments of weft's own: timeout, first_timeout, as in weft.AllReduce.
     Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.

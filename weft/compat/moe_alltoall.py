@@ -75,7 +75,7 @@ class MoeAlltoAll:
 
     Arguments of weft's own:
     group: the ranks, a weft.Group or a process group; default mnnvl_config's, else
-        torch.distributed's world, else torchrun's.
+        torch.distributed's world.
     timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
 
     The first round of a payload list, by its bytes a row, makes memory on all ranks together; it

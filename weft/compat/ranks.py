@@ -1,4 +1,4 @@
-"""Which ranks exchange tokens: from a mapping, a communication backend, torch or the environment.
+"""Which ranks exchange tokens: from a mapping, a communication backend or torch.distributed.
 
 Engines make one all-to-all for each layer. The group that is found for them is made once and
 counted, so that sixty layers share one set of sockets.
@@ -67,8 +67,8 @@ def lease_group(
 ) -> tuple[Group, Callable[[], None]]:
     """The group of ranks that a caller means, and what gives it back; collective when it is new.
 
-    In this order: `given`; a group of one rank; `comm`; the world of torch.distributed; torchrun's
-    environment. A group that is made here is shared by all callers in this process with the same
+    In this order: `given`; a group of one rank; `comm`; the world of torch.distributed.
+    A group that is made here is shared by all callers in this process with the same
     place, `among` these ranks, until each has given it back.
 
     Raises InvalidArgument when the ranks found are not those of the call, or are on several hosts.
@@ -96,22 +96,18 @@ def lease_group(
 
 
 def _make(rank: int, size: int, given: dist.ProcessGroup | None, comm: CommBackend | None) -> Group:
-    where = "group"
-    if given is None and comm is None and size > 1 and dist.is_initialized():
-        given, where = dist.group.WORLD, "the world of torch.distributed"
     # What is known is compared before ranks wait for each other: not all of them may have called.
-    if given is not None:
-        _compare(rank, size, dist.get_rank(given), dist.get_world_size(given), where)
-        group = Group.from_torch(given, timeout=TIMEOUT)
-    elif comm is not None:
+    if given is None and comm is not None:
         _compare(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
         group = _meet(comm.allgather, rank, size)
-    elif size == 1:
+    elif given is None and size == 1:
         group = _meet(lambda value: [value], rank, size)
     else:
-        group, where = Group.from_env(timeout=TIMEOUT), "the environment (RANK, WORLD_SIZE)"
+        where = "the world of torch.distributed" if given is None else "group"
+        if dist.is_initialized():  # else from_torch says what to do
+            _compare(rank, size, dist.get_rank(given), dist.get_world_size(given), where)
+        group = Group.from_torch(given, timeout=TIMEOUT)
     try:
-        _compare(rank, size, group.rank, group.size, where)
         return group.one_host("this workspace")
     except InvalidArgument:
         group.close()

@@ -58,8 +58,8 @@ class EPLowLatencyAllToAllLayer:
     Two results are kept: one may be combined several times, or never, and is there until a later
     dispatch takes its slot, the oldest one that is left.
 
-    Weft's own: group, a weft.Group or a process group, default torch.distributed's world, else
-    torchrun's; timeout, first_timeout in seconds.
+    Weft's own: group, a weft.Group or a process group, default torch.distributed's world;
+    timeout, first_timeout in seconds.
 
     Collective. Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
     """

@@ -336,15 +336,18 @@ class Rail:
         get what this host has in its own place.
         """
         self.raise_if_failed()
-        ops, whom = [], []
-        for host in self._others:
-            peer = self._peers[host]
+        ops, whom, own, rail = [], list[int](), self._own, self._group.rail
+        # Each host begins with its right neighbour: where all began with host 0, whose link they
+        # then shared, two exchanges of 3 hosts took 720 ms in place of 590 (1 Gbit/s, gloo).
+        for step in range(1, self._hosts):
+            right, left = (own + step) % self._hosts, (own - step) % self._hosts
             for mine, theirs in pairs:
-                sent, came = mine[self._own if mine is theirs else host], theirs[host]
+                sent, came = mine[own if mine is theirs else right], theirs[left]
                 # The tag is the size: gloo ends a process that gets more than it waits for.
-                how = (peer, self._group.rail, len(sent))
-                ops += [dist.P2POp(dist.isend, sent, *how), dist.P2POp(dist.irecv, came, *how)]
-                whom += [host, host]
+                size = len(sent)
+                ops.append(dist.P2POp(dist.isend, sent, self._peers[right], rail, size))
+                ops.append(dist.P2POp(dist.irecv, came, self._peers[left], rail, size))
+                whom += [right, left]
         self._exchanges += 1
         if self._watch is not None:
             self._watch.begin()

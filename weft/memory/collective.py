@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory.messages import Messages
-from weft.memory.store import connect, serve
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -138,14 +139,21 @@ class OwnProcessGroup:
         self._owner = os.getpid()
         here, limit = "127.0.0.1", timedelta(seconds=group.timeout)
         backend = _backend(group, device)
-        served = group.together(
-            lambda: serve(here, 0, group.timeout) if group.rank == 0 else None,
-            doing=f"serving a store on {here}",
-        )
+
+        def serve() -> TCPStore | None:
+            if group.rank != 0:
+                return None
+            # By itself torch's store would listen on every interface.
+            listener = socket.create_server((here, 0), backlog=socket.SOMAXCONN)
+            where = here, listener.getsockname()[1], None, True, limit
+            fd = listener.detach()
+            return TCPStore(*where, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+
+        served = group.together(serve, doing=f"serving a store on {here}")
         port = group.all_gather(None if served is None else served.port)[0]
         # Rank 0 serves it for as long as the group lives.
         self._store = group.together(
-            lambda: served or connect(here, port, group.timeout),
+            lambda: served or TCPStore(here, port, None, False, limit, wait_for_workers=False),
             doing=f"connecting to rank 0's store on {here}:{port}",
         )
         with unless_set("GLOO_SOCKET_IFNAME", "lo"):  # the ranks share a host

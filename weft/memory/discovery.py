@@ -1,13 +1,12 @@
 """Ranks that some launcher started find out whether they share a host, and meet.
 
-They can already exchange small values: in a store (`store.py`), over a torch process group, or by
-an engine's own means. One exchange says who they are and hands out the address of the meeting. What
-follows goes over Unix sockets, so authentication, descriptors and liveness do not depend on it.
+They can already exchange small values, over a torch process group or by an engine's own means. One
+exchange says who they are and hands out the address of the meeting. What follows goes over Unix
+sockets, so authentication, descriptors and liveness do not depend on it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -25,18 +24,8 @@ from weft.memory.wire import JSON, text_of
 Exchange = Callable[[JSON], list[Any]]
 
 
-def find(
-    exchange: Exchange,
-    rank: int,
-    size: int,
-    device: str,
-    timeout: float,
-    peers: Peers | None = None,
-) -> ControlPlane:
-    """Meet ranks that can already exchange small values: compare hosts, then connect.
-
-    peers: what `exchange` knows of the other processes, which it may watch while it waits.
-    """
+def find(exchange: Exchange, rank: int, size: int, device: str, timeout: float) -> ControlPlane:
+    """Meet ranks that can already exchange small values: compare hosts, then connect."""
     mine, problem = None, None
     if rank == 0:
         try:
@@ -44,17 +33,15 @@ def find(
         except RendezvousFailed as error:
             problem = f"rank 0: {error}"
     try:
-        with contextlib.nullcontext(peers) if peers else Peers() as watched:
+        with Peers() as peers:
             address = None if mine is None else mine.address
             said = exchange({**this_host(), **identity(), "meeting": address, "problem": problem})
             meeting = mine or _checked_meeting(said)
             _check_hosts(said)
             for r, each in enumerate(said):
                 if r != rank:
-                    watched.watch(r, each)
-            return meet(
-                meeting, rank=rank, size=size, device=device, timeout=timeout, peers=watched
-            )
+                    peers.watch(r, each)
+            return meet(meeting, rank=rank, size=size, device=device, timeout=timeout, peers=peers)
     except BaseException as error:
         if mine is not None:
             mine.close(str(error))
@@ -118,8 +105,8 @@ def _named(host: dict[str, Any]) -> str:
     return f"{text_of(host['host'])} (boot {text_of(host['boot'])[:8]})"
 
 
-def default_device(given: torch.device | str | None, local_rank: int | None = None) -> torch.device:
-    """The rank's device: as given, else cuda:local_rank or the current one, else the CPU.
+def default_device(given: torch.device | str | None) -> torch.device:
+    """The rank's device: as given, else the current GPU, else the CPU.
 
     Raises InvalidArgument for what is no device of weft's.
     """
@@ -134,9 +121,6 @@ def default_device(given: torch.device | str | None, local_rank: int | None = No
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
     if device is None or (device.type == "cuda" and device.index is None):
-        # A launcher may show each rank its own GPU alone; then the local rank is no index.
-        if local_rank is not None and local_rank < torch.cuda.device_count():
-            return torch.device("cuda", local_rank)
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f'device is {shown(given)}: weft runs on "cpu" and "cuda"')

@@ -10,16 +10,14 @@ import torch
 import torch.distributed as dist
 
 from weft.arguments import flags, instance, integer, seconds
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import cuda
 from weft.memory.collective import OwnProcessGroup, TorchControl
 from weft.memory.discovery import default_device, find
 from weft.memory.hosts import Hosts, by_host, by_machine, open_process_groups, whereabouts
-from weft.memory.liveness import Peers
 from weft.memory.meeting import Meeting, meet
 from weft.memory.messages import Control
 from weft.memory.recovery import Recovering, check_joining
-from weft.memory.store import StoreExchange, environment, store_of_environment
 from weft.memory.wire import JSON
 
 
@@ -127,7 +125,7 @@ class Group(Recovering):
         if group is None:
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group first, or use "
-                "Group.from_env() or weft.launch"
+                "weft.launch"
             )
         instance("process_group", group, dist.ProcessGroup)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -152,27 +150,6 @@ class Group(Recovering):
         else:
             made._watch_machine(next(each for each in machines if rank in each))
         return made
-
-    @classmethod
-    def from_env(cls, *, device: torch.device | str | None = None, timeout: float = 120.0) -> Group:
-        """The ranks that torchrun (or a like launcher) started on this host. Collective.
-
-        Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `device` defaults to
-        cuda:LOCAL_RANK where there is one. Without torchrun's agent rank 0 serves the store in
-        which the ranks find each other, on the address of MASTER_ADDR alone: 127.0.0.1 keeps other
-        machines out. WEFT_SECRET, any text that is the same on every rank, authenticates what they
-        write there (docs/environment.md). Raises RendezvousFailed when a variable is missing, the
-        ranks are on several hosts, one of them dies or they do not meet in time.
-        """
-        timeout = seconds("timeout", timeout)
-        default_device(device)
-        rank, size, local_rank = environment()
-        where = default_device(device, local_rank)
-        store, name = store_of_environment(rank, timeout)
-        with Peers() as peers:
-            exchange = StoreExchange(store, name, rank, size, timeout, peers)
-            control = find(exchange, rank, size, where.type, timeout, peers)
-        return cls(control, device=where, timeout=timeout)
 
     def _watch_machine(self, ranks: Sequence[int]) -> None:
         """Notice the deaths of `ranks`, which share this one's machine. Collective over all.
@@ -199,9 +176,14 @@ class Group(Recovering):
 
         def meet_on_host() -> Hosts:
             gpus = self.device.type == "cuda"
+            index = next(i for i, each in enumerate(ranks) if self.rank in each)
             shared, rail = open_process_groups(whole, ranks, self.rank, said, timeout, gpus=gpus)
             local = Group.from_torch(shared, device=self.device, timeout=timeout)
-            index = next(i for i, each in enumerate(ranks) if self.rank in each)
+            if local.hosts > 1:
+                raise RendezvousFailed(
+                    f"the ranks of {names[index]} could map each other's memory and now cannot: "
+                    "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and start anew"
+                )
             return Hosts(ranks, names, index, local, rail, said[0]["token"])
 
         self._hosts = self.together(meet_on_host, doing="meeting on each host")
@@ -325,8 +307,6 @@ class Group(Recovering):
         for each in (self._membership, self._fresh):
             if each is not None:
                 each.close()
-        if self._process is not None:
-            self._process.close()
         if self._hosts is not None:
             self._hosts.close(why)
         if self._own is not None:

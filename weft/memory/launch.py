@@ -85,8 +85,8 @@ def _check_launches() -> None:
     if rank is not None and size is not None:
         raise InvalidArgument(
             f"this process is rank {rank} of the {size} that torchrun (RANK, WORLD_SIZE) started, "
-            "and launch would start ranks of its own in each: call weft.Group.from_env() here, or "
-            "weft.Group.from_torch() after init_process_group; or run the script without torchrun"
+            "and launch would start ranks of its own in each: call init_process_group and "
+            "weft.Group.from_torch() here, or run the script without torchrun"
         )
 
 

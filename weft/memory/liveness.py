@@ -1,16 +1,14 @@
 """Notices at once when the process of a peer ends, before all ranks have met and after that.
 
-Once they have met, every rank hands its peers a descriptor that becomes readable when its process
-ends: a pidfd of itself, which means the same process in every PID namespace and is not fooled by
-forked children. Where the kernel or a container refuses pidfds it is the end of a pipe, which a
-forked child that outlives its parent keeps open. Before that a rank is known by the process id that
-it has sent, which means that process within one PID namespace.
+Once they have met, every rank hands its peers a pidfd of itself, which becomes readable when its
+process ends. It means the same process in every PID namespace, and forked children do not count.
+Before that a rank is known by the process id that it has sent, which means that process within one
+PID namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import signal
@@ -22,31 +20,6 @@ from typing import Any
 from weft.errors import RendezvousFailed
 
 _LAST_WORDS = 0.5  # seconds between the end of a dead rank's sockets and that of its process
-_log = logging.getLogger(__name__)
-
-
-class LivenessFd:
-    """A descriptor that shows the end of this process, for the peers."""
-
-    def __init__(self) -> None:
-        self._open: tuple[int, ...]
-        try:
-            self.fd = os.pidfd_open(os.getpid())
-            self._open = (self.fd,)
-        except OSError as error:
-            _log.warning(
-                "pidfd_open is refused (%s): peers see by a pipe when this process ends, and only "
-                "when its forked children have ended, too",
-                error.strerror,
-            )
-            self._open = os.pipe()
-            self.fd = self._open[0]
-
-    def close(self) -> None:
-        """Give up what this process keeps open for its peers. Idempotent."""
-        kept, self._open = self._open, ()
-        for fd in kept:
-            os.close(fd)
 
 
 class Liveness:
@@ -74,7 +47,7 @@ class Liveness:
         return self._fds[rank]
 
     def kill(self, rank: int) -> None:
-        """End the process of a rank. Raises OSError where the kernel refuses, or without pidfds."""
+        """End the process of a rank. Raises OSError where the kernel refuses."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fds[rank], signal.SIGKILL)
 
@@ -140,7 +113,7 @@ class Peers:
             self._unseen[rank] = f"pidfd_open: {error.strerror}"
 
     def hold(self, rank: int, pid: int, fd: int) -> None:
-        """Watch a rank by what its `LivenessFd` gave; duplicates `fd`."""
+        """Watch a rank by its pidfd `fd`, which is duplicated."""
         self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
 
     def pidfds(self) -> list[int]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from weft.errors import SetupError
 from weft.memory.agreement import Agreement
 from weft.memory.control_plane import ControlPlane
 from weft.memory.liveness import Liveness
@@ -37,17 +38,12 @@ class Member(Protocol):
 class Membership:
     """Ranks that have met, each a process, and watched from now on. Collective. Owns `control`.
 
-    Raises RendezvousFailed where a peer dies meanwhile, or cannot do its part, and OSError or
-    HandleUnsupported where this one cannot.
+    Raises RendezvousFailed where a peer dies meanwhile, or cannot do its part, and OSError,
+    SetupError or HandleUnsupported where this one cannot.
     """
 
-    def __init__(
-        self, control: ControlPlane, process: int, ended: Callable[[int], None], timeout: float
-    ) -> None:
-        """process: a descriptor that shows the end of this process.
-
-        ended: called in another thread with the rank of each process that ends.
-        """
+    def __init__(self, control: ControlPlane, ended: Callable[[int], None], timeout: float) -> None:
+        """ended: called in another thread with the rank of each process that ends."""
 
         def of_peers(fd: int) -> Mapping[int, int]:
             fds = control.exchange_fds(fd, timeout)
@@ -58,7 +54,11 @@ class Membership:
         self.control = control
         with contextlib.ExitStack() as undo:
             try:
-                self.liveness = Liveness(of_peers(process), ended)
+                own = _own_pidfd()
+                try:  # peers get copies
+                    self.liveness = Liveness(of_peers(own), ended)
+                finally:
+                    os.close(own)
                 undo.callback(self.liveness.close)
                 self.agreement = Agreement(control, self.liveness, of_peers)
             except BaseException as error:
@@ -71,3 +71,14 @@ class Membership:
         self.control.close(why)
         self.liveness.close()
         self.agreement.close()
+
+
+def _own_pidfd() -> int:
+    """Raises SetupError."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except OSError as error:
+        raise SetupError(
+            f"pidfd_open is refused ({error.strerror}), by which ranks see each other's deaths: "
+            "allow it in the container's seccomp profile, as Docker's own does"
+        ) from error

@@ -21,7 +21,7 @@ from weft.errors import (
 )
 from weft.memory.agreement import Recovery
 from weft.memory.control_plane import ControlPlane
-from weft.memory.liveness import LivenessFd, Peers
+from weft.memory.liveness import Peers
 from weft.memory.meeting import Meeting, meet
 from weft.memory.membership import Member, Membership
 from weft.memory.messages import Control, Messages
@@ -41,7 +41,6 @@ class Recovering(Messages):
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of these two and of the living
         self._closed = False
-        self._process: LivenessFd | None = None
         self._membership: Membership | None = None
         self._fresh: Membership | None = None  # with new ranks, until all take them in or none
         self._opened: Meeting | None = None  # by this rank, for new processes
@@ -64,9 +63,6 @@ class Recovering(Messages):
 
         ranks: this group's, of the ranks of `control`; all where nobody says.
         """
-        if self._process is None:
-            self._process = LivenessFd()
-            self._at_end(self._process.close)
         ended = weakref.WeakMethod(self._peer_ended)
 
         def peer_ended(rank: int) -> None:
@@ -74,7 +70,7 @@ class Recovering(Messages):
             if method is not None:
                 method(rank if ranks is None else ranks[rank])
 
-        membership = Membership(control, self._process.fd, peer_ended, self._deadline(timeout))
+        membership = Membership(control, peer_ended, self._deadline(timeout))
         self._at_end(membership.close)
         return membership
 

@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from weft.memory.group import Group
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# limit, what is used of it, and the names in memory.stat of what can be reclaimed of that
-_Names = tuple[str, str, tuple[str, ...]]
-_V2: _Names = ("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
-_V1: _Names = (
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-)
+_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
 
 
 def require_room(group: Group, bytes_each: int, *, what: str) -> None:
@@ -67,27 +60,21 @@ def require_room(group: Group, bytes_each: int, *, what: str) -> None:
 def control_group() -> tuple[str, int | None]:
     """The tightest control group around this process: which, and the bytes it may still take.
 
-    None where no limit is known. A container may show its own group at the root alone.
+    None where no limit is known, as with control groups of the first version. A container may show
+    its own group at the root alone.
     """
     found: list[tuple[int, str]] = []
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return "", None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, names = CGROUPS, _V2
-        elif "memory" in controllers.split(","):
-            root, names = CGROUPS / "memory", _V1
-        else:
-            continue
-        folder = root / path.lstrip("/")
+    for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
+        folder = CGROUPS / path
         for each in (folder, *folder.parents):
-            left = _left(each, *names)
+            left = _left(each)
             if left is not None:
                 found.append((left, str(each)))
-            if each == root:
+            if each == CGROUPS:
                 break
     if not found:
         return "", None
@@ -95,15 +82,16 @@ def control_group() -> tuple[str, int | None]:
     return place, left
 
 
-def _left(folder: Path, limit: str, used: str, reclaimable: tuple[str, ...]) -> int | None:
+def _left(folder: Path) -> int | None:
     """Bytes that a control group may still take; None for one without a limit."""
     try:
-        most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+        most = int((folder / "memory.max").read_text())
+        taken = int((folder / "memory.current").read_text())
         stat = (folder / "memory.stat").read_text().split()
     except (OSError, ValueError):  # "max", or not there
         return None
     held = dict(zip(stat[::2], stat[1::2], strict=False))
-    return max(0, most - taken + sum(int(held.get(name, 0)) for name in reclaimable))
+    return max(0, most - taken + sum(int(held.get(name, 0)) for name in _RECLAIMABLE))
 
 
 def _meminfo(name: str) -> int:

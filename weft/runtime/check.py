@@ -210,7 +210,7 @@ def check_tokens(tokens: int, max_tokens: int) -> None:
 
 def check_group(group: Group) -> None:
     """Raises InvalidArgument for what is no group: there is nobody to vote with."""
-    instance("group", group, Group, "weft.launch, Group.from_env() or from_torch() makes one")
+    instance("group", group, Group, "weft.launch or Group.from_torch() makes one")
 
 
 def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
