@@ -54,7 +54,7 @@ def test_bench_moe_with_every_option(weft_command, tmp_path):
     assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
     peers = {run["name"]: run["status"] for run in data["peers"]}
     assert peers["FlashInfer"] == "not installed"
-    assert peers["NCCL"] == "has nothing like it", "mxfp8"
+    assert peers["torch all-gather"] == "has nothing like it", "mxfp8"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(timeline.read_text())["metadata"]["tokens_per_rank"] == 8
 

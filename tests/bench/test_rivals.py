@@ -156,7 +156,9 @@ def test_they_can_be_sent_to_processes():
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8"])
 def test_the_collective_is_measured(ranks, payload):
-    for found in ranks(2, "cpu")(rival_body, NAMED["NCCL"], replace(SIZES, payload=payload)):
+    for found in ranks(2, "cpu")(
+        rival_body, NAMED["torch all-gather"], replace(SIZES, payload=payload)
+    ):
         assert found["status"] == "measured"
         assert list(found["samples_us"]) == [3, 5]
 

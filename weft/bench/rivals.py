@@ -478,7 +478,7 @@ def reduce_refuses(
 _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
 _EVEN = partial(reduce_refuses, ranks=(2, 4, 8))  # that FlashInfer has kernels for
 PAIRS = (
-    Rival("NCCL", *_TORCH, Collective, runs_all),
+    Rival("torch all-gather", *_TORCH, Collective, runs_all),
     Rival("FlashInfer", *_FLASHINFER, FlashInfer, flashinfer_refuses),
     Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=FEW),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import re
 import subprocess
 
 ADDRESS = "10.77.0.{}"  # of a host, counted from 1
@@ -39,6 +41,7 @@ class Namespaces:
         self._name = f"weft-{os.getpid()}"
 
     def __enter__(self) -> Namespaces:
+        remove_abandoned()
         try:
             self._make("switch")
             ip("-n", self.of("switch"), "link", "add", "bridge", "type", "bridge")
@@ -52,10 +55,9 @@ class Namespaces:
         return self
 
     def __exit__(self, *_: object) -> None:
-        there = {line.split()[0] for line in ip("netns", "list").splitlines()}
-        for which in ("switch", *range(self.hosts)):
-            if self.of(which) in there:
-                ip("netns", "delete", self.of(which))
+        for name in _namespaces():
+            if name.startswith(f"{self._name}-"):
+                ip("netns", "delete", name)
 
     def of(self, which: int | str) -> str:
         """The name of a host's namespace, or of the "switch", as `ip netns` knows it."""
@@ -71,6 +73,19 @@ class Namespaces:
         ip("-n", switch, "link", "set", port, "master", "bridge", "up")
         ip("-n", own, "address", "add", f"{ADDRESS.format(host + 1)}/24", "dev", "eth0")
         ip("-n", own, "link", "set", "eth0", "up")
+
+
+def remove_abandoned() -> None:
+    """Delete the namespaces of processes that were killed."""
+    for name in _namespaces():
+        made = re.fullmatch(r"weft-(\d+)-(switch|\d+|try)", name)
+        if made is not None and not os.path.exists(f"/proc/{made[1]}"):
+            with contextlib.suppress(subprocess.CalledProcessError):  # another process was faster
+                ip("netns", "delete", name)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in ip("netns", "list").splitlines()]
 
 
 def enter(name: str) -> None:

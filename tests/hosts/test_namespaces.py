@@ -1,0 +1,30 @@
+"""Network namespaces that stand for hosts leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from weft.cli.namespaces import Namespaces, allowed, ip
+
+MAKES = """
+import os, signal
+from weft.cli.namespaces import Namespaces
+Namespaces(1).__enter__()
+print(os.getpid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not allowed(), reason="no network namespaces here")
+def test_those_of_a_killed_process_go_with_the_next_one() -> None:
+    killed = subprocess.run([sys.executable, "-c", MAKES], capture_output=True, text=True)
+    left = f"weft-{int(killed.stdout)}-"
+    assert left in ip("netns", "list")
+    with Namespaces(2):
+        assert left not in ip("netns", "list")
+        assert f"weft-{os.getpid()}-1" in ip("netns", "list")
+    assert f"weft-{os.getpid()}-" not in ip("netns", "list")
