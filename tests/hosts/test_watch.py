@@ -7,8 +7,10 @@ import time
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
+from weft.hosts.rail import Rail
 from weft.hosts.watch import _look
 
 FIRST, LATER = 30.0, 0.4
@@ -71,3 +73,15 @@ def test_an_operator_that_is_gone_is_told_nothing():
     del exchange
     thread.join(20.0)
     assert not thread.is_alive()
+
+
+def test_other_hosts_learn_of_a_failure_that_this_gpu_can_tell_nobody(monkeypatch):
+    def lost(error: Exception) -> None:
+        raise OSError("the context is lost")
+
+    rail: Any = object.__new__(Rail)
+    rail._failed, rail._on_failure, told = None, lambda: lost, []
+    monkeypatch.setattr(rail, "_tell_hosts", told.append)
+    with pytest.raises(OSError, match="the context is lost"):
+        rail._fail("rank 2 is late")
+    assert [str(error) for error in told] == ["rank 2 is late"]
