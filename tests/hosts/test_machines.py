@@ -9,14 +9,23 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import weft
 from tests.rounds import Round, play
-from weft.errors import GroupError, InvalidArgument, PeerDied, PeerLeft, RendezvousFailed
+from weft.errors import (
+    CreationFailed,
+    GroupError,
+    InvalidArgument,
+    PeerDied,
+    PeerLeft,
+    RendezvousFailed,
+)
 from weft.memory import discovery
 from weft.memory.collective import TorchControl
 from weft.memory.hosts import by_host, by_machine
@@ -24,12 +33,14 @@ from weft.memory.hosts import by_host, by_machine
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def here(*boots: str, parts: str = "") -> list[Any]:
+def here(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
     """What ranks on such machines say of them."""
-    parts = parts or "-" * len(boots)
+    names = ("boot", "part", "device")
+    given = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
+    said = [dict(zip(names, each, strict=True)) for each in zip(*given, strict=True)]
     return [
-        {"host": f"{boot}-0", "boot": boot, "part": part.strip("-"), "token": "t"}
-        for boot, part in zip(boots, parts, strict=True)
+        each | {"host": f"{each['boot']}-0", "part": each["part"].strip("-"), "token": "t"}
+        for each in said
     ]
 
 
@@ -71,6 +82,25 @@ def test_machines_of_a_domain_may_have_unequal_numbers_of_ranks_and_hosts_may_no
         by_host(here(*"aab"), [[]] * 3)
 
 
+def test_ranks_have_devices_of_one_kind():
+    with pytest.raises(RendezvousFailed, match="rank 0 has its memory on cuda and rank 2 on cpu"):
+        by_machine(here(*"aab", kinds=("cuda", "cuda", "cpu")))
+
+
+def mixed(group: weft.Group) -> float:
+    """Ranks that look for NVLink and ranks that do not would wait for each other."""
+    began, whole = time.monotonic(), group.process_group()
+    os.environ["WEFT_HOST"] = f"host-{group.rank}"
+    device = "cuda:0" if group.rank == 0 else "cpu"
+    with pytest.raises(RendezvousFailed, match="on cuda and rank 1 on cpu: pass devices of one"):
+        weft.Group.from_torch(whole, device=device, timeout=600.0)
+    return time.monotonic() - began
+
+
+def test_devices_of_two_kinds_are_noticed_at_once(ranks):
+    assert max(ranks(2, "cpu")(mixed)) < 60.0
+
+
 def on_machines(group: weft.Group, *boots: str) -> weft.Group:
     """The group of ranks that take themselves for ranks of these machines of one domain."""
     firsts = [machine[0] for machine in by_machine(here(*boots))]
@@ -86,6 +116,23 @@ def on_machines(group: weft.Group, *boots: str) -> weft.Group:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:
         patch.undo()
+
+
+def left_alone(group: weft.Group) -> None:
+    """Rank 3 of 4, the second of its machine, cannot watch its peer."""
+    if group.rank == 3:
+        stop = OSError("no more threads")
+        pytest.MonkeyPatch().setattr("weft.memory.membership.Liveness", Mock(side_effect=stop))
+    with pytest.raises(CreationFailed) as told:
+        on_machines(group, *"aabb")
+    text = str(told.value)
+    assert "meeting on one machine, its ranks [2, 3] numbered from 0, failed on rank 2 of" in text
+    assert "rank 1 (pid" in text
+    assert "could not watch its peers: no more threads" in text
+
+
+def test_what_one_machine_cannot_do_every_rank_is_told(ranks):
+    ranks(4, "cpu")(left_alone)
 
 
 def rounds(group: weft.Group, boots: str) -> None:

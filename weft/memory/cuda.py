@@ -1,6 +1,6 @@
 """The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
 
-Driver calls go through cuda.bindings, imported when the first heap is made. Allocations leave the
+Driver calls go through cuda.bindings, imported at the first of them. Allocations leave the
 process as POSIX file descriptors, or as fabric handles where every rank can make them: those reach
 the other hosts of an NVLink domain, too.
 """
@@ -344,8 +344,19 @@ def create(group: Group, size: int) -> DeviceShares:
     shares = DeviceShares(group.device, group.rank, group.size, size)
     try:
         peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
-        group.together(lambda: shares.check(peers), doing="checking that GPUs reach each other")
-        fabric = all(peers[rank]["fabric"] for rank in group.living)
+        without = [rank for rank in group.living if not peers[rank]["fabric"]]
+
+        def check() -> None:
+            shares.check(peers)
+            if without and group.machines > group.hosts:
+                raise HandleUnsupported(
+                    f"rank {without[0]} on {peers[without[0]]['name']} can no longer make fabric "
+                    f"handles, which alone reach the {group.machines} machines of this group: free "
+                    "some of its memory, and see in `weft doctor` whether its IMEX channel is open"
+                )
+
+        group.together(check, doing="checking that GPUs reach each other")
+        fabric = not without
         how = "fabric handles" if fabric else "POSIX file descriptors"
         _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
         group.together(
@@ -398,7 +409,8 @@ def reached(
         mine = [rank for rank in owners if handle is not None and mapped(handles[rank])]
         return exchange(mine)  # nobody frees before all have tried
     finally:
-        shares.free()
+        with contextlib.suppress(SetupError):  # as above; the others have what they wanted
+            shares.free()
 
 
 def fabric_works(device: torch.device) -> bool:

@@ -135,7 +135,7 @@ class Group(Recovering):
             raise InvalidArgument("this process is no member of the given process group")
         over_torch = TorchControl(group, rank, size)
         exchange = partial(over_torch.gather, "Group.from_torch", timeout=timeout)
-        said = exchange(whereabouts(group))
+        said = exchange(whereabouts(group, where))
         machines = by_machine(said)
         if len(machines) == 1:
             control = find(exchange, rank, size, where.type, timeout)
@@ -189,22 +189,24 @@ class Group(Recovering):
             control = find(exchange, place, count, self.device.type, self.timeout)
             self._membership = self._watch(control, ranks)
 
-        self.together(meet_on_machine, doing="meeting on each machine")
+        doing = f"meeting on one machine, its ranks {list(ranks)} numbered from 0,"
+        self.together(meet_on_machine, doing=doing)
 
     def _find_hosts(
         self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], said: list[Any]
     ) -> None:
         """Meet the ranks of this host, and open the rail. Collective over all hosts."""
         whole, timeout = self.process_group(), self.timeout
+        index = next(i for i, each in enumerate(ranks) if self.rank in each)
 
         def meet_on_host() -> Hosts:
             gpus = self.device.type == "cuda"
             shared, rail = open_process_groups(whole, ranks, self.rank, said, timeout, gpus=gpus)
             local = Group.from_torch(shared, device=self.device, timeout=timeout)
-            index = next(i for i, each in enumerate(ranks) if self.rank in each)
             return Hosts(ranks, names, index, local, rail, said[0]["token"])
 
-        self._hosts = self.together(meet_on_host, doing="meeting on each host")
+        doing = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"
+        self._hosts = self.together(meet_on_host, doing=doing)
 
     @property
     def hosts(self) -> int:
