@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from weft.errors import GroupError
 from weft.hosts.rail import Rail
 from weft.hosts.watch import _look
 
@@ -79,8 +80,8 @@ def test_other_hosts_learn_of_a_failure_that_this_gpu_can_tell_nobody(monkeypatc
     def lost(error: Exception) -> None:
         raise OSError("the context is lost")
 
-    rail: Any = object.__new__(Rail)
-    rail._failed, rail._on_failure, told = None, lambda: lost, []
+    rail, told = cast("Any", object.__new__(Rail)), list[GroupError]()
+    rail._failed, rail._on_failure = None, lambda: lost
     monkeypatch.setattr(rail, "_tell_hosts", told.append)
     with pytest.raises(OSError, match="the context is lost"):
         rail._fail("rank 2 is late")
