@@ -226,7 +226,9 @@ def _domain() -> str:
     where = "one host"
     if gpu_count():
         whole = fabric_works(torch.device("cuda:0"))
-        where = "all hosts that it joins" if whole else "one host: no IMEX channel is open here"
+        where = "all hosts that it joins"
+        if not whole:
+            where = "one host: fabric handles, which take an IMEX channel, are refused here"
     return f"up to {MAX_RANKS} ranks, of {where}"
 
 
