@@ -151,6 +151,8 @@ def rounds(group: weft.Group, boots: str) -> None:
             assert out.eq(10.0).all()
         with pytest.raises(InvalidArgument, match="two ranks or more, each a process, of one mach"):
             domain.recover()
+        with pytest.raises(InvalidArgument, match="it takes ranks of one machine, and these are o"):
+            domain.one_machine("it", fix="leave it out")
 
 
 @pytest.mark.parametrize("device", DEVICES)

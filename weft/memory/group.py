@@ -254,6 +254,16 @@ class Group(Recovering):
             )
         return self
 
+    def one_machine(self, what: str, *, fix: str) -> Group:
+        """This group. Raises InvalidArgument where it has several machines, since `what` is to
+        `recover`.
+        """
+        if self.machines > 1:
+            raise InvalidArgument(
+                f"{what} takes ranks of one machine, and these are on {self.machines}: {fix}"
+            )
+        return self
+
     @property
     def token(self) -> str:
         """Of a group of several hosts, a word that no other one has."""
