@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import weft
+from tests.hosts import spanning
 from tests.rounds import Round, play
 from weft.errors import (
     CreationFailed,
@@ -101,17 +102,31 @@ def test_devices_of_two_kinds_are_noticed_at_once(ranks):
     assert max(ranks(2, "cpu")(mixed)) < 60.0
 
 
-def on_machines(group: weft.Group, *boots: str) -> weft.Group:
-    """The group of ranks that take themselves for ranks of these machines of one domain."""
-    firsts = [machine[0] for machine in by_machine(here(*boots))]
+def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
+    """The group of ranks that take themselves for ranks of these machines.
+
+    domains: the machines of each; all are of one where nobody says.
+    """
     where, whole = discovery.this_host(), group.process_group()
+    domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
+    own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
+
+    def found(said: list[Any], _: object) -> Any:
+        machines, of = by_machine(said), [domain[each["boot"]] for each in said]
+        return by_host(said, [[m[0] for m in machines if of[m[0]] == each] for each in of])
+
+    def exchange_fds(control: TorchControl, fd: int, timeout: float) -> list[int | None]:
+        fds: Any = group.exchange_fds(fd)
+        for rank in set(range(group.size)).difference(own):
+            os.close(fds[rank])
+        return [fds[rank] for rank in own]
+
     patch = pytest.MonkeyPatch()
     patch.setattr("weft.memory.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
-    patch.setattr("weft.memory.group.by_host", lambda said, _: by_host(said, [firsts] * len(said)))
-    # To the end of the process, which has only this group over torch: heaps are made later.
-    pytest.MonkeyPatch().setattr(
-        TorchControl, "exchange_fds", lambda _, fd, timeout: group.exchange_fds(fd)
-    )
+    patch.setattr("weft.memory.group.by_host", found)
+    # To the end of the process, whose groups over torch are all of this: heaps are made later.
+    pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
+    pytest.MonkeyPatch().setattr("weft.memory.cuda._refuse_descriptors", Mock())
     try:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:
@@ -159,6 +174,20 @@ def rounds(group: weft.Group, boots: str) -> None:
 @pytest.mark.parametrize("boots", ["abab", "aaab"])
 def test_a_domain_of_machines_meets_the_reference(ranks, device, boots):
     ranks(4, device)(rounds, boots)
+
+
+def two_domains(group: weft.Group) -> None:
+    with on_machines(group, *"abcd", domains=("ab", "cd")) as whole:
+        assert (whole.machines, whole.hosts, whole.local.machines) == (4, 2, 2)
+        assert whole.host_ranks == ((0, 1), (2, 3))
+        case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
+        with weft.AllToAll(whole, **case.sizes(8)) as a2a:
+            spanning.play(a2a, case)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_domains_are_hosts_to_each_other(ranks, device):
+    ranks(4, device)(two_domains)
 
 
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:

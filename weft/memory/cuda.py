@@ -349,11 +349,7 @@ def create(group: Group, size: int) -> DeviceShares:
         def check() -> None:
             shares.check(peers)
             if without and group.machines > group.hosts:
-                raise HandleUnsupported(
-                    f"rank {without[0]} on {peers[without[0]]['name']} can no longer make fabric "
-                    f"handles, which alone reach the {group.machines} machines of this group: free "
-                    "some of its memory, and see in `weft doctor` whether its IMEX channel is open"
-                )
+                _refuse_descriptors(group, without[0], peers[without[0]]["name"])
 
         group.together(check, doing="checking that GPUs reach each other")
         fabric = not without
@@ -367,6 +363,15 @@ def create(group: Group, size: int) -> DeviceShares:
         shares.free()
         raise
     return shares
+
+
+def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
+    """Raises HandleUnsupported for a rank that could make fabric handles, and now cannot."""
+    raise HandleUnsupported(
+        f"rank {rank} on {name} can no longer make fabric handles, which alone reach the "
+        f"{group.machines} machines of this group: free some of its memory, and see in `weft "
+        "doctor` whether its IMEX channel is open"
+    )
 
 
 def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
