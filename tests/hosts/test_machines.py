@@ -185,9 +185,8 @@ def two_domains(group: weft.Group) -> None:
             spanning.play(a2a, case)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_domains_are_hosts_to_each_other(ranks, device):
-    ranks(4, device)(two_domains)
+def test_domains_are_hosts_to_each_other(ranks):
+    ranks(4, "cpu")(two_domains)
 
 
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
