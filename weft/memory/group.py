@@ -32,7 +32,8 @@ class Group(Recovering):
     time. When a rank dies they raise RendezvousFailed naming it, until the survivors `recover`.
 
     Ranks of machines that one NVLink domain joins share memory, and are of one host; there the
-    ranks of a machine see each other's deaths at once and pass them on, and nobody can `recover`.
+    ranks of a machine see each other's deaths at once, others by their calls, and nobody can
+    `recover`.
 
     With several hosts (`from_torch`), `local` is the group of this rank's host, and `rail` the
     torch process group of the ranks that have this one's place on each host.
@@ -177,7 +178,7 @@ class Group(Recovering):
     def _watch_machine(self, ranks: Sequence[int]) -> None:
         """Notice the deaths of `ranks`, which share this one's machine. Collective over all.
 
-        The group's other ranks hear of them from the operators of these.
+        The group's other ranks hear of them when these are in a call.
         """
 
         def exchange(value: JSON) -> list[Any]:
