@@ -9,16 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import weft
 from tests.hosts import spanning
 from tests.rounds import Round, play
-from weft.errors import GroupError, InvalidArgument, PeerDied, PeerLeft, RendezvousFailed
+from weft.errors import (
+    CreationFailed,
+    GroupError,
+    InvalidArgument,
+    PeerDied,
+    PeerLeft,
+    RendezvousFailed,
+)
 from weft.memory import discovery
 from weft.memory.collective import TorchControl
 from weft.memory.hosts import by_host, by_machine
@@ -26,12 +34,14 @@ from weft.memory.hosts import by_host, by_machine
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def here(*boots: str, parts: str = "") -> list[Any]:
+def here(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
     """What ranks on such machines say of them."""
-    parts = parts or "-" * len(boots)
+    names = ("boot", "part", "device")
+    given = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
+    said = [dict(zip(names, each, strict=True)) for each in zip(*given, strict=True)]
     return [
-        {"host": f"{boot}-0", "boot": boot, "part": part.strip("-"), "token": "t"}
-        for boot, part in zip(boots, parts, strict=True)
+        each | {"host": f"{each['boot']}-0", "part": each["part"].strip("-"), "token": "t"}
+        for each in said
     ]
 
 
@@ -73,39 +83,75 @@ def test_machines_of_a_domain_may_have_unequal_numbers_of_ranks_and_hosts_may_no
         by_host(here(*"aab"), [[]] * 3)
 
 
-def on_machines(group: weft.Group, boots: str, joined: str) -> weft.Group:
+def test_ranks_have_devices_of_one_kind():
+    with pytest.raises(RendezvousFailed, match="rank 0 has its memory on cuda and rank 2 on cpu"):
+        by_machine(here(*"aab", kinds=("cuda", "cuda", "cpu")))
+
+
+def mixed(group: weft.Group) -> float:
+    """Ranks that look for NVLink and ranks that do not would wait for each other."""
+    began, whole = time.monotonic(), group.process_group()
+    os.environ["WEFT_HOST"] = f"host-{group.rank}"
+    device = "cuda:0" if group.rank == 0 else "cpu"
+    with pytest.raises(RendezvousFailed, match="on cuda and rank 1 on cpu: pass devices of one"):
+        weft.Group.from_torch(whole, device=device, timeout=600.0)
+    return time.monotonic() - began
+
+
+def test_devices_of_two_kinds_are_noticed_at_once(ranks):
+    assert max(ranks(2, "cpu")(mixed)) < 60.0
+
+
+def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
     """The group of ranks that take themselves for ranks of these machines.
 
-    joined: of each rank, the NVLink domain of its machine.
+    domains: the machines of each; all are of one where nobody says.
     """
+    where, whole = discovery.this_host(), group.process_group()
+    domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
+    own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
 
     def found(said: list[Any], _: object) -> Any:
-        firsts = {machine[0]: boots.index(said[machine[0]]["boot"]) for machine in by_machine(said)}
-        own = [boots.index(each["boot"]) for each in said]
-        reached = [[r for r, at in firsts.items() if joined[at] == joined[mine]] for mine in own]
-        return by_host(said, reached)
+        machines, of = by_machine(said), [domain[each["boot"]] for each in said]
+        return by_host(said, [[m[0] for m in machines if of[m[0]] == each] for each in of])
 
     def exchange_fds(control: TorchControl, fd: int, timeout: float) -> list[int | None]:
-        """By the sockets that they have in truth, which reach all ranks."""
-        fds, wanted = group.exchange_fds(fd), dist.get_process_group_ranks(control._process_group)
-        for rank in set(range(group.size)) - set(wanted):
-            os.close(fds[rank])  # type: ignore[arg-type]
-        return [fds[rank] for rank in wanted]
+        fds: Any = group.exchange_fds(fd)
+        for rank in set(range(group.size)).difference(own):
+            os.close(fds[rank])
+        return [fds[rank] for rank in own]
 
-    where, whole = discovery.this_host(), group.process_group()
     patch = pytest.MonkeyPatch()
     patch.setattr("weft.memory.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
     patch.setattr("weft.memory.group.by_host", found)
-    # To the end of the process: heaps are made later.
+    # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
+    pytest.MonkeyPatch().setattr("weft.memory.cuda._refuse_descriptors", Mock())
     try:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:
         patch.undo()
 
 
+def left_alone(group: weft.Group) -> None:
+    """Rank 3 of 4, the second of its machine, cannot watch its peer."""
+    if group.rank == 3:
+        stop = OSError("no more threads")
+        pytest.MonkeyPatch().setattr("weft.memory.membership.Liveness", Mock(side_effect=stop))
+    with pytest.raises(CreationFailed) as told:
+        on_machines(group, *"aabb")
+    text = str(told.value)
+    assert "meeting on one machine, its ranks [2, 3] numbered from 0, failed on rank 2 of" in text
+    assert "rank 1 (pid" in text
+    assert "could not watch its peers: no more threads" in text
+
+
+def test_what_one_machine_cannot_do_every_rank_is_told(ranks):
+    ranks(4, "cpu")(left_alone)
+
+
 def rounds(group: weft.Group, boots: str) -> None:
-    with on_machines(group, boots, "----") as domain:
+    with on_machines(group, *boots) as domain:
         assert (domain.machines, domain.hosts) == (2, 1)
         assert domain.host_ranks == ((0, 1, 2, 3),)
         assert domain.local is domain
@@ -120,6 +166,8 @@ def rounds(group: weft.Group, boots: str) -> None:
             assert out.eq(10.0).all()
         with pytest.raises(InvalidArgument, match="two ranks or more, each a process, of one mach"):
             domain.recover()
+        with pytest.raises(InvalidArgument, match="it takes ranks of one machine, and these are o"):
+            domain.one_machine("it", fix="leave it out")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,19 +176,17 @@ def test_a_domain_of_machines_meets_the_reference(ranks, device, boots):
     ranks(4, device)(rounds, boots)
 
 
-def rounds_of_two(group: weft.Group) -> None:
-    """Four machines; NVLink joins the first two, and the last two."""
-    with on_machines(group, "abcd", "--==") as whole:
-        assert (whole.machines, whole.hosts, whole.host_ranks) == (4, 2, ((0, 1), (2, 3)))
-        assert (whole.local.machines, whole.local.hosts) == (2, 1)
+def two_domains(group: weft.Group) -> None:
+    with on_machines(group, *"abcd", domains=("ab", "cd")) as whole:
+        assert (whole.machines, whole.hosts, whole.local.machines) == (4, 2, 2)
+        assert whole.host_ranks == ((0, 1), (2, 3))
         case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True)
         with weft.AllToAll(whole, **case.sizes(8)) as a2a:
-            for seed in range(3):
-                spanning.play(a2a, case.next(seed=seed))
+            spanning.play(a2a, case)
 
 
-def test_two_domains_of_machines_meet_the_reference(ranks):
-    ranks(4, "cpu")(rounds_of_two)
+def test_domains_are_hosts_to_each_other(ranks):
+    ranks(4, "cpu")(two_domains)
 
 
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
@@ -153,7 +199,7 @@ def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
 
 def dies(group: weft.Group, victim: int) -> tuple[str, str, float]:
     """Ranks 0 and 1 are on one machine, 2 on another: who is left says who died, and when."""
-    with on_machines(group, "aab", "---") as domain:
+    with on_machines(group, *"aab") as domain:
         case = Round(tokens=(5, 3, 8), experts=12, hidden=256)
         with weft.AllToAll(domain, timeout=60.0, **case.sizes(8)) as a2a:
             play(a2a, case)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
+from weft.errors import GroupError
+from weft.hosts.rail import Rail
 from weft.hosts.watch import _look
 
 FIRST, LATER = 30.0, 0.4
@@ -71,3 +74,15 @@ def test_an_operator_that_is_gone_is_told_nothing():
     del exchange
     thread.join(20.0)
     assert not thread.is_alive()
+
+
+def test_other_hosts_learn_of_a_failure_that_this_gpu_can_tell_nobody(monkeypatch):
+    def lost(error: Exception) -> None:
+        raise OSError("the context is lost")
+
+    rail, told = cast("Any", object.__new__(Rail)), list[GroupError]()
+    rail._failed, rail._on_failure = None, lambda: lost
+    monkeypatch.setattr(rail, "_tell_hosts", told.append)
+    with pytest.raises(OSError, match="the context is lost"):
+        rail._fail("rank 2 is late")
+    assert [str(error) for error in told] == ["rank 2 is late"]

@@ -254,6 +254,22 @@ def test_fabric_handles_are_used_only_where_every_rank_can_make_them(install):
     assert len(imports) == 1 + 2  # rank 0's own trial, then one descriptor each
 
 
+def make_on_machines(group, fake, machines):
+    group._machines = machines
+    return make(group, fake)
+
+
+def test_memory_of_several_machines_does_not_go_as_descriptors(install):
+    fake = install(fabric=True)
+    launch(make_on_machines, fake, 2, ranks=2, device="threads")
+    first = [name for rank, name in fake.log if rank == 1].index("cuMemCreate") + 1
+    fake = install(fabric=True, fail=(1, first))
+    for name, said in launch(make_on_machines, fake, 2, ranks=2, device="threads"):
+        assert name == "HandleUnsupported"
+        assert "rank 1 on cuda:1 (Test GPU) can no longer make fabric handles" in said
+    assert fake.left() == {}
+
+
 def look(group, fake):
     """Which of ranks 0 and 1 this one reaches over NVLink."""
     fake.rank.value = group.rank
@@ -264,9 +280,10 @@ def look(group, fake):
 NO_CHANNEL = ("cuMemExportToShareableHandle", [[0], []])  # there is nothing of rank 1 to map
 TOO_FAR = ("cuMemMap", [[0, 1], []])
 NO_ACCESS = ("cuMemSetAccess", [[0, 1], []])
+NOT_GIVEN_BACK = ("cuMemFreeHost", [[0, 1]] * 2)  # the other rank would wait for this one
 
 
-@pytest.mark.parametrize(("refused", "seen"), [NO_CHANNEL, TOO_FAR, NO_ACCESS])
+@pytest.mark.parametrize(("refused", "seen"), [NO_CHANNEL, TOO_FAR, NO_ACCESS, NOT_GIVEN_BACK])
 def test_machines_reach_each_other_where_both_map_the_others_memory(install, refused, seen):
     fake = install(fabric=True)
     assert launch(look, fake, ranks=2, device="threads") == [[[0, 1]] * 2] * 2

@@ -320,7 +320,11 @@ def test_each_field_is_needed(name):
     ("name", "changes", "words"),
     [
         ("deepseek-v3", {"hidden_act": "gelu"}, "hidden_act in config is 'gelu'; .* with 'silu'"),
-        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func in config is 'softmax'"),
+        (
+            "deepseek-v3",
+            {"scoring_func": "softmax", "n_group": None},
+            "scoring_func in config is 'softmax'",
+        ),
         ("deepseek-v4-flash", {"scoring_func": "sigmoid"}, "scoring_func in config is 'sigmoid'"),
         ("kimi-k2", {"topk_method": "greedy"}, "topk_method in config is 'greedy'"),
         ("glm-4.5-air", {"swiglu_limit": 7.0}, "swiglu_limit in config is 7.0; .* without it only"),

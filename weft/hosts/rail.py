@@ -396,10 +396,12 @@ class Rail:
         failed, error = self._failed, self._failed or RailFailed(text)
         self._failed = error
         on_failure = self._on_failure()
-        if on_failure is not None:
-            on_failure(error)
-        if failed is None:
-            self._tell_hosts(error)
+        try:
+            if on_failure is not None:
+                on_failure(error)
+        finally:  # other hosts learn it, too, where this GPU can tell nobody
+            if failed is None:
+                self._tell_hosts(error)
         return error
 
     def _tell_hosts(self, error: GroupError) -> None:

@@ -65,8 +65,8 @@ class TorchControl:
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
         """Refused: descriptors travel over Unix sockets alone."""
         raise InvalidArgument(
-            "this group spans several machines, which pass no file descriptors: use `group.local`, "
-            "the ranks of this host"
+            "this group spans several machines, which pass no file descriptors: use `group.local` "
+            "where its host is one machine"
         )
 
     def close(self, why: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
 
-Driver calls go through cuda.bindings, imported when the first heap is made. Allocations leave the
+Driver calls go through cuda.bindings, imported at the first of them. Allocations leave the
 process as POSIX file descriptors, or as fabric handles where every rank can make them: those reach
 the other hosts of an NVLink domain, too.
 """
@@ -344,8 +344,15 @@ def create(group: Group, size: int) -> DeviceShares:
     shares = DeviceShares(group.device, group.rank, group.size, size)
     try:
         peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
-        group.together(lambda: shares.check(peers), doing="checking that GPUs reach each other")
-        fabric = all(peers[rank]["fabric"] for rank in group.living)
+        without = [rank for rank in group.living if not peers[rank]["fabric"]]
+
+        def check() -> None:
+            shares.check(peers)
+            if without and group.machines > group.hosts:
+                _refuse_descriptors(group, without[0], peers[without[0]]["name"])
+
+        group.together(check, doing="checking that GPUs reach each other")
+        fabric = not without
         how = "fabric handles" if fabric else "POSIX file descriptors"
         _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
         group.together(
@@ -356,6 +363,15 @@ def create(group: Group, size: int) -> DeviceShares:
         shares.free()
         raise
     return shares
+
+
+def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
+    """Raises HandleUnsupported for a rank that could make fabric handles, and now cannot."""
+    raise HandleUnsupported(
+        f"rank {rank} on {name} can no longer make fabric handles, which alone reach the "
+        f"{group.machines} machines of this group: free some of its memory, and see in `weft "
+        "doctor` whether its IMEX channel is open"
+    )
 
 
 def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
@@ -381,24 +397,29 @@ def reached(
     """
     shares = DeviceShares(device, 0, 2, 1)  # its own share, and room for that of one other
 
-    def mapped(handle: str | None) -> bool:
+    def mapped(rank: int, handle: str | None) -> bool:
         if handle is not None:
-            with contextlib.suppress(SetupError):
+            try:
                 shares.map({1: handle})
                 return True
+            except SetupError as error:
+                _log.info("no NVLink to rank %d: %s", rank, error)
         return False
 
     try:
         handle = None
-        with contextlib.suppress(SetupError):  # one that matters is raised when a heap is made
+        try:  # an error that matters is raised when a heap is made
             if shares.open()["fabric"]:
                 shares.allocate(fabric=True)
                 handle = shares.export_fabric()
+        except SetupError as error:
+            _log.info("no fabric handle for the ranks of other machines: %s", error)
         handles = exchange(handle)
-        mine = [rank for rank in owners if handle is not None and mapped(handles[rank])]
+        mine = [rank for rank in owners if handle is not None and mapped(rank, handles[rank])]
         return exchange(mine)  # nobody frees before all have tried
     finally:
-        shares.free()
+        with contextlib.suppress(SetupError):  # as above; the others have what they wanted
+            shares.free()
 
 
 def fabric_works(device: torch.device) -> bool:

@@ -30,7 +30,8 @@ class Group(Recovering):
     time. When a rank dies they raise RendezvousFailed naming it, until the survivors `recover`.
 
     Ranks of machines that one NVLink domain joins share memory, and are of one host; there the
-    ranks of a machine see each other's deaths at once and pass them on, and nobody can `recover`.
+    ranks of a machine see each other's deaths at once, others by their calls, and nobody can
+    `recover`.
 
     With several hosts (`from_torch`), `local` is the group of this rank's host, and `rail` the
     torch process group of the ranks that have this one's place on each host.
@@ -133,7 +134,7 @@ class Group(Recovering):
             raise InvalidArgument("this process is no member of the given process group")
         over_torch = TorchControl(group, rank, size)
         exchange = partial(over_torch.gather, "Group.from_torch", timeout=timeout)
-        said = exchange(whereabouts(group))
+        said = exchange(whereabouts(group, where))
         machines = by_machine(said)
         if len(machines) == 1:
             control = find(exchange, rank, size, where.type, timeout)
@@ -154,7 +155,7 @@ class Group(Recovering):
     def _watch_machine(self, ranks: Sequence[int]) -> None:
         """Notice the deaths of `ranks`, which share this one's machine. Collective over all.
 
-        The group's other ranks hear of them from the operators of these.
+        The group's other ranks hear of them when these are in a call.
         """
 
         def exchange(value: JSON) -> list[Any]:
@@ -166,17 +167,18 @@ class Group(Recovering):
             control = find(exchange, place, count, self.device.type, self.timeout)
             self._membership = self._watch(control, ranks)
 
-        self.together(meet_on_machine, doing="meeting on each machine")
+        doing = f"meeting on one machine, its ranks {list(ranks)} numbered from 0,"
+        self.together(meet_on_machine, doing=doing)
 
     def _find_hosts(
         self, ranks: tuple[tuple[int, ...], ...], names: tuple[str, ...], said: list[Any]
     ) -> None:
         """Meet the ranks of this host, and open the rail. Collective over all hosts."""
         whole, timeout = self.process_group(), self.timeout
+        index = next(i for i, each in enumerate(ranks) if self.rank in each)
 
         def meet_on_host() -> Hosts:
             gpus = self.device.type == "cuda"
-            index = next(i for i, each in enumerate(ranks) if self.rank in each)
             shared, rail = open_process_groups(whole, ranks, self.rank, said, timeout, gpus=gpus)
             local = Group.from_torch(shared, device=self.device, timeout=timeout)
             if local.hosts > 1:
@@ -186,7 +188,8 @@ class Group(Recovering):
                 )
             return Hosts(ranks, names, index, local, rail, said[0]["token"])
 
-        self._hosts = self.together(meet_on_host, doing="meeting on each host")
+        doing = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"
+        self._hosts = self.together(meet_on_host, doing=doing)
 
     @property
     def hosts(self) -> int:
@@ -231,6 +234,16 @@ class Group(Recovering):
         if self.hosts > 1:
             raise InvalidArgument(
                 f"{what} takes ranks of one host, and these are on {self.hosts}: {fix}"
+            )
+        return self
+
+    def one_machine(self, what: str, *, fix: str) -> Group:
+        """This group. Raises InvalidArgument where it has several machines, since `what` is to
+        `recover`.
+        """
+        if self.machines > 1:
+            raise InvalidArgument(
+                f"{what} takes ranks of one machine, and these are on {self.machines}: {fix}"
             )
         return self
 

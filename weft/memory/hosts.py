@@ -89,8 +89,8 @@ def break_rail(rail: dist.ProcessGroup) -> None:
         rail.recv(nothing, peer, _NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
-def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
-    """Where this process runs.
+def whereabouts(whole: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
+    """Where this process runs, with memory on `device`.
 
     rails: the number of the process groups that it has for the hosts of `whole`; 0 for none.
     """
@@ -98,6 +98,7 @@ def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
     return {
         **this_host(),
         "part": os.environ.get(HOST, ""),
+        "device": device.type,
         "token": secrets.token_hex(8),
         "rails": 0 if found is None or found.rail in _broken else found.serial,
     }
@@ -106,8 +107,14 @@ def whereabouts(whole: dist.ProcessGroup) -> dict[str, JSON]:
 def by_machine(said: list[Any]) -> list[list[int]]:
     """The ranks of each machine, from every rank's `whereabouts`. Raises RendezvousFailed."""
     found: dict[tuple[str, str], list[int]] = {}
-    check_said(said, ("host", "boot", "part", "token"))
+    check_said(said, ("host", "boot", "part", "device", "token"))
     for rank, each in enumerate(said):
+        if each["device"] != said[0]["device"]:  # they would not take the same steps from here on
+            kinds = [text_of(said[r]["device"]) for r in (0, rank)]
+            raise RendezvousFailed(
+                f"rank 0 has its memory on {kinds[0]} and rank {rank} on {kinds[1]}: pass devices "
+                "of one kind on all ranks"
+            )
         found.setdefault((each["boot"], each["part"]), []).append(rank)
     return list(found.values())
 

@@ -135,8 +135,8 @@ def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
     return found, type(config).__name__
 
 
-def _deepseek(fields: Fields, score: Score, **rule: Any) -> Layer:
-    """Shared experts, and a choice by corrected scores."""
+def _deepseek(fields: Fields, score: Score, *, grouped: bool) -> Layer:
+    """Shared experts, and a choice by corrected scores, first of groups where `grouped`."""
     fields.require(scoring_func=score, topk_method="noaux_tc")
     intermediate = fields.size("moe_intermediate_size")
     return {
@@ -148,30 +148,27 @@ def _deepseek(fields: Fields, score: Score, **rule: Any) -> Layer:
             score=score,
             renormalise=fields.flag("norm_topk_prob"),
             correction=True,
+            groups=fields.size("n_group") if grouped else 1,
+            top_groups=fields.size("topk_group") if grouped else 1,
             scale=fields.real("routed_scaling_factor"),
-            **rule,
         ),
     }
 
 
 def _deepseek_v3(fields: Fields) -> Layer:
     fields.require(swiglu_limit=None)
-    return _sigmoid_with_groups(fields)
+    return _deepseek(fields, "sigmoid", grouped=True)
 
 
 def _deepseek_v4(fields: Fields) -> Layer:
     """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
-    layer = _deepseek(fields, "sqrtsoftplus")
+    layer = _deepseek(fields, "sqrtsoftplus", grouped=False)
     return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
 
 
 def _glm5_next(fields: Fields) -> Layer:
-    return _sigmoid_with_groups(fields) | {"gating": {"limit": fields.real("swiglu_limit")}}
-
-
-def _sigmoid_with_groups(fields: Fields) -> Layer:
-    groups, top_groups = fields.size("n_group"), fields.size("topk_group")
-    return _deepseek(fields, "sigmoid", groups=groups, top_groups=top_groups)
+    layer = _deepseek(fields, "sigmoid", grouped=True)
+    return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
 
 
 def _qwen3_moe(fields: Fields) -> Layer:

@@ -59,12 +59,12 @@ def test_experts_that_move_between_hosts(ranks: Any, form: str, release: str) ->
         assert max(found) < CLOSE
 
 
-def test_ranks_that_outlive_each_other_are_of_one_host(ranks: Any) -> None:
+def test_ranks_that_outlive_each_other_are_of_one_machine(ranks: Any) -> None:
     """A group of several hosts does not recover."""
     for said in ranks(4, "cpu")(on_two_hosts, unfit, {}):
         assert said == (
-            "--elastic-ep-backend weft takes ranks of one host, and these are on 2: leave it out, "
-            "or start without --nnodes"
+            "--elastic-ep-backend weft takes ranks of one machine, and these are on 2: leave it "
+            "out, or start without --nnodes"
         )
 
 

@@ -241,7 +241,7 @@ def loaded(result: Any, runner: Any) -> None:
         if _blocks is None:
             group = Group.from_torch(_processes(), device=device_of(runner), timeout=MEETING)
             if server_args.elastic_ep_backend is not None:
-                group.one_host(
+                group.one_machine(
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
                 )
             _blocks = Blocks(group, _limits(server_args, settings), settings)
