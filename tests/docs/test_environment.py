@@ -10,7 +10,7 @@ from weft.cli.doctor import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environment.md").read_text()
-TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "weft").rglob("*.py"))}
+SOURCES = {path: path.read_text() for path in sorted((ROOT / "weft").rglob("*.py"))}
 REPORT = ROOT / "weft/cli/doctor.py"  # it shows those of a list
 
 
@@ -26,7 +26,7 @@ def _first_cells(section: str) -> list[str]:
 
 def test_the_page_has_every_variable():
     named = {name for cell in _first_cells("Environment variables") for name in _named(cell)}
-    text = "".join(path.read_text() for path in TREES if path != REPORT)
+    text = "".join(text for path, text in SOURCES.items() if path != REPORT)
     read = set(re.findall(r"""["'](WEFT_[A-Z_]+)["']""", text))
     assert {"WEFT_CACHE", "WEFT_HOST", "WEFT_LOG"} <= read
     assert read <= named
@@ -41,8 +41,8 @@ def test_the_report_has_them_too():
 def test_errors_are_quoted_as_they_are():
     texts = [
         node.value
-        for tree in TREES.values()
-        for node in ast.walk(tree)
+        for source in SOURCES.values()
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     system = {"Operation not permitted"}  # the kernel's words

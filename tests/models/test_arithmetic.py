@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
 from itertools import islice
+from types import ModuleType
 
 import pytest
 
@@ -14,8 +16,6 @@ from weft.cli.demo import CHECKPOINT, read_questions
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 torch = pytest.importorskip("torch")
-
-from models.arithmetic import train  # noqa: E402  # needs transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -27,6 +27,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def train() -> ModuleType:
+    """The trainer, which imports a model of transformers: seconds that collecting must not take."""
+    return importlib.import_module("models.arithmetic.train")
 
 
 def test_a_seed_is_a_stream():
@@ -59,7 +65,7 @@ def _sum(text: str) -> int:
     return sum(int(number) for number in re.findall(r"[+-]?\d+", text))
 
 
-def test_a_row_teaches_answers_alone():
+def test_a_row_teaches_answers_alone(train):
     tokenizer = train.make_tokenizer()
     stream = questions(0, held_out=False)
     ids, labels = next(train.rows(tokenizer, stream, train.ROW))
@@ -72,7 +78,7 @@ def test_a_row_teaches_answers_alone():
     assert taught.startswith(text.partition("Answer:")[2].partition("Question")[0])
 
 
-def test_training_lowers_the_loss_and_saves(tmp_path):
+def test_training_lowers_the_loss_and_saves(train, tmp_path):
     torch.manual_seed(0)
     tokenizer = train.make_tokenizer()
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "moe_intermediate_size": 16}
@@ -88,7 +94,7 @@ def test_training_lowers_the_loss_and_saves(tmp_path):
     assert config["num_experts"] == config["num_local_experts"] == 4
 
 
-def test_the_checkpoint_is_as_train_saves_it(tmp_path):
+def test_the_checkpoint_is_as_train_saves_it(train, tmp_path):
     """Configuration, tokenizer and questions; the weights are of 4000 steps."""
     tokenizer = train.make_tokenizer()
     train.save(tmp_path, train.make_model(tokenizer), tokenizer)
@@ -107,7 +113,7 @@ def test_the_checkpoint_is_as_train_saves_it(tmp_path):
             assert (CHECKPOINT / name).read_text() == (tmp_path / name).read_text(), name
 
 
-def test_the_checkpoint_answers():
+def test_the_checkpoint_answers(train):
     """All of the first ten questions, as when it was trained."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
