@@ -23,6 +23,9 @@ HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+# Bytecode is kept, whatever the shell says: every worker, rank and program of a test imports the same files.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test record check docs bench gpu format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
