@@ -91,7 +91,7 @@ def rounds_and_a_death(group: weft.Group) -> tuple[int, ...]:
         return found.dead
 
 
-@pytest.mark.parametrize("ranks", [33, 40])
+@pytest.mark.parametrize("ranks", [33, pytest.param(40, marks=reads())])
 def test_more_than_one_word_of_ranks(ranks: int) -> None:
     weft.launch(rounds, ranks=ranks, device="threads")
 
