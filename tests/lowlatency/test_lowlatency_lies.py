@@ -166,10 +166,15 @@ def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
     assert re.match(LATE, ranks(2, kind)(withheld, what)[0])
 
 
-@pytest.mark.parametrize("what", ["row", "choice"])
-def test_kernels_name_who_has_not_come_with_what_is_there(ranks, tmp_path, what):
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The kernels, emulated."""
     geometry = LowLatencyConfig.of(
         ranks=2, max_tokens=MOST, hidden=HIDDEN, top_k=CASE.top_k, num_experts=CASE.experts
     )
-    library = compile_low(geometry.shape, tmp_path)
-    assert re.match(LATE, ranks(2, "cpu")(withheld, what, str(library))[0])
+    return str(compile_low(geometry.shape, tmp_path_factory.mktemp("emulated")))
+
+
+@pytest.mark.parametrize("what", ["row", "choice"])
+def test_kernels_name_who_has_not_come_with_what_is_there(ranks, library, what):
+    assert re.match(LATE, ranks(2, "cpu")(withheld, what, library)[0])
