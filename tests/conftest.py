@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 import weft
 from tests import patience
+from tests.kept import cache_of
 from tests.recorded import Recorder
 from weft.cli import commands as cli
 from weft.memory import processes
@@ -42,44 +38,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(recorder)
 
 
-def _decides_code() -> str:
-    """A digest of whatever compiled code follows from, beside the key that weft gives it."""
-    root, digest = HERE.parent, hashlib.sha256()
-    files = [path for folder in (root / "weft", HERE) for path in folder.rglob("*.*")]
-    files = [path for path in files if path.suffix in (".cpp", ".cu", ".cuh", ".h", ".hpp")]
-    for path in sorted([*files, *(root / "weft/jit").glob("*.py")]):
-        digest.update(f"{path}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    if compiler := shutil.which(os.environ.get("CXX", "c++")):
-        command = [compiler, "-print-prog-name=cc1plus"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        for path in (Path(compiler), Path(found)):
-            if path.is_file():
-                digest.update(f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}".encode())
-    return digest.hexdigest()[:24]
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Path]:
-    """Compile into a cache that workers share, and later runs while no source has changed.
-
-    A stale entry must not decide a test. So the folder is named after all sources and the compiler,
-    and does not trust weft's own keys, which are tested themselves.
-    """
-    caches = HERE.parent / "build" / "tests-cache"
-    folder = caches / _decides_code()
-    try:
-        caches.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        os.utime(folder)
-    except OSError:  # a checkout that cannot be written
+    """Compile into a cache that workers share, and later runs on the same sources (kept.py)."""
+    folder = cache_of(HERE.parent)
+    if folder is None:
         base = tmp_path_factory.getbasetemp()
         folder = (base.parent if hasattr(request.config, "workerinput") else base) / "weft-cache"
         folder.mkdir(mode=0o700, exist_ok=True)
-    for other in caches.glob("*"):
-        if other.stat().st_mtime < time.time() - 86400.0:  # no run of now uses it
-            shutil.rmtree(other, ignore_errors=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CACHE", str(folder))
         yield folder

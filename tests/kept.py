@@ -1,0 +1,61 @@
+"""Compiled code that later runs of the tests find again, while nothing that decides it has changed.
+
+A stale entry must not decide a test, nor must weft's own keys, which are tested themselves: so the
+cache of a run is a folder that is named after all sources and after the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp")
+_DAY = 86400.0
+
+
+def decided_by(root: Path, compiler: str) -> str:
+    """A digest of a checkout's C++ and CUDA, of what runs compilers, and of the C++ compiler."""
+    digest = hashlib.sha256()
+    files = [path for folder in ("weft", "tests") for path in (root / folder).rglob("*.*")]
+    files = [path for path in files if path.suffix in _SUFFIXES]
+    for path in sorted([*files, *(root / "weft/jit").glob("*.py")]):
+        digest.update(f"{path}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in _programs(compiler):
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:24]
+
+
+def _programs(compiler: str) -> list[Path]:
+    """A compiler's driver, and what compiles for it."""
+    driver = shutil.which(compiler)
+    if driver is None:
+        return []
+    command = [driver, "-print-prog-name=cc1plus"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return [path for path in map(Path, (driver, found)) if path.is_file()]
+
+
+def cache_of(root: Path) -> Path | None:
+    """The folder of this checkout as it is now; None where it cannot be written.
+
+    Those that no run has used for a day are removed.
+    """
+    caches = root / "build" / "tests-cache"
+    folder = caches / decided_by(root, os.environ.get("CXX", "c++").partition(" ")[0])
+    try:
+        caches.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        os.utime(folder)
+    except OSError:
+        return None
+    for other in caches.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another worker removes it, too
+            if other.stat().st_mtime < time.time() - _DAY:
+                shutil.rmtree(other, ignore_errors=True)
+    return folder
