@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -165,10 +166,17 @@ def test_whoever_started_the_ranks_can_end_the_meeting(meeting, ends):
 def test_the_reason_of_a_rank_that_raises_reaches_all(meeting, leaver, monkeypatch):
     """Not only that it left: it is sent before the socket closes."""
     real = meet.__globals__["_Hub" if leaver == 0 else "_take"]
+    connect, others = Meeting.connect, threading.Semaphore(0)
+
+    def connected(meeting):
+        found = connect(meeting)
+        others.release()
+        return found
 
     def fails(*given):
-        if leaver == 0:
-            time.sleep(0.3)
+        if leaver == 0:  # once the others are there to be told
+            assert others.acquire(timeout=LONG)
+            assert others.acquire(timeout=LONG)
         elif given[1].rank != leaver or "peer" not in given[2].body:
             return real(*given)
         else:  # all have come: one that comes later only hears that the meeting is over
@@ -176,6 +184,7 @@ def test_the_reason_of_a_rank_that_raises_reaches_all(meeting, leaver, monkeypat
         raise ValueError("no memory for it")
 
     if leaver == 0:
+        monkeypatch.setattr(Meeting, "connect", connected)
         monkeypatch.setattr(real, "_turn", fails)
     else:
         monkeypatch.setitem(meet.__globals__, "_take", fails)
