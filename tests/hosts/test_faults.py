@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,6 @@ def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
         except GroupError as error:
             when = time.monotonic()
             again = raised_again(a2a, case)
-            for thread in threading.enumerate():  # Python would abort where one ends after it
-                if thread.name == "weft-first-cause":
-                    thread.join(60.0)
             return {
                 "error": type(error).__name__, "text": str(error), "when": when, "again": again
             }  # fmt: skip
