@@ -6,8 +6,10 @@ answers nobody: every question has a limit, after which the rank goes on without
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 
 from torch.distributed import distributed_c10d
@@ -15,6 +17,7 @@ from torch.distributed import distributed_c10d
 from weft.memory import Group
 
 LIMIT = 1.0  # seconds
+_asking: set[threading.Thread] = set()  # that wait for the store
 
 
 class FirstCause:
@@ -42,8 +45,21 @@ class FirstCause:
             # Without an answer the store is gone: its host may be the one that is.
             with contextlib.suppress(RuntimeError):
                 said[0] = step()
+            _asking.discard(thread)
 
         thread = threading.Thread(target=run, name="weft-first-cause", daemon=True)
+        _asking.add(thread)
         thread.start()
         thread.join(LIMIT)
         return said[0]
+
+
+@atexit.register
+def _let_them_end() -> None:
+    """An answer that comes while Python ends aborts the process (up to Python 3.13).
+
+    It comes where the store's process ends, too, which mostly is the same moment.
+    """
+    until = time.monotonic() + 3 * LIMIT
+    for thread in list(_asking):
+        thread.join(max(0.0, until - time.monotonic()))
