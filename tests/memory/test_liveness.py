@@ -1,8 +1,9 @@
-"""The end of a process is seen by a pidfd."""
+"""The end of a process is seen by a pidfd, and before that by a pipe that ends with it."""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 import weft
 from weft.errors import RendezvousFailed, SetupError
-from weft.memory.liveness import Liveness
+from weft.memory.liveness import Liveness, lifelong_pipe
 
 
 def without_pidfds(group: weft.Group) -> str:
@@ -43,7 +44,8 @@ def test_a_pidfd_tells_of_an_end() -> None:
     heard: list[int] = []
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     told = threading.Event()
-    liveness = Liveness({1: os.pidfd_open(process.pid)}, lambda rank: tell(rank, heard, told))
+    pidfd = os.pidfd_open(process.pid)
+    liveness = Liveness({1: pidfd}, {}, lifelong_pipe(), lambda rank: tell(rank, heard, told))
     process.kill()
     assert told.wait(600.0)
     assert heard == [1]
@@ -66,7 +68,7 @@ def test_nothing_is_heard_after_close() -> None:
         liveness.close()
         tell(rank, heard, told)
 
-    liveness = Liveness(peers, close_at_once)
+    liveness = Liveness(peers, {}, lifelong_pipe(), close_at_once)
     made.set()
     assert told.wait(600.0)
     liveness._thread.join(600.0)
@@ -74,3 +76,38 @@ def test_nothing_is_heard_after_close() -> None:
     alive.communicate()
     assert len(heard) == 1
     assert not liveness._thread.is_alive()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_pipe_tells_of_an_end_before_the_process_has_ended(in_order: bool) -> None:
+    """The peer lives; its end of the pipe is closed, as when it is killed, or by `close`."""
+    heard: list[int] = []
+    told = threading.Event()
+    reader, kept = lifelong_pipe()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    peers = {1: os.pidfd_open(process.pid)}
+    liveness = Liveness(peers, {1: reader}, lifelong_pipe(), lambda rank: tell(rank, heard, told))
+    if in_order:
+        os.write(kept, b".")
+    os.close(kept)
+    if not in_order:
+        assert told.wait(600.0)
+        assert not liveness.ended(1)
+        told.clear()
+    process.kill()
+    if in_order:
+        assert told.wait(600.0)
+    process.communicate()
+    assert liveness.ended(1)
+    liveness.close()
+    assert heard == [1]  # once
+
+
+def keeps_a_high_end(group: weft.Group) -> int:
+    """What a rank's own end of its pipe is called, the highest of its descriptors."""
+    return max(int(fd) for fd in os.listdir("/proc/self/fd"))
+
+
+def test_the_end_that_a_rank_keeps_is_above_what_it_opens_later() -> None:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert min(weft.launch(keeps_a_high_end, ranks=2)) >= min(soft, 4096) * 3 // 4

@@ -1,15 +1,20 @@
 """Notices at once when the process of a peer ends, before all ranks have met and after that.
 
 Once they have met, every rank hands its peers a pidfd of itself, which becomes readable when its
-process ends. It means the same process in every PID namespace, and forked children do not count.
-Before that a rank is known by the process id that it has sent, which means that process within one
-PID namespace.
+process has ended. It means the same process in every PID namespace, and forked children do not
+count. Of a process with a GPU that is a tenth of a second or more after it was killed, since its
+GPU context is torn down before. So each hands out a pipe as well, which only it can write: it ends
+as soon as the process is being taken down. Deaths are announced by either, and agreed on by the
+pidfd alone. Before they have met a rank is known by the process id that it has sent, which means
+that process within one PID namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
 import select
 import signal
 import threading
@@ -19,18 +24,31 @@ from typing import Any
 
 from weft.errors import RendezvousFailed
 
+_MOST_FILES = 4096  # of one process, of which few have as many; a table of these takes 32 KiB
 _LAST_WORDS = 0.5  # seconds between the end of a dead rank's sockets and that of its process
 
 
 class Liveness:
     """The processes of the peers, and a thread that calls `ended(rank)` once for each that ends.
 
-    Takes over the descriptors of `peers`. `ended` is called in that thread, until `close`.
+    Takes over the descriptors. `ended` is called in that thread, until `close`.
     """
 
-    def __init__(self, peers: Mapping[int, int], ended: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        processes: Mapping[int, int],
+        pipes: Mapping[int, int],
+        mine: tuple[int, int],
+        ended: Callable[[int], None],
+    ) -> None:
+        """processes, pipes: of the peers, pidfds and the first ends of their `lifelong_pipe`.
+
+        mine: this process's own pipe.
+        """
         self._owner = os.getpid()
-        self._fds = dict(peers)
+        self._fds = dict(processes)
+        self._pipes = dict(pipes)
+        self._mine = mine
         self._tell = ended
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -57,6 +75,10 @@ class Liveness:
             if self._closed or os.getpid() != self._owner:
                 return
             self._closed = True
+        reader, writer = self._mine
+        os.write(writer, b".")  # a pipe that ends with something in it tells of no death
+        os.close(writer)
+        os.close(reader)
         os.eventfd_write(self._wake, 1)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -64,21 +86,43 @@ class Liveness:
 
     def _watch(self) -> None:
         poller = select.poll()
-        ranks = {fd: rank for rank, fd in self._fds.items()}
+        ranks = {fd: rank for each in (self._fds, self._pipes) for rank, fd in each.items()}
         for fd in (self._wake, *ranks):
             poller.register(fd, select.POLLIN)
+        told: set[int] = set()
         try:
             while True:
-                ready = [fd for fd, _ in poller.poll()]
+                ready = dict(poller.poll())
                 if self._wake in ready:
                     return
                 # One at a time: `ended` may close this, and then no other is called.
-                poller.unregister(ready[0])
-                self._tell(ranks[ready[0]])
+                fd, events = next(iter(ready.items()))
+                poller.unregister(fd)
+                rank = ranks[fd]
+                left = fd == self._pipes.get(rank) and events & select.POLLIN
+                if not left and rank not in told:
+                    told.add(rank)
+                    self._tell(rank)
         finally:
             for fd in ranks:
                 with contextlib.suppress(OSError):
                     os.close(fd)
+
+
+def lifelong_pipe() -> tuple[int, int]:
+    """A pipe that ends with this process: the end that peers get copies of, and the one written.
+
+    When a process is killed the kernel closes its highest descriptors first, and a GPU's take long:
+    the end that is written is a high one, where the limit leaves any. Raises OSError.
+    """
+    reader, low = os.pipe2(os.O_CLOEXEC)
+    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_FILES)
+    try:
+        high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, most * 3 // 4)
+    except OSError:
+        return reader, low
+    os.close(low)
+    return reader, high
 
 
 class Peers:

@@ -10,7 +10,7 @@ from typing import Protocol
 from weft.errors import SetupError
 from weft.memory.agreement import Agreement
 from weft.memory.control_plane import ControlPlane
-from weft.memory.liveness import Liveness
+from weft.memory.liveness import Liveness, lifelong_pipe
 
 
 class Member(Protocol):
@@ -54,11 +54,19 @@ class Membership:
         self.control = control
         with contextlib.ExitStack() as undo:
             try:
+                mine = lifelong_pipe()
+                for fd in mine:
+                    undo.callback(os.close, fd)
+                pipes = of_peers(mine[0])
+                for fd in pipes.values():
+                    undo.callback(os.close, fd)
                 own = _own_pidfd()
                 try:  # peers get copies
-                    self.liveness = Liveness(of_peers(own), ended)
+                    processes = of_peers(own)
                 finally:
                     os.close(own)
+                undo.pop_all()
+                self.liveness = Liveness(processes, pipes, mine, ended)
                 undo.callback(self.liveness.close)
                 self.agreement = Agreement(control, self.liveness, of_peers)
             except BaseException as error:
