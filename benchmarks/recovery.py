@@ -5,7 +5,8 @@
 Four ranks make rounds of an all-to-all one after the other, on GPUs by replaying one captured
 graph. Rank 2 is killed; the survivors recover and make the next round, by the same graph; a new
 process takes the number. Each result is compared with the reference. ms, the slowest survivor's:
-`named`, from the kill until `check` raises; `recovered`, `group.recover`; `right`, from the kill
+`named`, from the kill until `check` raises; `ended`, from the kill until the kernel has ended the
+process, GPU context included; `recovered`, `group.recover` called then; `right`, from the kill
 until a round of the living is there; `replaced`, from the start of the new process (Python and
 torch included) until a round of all is there; `replaced_by_spare`, from the moment when a process
 that has already imported weft (and made its CUDA context) learns the address, until the same.
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -108,6 +110,9 @@ def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[s
             rounds()
         rounds.compare(group.living)
         group.barrier()
+        pid = group.pid(VICTIM)
+        assert pid is not None
+        pidfd = os.pidfd_open(pid)
         if group.rank == VICTIM:
             time.sleep(0.2)
             killed.write_text(str(time.monotonic()))
@@ -119,6 +124,8 @@ def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[s
             named, text = time.monotonic(), str(error)
         if f"rank {VICTIM}" not in text and "recover" not in text:
             raise SystemExit(f"another rank was named: {text}")
+        select.select([pidfd], [], [])
+        ended = time.monotonic()
         recovery = group.recover(timeout=LONG)
         rounds()
         right, at = time.monotonic(), float(killed.read_text())
@@ -138,7 +145,8 @@ def survivor(group: weft.Group, folder: str, device: str, spare: bool) -> dict[s
         group.barrier()
         if new is not None and new.wait(LONG):
             raise SystemExit("the new process failed")
-    times = {"named": named - at, "recovered": recovery.seconds, "right": right - at}
+    times = {"named": named - at, "ended": ended - at}
+    times |= {"recovered": recovery.seconds, "right": right - at}
     times["replaced_by_spare" if spare else "replaced"] = joined - began
     return {name: 1e3 * t for name, t in times.items()}
 
