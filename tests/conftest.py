@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import weft
-from tests import patience
+from tests import patience  # noqa: F401  (deadlines of this process)
 from tests.kept import cache_of
 from tests.recorded import Recorder
 from weft.cli import commands as cli
@@ -54,12 +54,10 @@ def _own_cache(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_find_their_tests_imports() -> Iterator[None]:
-    """Ranks import the modules of their tests: half of the time that a small one runs."""
+def _ranks_are_ready() -> Iterator[None]:
+    """Ranks are forked with what they share in place (ready.py)."""
     with pytest.MonkeyPatch.context() as patch:
-        # sympy: torch imports it in a rank's first MoE layer, for seconds.
-        preload = [*processes._PRELOAD, "pytest", "hypothesis", "sympy", patience.__name__]
-        patch.setattr(processes, "_PRELOAD", preload)
+        patch.setattr(processes, "_PRELOAD", [*processes._PRELOAD, "tests.ready"])
         yield
 
 

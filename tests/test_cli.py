@@ -205,9 +205,10 @@ def test_the_version_beside_other_words(weft_command):
     assert (code, out) == (0, f"weft {weft.__version__}, torch {version('torch')}\n")
 
 
-def test_weft_is_imported_without_its_benchmarks():
-    code = "import sys, weft; from weft import *; weft.moe.MODELS; print(AllToAll.__name__); "
-    listed = "print(sorted(m for m in sys.modules if m.startswith(('weft.bench', 'matplotlib'))))"
+def test_weft_is_imported_without_benchmarks_and_without_triton():
+    code = "import sys, weft.gemm; from weft import *; weft.moe.MODELS; print(AllToAll.__name__); "
+    unwanted = ("weft.bench", "matplotlib", "triton")
+    listed = f"print(sorted(m for m in sys.modules if m.startswith({unwanted})))"
     assert _python("-c", code + listed).stdout == "AllToAll\n[]\n"
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'Loom'"):
         _ = weft.Loom  # type: ignore[attr-defined]

@@ -216,13 +216,6 @@ def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.Monkey
         triton_launch.installed()
 
 
-def test_the_package_does_not_import_triton():
-    import subprocess
-
-    code = "import sys, weft.gemm; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_on_gpus_flag_in_data_needs_a_wgmma_plan() -> None:
     push = Push(torch.zeros(1, dtype=torch.int64), flag_in_data=True)
     a = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))

@@ -335,42 +335,33 @@ def kill_and_look(victims, tmp_path, temporary):
 
 
 LIMITED = """
-import resource, sys
-import weft
-from tests.memory.test_launch import describe
-resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
-try:
-    weft.launch(describe, "a", 1, ranks=2, device=sys.argv[1])
-except weft.errors.SetupError as error:
-    print(error)
-"""
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_too_few_open_files_are_named_before_anything_starts(device):
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, device], capture_output=True, text=True, check=False
-    )
-    assert "2 ranks take " in done.stdout, done.stderr
-    assert "its limit is 20: raise it (ulimit -n 1024)" in done.stdout
-
-
-def test_the_limit_of_files_allows_what_is_needed():
-    """With just as many as the check asks for, ranks meet, map each other's memory and return."""
-    code = """
 import os, resource, sys
-from tests.memory import test_launch
-from weft.memory.launch import files_of, launch
-ranks, device = 4, sys.argv[1]
-need = len(os.listdir("/proc/self/fd")) + files_of(ranks, device)
-resource.setrlimit(resource.RLIMIT_NOFILE, (need, 4096))
-print(launch(test_launch.heap_of_each, ranks=ranks, device=device))
+import weft
+from tests.memory.test_launch import describe, heap_of_each
+from weft.memory.launch import files_of
+for device in sys.argv[1:]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
+    try:
+        weft.launch(describe, "a", 1, ranks=2, device=device)
+    except weft.errors.SetupError as error:
+        print(error)
+    need = len(os.listdir("/proc/self/fd")) + files_of(4, device)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, 4096))
+    print(weft.launch(heap_of_each, ranks=4, device=device))
 """
-    for device in DEVICES:
-        done = subprocess.run(
-            [sys.executable, "-c", code, device], capture_output=True, text=True, check=False
-        )
-        assert done.stdout == "[4, 4, 4, 4]\n", done.stderr
+
+
+def test_too_few_open_files_are_named_before_anything_starts():
+    """With just as many as the check asks for, ranks meet, map each other's memory and return."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *DEVICES], capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * len(DEVICES), done.stderr
+    for refused, allowed in zip(lines[::2], lines[1::2], strict=True):
+        assert "2 ranks take " in refused
+        assert "its limit is 20: raise it (ulimit -n 1024)" in refused
+        assert allowed == "[4, 4, 4, 4]"
 
 
 def heap_of_each(group):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -31,9 +33,32 @@ from {module} import {body}
 
 
 def start(body, address, rank, *given):
-    """A new process that is to be rank `rank`."""
+    """A new interpreter that is to be rank `rank`."""
     code = NEWCOMER.format(module=body.__module__, body=body.__name__)
     return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, given)])
+
+
+def fork(body, address, rank, *given):
+    """A process that is to be rank `rank`, by the fork server of this one: torch is in it."""
+    server: Any = forkserver._forkserver
+    server.ensure_running = lambda: None  # as it would in the launcher; here it starts another
+    process = multiprocessing.get_context("forkserver").Process(
+        target=born, args=(dict(os.environ), body, address, rank, *given)
+    )
+    process.start()
+    return process
+
+
+def born(environment, body, *given):
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    body(*given)
+
+
+def ended(process):
+    """The exit code of a forked process, once it has one."""
+    process.join()
+    return process.exitcode
 
 
 def join(address, rank):
@@ -77,7 +102,7 @@ def replaced(group, victims):
     meeting = group.open_meeting()
     processes = []
     if group.rank == group.living[0]:
-        processes = [start(newcomer, meeting.address, rank) for rank in victims]
+        processes = [fork(newcomer, meeting.address, rank) for rank in victims]
     group.replace(meeting, timeout=LONG)
     assert group.living == (0, 1, 2, 3)
     assert shares_mapped() == before
@@ -94,7 +119,7 @@ def replaced(group, victims):
     said = group.all_gather([again.generation, second.heap.generation + 1])
     assert all(mine == said[0][0] and other == said[0][1] for mine, other in [said[group.rank]])
     assert {tuple(each) for each in said} == {(4, 4)}
-    return [process.wait() for process in processes]
+    return [ended(process) for process in processes]
 
 
 @pytest.mark.parametrize("victims", [[2], [0], [1, 3]])
@@ -125,7 +150,7 @@ def loses_it_again(group, when):
     group.recover(timeout=LONG)
     for body, given in ((killed_again, [when]), (lives_on, [])):
         meeting = group.open_meeting()
-        process = start(body, meeting.address, 3, *given) if group.rank == 0 else None
+        process = fork(body, meeting.address, 3, *given) if group.rank == 0 else None
         error = raised(group.replace, meeting, timeout=LONG)[0]
         if body is killed_again:
             assert error in ("nothing", "RendezvousFailed", "CreationFailed")
@@ -133,7 +158,7 @@ def loses_it_again(group, when):
     assert error == "nothing"
     assert ("recover", 0b1111) in operator.asked
     group.barrier()
-    return process.wait() if process else None
+    return ended(process) if process else None
 
 
 def lives_on(address, rank):
@@ -189,7 +214,7 @@ def meets_only_some(group, how):
     if group.rank > 0:
         plane.hear = late
     meeting = group.open_meeting()
-    process = start(meets_some, meeting.address, 3, how) if group.rank == 0 else None
+    process = fork(meets_some, meeting.address, 3, how) if group.rank == 0 else None
     met = []
     meet_again = group._meet_again
 
@@ -209,17 +234,17 @@ def meets_only_some(group, how):
         assert "rank 3 (pid " in text or "another survivor did not meet all" in text
     if process is not None:
         process.kill()
-        process.wait()
+        process.join()
     plane.hear = take
     del group._meet_again
     dead = group.recover(timeout=LONG).dead
     assert group.all_gather(bool(met)) == [True, False, False, None]
     meeting = group.open_meeting()
-    process = start(lives_on, meeting.address, 3) if group.rank == 0 else None
+    process = fork(lives_on, meeting.address, 3) if group.rank == 0 else None
     group.replace(meeting, timeout=LONG)
     assert ("recover", 0b1111) in operator.asked
     group.barrier()
-    return dead, process.wait() if process else 0
+    return dead, ended(process) if process else 0
 
 
 @pytest.mark.parametrize("how", ["dies", "stops", "rank 0 gives up"])
@@ -235,7 +260,7 @@ def gives_up(group):
         die()
     group.recover(timeout=LONG)
     meeting = group.open_meeting()
-    process = start(lives_on, meeting.address, 3) if group.rank == 0 else None
+    process = fork(lives_on, meeting.address, 3) if group.rank == 0 else None
     take_in = group._take_in
 
     def late(*given):
@@ -252,7 +277,7 @@ def gives_up(group):
     dead = group.recover(timeout=LONG).dead
     assert group.all_gather(group.rank) == [0, 1, 2, None]
     assert operator.asked[-1] == ("recover", 0b0111)
-    return dead, process.wait() if process else 0
+    return dead, ended(process) if process else 0
 
 
 def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have():
@@ -271,9 +296,9 @@ def with_other_operators(group):
         die()
     group.recover(timeout=LONG)
     meeting = group.open_meeting()
-    process = start(of_other_sizes, meeting.address, 1) if group.rank == 0 else None
+    process = fork(of_other_sizes, meeting.address, 1) if group.rank == 0 else None
     error = raised(group.replace, meeting, timeout=LONG)[:2]
-    code = process.wait() if process else 0
+    code = ended(process) if process else 0
     made.close()
     return error, code, group.recover(timeout=LONG).dead
 
@@ -326,9 +351,9 @@ def one_too_many(group):
     opens = group.rank == 0
     meeting = Meeting.open() if opens else None
     address = group.all_gather(meeting.address if meeting else None)[0]
-    process = start(both_join, address, 1) if opens else None
+    process = fork(both_join, address, 1) if opens else None
     error = raised(group.replace, meeting or Meeting.at(address), timeout=LONG)[:2]
-    return error, process.wait() if process else 0
+    return error, ended(process) if process else 0
 
 
 def test_as_many_join_as_are_gone():
