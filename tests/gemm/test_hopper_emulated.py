@@ -69,6 +69,10 @@ CASES = {
     "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=64, masked=True),
 }
 HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one CTA alone
+# Beside split tiles, gated tiles of up to 64 rows have two k blocks in a stage: one k block, one
+# pair, a pair and a half, as many pairs as stages, and more.
+PAIRED = Case(counts=(1, 63, 320, 64, 65, 257, 0, 321), align=1, n=256)
+PAIRED_KS = (128, 256, 384, 1024, 1408)
 BLOCK_MS = {"contiguous": (32, 256), "normal": (96, 128, 256), "packed": (64, 160)}
 BLOCK_MS |= {"bf16": (32, 256), "bf16, high": (128, 192), "mxfp4": (32, 160)}
 EPILOGUES: dict[str, Epilogue] = {
@@ -87,6 +91,11 @@ def block_ms(name: str) -> tuple[int, ...]:
 def all_shapes() -> Iterator[GemmShape]:
     for case in (HALF, EXPONENTS):
         yield shape_of(case, 32, "store")
+    for k in PAIRED_KS:
+        case = replace(PAIRED, k=k)
+        yield shape_of(case, 64, "gated")
+        yield shape_of(case, 256, "gated")
+        yield shape_of(case, 256, "gated", prefetch_weights=True)
     for name in CASES:
         for shape in shapes_of(name):
             yield shape
@@ -186,6 +195,17 @@ def in_integers(case: Case) -> Made:
     return replace(made, a=a, b=b, given=given, wide=decode_mxfp4(values, scales))
 
 
+@pytest.mark.parametrize("k", PAIRED_KS)
+def test_two_k_blocks_in_a_stage_change_no_bit(gemms: EmulatedGemms, k: int):
+    """Each is added with one fma, in order, as where it has a stage to itself."""
+    made, how = replace(PAIRED, k=k).make(), GatedQuant()
+    alone = made.call(how, WgmmaPlan(64))
+    for seed in range(6):
+        gemms.seed, gemms.policy, gemms.sms = seed, seed % 3, (2, 4, 6)[seed // 2]
+        early = {"prefetch_weights": True, "programmatic_launch": True} if seed % 2 else {}
+        assert made.call(how, WgmmaPlan(256), **early).same_bits(alone), seed
+
+
 @pytest.mark.parametrize("policy", [LATE, AT_ONCE, AT_ANY_TIME])
 @pytest.mark.parametrize(
     "name", ["contiguous", "masked", "normal", "mxfp4", "mxfp4, masked", "bf16", "bf16, high"]
@@ -210,7 +230,7 @@ def test_integers_are_exact(gemms: EmulatedGemms, name: str, policy: int):
 @given(data=st.data())
 def test_any_counts_are_served(gemms: EmulatedGemms, name: str, data: st.DataObject):
     """Borders of tiles are where the counts are drawn from, too."""
-    edges = [0, 1, 15, 16, 17, 32, 33, 64, 127, 128, 129, 160, 161, 256, 257, 288, 289, 544, 545]
+    edges = [0, 1, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 320, 321, 544]
     size = len(CASES[name].counts)
     drawn = st.lists(st.sampled_from(edges) | st.integers(0, 300), min_size=size, max_size=size)
     counts = data.draw(drawn)

@@ -31,7 +31,7 @@ OPERANDS = "    const Operands<S> operands(tiles);\n"
 SCALES = (
     "    TileScheduler<S> scheduler{smem};\n    PipelineState<S.stages> pipeline;\n    Tile tile;\n"
     "    while (scheduler.next(tile))\n"
-    "        for (u32 k = 0; k < S.k_blocks(); k += scale_k_blocks) {"
+    "        if (tile.is_paired<S>())"
 )
 GROUP_BARRIER = "        named_barrier(warpgroup_barrier + group, warpgroup_threads);\n"
 
@@ -209,8 +209,18 @@ MUTATIONS = {
         {"return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;": "return row + 0 * (j + q);"}, WRONG
     ),
     # Split tiles.
-    "a stage is released before its second block is complete": Mutation(
-        {"promote<0>(sum[block], scales);": "promote<1>(sum[block], scales);"}, WRONG, block_m=256
+    "a block is added before it is complete": Mutation(
+        {"promote<0>(sum[block], scales);": "promote<1>(sum[block], scales);\nwgmma_wait<0>();"},
+        WRONG,
+        block_m=256,
+    ),
+    "a stage is released before its blocks are complete": Mutation(
+        {
+            "        }\n        release_stage(smem, at.stage, rank);\n": "        }\n",
+            "wait(at.parity);\n": "wait(at.parity);\nrelease_stage(smem, at.stage, rank);\n",
+        },
+        WRONG,
+        block_m=256,
     ),
     "both blocks have the scales of the first": Mutation(
         {"rows[block][operands": "rows[0][operands"}, WRONG, block_m=256
@@ -236,8 +246,85 @@ MUTATIONS = {
         "deadlock",
         block_m=256,
     ),
-    "a short tail leaves rows out": Mutation(
-        {"if (short_tail && m_block + 1 == m_blocks) begin -= normal_m;": ""}, WRONG, block_m=256
+    # Two k blocks in a stage.
+    "the second k block is added before it is complete": Mutation(
+        {"two.template promote<0>(sum);": "two.template promote<1>(sum);\nwgmma_wait<0>();"},
+        WRONG,
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "the first k block is added before it is complete": Mutation(
+        {"one.template promote<1>(sum);": "one.template promote<2>(sum);"},
+        WRONG,
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "a stage is released before its second k block is complete": Mutation(
+        {
+            "two.template promote<0>(sum);\n        release_stage(smem, pipeline.stage, rank);": (
+                "release_stage(smem, pipeline.stage, rank);\n        two.template promote<0>(sum);"
+            )
+        },
+        WRONG,
+        epilogue="gated_fp8",
+        block_m=256,
+        k=1280,
+    ),
+    "the second k block has the weights of the first": Mutation(
+        {"two.issue(weights + S.half_stage_bytes() / 16,": "two.issue(weights,"},
+        WRONG,
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "the second k block has the scales of the first": Mutation(
+        {
+            "two.read_scales(operands, smem, pipeline.stage, max_paired_m);": (
+                "two.read_scales(operands, smem, pipeline.stage);"
+            )
+        },
+        WRONG,
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "scales of both k blocks go to one place": Mutation(
+        {"place * max_paired_m": "0"}, WRONG, epilogue="gated_fp8", block_m=256
+    ),
+    "one k block of two is awaited": Mutation(
+        {"full.arrive_expect_tx(k_blocks * (": "full.arrive_expect_tx(("},
+        f"overrun|deadlock|{WRONG}",
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "rows of both k blocks go to one place": Mutation(
+        {"load_row_tile<S>(a, to + i * S.half_stage_bytes(),": "load_row_tile<S>(a, to,"},
+        WRONG,
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "an odd last k block is left out": Mutation(
+        {"if constexpr (S.k_blocks() % 2 != 0)": "if constexpr (false)"},
+        f"deadlock|{WRONG}",
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "the scales of an odd last k block never arrive": Mutation(
+        {"place + 1 < per_stage && k + n + 1 < S.k_blocks()": "place + 1 < per_stage"},
+        "deadlock",
+        epilogue="gated_fp8",
+        block_m=256,
+    ),
+    "prefetched weights are one k block a stage": Mutation(
+        {
+            "load_weights(a, smem, tiles, filled, tile, rank, k);\n"
+            "            k += tile.k_blocks_of_stage<S>(k);": (
+                "load_weights(a, smem, tiles, filled, tile, rank, k);\n            k += 1;"
+            )
+        },
+        f"overrun|deadlock|{WRONG}",
+        epilogue="gated_fp8",
+        block_m=256,
+        sms=8,
+        prefetch_weights=True,
     ),
     # BF16.
     "a stage is released before the last k block is complete": Mutation(

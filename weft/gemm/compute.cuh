@@ -34,7 +34,10 @@ WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Opera
     float sum[N / 2] = {};
     const u64 dst_addr = load_dst_addr<S>(a, tile);
     if constexpr (S.is_fp8()) {
-        mainloop_swap_ab<S, N>(smem, pipeline, operands, rank, sum);
+        if constexpr (S.has_pairs() && N <= max_paired_m)
+            mainloop_paired<S, N>(smem, pipeline, operands, rank, sum);
+        else
+            mainloop_swap_ab<S, N>(smem, pipeline, operands, rank, sum);
     } else if constexpr (S.is_mxfp4()) {
         const Mxfp4Columns<S> columns(a, tile, rank);
         mainloop_mxfp4<S, N>(smem, pipeline, operands, rank, sum);

@@ -33,16 +33,10 @@ WEFT_FN void load_weight_box(u8* to, const TensorMap& map, u32 x, u32 y, Mbarrie
         tma_load_2d(to, map, x, y, full, hint);
 }
 
-// Loads a k block of this CTA's weights, for both CTAs if the tile is split, and tells the stage
-// how many bytes will come: the rows', and the other CTA's weights too.
+// Loads a k block of this CTA's weights, for both CTAs if the tile is split.
 template <GemmShape S>
-WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
-                          const Tile& tile, u32 rank, u32 k_block) {
-    const u64 hint = tile.valid_m == smem.counts[tile.expert] ? l2_evict_first : l2_evict_last;
-    u8* const to = tiles + stage * S.stage_bytes();
-    Mbarrier& full = smem.full[stage];
-    if constexpr (S.is_mxfp4()) return load_units<S>(a, to, tile, rank, k_block, full, hint);
-    full.arrive_expect_tx(weight_tile_bytes + tile.m * block_k_bytes);
+WEFT_FN void load_weight_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
+                              Mbarrier& full, u64 hint) {
     const u32 x = k_block * block_k_bytes, expert_row = tile.expert * S.n;
     const bool split = tile.is_split<S>();
     u8* const mine = to + (split ? rank * weight_tile_bytes : 0);
@@ -65,19 +59,33 @@ WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32
     }
 }
 
+// Loads this CTA's weights of a stage, and tells the stage how many bytes will come: the rows', and
+// a split tile's weights from the other CTA too.
+template <GemmShape S>
+WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
+                          const Tile& tile, u32 rank, u32 k) {
+    const u64 hint = tile.valid_m == smem.counts[tile.expert] ? l2_evict_first : l2_evict_last;
+    u8* const to = tiles + stage * S.stage_bytes();
+    Mbarrier& full = smem.full[stage];
+    if constexpr (S.is_mxfp4()) return load_units<S>(a, to, tile, rank, k, full, hint);
+    const u32 k_blocks = tile.k_blocks_of_stage<S>(k);
+    full.arrive_expect_tx(k_blocks * (weight_tile_bytes + tile.m * block_k_bytes));
+    for (u32 i = 0; i < k_blocks; ++i)
+        load_weight_tile<S>(a, to + i * S.half_stage_bytes(), tile, rank, k + i, full, hint);
+}
+
 // Loads this CTA's half of a k block of rows, for both CTAs unless the tile is split.
 template <GemmShape S>
-WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
-                       const Tile& tile, u32 rank, u32 k_block) {
-    u8* const to = tiles + stage * S.stage_bytes() + S.weight_bytes();
+WEFT_FN void load_row_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
+                           Mbarrier& full) {
     if constexpr (S.has_split_m()) {
         if (tile.is_split<S>()) {
             constexpr u32 box = row_boxes - 1, m = 8 << box;
 #pragma unroll
             for (u32 r = 0; r < normal_m; r += m)
                 tma_load_2d(to + weight_tile_bytes + r * block_k_bytes, a.rows_map[box],
-                            k_block * block_k_bytes, tile.first_row + rank * normal_m + r,
-                            smem.full[stage], l2_evict_last);
+                            k_block * block_k_bytes, tile.first_row + rank * normal_m + r, full,
+                            l2_evict_last);
             return;
         }
     }
@@ -86,8 +94,15 @@ WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 st
     for (u32 box = row_boxes; box-- > 0;)
         for (const u32 m = 8 << box; left >= m; left -= m, r += m)
             tma_load_2d_multicast(3, to + r * block_k_bytes, a.rows_map[box],
-                                  k_block * block_k_bytes, tile.first_row + r, smem.full[stage],
-                                  l2_evict_last);
+                                  k_block * block_k_bytes, tile.first_row + r, full, l2_evict_last);
+}
+
+template <GemmShape S>
+WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
+                       const Tile& tile, u32 rank, u32 k) {
+    u8* const to = tiles + stage * S.stage_bytes() + S.weight_bytes();
+    for (u32 i = 0; i < tile.k_blocks_of_stage<S>(k); ++i)
+        load_row_tile<S>(a, to + i * S.half_stage_bytes(), tile, rank, k + i, smem.full[stage]);
 }
 
 // With PDL, fills stages with weights while the previous kernel still runs; returns how many.
@@ -97,8 +112,10 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
     Tile tile;
     u32 filled = 0;
     while (filled < S.stages && scheduler.next(tile))
-        for (u32 k = 0; k < S.k_blocks() && filled < S.stages; ++k, ++filled)
+        for (u32 k = 0; k < S.k_blocks() && filled < S.stages; ++filled) {
             load_weights(a, smem, tiles, filled, tile, rank, k);
+            k += tile.k_blocks_of_stage<S>(k);
+        }
     return filled;
 }
 
@@ -115,7 +132,7 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
     Tile tile;
     fence_for_bulk();  // the previous kernel wrote the rows by ordinary stores
     while (scheduler.next(tile))
-        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
+        for (u32 k = 0; k < S.k_blocks(); k += tile.k_blocks_of_stage<S>(k), pipeline.advance()) {
             if (prefetched != 0) {
                 --prefetched;
             } else {
@@ -149,10 +166,11 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
     }
 }
 
-// Scales of a few k blocks in a lane's registers: of its rows, and of the blocks of weights.
-template <GemmShape S> struct ScaleRegisters {
+// Scales of a few k blocks in a lane's registers: of its rows, and of the blocks of weights. Of up
+// to `most` rows of a CTA.
+template <GemmShape S, u32 most> struct ScaleRegisters {
     static constexpr u32 lanes = scale_warps * warp_lanes;
-    static constexpr u32 rows_per_lane = (S.cta_m() + lanes - 1) / lanes;
+    static constexpr u32 rows_per_lane = (most + lanes - 1) / lanes;
     static constexpr u32 k_blocks = S.k_blocks(), ahead = scale_k_blocks;
     float row[rows_per_lane][ahead], weights[S.scales_of_row()][ahead];
 
@@ -183,16 +201,40 @@ template <GemmShape S> struct ScaleRegisters {
                 a.k_scale_stride, k_blocks - k, whole && a.k_scale_stride == 1 && aligned);
         }
     }
-    WEFT_FN void store(StageScales<S>& to, u32 m, u32 n) const {
+    // first_row: of the k block among those of its stage.
+    WEFT_FN void store(StageScales<S>& to, u32 m, u32 n, u32 first_row) const {
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i)
             if (row_of(i) < m)
 #pragma unroll
                 for (u32 w = 0; w < S.scales_of_row(); ++w)
-                    to.rows[w][scale_slot(row_of(i))] =
+                    to.rows[w][first_row + scale_slot(row_of(i))] =
                         S.is_fp8() ? __fmul_rn(row[i][n], weights[w][n]) : row[i][n];
     }
 };
+
+// The scales of a tile, those of `per_stage` k blocks in each stage.
+template <GemmShape S, u32 per_stage>
+WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
+                              PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank) {
+    constexpr u32 most = per_stage == 1 ? S.cta_m() : max_paired_m;
+    static_assert(scale_k_blocks % per_stage == 0);
+    for (u32 k = 0; k < S.k_blocks(); k += scale_k_blocks) {
+        ScaleRegisters<S, most> scales;
+        scales.load(a, tile, rank, k);
+#pragma unroll
+        for (u32 n = 0; n < scale_k_blocks; ++n) {
+            if (k + n >= S.k_blocks()) break;
+            const u32 place = n % per_stage;
+            if (place == 0) smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
+            scales.store(smem.scales[pipeline.stage], min(tile.m, most), n, place * max_paired_m);
+            if (place + 1 < per_stage && k + n + 1 < S.k_blocks()) continue;
+            __syncwarp();
+            if (threadIdx.x % warp_lanes == 0) smem.full[pipeline.stage].arrive();
+            pipeline.advance();
+        }
+    }
+}
 
 // Three warps: the scales of every k block, each multiplied by its FP8 weights' scale once for all.
 template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
@@ -201,19 +243,10 @@ template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>
     PipelineState<S.stages> pipeline;
     Tile tile;
     while (scheduler.next(tile))
-        for (u32 k = 0; k < S.k_blocks(); k += scale_k_blocks) {
-            ScaleRegisters<S> scales;
-            scales.load(a, tile, rank, k);
-#pragma unroll
-            for (u32 n = 0; n < scale_k_blocks; ++n) {
-                if (k + n >= S.k_blocks()) break;
-                smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
-                scales.store(smem.scales[pipeline.stage], min(tile.m, S.cta_m()), n);
-                __syncwarp();
-                if (threadIdx.x % warp_lanes == 0) smem.full[pipeline.stage].arrive();
-                pipeline.advance();
-            }
-        }
+        if (tile.is_paired<S>())
+            load_tile_scales<S, 2>(a, smem, pipeline, tile, rank);
+        else
+            load_tile_scales<S, 1>(a, smem, pipeline, tile, rank);
 }
 
 }  // namespace weft

@@ -6,6 +6,9 @@
 // lane / 4 of its warp's sixteen, 4 j + 2 and 4 j + 3 of the column eight further on. It needs a
 // quarter of all scales.
 //
+// Paired, for swapped tiles of up to max_paired_m rows beside split ones: the same, with two k
+// blocks in a stage.
+//
 // Normal, for tiles of normal_m rows: rows are the A operand, 64 for each warpgroup. A thread holds
 // rows lane / 4 and eight further on of its warp's sixteen; of the first, columns
 // 8 j + 2 (lane % 4) + {0, 1} in sums 4 j and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It
@@ -33,9 +36,8 @@ template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbK
     float4 first[ahead];
     const float4* scales;
 
-    WEFT_FN void issue(const Operands<S>& operands, u32 stage) {
-        issue_k_block<S.operand, N>(acc, operands.swap_a + descriptor_offset<S>(stage),
-                                    operands.swap_b + descriptor_offset<S>(stage), false);
+    WEFT_FN void issue(u32 weights, u32 rows) {
+        issue_k_block<S.operand, N>(acc, weights, rows, false);
     }
     // first_row: of the block, among the tile's.
     WEFT_FN void read_scales(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
@@ -94,18 +96,45 @@ template <GemmShape S> struct NormalKBlock {
     }
 };
 
-template <GemmShape S, u32 N>
+// From k block `first` on.
+template <GemmShape S, u32 N, u32 first = 0>
 WEFT_FN void mainloop_swap_ab(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                               const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
 #pragma unroll 1
-    for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
+    for (u32 k = first; k < S.k_blocks(); ++k, pipeline.advance()) {
         SwapAbKBlock<S, N> block;
         smem.full[pipeline.stage].wait(pipeline.parity);
-        block.issue(operands, pipeline.stage);
+        block.issue(operands.swap_a + descriptor_offset<S>(pipeline.stage),
+                    operands.swap_b + descriptor_offset<S>(pipeline.stage));
         block.read_scales(operands, smem, pipeline.stage);
         block.template promote<0>(sum);
         release_stage(smem, pipeline.stage, rank);
     }
+}
+
+// The first k block of a stage is added while the second is multiplied. An odd last one is alone in
+// its stage.
+template <GemmShape S, u32 N>
+WEFT_FN void mainloop_paired(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
+                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
+    static_assert(S.half_stage_bytes() >= weight_tile_bytes + max_paired_m * block_k_bytes);
+    static_assert(S.half_stage_bytes() % 1024 == 0 && S.cta_m() >= 2 * max_paired_m);
+#pragma unroll 1
+    for (u32 k = 0; k + 1 < S.k_blocks(); k += 2, pipeline.advance()) {
+        SwapAbKBlock<S, N> one, two;
+        const u32 weights = warp_uniform(operands.swap_a + descriptor_offset<S>(pipeline.stage));
+        const u32 rows = warp_uniform(operands.swap_b + descriptor_offset<S>(pipeline.stage));
+        smem.full[pipeline.stage].wait(pipeline.parity);
+        one.issue(weights, rows);
+        two.issue(weights + S.half_stage_bytes() / 16, rows + S.half_stage_bytes() / 16);
+        one.read_scales(operands, smem, pipeline.stage);
+        two.read_scales(operands, smem, pipeline.stage, max_paired_m);
+        one.template promote<1>(sum);
+        two.template promote<0>(sum);
+        release_stage(smem, pipeline.stage, rank);
+    }
+    if constexpr (S.k_blocks() % 2 != 0)
+        mainloop_swap_ab<S, N, S.k_blocks() - 1>(smem, pipeline, operands, rank, sum);
 }
 
 // Two k blocks at a time: the first is added while the second is multiplied.

@@ -30,8 +30,9 @@ constexpr u32 block_m_granularity = 16;
 constexpr u32 max_swap_ab_m = 160;
 constexpr u32 normal_m = 128;          // FP8: rows are wgmma's A operand
 constexpr u32 split_m = 2 * normal_m;  // FP8: each CTA of the cluster takes half of the rows
-// A tail of up to so many rows after a split tile takes over half of that tile.
-constexpr u32 max_tail_m = max_swap_ab_m - normal_m;
+// Gated, where tiles may be split: those of up to so many rows have two k blocks in a stage, one in
+// each half.
+constexpr u32 max_paired_m = 64;
 constexpr u32 scale_k_blocks = 4;  // k blocks whose scales are loaded at a time
 
 constexpr u32 math_warpgroups = 2;
@@ -46,7 +47,7 @@ constexpr u32 row_boxes = 4;  // TMA boxes of 8, 16, 32 and 64 rows
 struct GemmShape {
     u32 experts, n, k;  // weights are [experts, n, k]
     u32 block_m;        // the highest tile
-    u32 stages;         // k blocks in flight
+    u32 stages;         // k blocks in flight, or pairs of them
     Epilogue epilogue;
     DType out_dtype;  // of 16-bit results
     Operand operand;
@@ -78,6 +79,11 @@ struct GemmShape {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
     }
     constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
+    // Stages with room for split tiles are few, and the round trip of one takes longer than a k block
+    // of few rows. What is not gated has few k blocks and gains nothing.
+    constexpr bool has_pairs() const { return has_split_m() && gated(); }
+    // From a stage's first k block of weights and rows to its second.
+    constexpr u32 half_stage_bytes() const { return stage_bytes() / 2; }
     // The most rows that one CTA multiplies.
     constexpr u32 cta_m() const { return has_split_m() ? max_swap_ab_m : block_m; }
     // An expert with more than block_m rows is cut: in FP8 into tiles of this many rows and a last

@@ -17,6 +17,15 @@ struct Tile {
     // Whether each CTA has half of the rows and all weights of the tile, or all rows and half of
     // the weights.
     template <GemmShape S> WEFT_FN bool is_split() const { return S.has_split_m() && m == split_m; }
+
+    // Whether two k blocks share a stage.
+    template <GemmShape S> WEFT_FN bool is_paired() const {
+        return S.has_pairs() && m <= max_paired_m;
+    }
+    // How many k blocks the stage has that begins with k block k.
+    template <GemmShape S> WEFT_FN u32 k_blocks_of_stage(u32 k) const {
+        return is_paired<S>() && k + 1 < S.k_blocks() ? 2 : 1;
+    }
 };
 
 // Reads each expert's count and first row. A count or a start that reaches outside the tensor is
@@ -116,14 +125,8 @@ template <GemmShape S> struct TileScheduler {
         const u32 full_m = S.is_fp8()
                                ? S.full_m()
                                : round_up((count + m_blocks - 1) / m_blocks, block_m_granularity);
-        u32 begin = m_block * full_m, end = m_block + 1 == m_blocks ? count : begin + full_m;
-        if constexpr (S.has_split_m()) {
-            // A short tail is hardly worth reading weights for: the last split tile keeps half of
-            // its rows, and the tail takes over the others.
-            const bool short_tail = m_blocks > 1 && count - (m_blocks - 1) * full_m <= max_tail_m;
-            if (short_tail && m_block + 1 == m_blocks) begin -= normal_m;
-            if (short_tail && m_block + 2 == m_blocks) end -= normal_m;
-        }
+        const u32 begin = m_block * full_m;
+        const u32 end = m_block + 1 == m_blocks ? count : begin + full_m;
         tile.first_row = smem.first_rows[tile.expert] + begin;
         tile.valid_m = end - begin;
         tile.m = S.has_split_m() && tile.valid_m > S.cta_m()
