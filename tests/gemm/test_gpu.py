@@ -49,7 +49,9 @@ def agreed(
     out = made.call(epilogue, tile, num_sms=5)
     if isinstance(epilogue, Gated):
         wanted = gated(epilogue, wanted)
-    out.agrees(wanted, 0.08 if isinstance(epilogue, GatedQuant) else 2.0**-7)
+    # FP8 tensor cores leave out about 2^-13 of a sum, and SiTU's steep gate multiplies that.
+    steep = isinstance(epilogue, Gated) and epilogue.beta is not None
+    out.agrees(wanted, 0.08 if isinstance(epilogue, GatedQuant) else 2.0 ** (-6 if steep else -7))
     return (out.numbers,) if out.scales is None else (out.numbers, out.scales)
 
 
