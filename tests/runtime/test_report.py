@@ -11,8 +11,10 @@ from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, br
 DISPATCH = 1
 
 
-def raised(record: ErrorRecord, first_epoch: int = 0) -> GroupError:
-    return breakage(record, lambda rank: 100 + rank, lambda rank: "", first_epoch=first_epoch)
+def raised(record: ErrorRecord, first_epoch: int = 0, machines: int = 1) -> GroupError:
+    return breakage(
+        record, lambda rank: 100 + rank, lambda rank: "", first_epoch=first_epoch, machines=machines
+    )
 
 
 @pytest.mark.parametrize("phase", [DISPATCH, ALL_REDUCE])
@@ -31,7 +33,9 @@ def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -
         )
         error = raised(record, first)
         assert isinstance(error, PeerTimeout)
-        assert f" raise {option}= if it was only slow" in str(error)
+        assert f" raise {option}= if it was only slow, then call group.recover() or " in str(error)
+        text = str(raised(record, first, machines=2))
+        assert f" raise {option}= if it was only slow, then make a new group." in text
 
 
 def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itself() -> None:

@@ -200,8 +200,8 @@ class WgmmaPlan:
 
     block_m: most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192, too;
         with MXFP4 weights up to 160. An expert with no more rows is one tile, padded to a multiple
-        of 16, above 160 of 32. One with more is cut: in FP8 into tiles of block_m (of 128, where
-        that is 160) and one with the rest, else into tiles of equal height.
+        of 16, above 160 of 32 or, in FP8, to 256. One with more is cut: in FP8 into tiles of
+        block_m (of 128, where that is 160) and one with the rest, else into tiles of equal height.
 
     The plan does not change the results. Raises InvalidArgument for a number out of its range.
     """

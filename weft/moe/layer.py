@@ -73,7 +73,7 @@ class MoE:
         "error": recovery and calls raise ExpertsLost, until `relocate` brings them back; "drop":
         their ids are dropped.
     expert_map, quantize, combine_dtype, timeout, first_timeout, num_sms, programmatic_launch,
-        profile: as in AllToAll; combine_dtype is left out with overlap="gemm_push". Rows that
+        profile: as in AllToAll; with combine_dtype overlap is not "gemm_push". Rows that
         travel as FP8 are widened to the layer's dtype before the GEMMs, unless the weights are FP8
         too. With mode="low_latency" quantize is "fp8" or None.
 
@@ -378,7 +378,7 @@ class MoE:
         self.exchange.abort()
 
     def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
+        """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
         return self.exchange.history(rank)
 
     def __enter__(self) -> Self:

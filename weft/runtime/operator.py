@@ -260,7 +260,7 @@ class Operator(ABC):
             self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
     def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 calls of a rank (default: this one), oldest first; also of a dead one."""
+        """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
         with self._access:
             self._check_open()
             header = self._header_of(rank)

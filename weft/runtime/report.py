@@ -82,20 +82,25 @@ def _finder(record: ErrorRecord) -> str:
     return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
 
 
-def _seen_by_peer(record: ErrorRecord, who: str, option: str) -> GroupError:
+def _go_on(machines: int) -> str:
+    """What a rank can do after an error that ended the group."""
+    return "call group.recover() or make a new group" if machines == 1 else "make a new group"
+
+
+def _seen_by_peer(record: ErrorRecord, who: str, option: str, machines: int) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
     reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
     if record.code == PEER_TIMEOUT and record.peer == record.reported_by - 1:
         return PeerTimeout(
             f"{who}: {reporter} gave up, waiting for its own part of this call, and left the "
-            "group. Its own error says more; make a new group."
+            f"group. Its own error says more; {_go_on(machines)}."
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: {reporter} waited in vain for {culprit} and left the group. It is stopped, "
             f"slower than the deadline, or did not make the same call; raise {option}= if it was "
-            "only slow, then make a new group."
+            f"only slow, then {_go_on(machines)}."
         )
     if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT, OTHER_ROWS):
         return GeometryMismatch(
@@ -125,7 +130,7 @@ def _gone(
         )
     pid = pid_of(record.peer)
     process = "the process" if pid is None else f"process {pid}"
-    fix = "call group.recover(), or make a new group."
+    fix = f"{_go_on(machines)}."
     if machines > 1:
         fix = (
             f"a group of {machines} machines does not recover: end the job on all of them, start "
@@ -137,15 +142,15 @@ def _gone(
     )
 
 
-def _in_all_reduce(record: ErrorRecord, who: str, option: str) -> GroupError:
+def _in_all_reduce(record: ErrorRecord, who: str, option: str, machines: int) -> GroupError:
     """Slots and signatures of an all-reduce say more than an epoch."""
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
             f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
             f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
-            f"deadline, or did not make this call; raise {option}= if it was only slow, then make "
-            "a new group."
+            f"deadline, or did not make this call; raise {option}= if it was only slow, then "
+            f"{_go_on(machines)}."
         )
     return GeometryMismatch(
         f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
@@ -179,15 +184,15 @@ def breakage(
             "with missing='drop' to go on with the living, or make a new group of them."
         )
     if record.reported_by:
-        return _seen_by_peer(record, who, option)
+        return _seen_by_peer(record, who, option, machines)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
-        return _in_all_reduce(record, who, option)
+        return _in_all_reduce(record, who, option, machines)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
             f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, "
             f"stopped, slower than the deadline, or did not make this call; raise {option}= if it "
-            "was only slow, then make a new group."
+            f"was only slow, then {_go_on(machines)}."
         )
     if record.code == GEOMETRY_MISMATCH:
         return GeometryMismatch(
