@@ -250,6 +250,31 @@ def test_a_forked_child_leaves_the_group_alone():
     assert launch(fork, ranks=2) == [0, 0]
 
 
+def dies_with_a_child(group):
+    """A forked child has its parent's sockets, which so do not end with rank 1."""
+    child = os.fork() if group.rank == 1 else None
+    if child == 0:
+        time.sleep(60.0)
+        os._exit(0)
+    child = group.all_gather(child)[1]
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = raised(group.barrier, timeout=40.0)
+    group.recover(timeout=40.0)
+    group.barrier()
+    if group.rank == 0:
+        os.kill(child, signal.SIGKILL)
+    return error
+
+
+def test_a_death_is_named_while_a_forked_child_lives_on():
+    survivors = launch(dies_with_a_child, ranks=3, tolerate_deaths=True)[::2]
+    for kind, text, took in survivors:
+        assert kind == RendezvousFailed.__name__
+        assert re.fullmatch(r"rank 1 \(pid \d+\) died while the group was in barrier", text), text
+        assert took < 20.0
+
+
 def generations(group):
     first = [group.next_generation() for _ in range(3)]
     for _ in range(0xFFFF - 4):

@@ -1,7 +1,8 @@
 """The control plane: a Unix socket between every two ranks of one host, kept after they met.
 
 Every collective is one message from each rank to each other one. A rank that dies ends its sockets,
-so all others know at once which rank it was, and none is more needed than another. Every wait has a
+or a peer that sees its process end does so (`end`): a forked child would keep them open. So all
+others know at once which rank it was, and none is more needed than another. Every wait has a
 deadline; a failed call breaks the group, until a recovery resumes it among the living.
 
 A message is a part of a call (`op`, `n` and a `value` or a descriptor), or says why the sender's
@@ -112,6 +113,16 @@ class ControlPlane:
         self._broken = self._broken or why
         for connection in self.peers.values():
             with contextlib.suppress(OSError):  # the other end may have gone
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self, rank: int) -> None:
+        """Hear no more from a peer whose process has ended, once what it sent has been read.
+
+        From any thread. Its sockets stay open where a forked child has them, too.
+        """
+        connection = self.peers.get(rank)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # closed here meanwhile, or there
                 connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, text: str) -> NoReturn:

@@ -51,6 +51,10 @@ class Membership:
             os.close(found.pop(control.rank))
             return found
 
+        def peer_ended(rank: int) -> None:
+            control.end(rank)
+            ended(rank)
+
         self.control = control
         with contextlib.ExitStack() as undo:
             try:
@@ -66,7 +70,7 @@ class Membership:
                 finally:
                     os.close(own)
                 undo.pop_all()
-                self.liveness = Liveness(processes, pipes, mine, ended)
+                self.liveness = Liveness(processes, pipes, mine, peer_ended)
                 undo.callback(self.liveness.close)
                 self.agreement = Agreement(control, self.liveness, of_peers)
             except BaseException as error:
