@@ -235,13 +235,18 @@ def test_two_threads_of_one_rank_are_refused():
 
 def fork(group):
     """A forked child may not speak for its parent, nor end its connection by leaving."""
-    group.barrier()
+    meeting = group.open_meeting()
+    suspects = [1 - group.rank]
     child = os.fork()
     if child == 0:
-        code = 0 if raised(group.barrier)[0] == "OutOfOrder" else 1
+        calls = (group.barrier, group.enter, lambda: group.recover(suspects=suspects))
+        code = 0 if {raised(call)[0] for call in calls} == {"OutOfOrder"} else 1
+        group.abort("it is no rank")
         group.close()
         os._exit(code)
     _, status = os.waitpid(child, 0)
+    group.barrier()
+    meeting.connect().close()  # the ranks may still meet there
     group.barrier()
     return os.waitstatus_to_exitcode(status)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -286,6 +287,32 @@ def test_a_rank_that_left_and_lives_is_waited_for():
         assert kind == RecoveryFailed.__name__
         assert "rank 2 (pid " in text
         assert dead == (2,)
+
+
+def by_two_threads(group):
+    """A thread of rank 1 is in a recovery, for which rank 0 does not come before another tried."""
+    refused = None
+    group.barrier()
+    if group.rank == 1:
+        thread = threading.Thread(target=group.recover, kwargs={"timeout": LONG})
+        thread.start()
+        while not group._recovering.locked():
+            time.sleep(0.001)
+        refused = raised(group.recover, suspects=[0, 2, 3], timeout=LONG)[:2]
+        os.kill(group.pid(0), signal.SIGCONT)
+        thread.join()
+    elif group.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if group.rank != 1:
+        group.recover(timeout=LONG)
+    together(group)
+    return refused
+
+
+def test_a_second_thread_may_not_recover_meanwhile():
+    kind, text = run(by_two_threads)[1]
+    assert kind == OutOfOrder.__name__
+    assert text == "two threads of rank 1 recover one group at a time; call it from one"
 
 
 def in_two_groups(group):

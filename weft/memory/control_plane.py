@@ -111,6 +111,8 @@ class ControlPlane:
     def abort(self, why: str) -> None:
         """Break the group from another thread of this process: a blocked call raises at once."""
         self._broken = self._broken or why
+        if os.getpid() != self._owner:  # its parent's sockets are the child's, too
+            return
         for connection in self.peers.values():
             with contextlib.suppress(OSError):  # the other end may have gone
                 connection.shutdown(socket.SHUT_RDWR)
@@ -262,15 +264,19 @@ class ControlPlane:
             with contextlib.suppress(OSError):
                 send(connection, encode(body))
 
-    @contextlib.contextmanager
-    def _collective(self) -> Iterator[None]:
-        if self._closed:
-            raise OutOfOrder("the group is closed; make a new one")
+    def check_process(self) -> None:
+        """Raise OutOfOrder in a forked child, which peers would take for this rank."""
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"the group belongs to process {self._owner} and was used in its forked child "
                 f"{os.getpid()}; make a group in the process that uses it"
             )
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        self.check_process()
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
         if not self._busy.acquire(blocking=False):
