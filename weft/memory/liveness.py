@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weft.errors import RendezvousFailed
+from weft.errors import RecoveryFailed, RendezvousFailed
 
 _MOST_FILES = 4096  # of one process, of which few have as many; a table of these takes 32 KiB
 _LAST_WORDS = 0.5  # seconds between the end of a dead rank's sockets and that of its process
@@ -195,11 +195,17 @@ class Peers:
 
 
 def _ended(fds: Iterable[int]) -> set[int]:
-    """Those of `fds` whose processes have ended."""
+    """Those of `fds` whose processes have ended. Raises RecoveryFailed for one that was closed."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll(0)}
+    found = dict(poller.poll(0))
+    if any(events & select.POLLNVAL for events in found.values()):
+        raise RecoveryFailed(
+            "descriptors of this rank's group were closed (os.closerange?), so it cannot see who "
+            "lives: end this process, and the others recover without it"
+        )
+    return set(found)
 
 
 def identity() -> dict[str, Any]:
