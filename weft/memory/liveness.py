@@ -54,7 +54,11 @@ class Liveness:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="weft-liveness", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # the descriptors stay the caller's
+            os.close(self._wake)
+            raise
 
     def ended(self, rank: int) -> bool:
         """Has the process of a rank ended? Nothing that it did is under way then."""
