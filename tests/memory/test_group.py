@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -278,6 +279,36 @@ def test_a_death_is_named_while_a_forked_child_lives_on():
         assert kind == RendezvousFailed.__name__
         assert re.fullmatch(r"rank 1 \(pid \d+\) died while the group was in barrier", text), text
         assert took < 20.0
+
+
+def at_its_limit(group):
+    """Rank 1 may not open one more descriptor when those of others come."""
+    group.barrier()
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if group.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[0]))
+        os.close(taken.pop())  # for the duplicate of its own that it sends
+    error = raised(group.exchange_fds, taken[0])
+    if error[0] == "nothing":  # it was through before rank 1 failed, which had sent its part
+        error = raised(group.barrier)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for fd in taken:
+        os.close(fd)
+    return error[:2]
+
+
+def test_a_rank_without_room_for_a_descriptor_is_named_on_all():
+    said = launch(at_its_limit, ranks=3)
+    assert said[0] == said[1] == said[2]
+    assert re.fullmatch(
+        r"rank 1 \(pid \d+\) cannot take its part of exchange_fds: it is at its limit of 64 open "
+        r"descriptors; raise it with `ulimit -n`",
+        said[0][1],
+    ), said
 
 
 def generations(group):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from weft.errors import OutOfOrder, RendezvousFailed
 from weft.memory.wire import (
     JSON,
+    AtLimit,
     Gone,
     Malformed,
     Message,
@@ -215,6 +216,8 @@ class ControlPlane:
                     self.fail(text_of(body["fail"]))
         except Gone:
             self.fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
+        except AtLimit as error:
+            self.fail(f"{self.name(self.rank)} cannot take its part of {op}: {error}")
         except (Malformed, OSError) as error:
             self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None

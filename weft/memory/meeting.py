@@ -35,7 +35,7 @@ from typing import Any
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.control_plane import ControlPlane, milliseconds
 from weft.memory.liveness import Peers
-from weft.memory.wire import JSON, Gone, Malformed, Message, encode, receive, send, text_of
+from weft.memory.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
 
 ABI = 4  # of the messages and of what a Heap promises its peers
 _OP = "the meeting"
@@ -371,6 +371,8 @@ def _come(
         except Gone:
             peers.check_ended()
             control.fail(f"{control.name(hub)} died before all ranks had met")
+        except AtLimit as error:
+            control.fail(f"{control.name(control.rank)} cannot take its part of {_OP}: {error}")
         except (Malformed, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
         if time.monotonic() >= deadline:
