@@ -155,7 +155,7 @@ class Recovering(Messages):
         then end its process and call this again. Raises what an operator raises that cannot go on
         without the dead, when all others have recovered: the same on every rank, or CreationFailed
         naming those that did. Raises InvalidArgument for ranks that are threads or of several
-        machines.
+        machines, and OutOfOrder in a forked child, or while another thread of this rank recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
