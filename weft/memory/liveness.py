@@ -168,6 +168,15 @@ class Peers:
         """Of the ranks that are watched: readable once the process ended."""
         return list(self._pidfds.values())
 
+    def pidfd(self, rank: int) -> int | None:
+        """Of one rank, if it is watched."""
+        return self._pidfds.get(rank)
+
+    def ended(self, rank: int) -> bool:
+        """Is the process of a rank known to have ended? All that it sent has arrived then."""
+        fd = self._pidfds.get(rank)
+        return rank in self._dead or (fd is not None and bool(_ended([fd])))
+
     def check(self, connected: Iterable[int] = ()) -> None:
         """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
         over = _ended(self.pidfds())

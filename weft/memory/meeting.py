@@ -341,12 +341,14 @@ def _come(
 ) -> None:
     """Connect to the hub, and take from it the sockets to all others."""
     hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
+    others = set(range(control.size)) - {hub}  # whose deaths the hub tells, with the reason
     late = f"rank {hub}, at which all meet, did not bring this rank to the others in {timeout:g} s"
     while True:
         try:
             connection = meeting.connect()
             break
         except BlockingIOError:  # its queue is full
+            peers.check(others)
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(f"{late}: it accepts no connections") from None
             time.sleep(_RETRY)
@@ -359,6 +361,7 @@ def _come(
     with contextlib.suppress(Gone):  # it has said why
         send(connection, hello(meeting, {**built_for, "rank": control.rank}))
     while True:
+        ended = peers.ended(hub)  # before it is heard for the last time
         try:
             message = receive(connection, trusted=False)
             if message is not None:
@@ -375,10 +378,15 @@ def _come(
             control.fail(f"{control.name(control.rank)} cannot take its part of {_OP}: {error}")
         except (Malformed, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
+        if ended:  # a forked child has its listener, and may have its sockets
+            peers.check(others)
         if time.monotonic() >= deadline:
             control.fail(f"{late}: look whether it is stopped")
         poller = select.poll()
         poller.register(connection, select.POLLIN)
+        pidfd = peers.pidfd(hub)
+        if pidfd is not None:
+            poller.register(pidfd, select.POLLIN)
         poller.poll(milliseconds(deadline))
 
 
