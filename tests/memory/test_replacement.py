@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import forkserver
 from typing import Any
@@ -339,6 +340,38 @@ def test_survivors_that_wait_for_a_dead_hub_are_told_while_its_child_lives():
         assert re.fullmatch(r"rank 0 \(pid \d+\) died before all ranks had met", text), text
         assert took < 30.0
         assert dead == (0, 2)
+
+
+def loses_one_that_came(group, over):
+    """Rank 1 forks a child and dies where it waits in the meeting."""
+
+    def fork_and_die():
+        time.sleep(1.0)
+        if os.fork() == 0:
+            while not over.exists():
+                time.sleep(0.1)
+            os._exit(0)
+        die()
+
+    group.barrier()
+    if group.rank == 2:
+        die()
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    if group.rank == 1:
+        threading.Thread(target=fork_and_die).start()
+    error = raised(group.replace, meeting, timeout=60.0)
+    dead = group.recover(timeout=LONG).dead
+    over.touch()
+    return error, dead
+
+
+def test_a_death_in_the_meeting_is_told_while_a_forked_child_lives(tmp_path):
+    for (kind, text, took), dead in run(loses_one_that_came, tmp_path / "over")[::3]:
+        assert kind == RendezvousFailed.__name__
+        assert re.fullmatch(r"rank 1 \(pid \d+\) died before all ranks had met", text), text
+        assert took < 30.0
+        assert dead == (1, 2)
 
 
 def with_nobody(group):

@@ -8,10 +8,10 @@ The kernel says of which user the other end is, and the first message either way
 job's 32-byte nonce; then the hub compares what the ranks were built for. A stranger is refused and
 disturbs no rank.
 
-Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another
-by its pidfd where its process is known (`Peers`), or the word of the process that started it
-(`end`). Before the hub closes it tells the reason to every rank that is connected, let in or not. A
-rank that is stopped, and not dead, has the deadline.
+Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another,
+or of one whose forked child has the socket, too, by its pidfd where its process is known (`Peers`),
+or the word of the process that started it (`end`). Before the hub closes it tells the reason to
+every rank that is connected, let in or not. A rank that is stopped, and not dead, has the deadline.
 """
 
 from __future__ import annotations
@@ -261,16 +261,17 @@ class _Hub:
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poller.poll(milliseconds(deadline))}
-        for rank in [r for r, connection in members.items() if connection.fileno() in ready]:
-            message = self.control.hear(rank, _OP)
-            if message is not None:
+        ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
+        for rank in [r for r, each in members.items() if each.fileno() in ready or r in ended]:
+            while (message := self.control.hear(rank, _OP)) is not None:
                 message.drop()
                 self.met.add(rank)
         self.greeting.update(self.meeting.accept())
         for connection in list(self.greeting):
             self._read_hello(connection)
         try:
-            self.peers.check(self._there())
+            # Their sockets would have told of them, unless a forked child has these, too.
+            self.peers.check(self._there() - ended)
         except RendezvousFailed as error:
             self.control.fail(str(error))
 
