@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -235,19 +236,79 @@ def test_two_threads_of_one_rank_are_refused():
 
 def fork(group):
     """A forked child may not speak for its parent, nor end its connection by leaving."""
-    group.barrier()
+    meeting = group.open_meeting()
+    suspects = [1 - group.rank]
     child = os.fork()
     if child == 0:
-        code = 0 if raised(group.barrier)[0] == "OutOfOrder" else 1
+        calls = (group.barrier, group.enter, lambda: group.recover(suspects=suspects))
+        code = 0 if {raised(call)[0] for call in calls} == {"OutOfOrder"} else 1
+        group.abort("it is no rank")
         group.close()
         os._exit(code)
     _, status = os.waitpid(child, 0)
+    group.barrier()
+    meeting.connect().close()  # the ranks may still meet there
     group.barrier()
     return os.waitstatus_to_exitcode(status)
 
 
 def test_a_forked_child_leaves_the_group_alone():
     assert launch(fork, ranks=2) == [0, 0]
+
+
+def dies_with_a_child(group):
+    """A forked child has its parent's sockets, which so do not end with rank 1."""
+    child = os.fork() if group.rank == 1 else None
+    if child == 0:
+        time.sleep(60.0)
+        os._exit(0)
+    child = group.all_gather(child)[1]
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = raised(group.barrier, timeout=40.0)
+    group.recover(timeout=40.0)
+    group.barrier()
+    if group.rank == 0:
+        os.kill(child, signal.SIGKILL)
+    return error
+
+
+def test_a_death_is_named_while_a_forked_child_lives_on():
+    survivors = launch(dies_with_a_child, ranks=3, tolerate_deaths=True)[::2]
+    for kind, text, took in survivors:
+        assert kind == RendezvousFailed.__name__
+        assert re.fullmatch(r"rank 1 \(pid \d+\) died while the group was in barrier", text), text
+        assert took < 20.0
+
+
+def at_its_limit(group):
+    """Rank 1 may not open one more descriptor when those of others come."""
+    group.barrier()
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if group.rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[0]))
+        os.close(taken.pop())  # for the duplicate of its own that it sends
+    error = raised(group.exchange_fds, taken[0])
+    if error[0] == "nothing":  # it was through before rank 1 failed, which had sent its part
+        error = raised(group.barrier)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for fd in taken:
+        os.close(fd)
+    return error[:2]
+
+
+def test_a_rank_without_room_for_a_descriptor_is_named_on_all():
+    said = launch(at_its_limit, ranks=3)
+    assert said[0] == said[1] == said[2]
+    assert re.fullmatch(
+        r"rank 1 \(pid \d+\) cannot take its part of exchange_fds: it is at its limit of 64 open "
+        r"descriptors; raise it with `ulimit -n`",
+        said[0][1],
+    ), said
 
 
 def generations(group):

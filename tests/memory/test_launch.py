@@ -395,3 +395,22 @@ def test_a_rank_of_torchrun_is_told_to_make_a_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InvalidArgument, match=r"rank 1 of the 4 .*Group\.from_torch\(\)"):
         launch(describe, "a", 1, ranks=2)
+
+
+def forks(group, how):
+    """Rank 1 forks a helper that leaves the function; what each rank returns, and its exit code."""
+    child = os.fork() if group.rank == 1 else None
+    if child == 0:
+        if how == "raises":
+            raise ValueError("the helper's own")
+        if how == "exits":
+            sys.exit(3)
+        return "the helper's"
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+    group.barrier()
+    return code
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("exits", 3), ("raises", 1)])
+def test_a_forked_child_does_not_report_for_its_rank(how, code):
+    assert launch(forks, how, ranks=2) == [None, code]

@@ -35,6 +35,35 @@ def test_a_rank_that_may_not_open_pidfds_says_so_on_all() -> None:
         assert "seccomp" in text
 
 
+def short_of(group: weft.Group, what: str) -> tuple[str, bool]:
+    """Rank 1 cannot watch its peers. What is raised, and whether descriptors stay open."""
+    process_group = group.process_group()
+    group.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    place: Any = {"eventfd": os, "start": threading.Thread}[what]
+    found = getattr(place, what)
+    if group.rank == 1:
+        setattr(place, what, none_free)
+    kind = SetupError if group.rank == 1 else RendezvousFailed
+    with pytest.raises(kind) as told:
+        weft.Group.from_torch(process_group, device="cpu")
+    setattr(place, what, found)
+    group.barrier()
+    return str(told.value), len(os.listdir("/proc/self/fd")) > before
+
+
+def none_free(*_: object) -> int:
+    raise RuntimeError("none is free")  # as of threads; of descriptors an OSError
+
+
+@pytest.mark.parametrize("what", ["eventfd", "start"])
+def test_a_rank_that_cannot_watch_says_why_and_keeps_no_descriptors(what: str) -> None:
+    for rank, (text, left) in enumerate(weft.launch(short_of, what, ranks=2)):
+        ours = "cannot watch the other ranks: none is free; it needs free descriptors (ulimit -n)"
+        assert ("could not watch its peers: none is free", ours)[rank] in text
+        assert not left
+
+
 def tell(rank: int, heard: list[int], told: threading.Event) -> None:
     heard.append(rank)
     told.set()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -286,6 +287,58 @@ def test_a_rank_that_left_and_lives_is_waited_for():
         assert kind == RecoveryFailed.__name__
         assert "rank 2 (pid " in text
         assert dead == (2,)
+
+
+def closes_all(group, opens):
+    """Rank 1 closes its descriptors, as a daemon does, and may have others by the same numbers."""
+    all_here(group)
+    if group.rank == 1:
+        os.closerange(3, 1 << 16)
+        while opens and os.open("/dev/zero", os.O_RDONLY) < 100:  # which poll says is readable
+            pass
+        with contextlib.suppress(RecoveryFailed):
+            group.recover(timeout=LONG)
+        time.sleep(LONG)
+    early = raised(group.recover, timeout=1.0)[:2]
+    found = group.recover(suspects=[1], timeout=LONG)
+    together(group)
+    return early, found.dead
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_rank_that_closed_its_descriptors_takes_nobody_for_dead(opens):
+    for (kind, text), dead in run(closes_all, opens)[::2]:
+        assert kind == RecoveryFailed.__name__
+        what = "took a living rank for dead" if opens else "neither called recover nor ended"
+        assert re.match(rf"rank 1 \(pid \d+\) {what}", text), text
+        assert "end the process, or call recover again with suspects=[1]" in text
+        assert dead == (1,)
+
+
+def by_two_threads(group):
+    """A thread of rank 1 is in a recovery, for which rank 0 does not come before another tried."""
+    refused = None
+    group.barrier()
+    if group.rank == 1:
+        thread = threading.Thread(target=group.recover, kwargs={"timeout": LONG})
+        thread.start()
+        while not group._recovering.locked():
+            time.sleep(0.001)
+        refused = raised(group.recover, suspects=[0, 2, 3], timeout=LONG)[:2]
+        os.kill(group.pid(0), signal.SIGCONT)
+        thread.join()
+    elif group.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if group.rank != 1:
+        group.recover(timeout=LONG)
+    together(group)
+    return refused
+
+
+def test_a_second_thread_may_not_recover_meanwhile():
+    kind, text = run(by_two_threads)[1]
+    assert kind == OutOfOrder.__name__
+    assert text == "two threads of rank 1 recover one group at a time; call it from one"
 
 
 def in_two_groups(group):

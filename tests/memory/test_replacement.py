@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import forkserver
 from typing import Any
@@ -309,6 +311,67 @@ def test_a_replacement_with_other_operators_is_refused_with_both_values():
             (kind, text), code, dead = result
             assert (kind, code, dead) == ("GeometryMismatch", 0, (1,))
             assert "rank 0 has size=4096 and rank 1 has size=8192" in text
+
+
+def loses_its_hub(group):
+    """Rank 0, where all meet, dies; a child that it forked has the listener, too."""
+    group.barrier()
+    if group.rank == 2:
+        die()
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    child = os.fork() if group.rank == 0 else None
+    if child == 0:
+        time.sleep(LONG)
+        os._exit(0)
+    child = group.all_gather(child)[0]
+    if group.rank == 0:
+        die()
+    error = raised(group.replace, meeting, timeout=60.0)
+    dead = group.recover(timeout=LONG).dead
+    if group.rank == 1:
+        os.kill(child, signal.SIGKILL)
+    return error, dead
+
+
+def test_survivors_that_wait_for_a_dead_hub_are_told_while_its_child_lives():
+    for (kind, text, took), dead in run(loses_its_hub)[1::2]:
+        assert kind == RendezvousFailed.__name__
+        assert re.fullmatch(r"rank 0 \(pid \d+\) died before all ranks had met", text), text
+        assert took < 30.0
+        assert dead == (0, 2)
+
+
+def loses_one_that_came(group, over):
+    """Rank 1 forks a child and dies where it waits in the meeting."""
+
+    def fork_and_die():
+        time.sleep(1.0)
+        if os.fork() == 0:
+            while not over.exists():
+                time.sleep(0.1)
+            os._exit(0)
+        die()
+
+    group.barrier()
+    if group.rank == 2:
+        die()
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    if group.rank == 1:
+        threading.Thread(target=fork_and_die).start()
+    error = raised(group.replace, meeting, timeout=60.0)
+    dead = group.recover(timeout=LONG).dead
+    over.touch()
+    return error, dead
+
+
+def test_a_death_in_the_meeting_is_told_while_a_forked_child_lives(tmp_path):
+    for (kind, text, took), dead in run(loses_one_that_came, tmp_path / "over")[::3]:
+        assert kind == RendezvousFailed.__name__
+        assert re.fullmatch(r"rank 1 \(pid \d+\) died before all ranks had met", text), text
+        assert took < 30.0
+        assert dead == (1, 2)
 
 
 def with_nobody(group):

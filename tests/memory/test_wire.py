@@ -108,7 +108,7 @@ def test_what_no_rank_would_send_is_refused_and_no_descriptor_leaks(pair, data, 
         else:
             left.send(data)
         if count == 2 and len(data) < 50_000:
-            text = "more than one descriptor.*ulimit -n"
+            text = "more than one descriptor"
         with pytest.raises(Malformed, match=text):
             receive(right, trusted=False)
     assert open_fds() == before

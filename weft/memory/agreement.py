@@ -114,8 +114,9 @@ class Agreement:
 
         keep: does this rank have new processes to take in? Counts where a decision begins.
 
-        Raises RecoveryFailed at the deadline, or where a suspect cannot be killed. To be called
-        again it goes on in the same round.
+        Raises RecoveryFailed at the deadline, or where a suspect cannot be killed; to be called
+        again it goes on in the same round. Raises it, too, on all survivors alike, where a rank
+        says that a living one is gone, which the others do not believe.
         """
         if not self._published:
             self._keep = keep
@@ -124,10 +125,16 @@ class Agreement:
                 self._publish()
             said, gone = self._collect(suspects, deadline)
             self._published = False
+            wrong = {rank for rank, (dead, _) in said.items() if any(map(self._lives, dead))}
+            if wrong:
+                raise RecoveryFailed(
+                    f"{self._names(wrong)} took a living rank for dead, and so lost descriptors by "
+                    f"which it would know (os.closerange?): {_end_it(wrong)}"
+                )
             mine = self._dead, self._keep
-            self._dead = self._dead.union(gone, *(dead for dead, _ in said))
-            self._keep = self._keep and all(keep for _, keep in said)
-            if not gone and all(each == mine for each in said):
+            self._dead = self._dead.union(gone, *(dead for dead, _ in said.values()))
+            self._keep = self._keep and all(keep for _, keep in said.values())
+            if not gone and all(each == mine for each in said.values()):
                 return Decision(self._round, *mine)
 
     def close(self) -> None:
@@ -150,10 +157,10 @@ class Agreement:
 
     def _collect(
         self, suspects: Collection[int], deadline: float
-    ) -> tuple[list[tuple[frozenset[int], bool]], set[int]]:
+    ) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
         """What the others published in this round, and which ranks ended without that."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
-        said: list[tuple[frozenset[int], bool]] = []
+        said: dict[int, tuple[frozenset[int], bool]] = {}
         gone: set[int] = set()
         fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
         while True:
@@ -161,7 +168,7 @@ class Agreement:
                 ended = self._processes.ended(rank)  # first: after its end its page is final
                 found = self._read(rank)
                 if found is not None:
-                    said.append(found)
+                    said[rank] = found
                 elif ended:
                     gone.add(rank)
                 else:
@@ -197,6 +204,9 @@ class Agreement:
         first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
         return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 
+    def _lives(self, rank: int) -> bool:
+        return rank == self._rank or not self._processes.ended(rank)
+
     def _kill(self, rank: int) -> None:
         try:
             self._processes.kill(rank)
@@ -207,8 +217,13 @@ class Agreement:
             ) from error
 
     def _late(self, waiting: set[int]) -> str:
-        names = ", ".join(self._name(rank) for rank in sorted(waiting))
         return (
-            f"{names} neither called recover nor ended in time: end the process, or call recover "
-            f"again with suspects={sorted(waiting)} to have it killed"
+            f"{self._names(waiting)} neither called recover nor ended in time: {_end_it(waiting)}"
         )
+
+    def _names(self, ranks: set[int]) -> str:
+        return ", ".join(self._name(rank) for rank in sorted(ranks))
+
+
+def _end_it(ranks: set[int]) -> str:
+    return f"end the process, or call recover again with suspects={sorted(ranks)} to have it killed"

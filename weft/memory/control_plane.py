@@ -1,7 +1,8 @@
 """The control plane: a Unix socket between every two ranks of one host, kept after they met.
 
 Every collective is one message from each rank to each other one. A rank that dies ends its sockets,
-so all others know at once which rank it was, and none is more needed than another. Every wait has a
+or a peer that sees its process end does so (`end`): a forked child would keep them open. So all
+others know at once which rank it was, and none is more needed than another. Every wait has a
 deadline; a failed call breaks the group, until a recovery resumes it among the living.
 
 A message is a part of a call (`op`, `n` and a `value` or a descriptor), or says why the sender's
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 from weft.errors import OutOfOrder, RendezvousFailed
 from weft.memory.wire import (
     JSON,
+    AtLimit,
     Gone,
     Malformed,
     Message,
@@ -110,8 +112,20 @@ class ControlPlane:
     def abort(self, why: str) -> None:
         """Break the group from another thread of this process: a blocked call raises at once."""
         self._broken = self._broken or why
+        if os.getpid() != self._owner:  # its parent's sockets are the child's, too
+            return
         for connection in self.peers.values():
             with contextlib.suppress(OSError):  # the other end may have gone
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self, rank: int) -> None:
+        """Hear no more from a peer whose process has ended, once what it sent has been read.
+
+        From any thread. Its sockets stay open where a forked child has them, too.
+        """
+        connection = self.peers.get(rank)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # closed here meanwhile, or there
                 connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, text: str) -> NoReturn:
@@ -202,6 +216,8 @@ class ControlPlane:
                     self.fail(text_of(body["fail"]))
         except Gone:
             self.fail(self._broken or f"{self.name(rank)} died while the group was in {op}")
+        except AtLimit as error:
+            self.fail(f"{self.name(self.rank)} cannot take its part of {op}: {error}")
         except (Malformed, OSError) as error:
             self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None
@@ -251,15 +267,19 @@ class ControlPlane:
             with contextlib.suppress(OSError):
                 send(connection, encode(body))
 
-    @contextlib.contextmanager
-    def _collective(self) -> Iterator[None]:
-        if self._closed:
-            raise OutOfOrder("the group is closed; make a new one")
+    def check_process(self) -> None:
+        """Raise OutOfOrder in a forked child, which peers would take for this rank."""
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"the group belongs to process {self._owner} and was used in its forked child "
                 f"{os.getpid()}; make a group in the process that uses it"
             )
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        if self._closed:
+            raise OutOfOrder("the group is closed; make a new one")
+        self.check_process()
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
         if not self._busy.acquire(blocking=False):

@@ -314,8 +314,7 @@ class Group(Recovering):
             members = self._attached()
         for member in members:
             member._tell_left(why or "closed its group", settled=why is None)
-        if self._opened is not None:
-            self._opened.close()
+        self._close_opened()
         self._control.close(None if why is None else f"it {why}")
         for each in (self._membership, self._fresh):
             if each is not None:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weft.errors import RendezvousFailed
+from weft.errors import RecoveryFailed, RendezvousFailed
 
 _MOST_FILES = 4096  # of one process, of which few have as many; a table of these takes 32 KiB
 _LAST_WORDS = 0.5  # seconds between the end of a dead rank's sockets and that of its process
@@ -54,7 +54,11 @@ class Liveness:
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="weft-liveness", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # the descriptors stay the caller's
+            os.close(self._wake)
+            raise
 
     def ended(self, rank: int) -> bool:
         """Has the process of a rank ended? Nothing that it did is under way then."""
@@ -164,6 +168,15 @@ class Peers:
         """Of the ranks that are watched: readable once the process ended."""
         return list(self._pidfds.values())
 
+    def pidfd(self, rank: int) -> int | None:
+        """Of one rank, if it is watched."""
+        return self._pidfds.get(rank)
+
+    def ended(self, rank: int) -> bool:
+        """Is the process of a rank known to have ended? All that it sent has arrived then."""
+        fd = self._pidfds.get(rank)
+        return rank in self._dead or (fd is not None and bool(_ended([fd])))
+
     def check(self, connected: Iterable[int] = ()) -> None:
         """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
         over = _ended(self.pidfds())
@@ -195,11 +208,17 @@ class Peers:
 
 
 def _ended(fds: Iterable[int]) -> set[int]:
-    """Those of `fds` whose processes have ended."""
+    """Those of `fds` whose processes have ended. Raises RecoveryFailed for one that was closed."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll(0)}
+    found = dict(poller.poll(0))
+    if any(events & select.POLLNVAL for events in found.values()):
+        raise RecoveryFailed(
+            "descriptors of this rank's group were closed (os.closerange?), so it cannot see who "
+            "lives: end this process, and the others recover without it"
+        )
+    return set(found)
 
 
 def identity() -> dict[str, Any]:

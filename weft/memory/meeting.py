@@ -8,10 +8,10 @@ The kernel says of which user the other end is, and the first message either way
 job's 32-byte nonce; then the hub compares what the ranks were built for. A stranger is refused and
 disturbs no rank.
 
-Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another
-by its pidfd where its process is known (`Peers`), or the word of the process that started it
-(`end`). Before the hub closes it tells the reason to every rank that is connected, let in or not. A
-rank that is stopped, and not dead, has the deadline.
+Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another,
+or of one whose forked child has the socket, too, by its pidfd where its process is known (`Peers`),
+or the word of the process that started it (`end`). Before the hub closes it tells the reason to
+every rank that is connected, let in or not. A rank that is stopped, and not dead, has the deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.control_plane import ControlPlane, milliseconds
 from weft.memory.liveness import Peers
-from weft.memory.wire import JSON, Gone, Malformed, Message, encode, receive, send, text_of
+from weft.memory.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
 
 ABI = 4  # of the messages and of what a Heap promises its peers
 _OP = "the meeting"
@@ -261,16 +261,17 @@ class _Hub:
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poller.poll(milliseconds(deadline))}
-        for rank in [r for r, connection in members.items() if connection.fileno() in ready]:
-            message = self.control.hear(rank, _OP)
-            if message is not None:
+        ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
+        for rank in [r for r, each in members.items() if each.fileno() in ready or r in ended]:
+            while (message := self.control.hear(rank, _OP)) is not None:
                 message.drop()
                 self.met.add(rank)
         self.greeting.update(self.meeting.accept())
         for connection in list(self.greeting):
             self._read_hello(connection)
         try:
-            self.peers.check(self._there())
+            # Their sockets would have told of them, unless a forked child has these, too.
+            self.peers.check(self._there() - ended)
         except RendezvousFailed as error:
             self.control.fail(str(error))
 
@@ -341,12 +342,14 @@ def _come(
 ) -> None:
     """Connect to the hub, and take from it the sockets to all others."""
     hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
+    others = set(range(control.size)) - {hub}  # whose deaths the hub tells, with the reason
     late = f"rank {hub}, at which all meet, did not bring this rank to the others in {timeout:g} s"
     while True:
         try:
             connection = meeting.connect()
             break
         except BlockingIOError:  # its queue is full
+            peers.check(others)
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(f"{late}: it accepts no connections") from None
             time.sleep(_RETRY)
@@ -359,6 +362,7 @@ def _come(
     with contextlib.suppress(Gone):  # it has said why
         send(connection, hello(meeting, {**built_for, "rank": control.rank}))
     while True:
+        ended = peers.ended(hub)  # before it is heard for the last time
         try:
             message = receive(connection, trusted=False)
             if message is not None:
@@ -371,12 +375,19 @@ def _come(
         except Gone:
             peers.check_ended()
             control.fail(f"{control.name(hub)} died before all ranks had met")
+        except AtLimit as error:
+            control.fail(f"{control.name(control.rank)} cannot take its part of {_OP}: {error}")
         except (Malformed, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
+        if ended:  # a forked child has its listener, and may have its sockets
+            peers.check(others)
         if time.monotonic() >= deadline:
             control.fail(f"{late}: look whether it is stopped")
         poller = select.poll()
         poller.register(connection, select.POLLIN)
+        pidfd = peers.pidfd(hub)
+        if pidfd is not None:
+            poller.register(pidfd, select.POLLIN)
         poller.poll(milliseconds(deadline))
 
 

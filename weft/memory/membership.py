@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from weft.errors import SetupError
+from weft.errors import SetupError, WeftError
 from weft.memory.agreement import Agreement
 from weft.memory.control_plane import ControlPlane
 from weft.memory.liveness import Liveness, lifelong_pipe
@@ -38,8 +38,8 @@ class Member(Protocol):
 class Membership:
     """Ranks that have met, each a process, and watched from now on. Collective. Owns `control`.
 
-    Raises RendezvousFailed where a peer dies meanwhile, or cannot do its part, and OSError,
-    SetupError or HandleUnsupported where this one cannot.
+    Raises RendezvousFailed where a peer dies meanwhile, or cannot do its part, and SetupError or
+    HandleUnsupported where this one cannot.
     """
 
     def __init__(self, control: ControlPlane, ended: Callable[[int], None], timeout: float) -> None:
@@ -50,6 +50,10 @@ class Membership:
             found = {rank: each for rank, each in enumerate(fds) if each is not None}
             os.close(found.pop(control.rank))
             return found
+
+        def peer_ended(rank: int) -> None:
+            control.end(rank)
+            ended(rank)
 
         self.control = control
         with contextlib.ExitStack() as undo:
@@ -65,13 +69,20 @@ class Membership:
                     processes = of_peers(own)
                 finally:
                     os.close(own)
+                for fd in processes.values():
+                    undo.callback(os.close, fd)
+                self.liveness = Liveness(processes, pipes, mine, peer_ended)
                 undo.pop_all()
-                self.liveness = Liveness(processes, pipes, mine, ended)
                 undo.callback(self.liveness.close)
                 self.agreement = Agreement(control, self.liveness, of_peers)
             except BaseException as error:
                 control.close(f"could not watch its peers: {error}")
-                raise
+                if isinstance(error, WeftError) or not isinstance(error, OSError | RuntimeError):
+                    raise
+                raise SetupError(
+                    f"rank {control.rank} cannot watch the other ranks: {error}; it needs free "
+                    "descriptors (ulimit -n) and a thread (ulimit -u)"
+                ) from error
             undo.pop_all()
 
     def close(self, why: str | None = None) -> None:

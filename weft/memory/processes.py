@@ -162,13 +162,22 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 def _child(pipe: Connection, job: Job, rank: int) -> None:
     """One rank's whole life."""
+    process = os.getpid()
     threading.Thread(target=_end_with_launcher, name="weft-launcher", daemon=True).start()
     os.environ.clear()  # the server's is as old as the first launch
     os.environ.update(job.environment)
     try:
         logs.set_up()
-        message = _work(pipe, job, rank).packed()
+        report = _work(pipe, job, rank)
     except BaseException as error:
+        report = Report.raised(rank, error)
+    if os.getpid() != process:  # a child that `fn` forked: it reports for itself alone
+        if report.error is not None:
+            raise report.error
+        return
+    try:
+        message = report.packed()
+    except BaseException as error:  # what `fn` returned cannot travel
         message = Report.raised(rank, error).packed()
     with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody reads it
         pipe.send_bytes(message)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -41,6 +44,8 @@ class Recovering(Messages):
         self._ended: set[int] = set()  # ranks whose processes have ended
         self._fate = threading.Lock()  # of these two and of the living
         self._closed = False
+        self._owner = os.getpid()
+        self._recovering = threading.Lock()  # taken while a thread of this rank does
         self._membership: Membership | None = None
         self._fresh: Membership | None = None  # with new ranks, until all take them in or none
         self._opened: Meeting | None = None  # by this rank, for new processes
@@ -116,7 +121,21 @@ class Recovering(Messages):
                 "this group cannot recover: it needs two ranks or more, each a process, of one "
                 "machine"
             )
+        self._membership.control.check_process()
         return self._membership
+
+    @contextlib.contextmanager
+    def _one_recovery(self) -> Iterator[None]:
+        """Peers would take two of one rank for one. Raises OutOfOrder and InvalidArgument."""
+        self._recoverable()
+        if not self._recovering.acquire(blocking=False):
+            raise OutOfOrder(
+                f"two threads of rank {self.rank} recover one group at a time; call it from one"
+            )
+        try:
+            yield
+        finally:
+            self._recovering.release()
 
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
         """Go on without the ranks that died. Collective over those that live.
@@ -136,11 +155,14 @@ class Recovering(Messages):
         then end its process and call this again. Raises what an operator raises that cannot go on
         without the dead, when all others have recovered: the same on every rank, or CreationFailed
         naming those that did. Raises InvalidArgument for ranks that are threads or of several
-        machines.
+        machines, and OutOfOrder in a forked child, or while another thread of this rank recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
-        self._recoverable()
+        with self._one_recovery():
+            return self._agree_and_go_on(doubted, began, timeout)
+
+    def _agree_and_go_on(self, doubted: set[int], began: float, timeout: float) -> Recovery:
         with self._fate:
             members = self._attached()
         doubted |= {rank for member in members for rank in member._suspects()}
@@ -174,15 +196,18 @@ class Recovering(Messages):
 
         def make() -> None:
             if self.rank == self.living[0]:
-                if self._opened is not None:
-                    self._opened.close()
+                self._close_opened()
                 self._opened = Meeting.open(self.rank)
-                self._at_end(self._opened.close)
+                self._at_end(partial(_close_in, self._owner, self._opened))
 
         self.together(make, doing="opening a meeting")
         mine = self._opened if self.rank == self.living[0] else None
         said = self._gather("open_meeting", mine.address if mine else None, None)
         return mine or Meeting.at(said[self.living[0]])
+
+    def _close_opened(self) -> None:
+        if self._opened is not None:
+            _close_in(self._owner, self._opened)
 
     def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
         """Take in new processes for all ranks that are gone. Collective over the living.
@@ -202,7 +227,10 @@ class Recovering(Messages):
         """
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
-        self._recoverable()
+        with self._one_recovery():
+            self._replace(meeting, timeout)
+
+    def _replace(self, meeting: Meeting, timeout: float) -> None:
         gone = frozenset(range(self.size)) - set(self.living)
         if not gone:
             raise OutOfOrder("no rank is gone: call recover first, which finds out who is")
@@ -228,7 +256,9 @@ class Recovering(Messages):
 
     def enter(self, *, timeout: float = 120.0) -> None:
         """Begin to take calls, after `join` and the constructors. Collective with `replace`."""
-        self._go_on(time.monotonic() + seconds("timeout", timeout))
+        timeout = seconds("timeout", timeout)
+        with self._one_recovery():
+            self._go_on(time.monotonic() + timeout)
 
     def _meet_again(self, meeting: Meeting, gone: frozenset[int], timeout: float) -> Membership:
         """This rank's sockets and pages with the other survivors and new processes for `gone`."""
@@ -344,6 +374,12 @@ class Recovering(Messages):
                         member._peer_ended(rank)
         if failures:
             raise failures[0]
+
+
+def _close_in(process: int, meeting: Meeting) -> None:
+    """Close a meeting that `process` opened. Its forked child would end it for all others."""
+    if os.getpid() == process:
+        meeting.close()
 
 
 def check_joining(said: list[list[int] | None]) -> None:

@@ -38,6 +38,10 @@ class Malformed(ValueError):
     """The other end sent what no rank of this job would send."""
 
 
+class AtLimit(OSError):
+    """A descriptor came for which this process has no room."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One received message; its receiver owns `fd`."""
@@ -136,7 +140,7 @@ def _send(connection: socket.socket, data: bytes, fd: int | None) -> bool:
 
 
 def receive(connection: socket.socket, *, trusted: bool = True) -> Message | None:
-    """The next message, None where none has come. Raises Gone and Malformed.
+    """The next message, None where none has come. Raises Gone, Malformed and AtLimit.
 
     trusted: the other end has shown the nonce, and may send memory, which this process reads.
     """
@@ -177,11 +181,10 @@ def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
             os.close(fd)
         if got & socket.MSG_TRUNC:
             raise Malformed(f"a message of more than {_INLINE} bytes")
+        if fds:
+            raise Malformed("more than one descriptor came with a message")
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise Malformed(
-            "more than one descriptor came with a message, or this process is at its limit of "
-            f"{soft} open descriptors; raise it with `ulimit -n`"
-        )
+        raise AtLimit(f"it is at its limit of {soft} open descriptors; raise it with `ulimit -n`")
     return data, fds[0] if fds else None
 
 
