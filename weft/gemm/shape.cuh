@@ -79,8 +79,8 @@ struct GemmShape {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
     }
     constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
-    // Stages with room for split tiles are few, and the round trip of one takes longer than a k block
-    // of few rows. What is not gated has few k blocks and gains nothing.
+    // Stages with room for split tiles are few, and the round trip of one takes longer than a k
+    // block of few rows. What is not gated has few k blocks and gains nothing.
     constexpr bool has_pairs() const { return has_split_m() && gated(); }
     // From a stage's first k block of weights and rows to its second.
     constexpr u32 half_stage_bytes() const { return stage_bytes() / 2; }
