@@ -318,20 +318,22 @@ def test_a_rank_that_closed_its_descriptors_takes_nobody_for_dead(opens):
 def by_two_threads(group):
     """A thread of rank 1 is in a recovery, for which rank 0 does not come before another tried."""
     refused = None
-    group.barrier()
-    if group.rank == 1:
-        thread = threading.Thread(target=group.recover, kwargs={"timeout": LONG})
-        thread.start()
-        while not group._recovering.locked():
-            time.sleep(0.001)
-        refused = raised(group.recover, suspects=[0, 2, 3], timeout=LONG)[:2]
-        os.kill(group.pid(0), signal.SIGCONT)
-        thread.join()
-    elif group.rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if group.rank != 1:
-        group.recover(timeout=LONG)
-    together(group)
+    with Heap.create(group, 64) as heap:
+        may_come = heap.tensor((1,), torch.int32, rank=0)
+        group.barrier()
+        if group.rank == 1:
+            thread = threading.Thread(target=group.recover, kwargs={"timeout": LONG})
+            thread.start()
+            while not group._recovering.locked():
+                time.sleep(0.001)
+            refused = raised(group.recover, suspects=[0, 2, 3], timeout=LONG)[:2]
+            may_come.fill_(1)
+            thread.join()
+        else:
+            while group.rank == 0 and not may_come.item():
+                time.sleep(0.001)
+            group.recover(timeout=LONG)
+        together(group)
     return refused
 
 
