@@ -84,8 +84,10 @@ class Refused:
 class Trial:
     """One variant at one size, with its inputs. All ranks make the same calls in the same order."""
 
+    group: Group
     variant: str
     tokens: int
+    outputs: list[torch.Tensor]
 
     def calls(self) -> Calls:
         """What is timed."""
@@ -93,11 +95,15 @@ class Trial:
 
     def check(self) -> str | None:
         """Call once over poisoned memory; return what differs from the reference, or None."""
-        raise NotImplementedError
+        self.poison()
+        self.calls()()
+        return self.compare()
 
     def poison(self) -> None:
-        """Overwrite the outputs, so that calls which write nothing are noticed after timing."""
-        raise NotImplementedError
+        """Overwrite the outputs: what is right from here on was written anew."""
+        for output in self.outputs:
+            poison(output)
+        settle(self.group)
 
     def compare(self) -> str | None:
         """Return how the outputs differ from the reference, or None."""
