@@ -31,7 +31,7 @@ from weft.alltoall.received import Received
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
 from weft.bench.gathered import Gathered
 from weft.bench.harness import Calls, Case, SamplesOfRank, first_problem, gather, measure, settle
-from weft.bench.moe import SCALE_GROUP, MoECase, make_inputs, rows_of
+from weft.bench.moe import MoECase, make_inputs, rows_of
 from weft.errors import RankFailed, WeftError
 from weft.memory import Group, launch
 from weft.placement import Placement
@@ -310,8 +310,7 @@ class DeepEP(Pairs):
         values, scales = self.received
         self.answers = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
         for answer, value, scale in zip(self.answers, values, scales, strict=True):
-            groups = value.float().view(len(value), -1, SCALE_GROUP) * scale[..., None]
-            answer.copy_(groups.flatten(1))
+            answer.copy_(reference.dequantize(value, scale))
 
     def combine(self) -> torch.Tensor:
         out: torch.Tensor = self.buffer.low_latency_combine(
