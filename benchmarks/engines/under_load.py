@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job import OUT, Job, Variant, in_servers
+from job import Begin, Job, Variant, in_servers
 
 from weft.bench.machine import ask_nvidia_smi
 
@@ -119,7 +119,7 @@ def in_each(
     job: Job,
     given: argparse.Namespace,
     variants: list[Variant],
-    begin: Callable[[Variant, str], None],
+    begin: Begin,
     api: Api,
 ) -> None:
     """A server of each variant under load; of several ranks one is then killed."""
@@ -128,7 +128,7 @@ def in_each(
         result = load(job, Clients(address, api), given.loaded, given.clients)
         job.record(variant, result, clients=given.clients)
         if job.gpus > 1:
-            killed = without_a_rank(job, Clients(address, api), OUT / f"{job.what}-{name}.log")
+            killed = without_a_rank(job, Clients(address, api), job.log(name))
             job.record(variant, killed)
 
     needs, outlives = given.loaded + 60, job.gpus == 1

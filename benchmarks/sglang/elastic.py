@@ -9,7 +9,6 @@ that fails in words (503) is asked again.
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arithmetic import texts
-from job import OUT, Variant, chosen, in_servers, post, said
+from job import Variant, chosen, in_servers, post
 from load import API
 from server import arguments, begin, of_trained
 from variants import ELASTIC, VARIANTS
@@ -130,7 +129,7 @@ def main() -> int:
         want.extend(texts(address, [each.prompt for each in questions], 50))
 
     one = of_trained(given, 1)
-    in_servers(one, [VARIANTS["stock"]], functools.partial(begin, one), alone, suffix="-1")
+    in_servers(one, [VARIANTS["stock"]], begin, alone, suffix="-1")
     if one.failed:
         return one.done()
     job = of_trained(given, given.ranks)
@@ -143,15 +142,12 @@ def main() -> int:
             job.record(variant, result, clients=given.clients)
             if result["equal"] != len(questions) or (kill is not None and not this.killed):
                 job.fail(f"{name}, round of {kill}: {result}")
-        log = OUT / f"{job.what}-{name}.log"
-        lines = log.read_text(errors="replace").splitlines()
+        lines = job.log(name).read_text(errors="replace").splitlines()
         print("\n".join(line for line in lines if "ranks go on after" in line), flush=True)
         for kill in given.kill:
-            if not said(log, f"rank {kill} has died; "):
-                job.fail(f"{name}: the log does not say that rank {kill} has died")
+            job.heard(name, f"rank {kill} has died; ")
 
-    start = functools.partial(begin, job)
-    in_servers(job, chosen(given.variants, ELASTIC), start, measure)
+    in_servers(job, chosen(given.variants, ELASTIC), begin, measure)
     return job.done()
 
 

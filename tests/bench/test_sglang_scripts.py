@@ -175,7 +175,7 @@ def test_a_server_is_of_two_hosts(measure, tmp_path):
     ("options", "text"),
     [
         (("eplb",), "eplb-2: its log does not say '[EPLBManager] rebalance end'"),
-        (("weft", "--sums"), "weft-2: it does not say 'tensor-parallel ranks by weft'"),
+        (("weft", "--sums"), "weft-2: its log does not say 'tensor-parallel ranks by weft'"),
     ],
 )
 def test_an_answer_in_another_way_fails_the_command(measure, options, text):
@@ -223,7 +223,7 @@ def test_what_ranks_keep_under_load_is_told(script):
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("dies", "it did not come up"), ("forgets", "it does not say ' ranks, form '")],
+    [("dies", "it did not come up"), ("forgets", "its log does not say ' ranks, form '")],
 )
 def test_a_server_that_is_not_what_was_asked_for_fails_the_command(measure, how, text):
     code, said, lines = measure("decode", *TINY, "--variants", "weft", STAND_IN=how)
