@@ -47,8 +47,12 @@ class LowCase(PairCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What changes the meaning, as LowLatencyAllToAll takes it."""
+        """Sizes and what changes the meaning, as LowLatencyAllToAll takes them."""
         return {
+            "max_tokens": self.capacity,
+            "hidden": self.hidden,
+            "top_k": self.top_k,
+            "num_experts": self.experts,
             "quantize": self.quantize,
             "group_size": GROUP_SIZE,
             "scale": self.scale,
@@ -60,14 +64,7 @@ class LowCase(PairCase):
     @property
     def config(self) -> LowLatencyConfig:
         """What the ranks will share."""
-        return LowLatencyConfig.of(
-            ranks=self.ranks,
-            max_tokens=self.capacity,
-            hidden=self.hidden,
-            top_k=self.top_k,
-            num_experts=self.experts,
-            **self.options,
-        )
+        return LowLatencyConfig.of(ranks=self.ranks, **self.options)
 
     @property
     def sent_bytes(self) -> int:
@@ -87,10 +84,6 @@ class LowCase(PairCase):
         """One exchange with room for the largest size."""
         a2a = LowLatencyAllToAll(
             group,
-            max_tokens=self.capacity,
-            top_k=self.top_k,
-            num_experts=self.experts,
-            hidden=self.hidden,
             timeout=TIMEOUT,
             num_sms=self.num_sms,
             programmatic_launch=self.programmatic_launch,
