@@ -104,12 +104,13 @@ def test_right_answers_and_equal_texts_are_counted(measure, script):
     assert (code, "ranks [0] gave no answers" in said) == (1, True)
 
 
-def test_a_server_is_loaded(measure):
+def test_a_server_is_loaded(measure, script):
     code, said, lines = measure("load", "--loaded", "2", "--clients", "2")
     assert code == 0, said
     result = lines[0]["result"]
     assert 0 < result["asked"] >= result["dropped"]
     assert list(result["end"]["ranks"]) == ["VLLM::EngineCore"]
+    assert script("report").report(lines) == "", "no table"
 
 
 def container(*entries: tuple[int, int, bytes]) -> bytes:
