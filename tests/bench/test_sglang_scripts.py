@@ -8,21 +8,19 @@ import subprocess
 import sys
 import tarfile
 import time
-import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_sglang import write_tree
 from tests.recorded import TORCH, reads
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
 pytestmark = reads(
+    "tests/bench/conftest.py",
     "benchmarks/engines/*.*",
     "benchmarks/engines/pack/*.*",
     "benchmarks/sglang/*.py",
@@ -34,15 +32,8 @@ pytestmark = reads(
 
 
 @pytest.fixture
-def measure(tmp_path: Path) -> Callable[..., Ran]:
-    return measuring("sglang", write_tree, tmp_path)
-
-
-@pytest.fixture
-def script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[str], types.ModuleType]]:
-    yield from importing(monkeypatch, tmp_path, FOLDER, FOLDER / "plugins")
+def engine() -> str:
+    return "sglang"
 
 
 TINY = ("--model", "tiny", "--gpus", "2")
