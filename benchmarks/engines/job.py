@@ -313,12 +313,16 @@ def run(
     return code == 0
 
 
+def opened(address: str, path: str, body: dict[str, Any], timeout: float) -> Any:
+    """The answer of a server, to be read and closed."""
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), head)
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
 def post(address: str, path: str, body: dict[str, Any], timeout: float = 300.0) -> Any:
     """Ask a server."""
-    request = urllib.request.Request(
-        address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
+    with opened(address, path, body, timeout) as answer:
         text = answer.read().decode()
     try:
         return json.loads(text)

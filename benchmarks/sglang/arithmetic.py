@@ -20,6 +20,7 @@ from weft.cli.demo import CHECKPOINT
 
 LATE = 1200.0  # seconds that a request may take: CPU ranks share a few cores
 ADAPTED = ("q_proj", "v_proj")
+GREEDY = {"temperature": 0, "max_new_tokens": 64, "stop": ["\n"]}
 
 
 def adapter(rank: int = 8) -> Path:
@@ -49,10 +50,9 @@ def adapter(rank: int = 8) -> Path:
 def texts(address: str, prompts: list[str], together: int, *, adapted: bool = False) -> list[str]:
     """Greedy answers, in the order of the prompts, so many of them in a request."""
     found: list[str] = []
-    greedy = {"temperature": 0, "max_new_tokens": 64, "stop": ["\n"]}
     for start in range(0, len(prompts), together):
         asked = prompts[start : start + together]
-        body = {"text": asked, "sampling_params": greedy}
+        body = {"text": asked, "sampling_params": GREEDY}
         body |= {"lora_path": ["a"] * len(asked)} if adapted else {}
         found += [one["text"] for one in post(address, "/generate", body, timeout=LATE)]
     return found

@@ -18,7 +18,7 @@ import urllib.error
 from dataclasses import dataclass, field
 from typing import Any
 
-from arithmetic import texts
+from arithmetic import GREEDY, texts
 from job import Variant, chosen, in_servers, post
 from load import API
 from server import arguments, begin, of_trained
@@ -73,10 +73,7 @@ class Round:
 
     def ask(self, index: int) -> None:
         """One question, until it is answered."""
-        body = {
-            "text": self.questions[index].prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 64, "stop": ["\n"]},
-        }
+        body = {"text": self.questions[index].prompt, "sampling_params": GREEDY}
         for _ in range(TRIES):
             try:
                 answer = post(self.address, "/generate", body, timeout=LONGEST)
