@@ -88,8 +88,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def as_threads(*args: Any, **options: Any) -> Any:
         return launch(*args, **{**options, "device": "threads"})
 
-    for place in ("harness", "rivals", "trace"):
-        monkeypatch.setattr(f"weft.bench.{place}.launch", as_threads)
+    monkeypatch.setattr("weft.bench.harness.launch", as_threads)
     return monkeypatch
 
 

@@ -110,7 +110,6 @@ def wanted_out(
 def check_rows(
     a2a: LowLatencyAllToAll,
     mode: Mode,
-    case: Round,
     inputs: list[tuple[torch.Tensor, ...]],
     got: ExpertRows,
     *,
@@ -153,7 +152,6 @@ def play(
     *,
     poison: bool = True,
     split_phase: bool = False,
-    wide_ids: bool = False,
     living: Sequence[int] | None = None,
     checks: bool = True,
 ) -> torch.Tensor:
@@ -179,7 +177,7 @@ def play(
     settle(group.device)
     if checks:
         a2a.check()
-    check_rows(a2a, mode, case, sent, got, poisoned=poison)
+    check_rows(a2a, mode, sent, got, poisoned=poison)
     y = expert_results(a2a, got)
     out = torch.full_like(x, float("nan"))
     more = add if case.add else None
