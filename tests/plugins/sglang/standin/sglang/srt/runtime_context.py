@@ -18,5 +18,4 @@ STATE = SimpleNamespace(
 
 
 def get_parallel() -> Any:
-    """Sizes and ranks."""
     return STATE.parallel

@@ -9,5 +9,4 @@ from sglang.srt.runtime_context import STATE
 
 
 def get_moe_ep_group() -> Any:
-    """The expert-parallel ranks."""
     return SimpleNamespace(cpu_group=STATE.processes)
