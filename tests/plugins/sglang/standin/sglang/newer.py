@@ -1,9 +1,10 @@
 """What 0.5.23 has otherwise; the modules themselves are 0.5.17's."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from sglang.srt import runtime_context, server_args
 from sglang.srt.arg_groups import arg_utils, cuda_graph_hook
 from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
+from sglang.srt.layers import communicator
 from sglang.srt.layers.moe import topk, utils
 from sglang.srt.layers.moe.fused_moe_triton import layer
 from sglang.srt.model_executor import model_runner
@@ -183,3 +185,8 @@ def become() -> None:
     deepseek_v2.DeepseekV2MoE.forward = deepseek_forward
     ExpertLocationDispatchInfo.init_new = classmethod(init_new)
     topk.TopK.routing_inputs, topk.TopK.forward_cuda = routing_inputs, forward_cuda
+    boundary: Any = ModuleType("sglang.srt.layers.layer_boundary")
+    boundary.FUSE_ALLREDUCE_MAX_BATCH_SIZE = communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE
+    boundary.flashinfer_ar_fusion_applies = communicator.apply_flashinfer_allreduce_fusion
+    for part in ("", ".residual", ".residual.add_norm"):
+        sys.modules[boundary.__name__ + part] = boundary

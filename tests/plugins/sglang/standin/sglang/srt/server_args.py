@@ -50,6 +50,7 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         enable_lora=False,
         lora_target_modules=None,
         enable_pdmux=False,
+        flashinfer_allreduce_fusion_backend=None,
         elastic_ep_backend=None,
         disable_overlap_schedule=False,
         enable_dp_lm_head=False,

@@ -21,6 +21,8 @@ class Model(nn.Module):
     def __init__(self, kind: Callable[..., nn.Module], layers: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind(layer, dtype) for layer in range(layers))
+        for block in self.blocks:
+            fill(block.experts)
 
     def forward(self, x: torch.Tensor, forward_batch: Any) -> torch.Tensor:
         for block in self.blocks:
@@ -33,16 +35,20 @@ def seed(server_args: Any) -> None:
 
 
 class ModelRunner:
-    def __init__(self, server_args: Any, kind: Callable[..., nn.Module], layers: int) -> None:
-        self.server_args, self.kind, self.layers = server_args, kind, layers
-        self.dtype, self.device, self.gpu_id = torch.float32, "cpu", 0
+    """make: what load_model gets its model from.   config: fields of model_config."""
+
+    def __init__(self, server_args: Any, make: Callable[[], nn.Module], **config: Any) -> None:
+        self.server_args, self.make, self.model_config = (
+            server_args,
+            make,
+            SimpleNamespace(**config),
+        )
+        self.device, self.gpu_id = "cpu", 0
         self.eplb_manager = EPLBManager()
         seed(server_args)
 
     def load_model(self) -> None:
-        self.model = Model(self.kind, self.layers, self.dtype)
-        for block in self.model.blocks:
-            fill(block.experts)
+        self.model = self.make()
 
     def forward(
         self,

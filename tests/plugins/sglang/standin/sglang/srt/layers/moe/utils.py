@@ -20,6 +20,9 @@ class MoeA2ABackend(Enum):
             return cls.NONE
         raise ValueError(f"No {cls.__name__} member for value {value}")
 
+    def is_none(self) -> bool:
+        return self is MoeA2ABackend.NONE
+
     def is_customized(self) -> bool:
         return self is MoeA2ABackend.CUSTOMIZED
 
