@@ -70,13 +70,6 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     packing: Packing
     most: int  # at least every rank's tokens, equal on all
 
-    @classmethod
-    def of(cls, owner: NormalMode, packing: Packing, most: int) -> NormalHandle:
-        """The handle of a dispatch of `owner`."""
-        made = cls((packing.until, None, None, packing.tokens, packing.in_rank, None))
-        made.owner, made.packing, made.most = owner, packing, most
-        return made
-
 
 class NormalMode:
     """One buffer's normal mode. options: of the exchanges."""
@@ -130,7 +123,9 @@ class NormalMode:
             rows.topk, ranks, arriving, most, bounded=worst > 0
         )
         tokens_of_rows = rank_layout.localize(topk, slots, max_tokens, first, local)
-        handle = NormalHandle.of(self, Packing(tokens_of_rows, prefix, layout.in_rank), most)
+        handle = NormalHandle((prefix, None, None, tokens_of_rows, layout.in_rank, None))
+        handle.owner, handle.most = self, most
+        handle.packing = Packing(tokens_of_rows, prefix, layout.in_rank)
         x, scales = self._fetch(rows, handle)
         return Rows(x, scales, topk), by_expert, handle
 
