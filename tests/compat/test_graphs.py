@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import weft
+from tests.compat.buffers import returned
+from tests.compat.calls import identity
 from tests.compat.reduces import TOKENS, make
 from tests.compat.test_allreduce_fusion import WIDE, compare, outputs, specs, wanted
 from tests.compat.test_engine_calls import Mapping
@@ -27,7 +29,6 @@ from weft.compat.flashinfer import (
     moe_a2a_get_workspace_size_per_rank,
 )
 from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
-from weft.lowlatency import reference as low
 
 MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 16
 BF16 = torch.bfloat16
@@ -85,15 +86,6 @@ def widened(numbers: Any) -> torch.Tensor:
     return rows
 
 
-def identity(values: Tensors, ranks: int, *, recipe: str | None) -> torch.Tensor:
-    """What low-latency calls return of identity experts, by the specification."""
-    x, ids, weights = values
-    sent, scales = low.sent(x, recipe and "fp8", 128, "fp32_row", recipe or "weft")
-    rows = sent if scales is None else reference.dequantize(sent, scales).to(BF16)
-    placement = weft.Placement.blocks(EXPERTS, ranks)
-    return low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
-
-
 def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -> None:
     """A step of some layers in one graph: SGLang waits for events or hooks, vLLM for hooks."""
     buffer = Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
@@ -124,8 +116,8 @@ def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -
             refill(places, values)
         replay()
         for out, values in zip(outs, fresh, strict=True):
-            recipe = "deep_ep" if use_fp8 else None
-            assert torch.equal(out.cpu(), identity(values, group.size, recipe=recipe))
+            want = returned(values, EXPERTS, group.size, "fp8" if use_fp8 else None)
+            assert torch.equal(out.cpu(), want)
     buffer.check()
     group.barrier()
     buffer.destroy()
@@ -156,7 +148,8 @@ def triton_dist_layer(group: weft.Group) -> None:
         fresh = tokens_of(group.rank, turn, MOST)
         refill(given, fresh)
         replay()
-        assert torch.equal(out.cpu(), identity(fresh, group.size, recipe="triton_dist"))
+        want = returned(fresh, EXPERTS, group.size, "fp8", recipe="triton_dist")
+        assert torch.equal(out.cpu(), want)
     layer.check()
     group.barrier()
     layer.finalize()
@@ -186,12 +179,8 @@ def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
 
         def step(given: Tensors = given, out: torch.Tensor = out) -> None:
             x, ids, weights = given
-            rows, came, scales = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
-            here = torch.isin(came, mine)
-            total = torch.zeros(came.shape[:2], device=device)
-            for k in range(TOP_K):
-                total = torch.where(here[..., k], total + scales[..., k], total)
-            y = (rows.float() * total[..., None]).to(BF16)
+            rows = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
+            y = identity(rows, mine)
             if in_workspace:
                 place = a2a.get_combine_payload_tensor_in_workspace(len(x), HIDDEN, BF16)
                 y = place.copy_(y)
