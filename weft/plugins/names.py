@@ -73,6 +73,11 @@ class Engine:
                 return each
         return None
 
+    def here(self, entries: Iterable[E]) -> list[E]:
+        """The entries of the installed version, which is among those that are served."""
+        release = self.release(self.installed())
+        return [] if release is None else [entry for entry, _ in relied_on(entries, release)]
+
     def check(self, entries: Iterable[Entry]) -> None:
         """Raise SetupError for a version that is not served, with all that differs there."""
         entries, installed = tuple(entries), self.installed()
