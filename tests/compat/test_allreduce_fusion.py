@@ -30,70 +30,29 @@ WIDE, MOST, TOP_K = 640, 65, 3
 WITH_NORM = (1, 4, 6, 7, 9, 11)
 
 
-def documented(group: weft.Group) -> None:
-    """A sum; then sum, residual and norm, into tensors of the caller."""
-    with make(group, backend="auto") as workspace:
-        assert (workspace.backend, workspace.rank, workspace.world_size) == (
-            "trtllm",
-            group.rank,
-            RANKS,
-        )
-        for tokens in (1, 4, TOKENS, 0, 3):
-            rows = rows_for(group.device, tokens, seed=tokens)
-            mine = rows.xs[group.rank]
-            want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight, 1e-5)
-            output = poison(group.device, tokens, HIDDEN)
-            answer = allreduce_fusion(mine, workspace, Pattern.kAllReduce, output=output)
-            assert answer is output
-            same(output, want.out)
-            same(allreduce_fusion(mine, workspace, 0), want.out)
-            norm, residual = (
-                poison(group.device, tokens, HIDDEN),
-                poison(group.device, tokens, HIDDEN),
-            )
-            answer = allreduce_fusion(
-                input=mine,
-                workspace=workspace,
-                pattern=Pattern.kARResidualRMSNorm,
-                launch_with_pdl=True,
-                trigger_completion_at_end=False,
-                fp32_acc=True,
-                residual_out=residual,
-                norm_out=norm,
-                residual_in=rows.residual,
-                rms_gamma=rows.weight,
-                rms_eps=1e-5,
-            )
-            assert answer is norm
-            same(norm, want.norm)
-            same(residual, want.residual)
-        workspace.check()
-
-
-@pytest.mark.parametrize("kind", ["cpu", "threads", CUDA])
-def test_the_documented_use(ranks, kind):
-    ranks(RANKS, kind)(documented)
-
-
-def in_place(group: weft.Group) -> None:
+def in_place(group: weft.Group, tokens: int) -> None:
     """As engines call it: residual and norm where residual and input were, or into the input."""
     with make(group) as workspace:
-        rows = rows_for(group.device, TOKENS)
+        rows = rows_for(group.device, tokens)
         want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight)
         given: dict[str, Any] = {"rms_gamma": rows.weight, "pattern": 1, "workspace": workspace}
         x, residual = rows.xs[group.rank].clone(), rows.residual.clone()
         allreduce_fusion(x, residual_in=residual, residual_out=residual, norm_out=x, **given)
         same(x, want.norm)
         same(residual, want.residual)
-        x, norm = rows.xs[group.rank].clone(), poison(group.device, TOKENS, HIDDEN)
+        x, norm = rows.xs[group.rank].clone(), poison(group.device, tokens, HIDDEN)
         allreduce_fusion(x, residual_in=rows.residual, residual_out=x, norm_out=norm, **given)
         same(x, want.residual)
         same(norm, want.norm)
+        x = rows.xs[group.rank].clone()
+        assert allreduce_fusion(x, workspace, Pattern.kAllReduce, output=x) is x
+        same(x, reference.allreduce_fused(rows.xs).out)
 
 
-@pytest.mark.parametrize("kind", ["threads", CUDA])
-def test_results_may_replace_the_inputs(ranks, kind):
-    ranks(RANKS, kind)(in_place)
+@pytest.mark.parametrize("kind", ["cpu", "threads", CUDA])
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+def test_results_may_replace_the_inputs(ranks, kind, tokens):
+    ranks(RANKS, kind)(in_place, tokens)
 
 
 def specs(device: torch.device, rank: int) -> list[tuple[int, Quant | None, dict[str, Any]]]:
@@ -163,7 +122,8 @@ def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
     residual, weight = case.shared(device, group.rank)
     for pattern, quant, given in specs(device, group.rank):
         given |= {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
-        given |= {"weight_bias": case.bias, "use_oneshot": way}
+        given |= {"weight_bias": case.bias, "use_oneshot": way, "launch_with_pdl": True}
+        given |= {"trigger_completion_at_end": False, "fp32_acc": True}
         out = outputs(device, pattern, case.tokens)
         answer = allreduce_fusion(xs[group.rank], workspace, pattern, **given, **out)
         want = wanted(case, group.rank, xs, pattern, quant)
@@ -221,7 +181,9 @@ def own(group: weft.Group, sizes: tuple[int, ...]) -> None:
         "hidden_dim": WIDE,
         "max_token_num": MOST,
     }
-    with make(group, **changes) as workspace:
+    with make(group, backend="auto", **changes) as workspace:
+        shown = workspace.backend, workspace.rank, workspace.world_size
+        assert shown == ("trtllm", group.rank, group.size)
         for seed, tokens in enumerate(sizes):
             for way in (True, False, None):
                 case = Sum(tokens, WIDE, seed=seed, bias=float(seed % 2), differ=True)
