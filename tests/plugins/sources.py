@@ -112,6 +112,12 @@ def names(node: ast.AST) -> set[str]:
     return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
 
 
+def version_of(site: Path, package: str) -> str:
+    """A wheel's, by the name of its metadata."""
+    found = next(site.glob(f"{package}-*.dist-info"))
+    return found.name.removeprefix(f"{package}-").removesuffix(".dist-info")
+
+
 def differences(site: Path, entries: Iterable[Entry], release: str) -> list[str]:
     """A line for each entry of a version that the sources lack, or have otherwise."""
     sources, found = Sources(site), []

@@ -486,6 +486,7 @@ def _exchanged(block: Any, dispatcher: Any, x: torch.Tensor, chosen: Any, most: 
 
 _BLOCK = "self, hidden_states, forward_batch="
 _MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
+_PLAIN_MLP = {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="}
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
 # Forwards of the MoE blocks that are served: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
 # MiniMax-M2, GPT-OSS.
@@ -541,16 +542,8 @@ HOOKS = (
         make_dispatcher,
         {"0.5.17": "moe_runner_config", "0.5.23": "moe_runner_config, quant_method"},
     ),
-    Hook(
-        SRT + "models.glm4_moe.Glm4MoeMLP.__init__",
-        whole_shared_expert,
-        {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
-    ),
-    Hook(
-        SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__",
-        whole_shared_expert,
-        {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
-    ),
+    Hook(SRT + "models.glm4_moe.Glm4MoeMLP.__init__", whole_shared_expert, _PLAIN_MLP),
+    Hook(SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", whole_shared_expert, _PLAIN_MLP),
     Hook(
         SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
         keep_mxfp4,
