@@ -15,14 +15,9 @@ from tests.plugins.sglang.server import STANDIN
 from tests.plugins.sources import differences, version_of
 from weft.plugins.names import Known
 from weft.plugins.sglang import allreduce, engine
-from weft.plugins.sglang.hooks import SGLANG, Hook
+from weft.plugins.sglang.hooks import SGLANG
 
-ENTRIES: tuple[Hook | Known, ...] = (
-    *engine.HOOKS,
-    *engine.KNOWN,
-    *allreduce.HOOKS,
-    *allreduce.KNOWN,
-)
+ENTRIES = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
 
 
 SITES = [pytest.param(Path(STANDIN), id="stand-in")]

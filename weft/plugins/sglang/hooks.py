@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from weft.errors import SetupError
-from weft.plugins.names import Engine, Parameters
+from weft.plugins.names import Engine, Known
 
 SGLANG = Engine("SGLang", ("sglang",), ("0.5.23", "0.5.17"))
 Kind = Literal["AROUND", "AFTER"]  # names of SGLang's HookType
@@ -25,17 +25,15 @@ FORWARD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
+class Hook(Known):
     """A function or method of SGLang, and what weft hangs on it.
 
     kind: AROUND: function(original, *args, **kwargs) returns the result; AFTER: function(result,
         *args, **kwargs) returns another result or None.
     """
 
-    target: str
-    function: Callable[..., Any]
-    parameters: Parameters
-    kind: Kind = "AROUND"
+    function: Callable[..., Any] = field(kw_only=True)
+    kind: Kind = field(default="AROUND", kw_only=True)
 
 
 def install(hooks: Iterable[Hook]) -> None:
