@@ -192,10 +192,8 @@ class Blocks:
         """Raise what broke the group; log what a device refused, which harmed nobody."""
         for operator in self.operators():
             try:
-                operator.check()
-            except GroupError as error:
-                _log_fault(error)
-                raise
+                with self.logged():
+                    operator.check()
             except UsageError as error:
                 self._refusals += 1
                 if self._refusals & (self._refusals - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
@@ -213,11 +211,11 @@ class Blocks:
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Log what breaks the group in here, and raise it."""
+        """Log what breaks the group in here, which the engine shows in a traceback among many."""
         try:
             yield
         except GroupError as error:
-            _log_fault(error)
+            _log.critical("%s: %s", type(error).__name__, error)
             raise
 
     def operators(self) -> list[Any]:
@@ -237,11 +235,6 @@ class Blocks:
         self._leases.clear()
         self._served.clear()
         self.group.close()
-
-
-def _log_fault(error: GroupError) -> None:
-    """The engine shows it too, in a traceback among many."""
-    _log.critical("%s: %s", type(error).__name__, error)
 
 
 @dataclass(frozen=True, slots=True)
