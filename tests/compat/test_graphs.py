@@ -249,9 +249,9 @@ def fused_patterns(group: weft.Group) -> None:
 
             replay = replayer(group, step)
             for turn in range(1, REPLAYS):
-                wanted = [call.fill(10 * turn + i) for i, call in enumerate(calls)]
+                wants = [call.fill(10 * turn + i) for i, call in enumerate(calls)]
                 replay()
-                for call, want in zip(calls, wanted, strict=True):
+                for call, want in zip(calls, wants, strict=True):
                     compare(call.out, want)
         workspace.check()
 
