@@ -36,9 +36,14 @@ def refused(group: weft.Group) -> None:
         pass
     with pytest.raises(InvalidArgument, match="no rail"):
         _ = group.local.rail
+    words = "a group of 2 machines does not recover, nor does the local group of one of its hosts"
+    meeting = group.local.open_meeting()
+    for call in (group.recover, group.local.recover, lambda: group.local.replace(meeting)):
+        with pytest.raises(InvalidArgument, match=f"{words}: end the job on all .* a new group$"):
+            call()
 
 
-def test_an_all_reduce_is_of_one_host(ranks):
+def test_an_all_reduce_and_a_recovery_are_of_one_host(ranks):
     ranks(4, "cpu")(on_hosts, 2, refused)
 
 

@@ -33,6 +33,8 @@ from weft.memory.messages import Control, Messages
 class Recovering(Messages):
     """Ranks that have met, and the operators that share their fate: a group that survives ranks."""
 
+    _job_machines: int  # of this group, or of the one whose host it is
+
     def __init__(
         self, control: Control, *, device: torch.device, timeout: float, watched: bool
     ) -> None:
@@ -116,7 +118,13 @@ class Recovering(Messages):
         """What a recovery needs. Raises OutOfOrder and InvalidArgument."""
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
-        if self._membership is None or self._membership.control is not self._control:
+        if self._job_machines > 1:
+            raise InvalidArgument(
+                f"a group of {self._job_machines} machines does not recover, nor does the local "
+                "group of one of its hosts: end the job on all of them, start it anew and make new "
+                "process groups and a new group"
+            )
+        if self._membership is None:
             raise InvalidArgument(
                 "this group cannot recover: it needs two ranks or more, each a process, of one "
                 "machine"
@@ -154,8 +162,8 @@ class Recovering(Messages):
         Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
         then end its process and call this again. Raises what an operator raises that cannot go on
         without the dead, when all others have recovered: the same on every rank, or CreationFailed
-        naming those that did. Raises InvalidArgument for ranks that are threads or of several
-        machines, and OutOfOrder in a forked child, or while another thread of this rank recovers.
+        naming those that did. Raises InvalidArgument for ranks that are threads, or of a job on
+        several machines, and OutOfOrder in a forked child, or while another thread of this rank recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))

@@ -455,7 +455,7 @@ class Operator(ABC):
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._last_words(ranks.index(rank)),
             first_epoch=self._first_epoch,
-            machines=self.group.machines,
+            machines=self.group._job_machines,
         )
 
     def _fail(self, error: GroupError) -> None:
