@@ -18,7 +18,7 @@ import torch
 
 import weft
 from tests.memory.baseline import raised, shares_mapped
-from tests.memory.test_recovery import LONG, Operator, die, run
+from tests.memory.test_recovery import LONG, Operator, die, run, together
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.rounds import Round, play
 from weft.errors import InvalidArgument, OutOfOrder, RecoveryFailed, RendezvousFailed
@@ -284,6 +284,48 @@ def gives_up(group):
 
 def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have():
     assert run(gives_up)[:3] == [((3,), 1), ((3,), 0), ((3,), 0)]
+
+
+class Interrupted(Exception):
+    """What a signal handler may raise, anywhere."""
+
+
+def interrupts(call):
+    def interrupted(*given):
+        call(*given)
+        raise Interrupted
+
+    return interrupted
+
+
+def interrupted_while_it_moves(group, where):
+    """Rank 1 is interrupted when all have decided to take the new process in."""
+    operator = Operator(group)
+    group.barrier()
+    if group.rank == 3:
+        die()
+    group.recover(timeout=LONG)
+    meeting = group.open_meeting()
+    process = fork(lives_on, meeting.address, 3) if group.rank == 0 else None
+    before = len(os.listdir("/proc/self/fd"))
+    if group.rank == 1:
+        place: Any = operator if where == "_quiesce" else group._control
+        setattr(place, where, interrupts(getattr(place, where)))
+    error, text, _ = raised(group.replace, meeting, timeout=2.0)
+    assert error == ("Interrupted" if group.rank == 1 else "RendezvousFailed"), text
+    operator.__dict__.pop("_quiesce", None)
+    if process is not None:
+        process.kill()
+        process.join()
+    dead = group.recover(timeout=LONG).dead
+    together(group)
+    return dead, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize("where", ["_quiesce", "_tell"])
+def test_an_interrupted_survivor_goes_on_with_the_others_and_loses_no_descriptor(where):
+    found = run(interrupted_while_it_moves, where)
+    assert found[:3] == [((3,), -1), ((3,), 0), ((3,), 0)]  # rank 0 had the listener besides
 
 
 def of_other_sizes(address, rank):

@@ -151,10 +151,11 @@ class ControlPlane:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() == self._owner:  # a forked child must not speak for its parent
-            self._tell({"bye": None if why is None else text_of(why)})
-        for connection in self.peers.values():
-            connection.close()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as last:
+            for connection in self.peers.values():
+                last.callback(connection.close)  # an error if somebody has closed its descriptor
+            if os.getpid() == self._owner:  # a forked child must not speak for its parent
+                self._tell({"bye": None if why is None else text_of(why)})
 
     def _swap(
         self, op: str, part: bytes, timeout: float, *, fd: int | None = None

@@ -128,9 +128,9 @@ class Meeting:
         with contextlib.suppress(OSError):  # no descriptor is free, or a copy has been shut down
             for connection in self.accept():
                 refuse(connection, why)
-        with contextlib.suppress(OSError):  # a copy of it in another process has been shut down
+        # A copy of it in another process has been shut down, or somebody has closed this one.
+        with contextlib.suppress(OSError), self.listener:
             self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
 
     def accept(self) -> Iterator[socket.socket]:
         """What has connected and, as the kernel says, is of this user. Raises OSError."""

@@ -106,13 +106,14 @@ class Recovering(Messages):
 
     def _move(self, fresh: Membership) -> None:
         """Go on with all ranks, on new sockets."""
-        old, self._control, self._membership = self._membership, fresh.control, fresh
-        with self._fate:
-            self._living = (1 << self.size) - 1
-            others = set(range(self.size)) - {self.rank}
-            self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
-        if old is not None:
-            old.close()
+        with contextlib.ExitStack() as last:
+            if self._membership is not None:
+                last.callback(self._membership.close)
+            self._control, self._membership = fresh.control, fresh
+            with self._fate:
+                self._living = (1 << self.size) - 1
+                others = set(range(self.size)) - {self.rank}
+                self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
 
     def _recoverable(self) -> Membership:
         """What a recovery needs. Raises OutOfOrder and InvalidArgument."""
@@ -163,7 +164,7 @@ class Recovering(Messages):
         then end its process and call this again. Raises what an operator raises that cannot go on
         without the dead, when all others have recovered: the same on every rank, or CreationFailed
         naming those that did. Raises InvalidArgument for ranks that are threads, or of a job on
-        several machines, and OutOfOrder in a forked child, or while another thread of this rank recovers.
+        several machines, and OutOfOrder in a forked child, or while another thread recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
@@ -309,11 +310,12 @@ class Recovering(Messages):
             here.control.leave(f"rank {self.rank} could not take in new processes; call recover")
             return False
         assert fresh is not None
-        with self._fate:
-            members = self._attached()
-        for member in members:  # before its memory changes
-            member._quiesce()
-        self._move(fresh)
+        with contextlib.ExitStack() as last:
+            last.callback(self._move, fresh)  # as all have decided, whatever is raised here
+            with self._fate:
+                members = self._attached()
+            for member in members:  # before its memory changes
+                member._quiesce()
         return True
 
     def _go_on(self, deadline: float) -> dict[str, int]:
