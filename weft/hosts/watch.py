@@ -1,7 +1,8 @@
-"""Watch: the deadline of exchanges on GPUs, whose kernels wait for ever and whom no host waits for.
+"""Watch: looks after exchanges that last, whom a GPU's host does not wait for.
 
 The stream itself counts an exchange in before it starts and out when it has ended, in host memory,
-so a replayed CUDA graph is watched as well as an eager call. A thread compares the two counts.
+so a replayed CUDA graph is watched as well as an eager call. A thread compares the two counts. On
+CPUs the caller counts, before and after it waits.
 """
 
 from __future__ import annotations
@@ -13,35 +14,42 @@ from collections.abc import Callable
 
 import torch
 
-INTERVAL = 0.05  # seconds between two looks: what a deadline may be late by
+from weft.hosts.cause import LIMIT
+
+INTERVAL = 0.1  # seconds between two looks: what a deadline may be late by
+
+# Of an exchange that lasts: its limit in seconds, if it is over. True: look no more.
+Look = Callable[[float | None], bool]
 
 
 class Watch:
-    """Calls `late`, once, when an exchange lasts longer than its limit.
+    """Calls `look` of every exchange that is under way in two looks of a thread or more.
 
-    late: a bound method, held weakly.   timeout, first_timeout: seconds; the second of the `first`
-    exchanges.
+    look: a bound method, held weakly.   timeout, first_timeout: limits in seconds; the second of
+    the `first` exchanges.
     """
 
     def __init__(
         self,
         device: torch.device,
-        late: Callable[[], None],
+        look: Look,
         *,
         timeout: float,
         first_timeout: float,
         first: int,
     ) -> None:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # begun, ended
-        self._seen = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._seen = self._counts
+        if device.type == "cuda":
+            self._seen = torch.zeros(2, dtype=torch.int64).pin_memory()
         self._stop = threading.Event()
-        run = threading.Thread(
-            target=_look,
-            args=(self._seen, weakref.WeakMethod(late), timeout, first_timeout, first, self._stop),
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(self._seen, weakref.WeakMethod(look), timeout, first_timeout, first, self._stop),
             name="weft-rail",
             daemon=True,
         )
-        run.start()
+        self._thread.start()
         weakref.finalize(self, self._stop.set).atexit = False
 
     def begin(self) -> None:
@@ -53,17 +61,19 @@ class Watch:
         self._count(1)
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more, and wait for a look that is under way: Python must not end meanwhile."""
         self._stop.set()
+        self._thread.join(3 * LIMIT)
 
     def _count(self, place: int) -> None:
         self._counts[place] += 1
-        self._seen.copy_(self._counts, non_blocking=True)
+        if self._seen is not self._counts:
+            self._seen.copy_(self._counts, non_blocking=True)
 
 
-def _look(
+def _watch(
     seen: torch.Tensor,
-    late: weakref.WeakMethod[Callable[[], None]],
+    look: weakref.WeakMethod[Look],
     timeout: float,
     first_timeout: float,
     first: int,
@@ -75,8 +85,7 @@ def _look(
         now = time.monotonic()
         if begun != under_way:
             under_way, since = begun, now
-        elif ended < begun and now - since > (first_timeout if begun <= first else timeout):
-            found = late()
-            if found is not None:
-                found()
-            return
+        elif ended < begun:
+            limit, found = first_timeout if begun <= first else timeout, look()
+            if found is None or found(limit if now - since > limit else None):
+                return
