@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,34 +27,27 @@ ROUNDS = 5  # a death is noticed in so many rounds, or never
 
 
 class Survivors:
-    """The ranks that live, and a barrier of theirs by files in a folder of the test."""
+    """The ranks that live."""
 
-    def __init__(self, group: weft.Group, folder: str) -> None:
-        self.group, self._folder, self._meetings = group, Path(folder), 0
-        self.ranks = list(range(group.size))
+    def __init__(self, group: weft.Group) -> None:
+        self.group = group
 
     @property
-    def mask(self) -> int:
-        """Bit r for rank r."""
-        return sum(1 << rank for rank in self.ranks)
+    def ranks(self) -> list[int]:
+        """Their numbers."""
+        return list(self.group.living)
 
     def barrier(self) -> None:
         """Return when all of the living are here."""
-        self._meetings += 1
-        (self._folder / f"{self._meetings}.{self.group.rank}").touch()
-        wait_for(
-            lambda: all((self._folder / f"{self._meetings}.{r}").exists() for r in self.ranks),
-            f"meeting {self._meetings} of ranks {self.ranks}",
-        )
+        self.group.barrier(timeout=PATIENCE)
 
     def lose(self, *dead: int, sealed: Iterable[HasHeap] = ()) -> None:
-        """Go on without the ranks whose processes have ended.
+        """Go on without these ranks, whose processes end.
 
         sealed: operators on CPU ranks that may not touch these ranks' memory any more: it faults.
         """
-        wait_for(lambda: self.group._ended.issuperset(dead), f"the end of ranks {dead}")
-        self.ranks = [rank for rank in self.ranks if rank not in dead]
-        self.group._resume(self.mask, self.barrier)
+        found = self.group.recover(timeout=PATIENCE)
+        assert set(dead) <= set(found.dead), found
         for operator in sealed:
             heap = operator.heap
             pages = -(-heap.size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -69,7 +61,7 @@ def surviving(group: weft.Group, folder: str) -> Iterator[Survivors]:
     """The body of a rank; a launch in which one died says little of the others."""
     report = Path(folder, f"rank {group.rank}")
     try:
-        yield Survivors(group, folder)
+        yield Survivors(group)
     except BaseException:
         report.write_text(traceback.format_exc())
         raise
@@ -85,13 +77,6 @@ def run_survivors(run: Callable[..., Any], folder: Path, living: Iterable[int]) 
     for report in folder.glob("rank *"):
         assert report.read_text() == DONE, f"{report.name}: {report.read_text()}"
     assert {int(report.name[5:]) for report in folder.glob("rank *")} >= set(living)
-
-
-def wait_for(met: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not met():
-        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE} s"
-        time.sleep(0.001)
 
 
 def plan_death(operator: HasHeap, point: int) -> None:

@@ -98,12 +98,7 @@ def real(
     """`value` as a finite float, at least or above a bound."""
     bound = "" if least is None else f", at least {least:g}"
     bound = bound if above is None else f", above {above:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, value, f"a finite number{bound}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = _float(value)
     if (
         not math.isfinite(number)
         or (least is not None and number < least)
@@ -115,16 +110,20 @@ def real(
 
 def seconds(name: str, value: object) -> float:
     """`value` as a time that a deadline can be made of."""
-    wanted = f"a number of seconds above 0, at most {MAX_SECONDS}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, value, wanted)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = _float(value)
     if not 0 < number <= MAX_SECONDS:
-        refuse(name, value, wanted)
+        refuse(name, value, f"a number of seconds above 0, at most {MAX_SECONDS}")
     return number
+
+
+def _float(value: object) -> float:
+    """`value` as a float; no number for what is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def one_of(name: str, value: object, allowed: Collection[T]) -> T:

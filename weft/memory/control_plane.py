@@ -114,9 +114,8 @@ class ControlPlane:
         self._broken = self._broken or why
         if os.getpid() != self._owner:  # its parent's sockets are the child's, too
             return
-        for connection in self.peers.values():
-            with contextlib.suppress(OSError):  # the other end may have gone
-                connection.shutdown(socket.SHUT_RDWR)
+        for rank in self.peers:
+            self.end(rank)
 
     def end(self, rank: int) -> None:
         """Hear no more from a peer whose process has ended, once what it sent has been read.

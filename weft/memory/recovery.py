@@ -15,7 +15,6 @@ import torch
 
 from weft.arguments import instance, integers, seconds
 from weft.errors import (
-    CreationFailed,
     InvalidArgument,
     OutOfOrder,
     RecoveryFailed,
@@ -319,22 +318,22 @@ class Recovering(Messages):
         return True
 
     def _go_on(self, deadline: float) -> dict[str, int]:
-        """Make the living equal, and resume the operators that all of them still have."""
+        """Make the living equal, and resume the operators that all of them still have.
+
+        No process but theirs can store into their memory now. Raises what the first operator raised
+        that cannot go on, when the others have recovered.
+        """
 
         def left() -> float:
             return max(0.001, deadline - time.monotonic())
 
-        heard: list[Exception] = []  # of a peer
-
-        def barrier() -> None:
-            try:
-                self._vote(None, "recovering", left())
-            except (RendezvousFailed, CreationFailed) as error:
-                heard.append(error)
-                raise
+        def barrier(problems: list[Exception]) -> None:
+            problem = problems[0] if problems else None
+            self._vote(problem, "recovering", left(), alike=WeftError)
 
         with self._fate:
-            own = {name: member._finished() for name, member in self._members.items()}
+            members = dict(self._members)
+            own = {name: member._finished() for name, member in members.items()}
         said = self._gather("recover", own, left())
         states = [said[rank] for rank in self.living]
         finished = {
@@ -342,48 +341,26 @@ class Recovering(Messages):
             for name in own
             if all(name in state for state in states)
         }
-        problem: Exception | None = None
-        try:
-            self._resume(self._living, barrier, finished)
-        except Exception as error:
-            if error in heard:
-                raise
-            problem = error
-        self._vote(problem, "recovering", left(), alike=WeftError)
+        both = [members[name] for name in finished]
+        barrier(_tried([member._quiesce for member in both]))  # then none stores into a share
+        problems = _tried([partial(member._recover, self._living) for member in both])
+        with self._fate:
+            for rank in self._taking_part(self._ended):  # `_recover` has forgotten that it ended
+                for member in both:
+                    member._peer_ended(rank)
+        barrier(problems)  # every share is as at creation: calls may store into it
         return finished
 
-    def _resume(
-        self, living: int, barrier: Callable[[], None], names: Collection[str] | None = None
-    ) -> None:
-        """Let operators start anew among the ranks of `living`, bit r for rank r.
 
-        Collective over the living, when no process but theirs can store into their memory.
-        barrier: returns when all of the living have called it.
-        names: of the operators that all of them have; all where nobody says.
-
-        Raises what the first operator raised that cannot go on, when the others have recovered.
-        """
-        with self._fate:
-            items = list(self._members.items())
-        members = [member for name, member in items if names is None or name in names]
-        for member in members:
-            member._quiesce()
-        barrier()  # no kernel of the living runs: none stores into a share
-        self._living = living
-        failures: list[Exception] = []
-        for member in members:
-            try:
-                member._recover(living)
-            except Exception as error:  # the peers wait in the barrier
-                failures.append(error)
-        barrier()  # every share is as at creation: calls may store into it
-        with self._fate:
-            for rank in self._ended:
-                if living >> rank & 1:  # ended meanwhile: `_recover` has forgotten it
-                    for member in members:
-                        member._peer_ended(rank)
-        if failures:
-            raise failures[0]
+def _tried(steps: list[Callable[[], None]]) -> list[Exception]:
+    """Take every step, and return what they raised: peers wait in a barrier."""
+    problems: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            problems.append(error)
+    return problems
 
 
 def _close_in(process: int, meeting: Meeting) -> None:
