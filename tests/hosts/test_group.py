@@ -39,7 +39,7 @@ def refused(group: weft.Group) -> None:
         pass
     with pytest.raises(InvalidArgument, match="no rail"):
         _ = group.local.rail
-    words = "a group of 2 machines does not recover, nor does the local group of one of its hosts"
+    words = "a group of 2 machines cannot recover, nor can the local group of one of its hosts"
     meeting = group.local.open_meeting()
     for call in (group.recover, group.local.recover, lambda: group.local.replace(meeting)):
         with pytest.raises(InvalidArgument, match=f"{words}: end the job on all .* a new group$"):

@@ -120,7 +120,7 @@ class Recovering(Messages):
             raise OutOfOrder("the group is closed; make a new one")
         if self._job_machines > 1:
             raise InvalidArgument(
-                f"a group of {self._job_machines} machines does not recover, nor does the local "
+                f"a group of {self._job_machines} machines cannot recover, nor can the local "
                 "group of one of its hosts: end the job on all of them, start it anew and make new "
                 "process groups and a new group"
             )
