@@ -30,13 +30,13 @@ from weft.memory.header import (
     LAST_WORDS_BYTES,
     ErrorRecord,
     Record,
+    Site,
     mirrors,
     words_of,
 )
 from weft.memory.room import require_room
 from weft.memory.wire import JSON
 from weft.runtime import library
-from weft.runtime.args import Site
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.report import (
