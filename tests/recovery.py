@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,9 @@ import weft
 from tests.faults import DIE, plan_fault
 from tests.patience import HasHeap
 from tests.rounds import Round
-from weft.errors import GroupError, RankFailed
-from weft.memory import processes
+from weft.errors import GroupError
 
 _libc = ctypes.CDLL(None, use_errno=True)
-DONE = "done"
 PATIENCE = 60.0  # seconds, for a peer on a busy machine
 ROUNDS = 5  # a death is noticed in so many rounds, or never
 
@@ -58,25 +56,17 @@ class Survivors:
 
 @contextlib.contextmanager
 def surviving(group: weft.Group, folder: str) -> Iterator[Survivors]:
-    """The body of a rank; a launch in which one died says little of the others."""
-    report = Path(folder, f"rank {group.rank}")
-    try:
-        yield Survivors(group)
-    except BaseException:
-        report.write_text(traceback.format_exc())
-        raise
-    report.write_text(DONE)
+    """The body of a rank, which leaves a file if it comes to its end."""
+    yield Survivors(group)
+    Path(folder, f"rank {group.rank}").touch()
 
 
 def run_survivors(run: Callable[..., Any], folder: Path, living: Iterable[int]) -> None:
     """Run ranks of which some die; `living` must come to their end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "GRACE", 300.0)  # seconds for the others after a death
-        with pytest.raises(RankFailed, match="died"):
-            run()
-    for report in folder.glob("rank *"):
-        assert report.read_text() == DONE, f"{report.name}: {report.read_text()}"
-    assert {int(report.name[5:]) for report in folder.glob("rank *")} >= set(living)
+        patch.setattr(weft, "launch", functools.partial(weft.launch, tolerate_deaths=True))
+        run()
+    assert {int(mark.name[5:]) for mark in folder.glob("rank *")} >= set(living)
 
 
 def plan_death(operator: HasHeap, point: int) -> None:
