@@ -32,14 +32,20 @@ def shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         size = "nested" if value.is_nested else list(value.shape)
         return f"a tensor {size} of {value.dtype} on {value.device}"
-    kind = type(value)
-    named = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    named = kind_of(value)
     if isinstance(value, (*_PLAIN, numbers.Number)):
         try:
             return repr(value) if isinstance(value, torch.dtype) else reprlib.repr(value)
         except Exception:  # an int of too many digits, or a list of what cannot be shown
-            return f"a {named}"
-    return f"a {named}"
+            return named
+    return named
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, with its article."""
+    kind = type(value)
+    room = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a {room}{kind.__name__}"
 
 
 def refuse(name: str, value: object, wanted: str) -> NoReturn:
