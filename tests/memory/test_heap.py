@@ -166,6 +166,8 @@ def test_the_mailbox_is_one_zeroed_page_of_host_memory():
 def read_header_of_the_dead(group):
     heap = Heap.create(group, HEADER_BYTES + 1)
     heap.tensor((HEADER_BYTES,), torch.uint8).fill_(group.rank + 1)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
     group.barrier()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -173,8 +175,9 @@ def read_header_of_the_dead(group):
     return heap.header(1) == bytes([2]) * HEADER_BYTES, heap.header()[:2]
 
 
-def test_the_header_of_a_dead_rank_can_be_read():
-    told = launch(read_header_of_the_dead, ranks=2, tolerate_deaths=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_header_of_a_dead_rank_can_be_read(device):
+    told = launch(read_header_of_the_dead, ranks=2, device=device, tolerate_deaths=True)
     assert told == [(True, b"\x01\x01"), None]
 
 
