@@ -110,7 +110,7 @@ class Rail:
         self._home: Home | None = None  # sums that are
         self._hosts, self._own = group.hosts, group.host
         self._others = [h for h in range(self._hosts) if h != self._own]
-        self._awaited = self._others  # hosts, as far as it is known
+        self._awaited = self._others  # hosts that an exchange may wait for now
         self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
         self._failed: GroupError | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
@@ -401,10 +401,10 @@ class Rail:
         break_rail(self._group.rail)
 
     def _look(self, overdue: float | None) -> bool:
-        """End an exchange that lasts, if it is overdue or an error elsewhere came first.
+        """End an exchange that is overdue, or that waits although an error elsewhere came first.
 
-        What it waits for need not break then: a child that a dead rank forked has its connections,
-        and one that left is not gone. On a GPU its kernels end by the abort.
+        Its connections need not break then: a child that a dead rank forked keeps them, and a rank
+        that left an operator may live on. On a GPU its kernels end by the abort.
         """
         whom = self._awaited
         # What is late asks nobody: the store may be on the host that is gone.

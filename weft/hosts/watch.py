@@ -1,8 +1,9 @@
-"""Watch: looks after exchanges that last, whom a GPU's host does not wait for.
+"""Watch: ends exchanges that are overdue, or that wait for a rank which an error elsewhere stopped.
 
-The stream itself counts an exchange in before it starts and out when it has ended, in host memory,
-so a replayed CUDA graph is watched as well as an eager call. A thread compares the two counts. On
-CPUs the caller counts, before and after it waits.
+A thread compares two counts: of exchanges that have begun, and of those that have ended. On CPUs
+the caller counts, before and after it waits. On GPUs the kernels would wait for ever and no host
+thread waits for them, so the stream itself counts, in host memory, before an exchange starts and
+when it has ended: a replayed CUDA graph is watched as well as an eager call.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from weft.hosts.cause import LIMIT
 
 INTERVAL = 0.1  # seconds between two looks: what a deadline may be late by
 
-# Of an exchange that lasts: its limit in seconds, if it is over. True: look no more.
+# Given the limit in seconds of an exchange that has overrun it, else None. True: look no more.
 Look = Callable[[float | None], bool]
 
 
 class Watch:
-    """Calls `look` of every exchange that is under way in two looks of a thread or more.
+    """Calls `look` at every interval in which the same exchange is still under way.
 
     look: a bound method, held weakly.   timeout, first_timeout: limits in seconds; the second of
     the `first` exchanges.
