@@ -260,9 +260,9 @@ class _Hub:
             poller.register(each, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(milliseconds(deadline))}
+        poller.poll(milliseconds(deadline))
         ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
-        for rank in [r for r, each in members.items() if each.fileno() in ready or r in ended]:
+        for rank in members:
             while (message := self.control.hear(rank, _OP)) is not None:
                 message.drop()
                 self.met.add(rank)
