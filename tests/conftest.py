@@ -72,8 +72,9 @@ def ranks() -> Callable[[int, str], RunRanks]:
     def choose(count: int, device: str) -> RunRanks:
         longest = 220.0 if device == "cuda" else 3000.0
 
-        def run(body: Callable[..., Any], *args: Any, timeout: float = longest) -> list[Any]:
-            return weft.launch(body, *args, ranks=count, device=device, timeout=timeout)
+        def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+            options = {"timeout": longest, **options}
+            return weft.launch(body, *args, ranks=count, device=device, **options)
 
         return run
 

@@ -119,13 +119,15 @@ def rounds(
             stack.enter_context(each)
         all_here.wait()
         if group.rank in LIVING:
-            group._resume(sum(1 << rank for rank in LIVING), lambda: wait(met))
+            group._living = sum(1 << rank for rank in LIVING)  # threads cannot recover
+            for each in operators:
+                each._operator._quiesce()
+            met.wait()
+            for each in operators:
+                each._operator._recover(group._living)
+            met.wait()
             play_rounds(kind, operators, libraries)
         all_here.wait()
-
-
-def wait(barrier: threading.Barrier) -> None:
-    barrier.wait()
 
 
 # One at a time: 72 threads map 72 shares of each operator, and a process has 65,530 mappings.

@@ -21,7 +21,7 @@ import torch
 from weft.allreduce.config import ADDRESSES, ReduceArgs, ReduceConfig
 from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
-from weft.runtime.args import Site
+from weft.memory.header import Site
 from weft.runtime.call_word import BACKENDS, CODINGS, signature
 from weft.runtime.check import (
     check_alignment,

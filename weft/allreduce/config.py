@@ -12,9 +12,8 @@ import torch
 from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, literal
-from weft.memory.header import header_bytes
+from weft.memory.header import Site, header_bytes
 from weft.memory.wire import JSON
-from weft.runtime.args import Site
 from weft.runtime.layout import Numbers, offset, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 

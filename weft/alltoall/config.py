@@ -14,10 +14,9 @@ from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import by_argument, checked
 from weft.hosts.config import HostsConfig, Span
-from weft.memory.header import header_bytes, rank_words
+from weft.memory.header import Site, header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
-from weft.runtime.args import Site
 from weft.runtime.check import check_alignment, check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape

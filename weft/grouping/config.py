@@ -11,7 +11,7 @@ from weft.alltoall.config import AllToAllConfig
 from weft.arguments import integer, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.fields import Choice, literal
-from weft.runtime.args import Site
+from weft.memory.header import Site
 from weft.shape import MAX_PLANES, Shape
 
 Layout = Literal["contiguous", "masked"]

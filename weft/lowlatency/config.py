@@ -16,10 +16,9 @@ from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
 from weft.hosts.config import HostsConfig, Span, host_placement
-from weft.memory.header import RING_TIMELINES, header_bytes, most_ranks, rank_words
+from weft.memory.header import RING_TIMELINES, Site, header_bytes, most_ranks, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
-from weft.runtime.args import Site
 from weft.runtime.check import check_alignment, check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K

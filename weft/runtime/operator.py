@@ -30,13 +30,13 @@ from weft.memory.header import (
     LAST_WORDS_BYTES,
     ErrorRecord,
     Record,
+    Site,
     mirrors,
     words_of,
 )
 from weft.memory.room import require_room
 from weft.memory.wire import JSON
 from weft.runtime import library
-from weft.runtime.args import Site
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.report import (
@@ -455,7 +455,7 @@ class Operator(ABC):
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._last_words(ranks.index(rank)),
             first_epoch=self._first_epoch,
-            machines=self.group.machines,
+            machines=self.group._job_machines,
         )
 
     def _fail(self, error: GroupError) -> None:
