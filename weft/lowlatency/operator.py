@@ -33,7 +33,7 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import mirrors
 from weft.placement import Placed
-from weft.runtime.check import check_alignment, check_choices, check_tensor
+from weft.runtime.check import check_choices, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import one_call
@@ -94,6 +94,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     GeometryMismatch (when ranks pass different sizes).
     """
 
+    config: LowLatencyConfig
     _drops_repeats = True  # a row is among an expert's once
 
     @in_relaxed_mode
@@ -151,7 +152,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             self._build = Build(num_sms, programmatic_launch, split_phase, defines)
             return config, load_kernels(group.device, config.shape, self._build)
 
-        self.config = config = self._create(
+        self._create(
             group,
             "a low-latency all-to-all",
             prepare,
@@ -159,6 +160,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             first_timeout=first_timeout,
             first_epoch=_first_epoch,
         )
+        config = self.config
         self.dtype, self.placement = config.dtype, config.placement
         # May a dispatch be dropped, and combined again? Then a slot keeps its result until a later
         # dispatch needs it.
@@ -176,14 +178,9 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             self._dispatch_args.placement = self._table.data_ptr()
             self._combine_args.placement = self._table.data_ptr()
         self._traced_handles = traced.TracedHandles(config.slots)
-        self._open_rail(config.span)
+        self._open_rail()
 
     memory_bytes = staticmethod(memory_bytes)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return self.config.max_tokens
 
     @property
     def memory(self) -> Memory:
@@ -409,8 +406,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             out = torch.empty(size, dtype=self.dtype, device=device)
         for name, tensor in (("out", out), ("add", add)):
             if tensor is not None:
-                check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device)
-                check_alignment(name, tensor, 16)
+                check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
         self._check_outside("out", out)
         args = self._combine_args
         args.y = 0 if y is None else y.data_ptr()
@@ -510,9 +506,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             return
         if y is None:
             raise InvalidArgument("y is None; pass the results of the dispatch's rows")
-        dtypes = (self.dtype,)
-        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=self.group.device)
-        check_alignment("y", y, 16)
+        device, dtypes = self.group.device, (self.dtype,)
+        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=device, aligned=16)
 
     def _check_handle(self, handle: Handle, entry: str) -> None:
         if not isinstance(handle, Handle):
@@ -544,8 +539,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
     # The share's first contents, and this rank's own memory.
 
-    def _own_bytes(self, config: LowLatencyConfig) -> int:
-        return super()._own_bytes(config) + config.memory.ordinary
+    def _own_bytes(self) -> int:
+        return super()._own_bytes() + self.config.memory.ordinary
 
     def _start_anew(self) -> None:
         self._sent = self._returned = None
@@ -553,15 +548,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         for slot in self._slots:
             slot.start_anew()
 
-    def _write_contents(self, config: LowLatencyConfig, header: ctypes.Structure) -> None:
-        at, heap = config.offsets, self.heap
+    def _write_contents(self, header: ctypes.Structure) -> None:
+        at, heap = self.config.offsets, self.heap
         heap.tensor((at.tokens - at.progress,), torch.uint8, offset=at.progress).zero_()
-        blank = config.share_bytes - at.tokens
+        blank = at.share_bytes - at.tokens
         heap.tensor((blank,), torch.uint8, offset=at.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
 
-    def _make_views(self, config: LowLatencyConfig) -> None:
-        heap, device = self.heap, self.group.device
+    def _make_views(self) -> None:
+        config, heap, device = self.config, self.heap, self.group.device
         own = len(config.placement.experts_of(self.group.rank))
         failed = mirrors(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
