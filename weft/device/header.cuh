@@ -101,6 +101,11 @@ WEFT_FN constexpr RankSet ranks_below(u32 ranks) {
     return set;
 }
 
+// The rank that is `offset` after another one, in a circle.
+template <auto S> WEFT_FN u32 next_rank(u32 rank, u32 offset) {
+    return rank + offset < S.ranks ? rank + offset : rank + offset - S.ranks;
+}
+
 // A word of a set.
 WEFT_FN u32& word_of(u32& set, u32) { return set; }
 template <u32 words> WEFT_FN u32& word_of(RankWords<words>& set, u32 i) { return set.word[i]; }
