@@ -15,7 +15,7 @@ from weft.fields import Choice, Size, by_argument, check_fields, literal
 from weft.memory.header import header_bytes
 from weft.memory.wire import JSON
 from weft.runtime.args import Site
-from weft.runtime.layout import Numbers, offset, up
+from weft.runtime.layout import Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
 MIN_RANKS = 2
@@ -98,7 +98,7 @@ class ReduceConfig:
         ranks: int,
         max_tokens: int,
         hidden: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.bfloat16,
         epilogue_at: str = "owner",
         missing: str = "error",
     ) -> ReduceConfig:
@@ -189,21 +189,18 @@ class ReduceConfig:
         return literal(self, "weft::Reduction")
 
 
-def memory_bytes(
-    *,
-    ranks: int,
-    hidden: int,
-    max_tokens: int,
-    dtype: torch.dtype = torch.bfloat16,
-    missing: str = "error",
-) -> int:
+def _share_bytes(config: ReduceConfig) -> int:
+    return config.share_bytes
+
+
+memory_bytes = sizes_of(
+    ReduceConfig.of,
+    _share_bytes,
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
 
-    Raises InvalidArgument as the constructor does.
-    """
-    return ReduceConfig.of(
-        ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype, missing=missing
-    ).share_bytes
+    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    """,
+)
 
 
 def _hidden(value: object) -> int:
