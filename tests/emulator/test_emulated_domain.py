@@ -64,7 +64,7 @@ def compiled(kind: str, folder: Path) -> Any:
     """The kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
         shapes = [AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS]
-        return compile_alltoall(shapes, folder, defines=WIDE, ranks=LIVING)
+        return compile_alltoall(shapes, folder, defines=WIDE)
     if kind == "lowlatency":
         return [
             compile_low(low_shape(mode), room(folder, str(i)), defines=WIDE)
