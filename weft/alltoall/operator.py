@@ -182,7 +182,7 @@ class AllToAll(Placed, AcrossHosts):
             self._traced_tokens = topk_ids.shape[0]
             self._traced_rows = self.config.check_rows(rows, self._traced_tokens)
             given = (tensors, topk_ids, topk_weights, num_tokens, stats)
-            return Received(*traced.dispatch(self, *given, self._traced_rows))
+            return traced.dispatch(self, *given, self._traced_rows)
         self._dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats, rows)
         return self._views(self._rows)[0]
 

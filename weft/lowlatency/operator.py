@@ -455,12 +455,16 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     @property
     def _mid_round(self) -> bool:
         """Is a result alive that has not been combined?"""
-        return any(slot.alive is not None for slot in self._slots)
+        return bool(self._alive)
+
+    @property
+    def _alive(self) -> list[Handle]:
+        """The dispatches whose results are alive."""
+        return [slot.alive for slot in self._slots if slot.alive is not None]
 
     def _handle_of(self, number: int) -> Handle | None:
         """The handle of dispatch `number`, as long as its result is alive."""
-        alive = (slot.alive for slot in self._slots)
-        return next((h for h in alive if h is not None and h.number == number), None)
+        return next((h for h in self._alive if h.number == number), None)
 
     def _drop(self, handle: Handle) -> None:
         """Give up a result that nobody will combine."""
@@ -473,8 +477,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
         Not the dispatch's number: graphs replay dispatches that no host counts.
         """
-        alive = (slot.alive for slot in self._slots)
-        return 1 + sum(h is not None and h.number < handle.number for h in alive)
+        return 1 + sum(h.number < handle.number for h in self._alive)
 
     def _free_slot(self, entry: str) -> int:
         """The next slot in turn that no result lives in; results may be combined in any order.
@@ -487,8 +490,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             slot = (self._number + turn) % slots
             if self._slots[slot].alive is None:
                 return slot
-        alive = [slot.alive for slot in self._slots if slot.alive is not None]
-        oldest = min(alive, key=lambda handle: handle.number)
+        oldest = min(self._alive, key=lambda handle: handle.number)
         if self._allow_handle_reuse and oldest is not self._returned:
             return oldest.slot
         raise OutOfOrder(
@@ -529,7 +531,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
                 f"{entry} of dispatch {handle.number}: {why}; {len(self._slots)} results are kept: "
                 "combine before that dispatch"
             )
-        alive = any(slot.alive is handle for slot in self._slots)
+        alive = any(h is handle for h in self._alive)
         if not alive or handle is self._sent:
             why = "it has not been received" if alive else "it is not alive"
             raise OutOfOrder(
