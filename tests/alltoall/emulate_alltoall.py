@@ -11,7 +11,8 @@ from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.watch import Watch
 from tests.headers import HEADER_BYTES, Header
 from weft.alltoall.config import Offsets
-from weft.alltoall.kernels import Plan, entry_points
+from weft.alltoall.kernels import PHASES, Plan
+from weft.runtime.kernels import in_parts
 from weft.shape import Shape
 
 FLAGS_ONLY = Plan(1, 1, 64)
@@ -41,7 +42,7 @@ def compile_alltoall(
             before = f"constexpr weft::u32 rank = {rank}; (void)rank; "
             lines += [
                 entry(f"{name}_{i}_{rank}", struct.__name__, call, before=before)
-                for name, (struct, call) in entry_points(split_phase=True).items()
+                for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
             ]
         lines.append("}")
     return build_library(root, "\n".join(lines) + "\n", defines=defines)

@@ -86,7 +86,7 @@ class ReduceConfig:
     ranks: int
     tokens: Annotated[int, Size("max_tokens", 1, MAX_TOKENS)]
     direct: int
-    hidden: int
+    hidden: Annotated[int, Size("hidden", 8, 8 * MAX_VECTORS)]
     dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
     epilogue_at: Annotated[str, Choice("epilogue_at", EPILOGUES_AT, "weft::EpilogueAt")] = "owner"
     missing: Annotated[str, Choice("missing", MISSING, "weft::Missing")] = "error"
@@ -104,7 +104,7 @@ class ReduceConfig:
     ) -> ReduceConfig:
         """The sizes for a caller's arguments."""
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
-        max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
+        max_tokens = integer("max_tokens", max_tokens, 1, MAX_TOKENS)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
         if one_of("missing", missing, MISSING) == "drop":  # one shot serves all calls
             direct = max_tokens
@@ -116,7 +116,11 @@ class ReduceConfig:
             raise InvalidArgument(
                 f"an all-reduce of {self.ranks} ranks; it takes {MIN_RANKS} to {MAX_RANKS}"
             )
-        _hidden(self.hidden)
+        if self.hidden % 8:
+            raise InvalidArgument(
+                f"hidden is {self.hidden}; it must be a multiple of 8: pad rows to "
+                f"{up(self.hidden, 8)}"
+            )
         if self.vectors > MAX_VECTORS:
             raise InvalidArgument(
                 f"a row of {self.hidden} x {self.dtype} has {self.row_bytes} bytes; rows may have "
@@ -201,12 +205,3 @@ memory_bytes = sizes_of(
     Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
     """,
 )
-
-
-def _hidden(value: object) -> int:
-    hidden = integer("hidden", value, 8, MAX_VECTORS * 8)
-    if hidden % 8:
-        raise InvalidArgument(
-            f"hidden is {hidden}; it must be a multiple of 8: pad rows to {-(-hidden // 8) * 8}"
-        )
-    return hidden

@@ -41,13 +41,10 @@ MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM ha
 MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
-def entry_points(*, split_phase: bool) -> EntryPoints:
-    """The entries of an all-to-all, by name; split_phase: also each phase as send and receive."""
-    phases = {
-        "dispatch": (DispatchArgs, "dispatch<S, {}>"),
-        "combine": (CombineArgs, "combine<S, rank, {}>"),
-    }
-    return in_parts(phases, split_phase=split_phase)
+PHASES: EntryPoints = {
+    "dispatch": (DispatchArgs, "dispatch<S, {}>"),
+    "combine": (CombineArgs, "combine<S, rank, {}>"),
+}
 
 
 def cpu_program(shape: Shape) -> Program:
@@ -60,7 +57,7 @@ def cpu_program(shape: Shape) -> Program:
         constants=f"constexpr weft::Shape S = {shape.literal()};\n",
         entry_points={
             name: (struct, call.replace("S, rank", "S"))
-            for name, (struct, call) in entry_points(split_phase=True).items()
+            for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
         },
         offsets=Offsets.of(shape).asserted(),
     )
@@ -68,7 +65,7 @@ def cpu_program(shape: Shape) -> Program:
 
 def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a Shape on one rank."""
-    program, entries = cpu_program(shape), entry_points(split_phase=split_phase)
+    program, entries = cpu_program(shape), in_parts(PHASES, split_phase=split_phase)
     return replace(
         program,
         headers=("alltoall/combine.cuh", "alltoall/dispatch.cuh"),

@@ -49,13 +49,10 @@ class LowLatencyPlan:
         return 1 + self.metadata + self.senders + self.receivers
 
 
-def entry_points(*, split_phase: bool) -> EntryPoints:
-    """The entries by name; split_phase: also each phase as send and receive."""
-    phases = {
-        "dispatch": (LowLatencyDispatchArgs, "low_latency_dispatch<S, {}>"),
-        "combine": (LowLatencyCombineArgs, "low_latency_combine<S, {}>"),
-    }
-    return in_parts(phases, split_phase=split_phase)
+PHASES: EntryPoints = {
+    "dispatch": (LowLatencyDispatchArgs, "low_latency_dispatch<S, {}>"),
+    "combine": (LowLatencyCombineArgs, "low_latency_combine<S, {}>"),
+}
 
 
 def cpu_program(shape: LowShape) -> Program:
@@ -66,7 +63,7 @@ def cpu_program(shape: LowShape) -> Program:
         ranks=shape.ranks,
         headers=("lowlatency/dispatch_cpu.hpp", "lowlatency/combine_cpu.hpp"),
         constants=f"constexpr weft::LowLatencyShape S = {shape.literal()};\n",
-        entry_points=entry_points(split_phase=True),
+        entry_points=in_parts(PHASES, split_phase=True),
         offsets=LowOffsets.of(shape).asserted(),
         structs=(RoutingRecord, trace_record(shape.ranks)),
     )
@@ -74,7 +71,7 @@ def cpu_program(shape: LowShape) -> Program:
 
 def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a shape."""
-    entries = entry_points(split_phase=split_phase)
+    entries = in_parts(PHASES, split_phase=split_phase)
     # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
     rows = shape.ranks if shape.reduce == "sender" else shape.top_k
     per_sm = {
