@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 import weft
 from tests.rounds import bits, settle
 from tests.sums import BACKENDS, Sum, fits, play, quants, same
-from weft.allreduce.call import FP8Token
+from weft.allreduce.call import FP8Token, Quant
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -236,6 +238,34 @@ def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
     shared = rows[: case.tokens].clone() if rank != 1 else None
     weights = scales.to(case.dtype) if rank == 2 else scales
     return weft.MoEFinalize(rows, index, weights, shared, 1.0 if rank == 1 else 2.5)
+
+
+def every_call(
+    ar: weft.AllReduce,
+    case: Sum,
+    backend: str,
+    specs: Iterable[Quant | None],
+    *,
+    in_place: bool = True,
+) -> None:
+    """Every kind of call: all outputs, none, those that replace inputs, rows of experts."""
+    device, rank, ranks = ar.group.device, ar.group.rank, range(ar.group.size)
+    for quant in specs:
+        play(ar, case, backend, quant)
+    xs = [case.rows(r, device) for r in ranks]
+    residual, weight = case.shared(device, rank)
+    same(ar.fused(xs[rank], backend=backend), weft.reference.allreduce_fused(xs))
+    wanted = weft.reference.allreduce_fused(xs, residual, weight)
+    x, kept = xs[rank].clone(), residual.clone()
+    over: dict[str, Any] = {"residual_out": kept, "norm_out": x} if in_place else {}
+    same(ar.fused(x, residual=kept, weight=weight, **over, backend=backend), wanted)
+    made = [expert_rows(case, r, device) for r in ranks]
+    xs = [weft.reference.finalize_moe(m) for m in made]
+    shared = made[rank].shared
+    norm = shared if in_place and shared is not None else True
+    got = ar.fused(prologue=made[rank], weight=weight, norm_out=norm, backend=backend)
+    same(got, weft.reference.allreduce_fused(xs, None, weight))
+    ar.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
