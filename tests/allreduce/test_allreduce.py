@@ -19,17 +19,14 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.AllReduce:
-    given = {"max_tokens": tokens, "hidden": case.hidden, "dtype": case.dtype, **changes}
-    return weft.AllReduce(group, timeout=600.0, first_timeout=600.0, **given)  # type: ignore[arg-type]
-
-
-def place(case: Sum) -> dict[str, str]:
-    """The epilogue is at the receiver where each rank has a residual and weight of its own."""
-    return {"epilogue_at": "receiver" if case.differ else "owner"}
+    sizes = {"max_tokens": tokens, "hidden": case.hidden, "dtype": case.dtype}
+    patient = {"timeout": 600.0, "first_timeout": 600.0}
+    given: dict[str, Any] = sizes | {"epilogue_at": case.epilogue_at} | patient | changes
+    return weft.AllReduce(group, **given)
 
 
 def epilogues(group: weft.Group, case: Sum, sizes: tuple[int, ...]) -> None:
-    with make(group, max(sizes), case, **place(case)) as ar:
+    with make(group, max(sizes), case) as ar:
         for seed, tokens in enumerate(sizes):
             for quant in quants(group.device, case.hidden, group.rank if case.differ else 0):
                 for backend in (*BACKENDS, "auto"):
@@ -105,7 +102,7 @@ def sequence(group: weft.Group, calls: int) -> None:
     order = random.Random(7)
     cases = [Sum(0, 128), Sum(0, 128), Sum(0, 128, differ=True)]
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(make(group, 24, case, **place(case))) for case in cases]
+        made = [stack.enter_context(make(group, 24, case)) for case in cases]
         for call in range(calls):
             number = order.choice((0, 0, 1, 2, 2))
             ar, case = made[number], cases[number]
@@ -165,7 +162,7 @@ def subsets(group: weft.Group, differ: bool) -> None:
     xs = [case.rows(rank, group.device) for rank in range(group.size)]
     residual, weight = case.shared(group.device, group.rank)
     want = weft.reference.allreduce_fused(xs, residual, weight)
-    with make(group, 8, case, **place(case)) as ar:
+    with make(group, 8, case) as ar:
         for backend in BACKENDS:
             x = xs[group.rank].clone()
             got = ar.fused(x, backend=backend)
@@ -216,7 +213,7 @@ def test_any_subset_of_outputs_also_in_place(ranks, kind, differ):
 def finalized(group: weft.Group, dtype: torch.dtype, differ: bool) -> None:
     case = Sum(9, 256, dtype, differ=differ)
     residual, weight = case.shared(group.device, group.rank)
-    with make(group, 16, case, **place(case)) as ar:
+    with make(group, 16, case) as ar:
         prologues = [expert_rows(case, rank, group.device) for rank in range(group.size)]
         xs = [weft.reference.finalize_moe(p) for p in prologues]
         want = weft.reference.allreduce_fused(xs, residual, weight)

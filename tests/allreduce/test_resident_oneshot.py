@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -65,17 +66,14 @@ ALONE, PAIR, THREE = Shape(64, 1, 1), Shape(32, 2, 2), Shape(32, 3, 3)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Callable[[int, Sum], str]:
     """Compiles a case's kernels with fault points, once."""
-    made: dict[tuple[int, torch.dtype], str] = {}
+
+    @functools.cache
+    def compiled(config: ReduceConfig) -> str:
+        folder = tmp_path_factory.mktemp("resident")
+        return str(compile_emulated(config, folder, defines=("WEFT_FAULTS=1",)))
 
     def get(count: int, case: Sum = CASE) -> str:
-        key = (count, case.dtype)
-        if key not in made:
-            reduction = ReduceConfig.of(
-                ranks=count, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype
-            )
-            folder = tmp_path_factory.mktemp("resident")
-            made[key] = str(compile_emulated(reduction, folder, defines=("WEFT_FAULTS=1",)))
-        return made[key]
+        return compiled(case.config(count, TOKENS))
 
     return get
 

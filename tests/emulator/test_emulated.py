@@ -5,13 +5,14 @@ Whether a GPU orders memory as they need is for the tests with the gpu marker.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
 import weft
-from tests.allreduce.test_allreduce import every_call
+from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
@@ -43,25 +44,10 @@ SHAPES = [
 ]
 
 
-def place(case: Sum) -> str:
-    return "receiver" if case.differ else "owner"
-
-
-def make(group: weft.Group, case: Sum, first_timeout: float) -> weft.AllReduce:
-    return weft.AllReduce(
-        group,
-        max_tokens=TOKENS,
-        hidden=case.hidden,
-        dtype=case.dtype,
-        epilogue_at=place(case),
-        first_timeout=first_timeout,
-    )
-
-
 def emulated(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, many: bool
 ) -> None:
-    with make(group, case, 600.0) as ar:
+    with make(group, TOKENS, case) as ar:
         entries = EmulatedEntries(Path(library))
         ar._kernels = entries
         for backend, plan in zip(BACKENDS, shapes, strict=True):
@@ -83,7 +69,7 @@ def half_a_row(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, backend: str
 ) -> str:
     """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
-    with make(group, case, 0.5) as ar:
+    with make(group, TOKENS, case, first_timeout=0.5) as ar:
         entries = EmulatedEntries(Path(library))
         ar._kernels = entries
         entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
@@ -108,22 +94,12 @@ def half_a_row(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Compiles a case's kernels, once."""
-    made: dict[tuple[int, int, torch.dtype, str], str] = {}
 
-    def get(count: int, case: Sum) -> str:
-        key = (count, case.hidden, case.dtype, place(case))
-        if key not in made:
-            reduction = ReduceConfig.of(
-                ranks=count,
-                max_tokens=TOKENS,
-                hidden=case.hidden,
-                dtype=case.dtype,
-                epilogue_at=place(case),
-            )
-            made[key] = str(compile_emulated(reduction, tmp_path_factory.mktemp("emulated")))
-        return made[key]
+    @functools.cache
+    def compiled(config: ReduceConfig) -> str:
+        return str(compile_emulated(config, tmp_path_factory.mktemp("emulated")))
 
-    return get
+    return lambda count, case: compiled(case.config(count, TOKENS))
 
 
 @pytest.mark.parametrize("differ", [False, True])
@@ -149,7 +125,7 @@ def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes
         Sum(TOKENS, 256, torch.float32),
         Sum(TOKENS, 256, torch.float32, differ=True),
     ],
-    ids=lambda case: f"{case.dtype} {place(case)}",
+    ids=lambda case: f"{case.dtype} {case.epilogue_at}",
 )
 def test_other_numbers(ranks, library, case):
     shapes = (oneshot(TOKENS, 32, 2), twoshot(32, 2, 1, 2), twoshot(32, 1, 1, 1))
