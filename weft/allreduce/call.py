@@ -365,8 +365,9 @@ class Check:
             if not isinstance(x, torch.Tensor):
                 refuse_tensor("x", x)
             if x.is_nested or x.dim() != 2:
+                found = "nested" if x.is_nested else list(x.shape)
                 raise InvalidArgument(
-                    f"x is {_text(x)}; it must be a dense tensor [tokens, {self.config.hidden}]"
+                    f"x is {found}; it must be a dense tensor [tokens, {self.config.hidden}]"
                 )
             return x.shape[0]
         instance("prologue", prologue, MoEFinalize)
@@ -539,10 +540,6 @@ def _extent(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _text(x: torch.Tensor) -> str:
-    return "nested" if x.is_nested else f"{list(x.shape)}"
 
 
 def _salt(eps: float, weight_bias: float) -> int:

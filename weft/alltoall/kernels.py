@@ -116,7 +116,8 @@ class CudaAllToAll(CudaKernels):
         A whole combine is resident as a whole, because its CTAs wait for what all of them pushed.
         """
         shape = self._shape
-        rows = max(tokens, _planned_tokens(shape)) * min(shape.ranks, shape.top_k)
+        # As if of 16 tokens at least: peers may send rows to a rank that has none itself.
+        rows = max(tokens, min(shape.tokens, 16)) * min(shape.ranks, shape.top_k)
         p = plan_combine(rows, shape.out_bytes // 16, sms=self._sms, per_sm=per_sm)
         most = self._sms * per_sm(p.threads)
         return Plan(p.workers, min(p.chunks, most), p.threads)
@@ -139,11 +140,6 @@ def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build:
         return CpuKernels(cpu_program(config.shape), build)
     with loading(device):
         return CudaAllToAll(config.shape, rank, build)
-
-
-def _planned_tokens(shape: Shape) -> int:
-    """Tokens that a push plans for at least: peers may send rows to a rank that has none itself."""
-    return min(shape.tokens, 16)
 
 
 def _in_vectors(shape: Shape) -> int:
