@@ -16,7 +16,6 @@ from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
-from weft.gemm.mxfp4 import UNIT_BYTES
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
 
 BIASED, PLAIN, SITU = (MODELS[name] for name in ("gpt-oss-120b", "qwen3-30b-a3b", "kimi-k3"))
@@ -42,26 +41,6 @@ class Rows:
     @property
     def x(self) -> torch.Tensor:
         return self.rows[0]
-
-
-def weights_of(config: MoEConfig, experts: int, stored: torch.dtype | None) -> ExpertWeights:
-    hidden, inner = config.hidden, config.intermediate
-
-    def zeros(*size: int, dtype: torch.dtype = config.dtype) -> torch.Tensor:
-        return torch.zeros((experts, *size)).to(dtype)
-
-    kind = stored or config.dtype
-    sizes: tuple[tuple[int, ...], ...] = (2 * inner, hidden), (hidden, inner)
-    scales = tuple(((rows,) if kind == MXFP4 else (rows // 128, k // 128)) for rows, k in sizes)
-    if kind == MXFP4:
-        sizes = tuple((rows // 64, k // 128, UNIT_BYTES) for rows, k in sizes)
-    return ExpertWeights(
-        zeros(*sizes[0], dtype=kind),
-        zeros(*sizes[1], dtype=kind),
-        zeros(2 * inner) if config.biased else None,
-        zeros(hidden) if config.biased else None,
-        *((torch.zeros(experts, *size) if stored else None) for size in scales),
-    )
 
 
 def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> Rows:
@@ -125,7 +104,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
         options |= {"gemm_push": pushes, "ranks": config.routing.num_experts}
-        weights = weights_of(config, experts, stored)
+        weights = ExpertWeights._empty(config, experts, options["device"], stored or dtype)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
             loaded.clear()
