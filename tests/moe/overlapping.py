@@ -24,7 +24,7 @@ from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll
 from weft.moe import ExpertWeights, MoEConfig, Routing, throughput
 from weft.moe.grouped_experts import GroupedExperts
-from weft.moe.torch_experts import Experts, RowsByExpert
+from weft.moe.torch_experts import RowsByExpert
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 PLAIN = {"overlap": "none"}  # what all others are compared with
@@ -43,52 +43,39 @@ def by_rank(layer: weft.MoE) -> AllToAll:
 
 
 class Poisoned:
-    """Experts that, once its rows are grouped, spoils what they were grouped from.
+    """A layer's experts, which spoil what their rows were grouped from, once they are grouped.
 
     There the inbox and the output are this rank's own: all peers have dispatched, so all have done
     with the last round, and none begins the next before this rank has told them that this one ends.
     """
 
     def __init__(self, layer: weft.MoE) -> None:
-        self.mlp: Experts = layer._workspace.experts
+        self.mlp = layer._workspace.experts
         self.on = True
         a2a = by_rank(layer)
         place = a2a
-        self.spoiled = [p.view(torch.uint8) for p in (*place._received.payloads, place._output)]
+        spoiled = [p.view(torch.uint8) for p in (*place._received.payloads, place._output)]
         shape, offset = a2a.config.shape, a2a.config.offsets.returned
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
-        layer._workspace.experts = self
+        up = self.mlp.up
+
+        def spoil(
+            weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+        ) -> None:
+            up(weights, rows, tokens=tokens, early=early)
+            if self.on:
+                for tensor in spoiled:
+                    tensor.fill_(0xFF)
+
+        vars(self.mlp)["up"] = spoil
 
     def begin(self) -> None:
         """Spoil what the last round left: peers push rows back behind this rank's dispatch."""
         if self.on:
             for buffer in (self.returned, *self.buffers):
                 buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type
-
-    def prepare(self, weights: ExpertWeights) -> None:
-        self.mlp.prepare(weights)
-
-    def up(
-        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-    ) -> None:
-        self.mlp.up(weights, rows, tokens=tokens, early=early)
-        if self.on:
-            for tensor in self.spoiled:
-                tensor.fill_(0xFF)
-
-    def down(self, weights: ExpertWeights) -> torch.Tensor:
-        return self.mlp.down(weights)
-
-    def push(self, weights: ExpertWeights) -> None:
-        self.mlp.push(weights)
-
-    def forget(self) -> None:
-        self.mlp.forget()
-
-    def close(self) -> None:
-        self.mlp.close()
 
 
 class Layers:

@@ -38,10 +38,6 @@ class Rows:
     dst_addr: torch.Tensor
     abort_flag: torch.Tensor | None
 
-    @property
-    def x(self) -> torch.Tensor:
-        return self.rows[0]
-
 
 def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> Rows:
     x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)

@@ -412,6 +412,7 @@ class MoE:
         self.exchange._on_recovery(self._find_experts)
 
         def check() -> ExpertWeights:
+            self.exchange._check_open()
             if replicas is not None:
                 self._check_replicas(replicas)
             mine = weights(self.local_experts) if callable(weights) else weights

@@ -35,11 +35,6 @@ class Blocks:
     dst_addr: torch.Tensor | None
     abort_flag: torch.Tensor | None
 
-    @property
-    def x(self) -> torch.Tensor:
-        """The numbers, without their scales."""
-        return self.rows[0]
-
 
 def packs(plan: LayerPlan, device: torch.device) -> bool:
     """Do the experts take the blocks as one?"""
@@ -78,7 +73,6 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
         None where the rows were pushed.
         """
-        self.exchange._check_open()
         instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
         experts = len(self._offsets) - 1
         if experts:

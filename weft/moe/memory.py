@@ -21,15 +21,12 @@ from weft.moe.config import (
     exchange_sizes,
     plan_for,
 )
-from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.low_latency import packs
 from weft.moe.models import MoEConfig
 from weft.moe.throughput import layout_of
-from weft.moe.torch_experts import TorchExperts
+from weft.moe.workspace import make_experts
 from weft.runtime.layout import Memory, sizes_of
 from weft.shape import MAX_RANKS
-
-META = torch.device("meta")
 
 
 def _memory(query: MemoryQuery) -> Memory:
@@ -86,13 +83,6 @@ def _memory_of(
         grouping = by_expert(exchange, experts, options.max_rows, 1, layout)
         ordinary += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
-    buffers: tuple[torch.Tensor, ...]
-    if plan.gemm == "grouped":
-        pushes = plan.gemm_push and plan.mode == "low_latency"
-        buffers = GroupedExperts.make_buffers(
-            config, rows, fp8=options.fp8, gemm_push=pushes, device=META
-        )
-    else:
-        buffers = TorchExperts.make_buffers(config, rows, quantize=plan.quantize, device=META)
-    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
+    made = make_experts(config, options, plan, rows, experts, ranks, torch.device("meta"))
+    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in made.buffers)
     return Memory(shared, ordinary)

@@ -7,7 +7,6 @@ import torch
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import instance
-from weft.errors import OutOfOrder
 from weft.grouping.config import Layout
 from weft.grouping.operator import ExpertGroups
 from weft.moe.config import LayerPlan, exchange_sizes
@@ -26,7 +25,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     """Every overlap, and everything that AllToAll can carry."""
 
     exchange: AllToAll
-    _groups: ExpertGroups | None = None
+    _groups: ExpertGroups
 
     def run(
         self,
@@ -38,7 +37,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        exchange, groups, experts = self.exchange, self._open_groups(), self.experts
+        exchange, groups, experts = self.exchange, self._groups, self.experts
         if out is not None:
             exchange._check_outside("out", out)  # combine would, when tokens are away
         sent, scale = self._sent(x, routed.weights)
@@ -66,22 +65,16 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write the exchange's output: every row's weighted sum over this rank's experts."""
-        groups = self._open_groups()
+        groups = self._groups
         instance("received", received, Received, "pass what dispatch of layer.exchange returned")
         if self.exchange.num_local_experts:
             self.experts.up(weights, groups.gather(received), tokens=self._tokens)
             groups.scatter(self.experts.down(weights))
 
     def close(self) -> None:
-        if self._groups is not None:
+        if hasattr(self, "_groups"):  # else opening it failed
             self._groups.close()
-            self._groups = None
         super().close()
-
-    def _open_groups(self) -> ExpertGroups:
-        if self._groups is None:
-            raise OutOfOrder("this MoE layer was closed; make a new one")
-        return self._groups
 
     def _open_exchange(self) -> AllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)

@@ -24,10 +24,6 @@ class RowsByExpert(Protocol):
         """Numbers `[*rows, hidden]`, and scales where they are FP8."""
 
     @property
-    def x(self) -> torch.Tensor:
-        """The first of `rows`."""
-
-    @property
     def offsets(self) -> torch.Tensor:
         """int32 `[local_experts + 1]`: where each expert's rows begin, counted through."""
 
@@ -75,9 +71,6 @@ class Experts(Protocol):
     def forget(self) -> None:
         """Let go of the rows of the last call, which may be a graph's to give away."""
 
-    def close(self) -> None:
-        """Let go of the buffers, and of what came with the last rows; nothing is called after."""
-
 
 def torch_layout(device: torch.device) -> Layout:
     """How rows are arranged: packed on a CPU, in a block for each expert on a GPU."""
@@ -99,17 +92,6 @@ class TorchExperts:
         device: torch.device,
     ) -> None:
         self._gating, self._quantize, self._packed = config.gating, quantize, len(rows) == 1
-        self._wide, self._scales, self._h, self._act, self._y = self.make_buffers(
-            config, rows, quantize=quantize, device=device
-        )
-        self._used = 0
-        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
-
-    @staticmethod
-    def make_buffers(
-        config: MoEConfig, rows: tuple[int, ...], *, quantize: str | None, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        """Widened rows and scales where they come as FP8, both products, and what gating makes."""
 
         def room(columns: int, wanted: bool = True) -> torch.Tensor:
             size = (*rows, columns) if wanted else (0, columns)
@@ -117,14 +99,11 @@ class TorchExperts:
 
         hidden, inner = config.hidden, config.intermediate
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
-        scales = torch.empty(powers, dtype=torch.float32, device=device)
-        return (
-            room(hidden, quantize is not None),
-            scales,
-            room(2 * inner),
-            room(inner),
-            room(hidden),
-        )
+        self._scales = torch.empty(powers, dtype=torch.float32, device=device)
+        self._wide = room(hidden, quantize is not None)
+        self._h, self._act, self._y = room(2 * inner), room(inner), room(hidden)
+        self._used = 0
+        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -153,15 +132,10 @@ class TorchExperts:
     def forget(self) -> None:
         """Nothing of the rows is kept: their offsets are the layer's own."""
 
-    def close(self) -> None:
-        self._wide, self._scales, self._h, self._act, self._y = (
-            t.new_empty(0) for t in self.buffers
-        )
-
     def _begin(self, rows: RowsByExpert) -> int:
         """How many leading rows, or blocks, the products fill; reads the counts of a CPU rank."""
         if not self._packed:
-            return len(rows.x)
+            return len(rows.rows[0])
         starts, counts = rows.offsets.tolist(), rows.counts.tolist()
         self._spans = [
             (expert, slice(start, start + count))

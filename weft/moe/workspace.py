@@ -74,6 +74,31 @@ class SideStream:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
+def make_experts(
+    config: MoEConfig,
+    options: LayerOptions,
+    plan: LayerPlan,
+    rows: tuple[int, ...],
+    experts: int,
+    ranks: int,
+    device: torch.device,
+) -> Experts:
+    """A rank's experts, with buffers for so many rows."""
+    if plan.gemm == "torch":
+        return TorchExperts(config, rows, quantize=plan.quantize, device=device)
+    return GroupedExperts(
+        config,
+        rows,
+        experts,
+        fp8=options.fp8,
+        ranks=ranks,
+        max_tokens=options.max_tokens,
+        programmatic=options.programmatic_launch,
+        device=device,
+        gemm_push=plan.gemm_push and plan.mode == "low_latency",
+    )
+
+
 class LayerWorkspace(ABC, Generic[Rows]):
     """Serves one layer after the other: nothing in it outlives a call.
 
@@ -192,9 +217,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
         self.exchange.close()
-        if hasattr(self, "experts"):  # else opening it failed
-            self.experts.close()
-            self._weighed = self._weighed.new_empty(0)
+        for buffers in ("experts", "_weighed"):
+            vars(self).pop(buffers, None)
 
     def _sent(
         self, x: torch.Tensor, weights: torch.Tensor
@@ -236,20 +260,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def _open_buffers(self) -> None:
         config, plan, options, device = self.config, self.plan, self.options, self.group.device
         rows = self._open_rows()
-        if plan.gemm == "grouped":
-            self.experts = GroupedExperts(
-                config,
-                rows,
-                self.exchange.num_local_experts,
-                fp8=options.fp8,
-                ranks=self.exchange.ep_size,
-                max_tokens=options.max_tokens,
-                programmatic=options.programmatic_launch,
-                device=device,
-                gemm_push=plan.gemm_push and plan.mode == "low_latency",
-            )
-        else:
-            self.experts = TorchExperts(config, rows, quantize=plan.quantize, device=device)
+        experts, ranks = self.exchange.num_local_experts, self.exchange.ep_size
+        self.experts = make_experts(config, options, plan, rows, experts, ranks, device)
         self.side_stream = SideStream(device)
         weighs = config.routing.weigh == "input"
         held = (options.max_tokens if weighs else 0, config.hidden)
