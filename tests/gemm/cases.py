@@ -213,13 +213,20 @@ class Made:
         return replace(self, given=self.given | changed)
 
     def call(
-        self, epilogue: Epilogue = STORE, plan: GemmPlan | WgmmaPlan | None = None, **more: Any
+        self,
+        epilogue: Epilogue = STORE,
+        plan: GemmPlan | WgmmaPlan | None = None,
+        dtype: torch.dtype | None = None,
+        **more: Any,
     ) -> Output:
-        """Call `grouped_gemm`, with results in tensors full of UNTOUCHED."""
+        """Call `grouped_gemm`, with results in tensors full of UNTOUCHED.
+
+        dtype: of results that are not FP8, if not the default.
+        """
         case, device = self.case, self.a.device
         gated = isinstance(epilogue, Gated)
         rows, width = tuple(self.a.shape[:-1]), case.n // 2 if gated else case.n
-        dtype = torch.bfloat16 if case.fp8_rows else case.dtype
+        dtype = dtype or (torch.bfloat16 if case.fp8_rows else case.dtype)
         if isinstance(epilogue, GatedQuant):
             numbers = torch.full((*rows, width), UNTOUCHED, device=device).to(FP8)
             scales = torch.full((*rows, width // 128), UNTOUCHED, device=device)
@@ -298,6 +305,17 @@ class Output:
 
 
 EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
+# What every kernel is tried with on a GPU.
+LAYOUTS = {
+    "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=1024),
+    "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
+    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
+    "one expert": Case(counts=(300,), n=512, k=2048),
+    "no rows": Case(counts=(0, 0, 0), n=512),
+    "k-major": Case(counts=(40, 9), k_major=True, n=512),
+    "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
+    "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
+}
 
 
 def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:

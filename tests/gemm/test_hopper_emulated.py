@@ -202,8 +202,9 @@ def test_two_k_blocks_in_a_stage_change_no_bit(gemms: EmulatedGemms, k: int):
     alone = made.call(how, WgmmaPlan(64))
     for seed in range(6):
         gemms.seed, gemms.policy, gemms.sms = seed, seed % 3, (2, 4, 6)[seed // 2]
-        early = {"prefetch_weights": True, "programmatic_launch": True} if seed % 2 else {}
-        assert made.call(how, WgmmaPlan(256), **early).same_bits(alone), seed
+        early = seed % 2 == 1
+        got = made.call(how, WgmmaPlan(256), prefetch_weights=early, programmatic_launch=early)
+        assert got.same_bits(alone), seed
 
 
 @pytest.mark.parametrize("policy", [LATE, AT_ONCE, AT_ANY_TIME])
