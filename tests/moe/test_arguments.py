@@ -145,7 +145,7 @@ def replicas() -> list[Row]:
         Row(found.physical_of, {"expert": 0}, {"expert": listed(*WHOLE, -1, 2)}),
         Row(found.local, {"rank": 0}, {"rank": listed(*WHOLE, -1, 2)}),
         Row(found.imbalance, {"loads": [3.0, 1.0]}, {"loads": loads}),
-        Row(found.on, {"living": 1}, {"living": listed(*WHOLE, 0, 4)}),
+        Row(found.on, {"living": 1}, {"living": listed(*WHOLE, 0, 4).optional()}),
         Row(
             found.table,
             {"device": torch.device("cpu")},

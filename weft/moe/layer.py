@@ -114,7 +114,8 @@ class MoE:
         options = LayerOptions.of(locals())
         check_group(group)
         plans = group.together(
-            lambda: plans_of(group, config, options), doing="preparing an MoE layer"
+            lambda: plans_of(config, options, group.device, hosts=group.hosts),
+            doing="preparing an MoE layer",
         )
         group.agree(options.manifest(config), what="MoE layer")
         choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from weft.alltoall.config import AllToAllConfig
-from weft.arguments import instance, integer
+from weft.arguments import integer
 from weft.errors import InvalidArgument
 from weft.grouping.config import by_expert
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
 from weft.memory.discovery import default_device
-from weft.moe.choice import AUTO, MODES, OVERLAPS
-from weft.moe.config import (
-    LayerOptions,
-    LayerPlan,
-    MemoryQuery,
-    exchange_sizes,
-    plan_for,
-)
+from weft.moe.choice import AUTO
+from weft.moe.config import LayerOptions, LayerPlan, MemoryQuery, exchange_sizes, plans_of
 from weft.moe.low_latency import packs
 from weft.moe.models import MoEConfig
 from weft.moe.throughput import layout_of
@@ -30,19 +22,13 @@ from weft.shape import MAX_RANKS
 
 
 def _memory(query: MemoryQuery) -> Memory:
-    config = instance("config", query.config, MoEConfig)
     ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
     device = default_device(query.device)
-    query.check(config)
-    modes = MODES if query.mode == AUTO else (query.mode,)
-    overlaps = OVERLAPS if query.overlap == AUTO else (query.overlap,)
     found, refused = [], []
-    for mode in modes:
-        for overlap in overlaps:
-            asked = replace(query, mode=mode, overlap=overlap)
+    for (_, overlap), plan in plans_of(query.config, query, device).items():
+        if query.overlap in (AUTO, overlap):
             try:
-                plan = plan_for(asked, config, device)
-                found.append(_memory_of(config, asked, plan, ranks, device))
+                found.append(_memory_of(query.config, query, plan, ranks, device))
             except InvalidArgument as error:
                 refused.append(error)
     if not found:
