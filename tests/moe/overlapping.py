@@ -53,11 +53,10 @@ class Poisoned:
         self.mlp = layer._workspace.experts
         self.on = True
         a2a = by_rank(layer)
-        place = a2a
-        spoiled = [p.view(torch.uint8) for p in (*place._received.payloads, place._output)]
+        spoiled = [p.view(torch.uint8) for p in (*a2a._received.payloads, a2a._output)]
         shape, offset = a2a.config.shape, a2a.config.offsets.returned
         size = (shape.returned_rows * shape.returned_bytes,)
-        self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
+        self.returned = a2a.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
         up = self.mlp.up
 

@@ -32,12 +32,11 @@ def poison(layer: weft.MoE) -> None:
 
 
 def poison_by_rank(a2a: weft.AllToAll) -> None:
-    place = a2a
-    place._received.x.view(torch.uint8).fill_(0xFF)
-    place._output.fill_(float("nan"))
+    a2a._received.x.view(torch.uint8).fill_(0xFF)
+    a2a._output.fill_(float("nan"))
     size = (a2a.config.shape.returned_rows * a2a.config.shape.returned_bytes,)
     offset = a2a.config.offsets.returned
-    place.heap.tensor(size, torch.uint8, offset=offset).fill_(0xFF)
+    a2a.heap.tensor(size, torch.uint8, offset=offset).fill_(0xFF)
 
 
 def settle(group: weft.Group) -> None:

@@ -19,8 +19,10 @@ DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 BIASED = replace(CONFIGS["gpt-oss"], hidden=WIDER, intermediate=128)
 
 
-def overlaps_of(config: weft.moe.MoEConfig, gemm: str) -> list[str]:
-    left_out = {"gemm_push"} if gemm != "grouped" else set()
+def overlaps_of(config: weft.moe.MoEConfig, device: torch.device, **options: Any) -> list[str]:
+    left_out = {"gemm_push"} if options["gemm"] != "grouped" else set()
+    if device.type == "cuda" and options["mode"] == "low_latency" and config.biased:
+        left_out |= {"gemm_push"} if options.get("fp8") else set()
     if not config.shared:
         left_out.add("shared_expert")
     return [overlap for overlap in OVERLAPS if overlap not in left_out]
@@ -30,7 +32,7 @@ def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
     """Three rounds with each overlap, over poison; the first one's bits are everyone's."""
     fp8 = bool(options.get("fp8"))
     first: dict[int, torch.Tensor] = {}
-    for overlap in overlaps_of(case.config, options["gemm"]):
+    for overlap in overlaps_of(case.config, group.device, **options):
         with case.open(group, **options, overlap=overlap) as layer:
             for seed in range(3):
                 turn = seed % len(case.tokens)
