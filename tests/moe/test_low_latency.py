@@ -16,7 +16,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm import config as gemm_config
 from weft.moe import ExpertWeights, grouped_experts
 from weft.moe.config import choose_gemm, pushes_in_place
-from weft.moe.low_latency import YIELDS_FROM, Blocks
+from weft.moe.low_latency import YIELDS_FROM
 from weft.moe.torch_experts import RowsByExpert
 
 BY_EXPERT = {"mode": "low_latency"}
@@ -218,6 +218,6 @@ def test_a_product_that_is_not_early_is_launched_behind(monkeypatch, early):
     mlp = grouped_experts.GroupedExperts(
         DEEP, (8, 4), 8, fp8=True, ranks=2, max_tokens=4, programmatic=True, device=device
     )
-    rows = Blocks((nothing, nothing), nothing, nothing, None, None)
+    rows = RowsByExpert((nothing, nothing), nothing, nothing)
     mlp.up(ExpertWeights.stack(DEEP, []).to_fp8(), rows, tokens=4, early=early)
     assert [given["programmatic_launch"] for given in asked] == [early]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
+from weft.moe.torch_experts import RowsByExpert
 
 BIASED, PLAIN, SITU = (MODELS[name] for name in ("gpt-oss-120b", "qwen3-30b-a3b", "kimi-k3"))
 HALVES = (torch.bfloat16, torch.float16)
@@ -28,24 +29,14 @@ HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
 MOST = (0, 8, 64, 5000)
 
 
-@dataclass(frozen=True)
-class Rows:
+def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> RowsByExpert:
     """Rows by expert, none of which is anybody's."""
-
-    rows: tuple[torch.Tensor, ...]
-    counts: torch.Tensor
-    offsets: torch.Tensor
-    dst_addr: torch.Tensor
-    abort_flag: torch.Tensor | None
-
-
-def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> Rows:
     x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)
     scales = (torch.zeros(*rows, config.hidden // 128),) if fp8 else ()
     ends = torch.zeros(experts + 1, dtype=torch.int32)
     addresses = torch.zeros(rows, dtype=torch.int64).flatten()
     broken = torch.zeros(1, dtype=torch.int32) if len(rows) == 2 else None
-    return Rows((x, *scales), ends[1:].clone(), ends, addresses, broken)
+    return RowsByExpert((x, *scales), ends, ends[1:].clone(), addresses, broken)
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ class Plans(NamedTuple):
 class GroupedExperts:
     """Two grouped GEMMs; the first gates and quantises in its epilogue, the second may push.
 
+    Calls are those of `TorchExperts`.
+
     FP8 and MXFP4 weights take rows as FP8 off the wire. Every plan of a GEMM gives the same bits;
     which is fastest depends on the weights' dtype and on how many rows an expert has, and is looked
     up once for each number of tokens.
@@ -73,7 +75,6 @@ class GroupedExperts:
         self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
         self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
         self._grouped: RowsByExpert | None = None
-        self._pushed_rows: RowsByExpert | None = None
         self._push: Push | None = None
         self._ranks, self._max_tokens = ranks, max_tokens
         self._plans: dict[tuple[int, torch.dtype], Plans] = {}
@@ -167,8 +168,7 @@ class GroupedExperts:
                 "these rows have no addresses at their owners; build the layer with "
                 "overlap='gemm_push'"
             )
-        if rows is not self._pushed_rows:  # else as in the last call
-            self._pushed_rows = rows
+        if self._push is None or rows.dst_addr is not self._push.dst_addr:
             self._push = Push(
                 rows.dst_addr,
                 self._config.dtype,
@@ -178,7 +178,7 @@ class GroupedExperts:
         self._multiply(weights, self._plan.push, epilogue=self._push)
 
     def forget(self) -> None:
-        self._grouped = self._pushed_rows = self._push = None
+        self._grouped = self._push = None
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
         grouped = self._grouped

@@ -12,7 +12,7 @@ from weft.grouping.operator import ExpertGroups
 from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
 from weft.moe.router import Routed
-from weft.moe.torch_experts import torch_layout
+from weft.moe.torch_experts import RowsByExpert, torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
 
@@ -37,7 +37,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        exchange, groups, experts = self.exchange, self._groups, self.experts
+        exchange, experts = self.exchange, self.experts
         if out is not None:
             exchange._check_outside("out", out)  # combine would, when tokens are away
         sent, scale = self._sent(x, routed.weights)
@@ -47,7 +47,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         most = None if rows is None or self.group.hosts == 1 else max(rows, 1)
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=most)
         add = self._run_shared(shared, x)
-        by_expert = groups.gather(received)
+        by_expert = self._gather(received)
         some = bool(exchange.local_experts)
         if some:
             experts.up(weights, by_expert, tokens=len(x))
@@ -57,7 +57,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
         if some:
-            groups.send(experts.down(weights))
+            self._groups.send(experts.down(weights))
         else:
             exchange.combine_send()
         self.side_stream.join()
@@ -65,11 +65,14 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write the exchange's output: every row's weighted sum over this rank's experts."""
-        groups = self._groups
         instance("received", received, Received, "pass what dispatch of layer.exchange returned")
         if self.exchange.num_local_experts:
-            self.experts.up(weights, groups.gather(received), tokens=self._tokens)
-            groups.scatter(self.experts.down(weights))
+            self.experts.up(weights, self._gather(received), tokens=self._tokens)
+            self._groups.scatter(self.experts.down(weights))
+
+    def _gather(self, received: Received) -> RowsByExpert:
+        found = self._groups.gather(received)
+        return RowsByExpert(found.rows, found.offsets, found.counts, found.dst_addr)
 
     def close(self) -> None:
         if hasattr(self, "_groups"):  # else opening it failed

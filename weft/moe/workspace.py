@@ -24,10 +24,11 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.models import MoEConfig
 from weft.moe.router import Routed
-from weft.moe.torch_experts import Experts, TorchExperts
+from weft.moe.torch_experts import TorchExperts
 from weft.runtime.stream import synchronize_stream
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
+Experts: TypeAlias = GroupedExperts | TorchExperts  # the same calls; TorchExperts documents them
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Rows = TypeVar("Rows", Received, ExpertRows)
 
