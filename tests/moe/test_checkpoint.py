@@ -84,7 +84,7 @@ def same(a: ExpertWeights, b: ExpertWeights) -> None:
         assert (one is None) == (other is None), name
         if one is not None:
             assert one.dtype == other.dtype, name
-            assert torch.equal(one.float(), other.float()), name
+            assert torch.equal(one.float().cpu(), other.float().cpu()), name
 
 
 def test_some_experts_of_one_layer_in_many_files(tmp_path):
@@ -429,6 +429,16 @@ def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
     same(read(save(tmp_path, separate()), 1), ExpertWeights.stack(CONFIG, experts_of()[1:2]))
     wanted = [f"{NAME}.1.{name}_proj.weight" for name in ("gate", "up", "down")]
     assert asked == [(name, ...) for name in wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("store", [dict, in_fp8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_gpu_holds_the_same_bits(tmp_path, store, fp8):
+    folder = save(tmp_path, store(separate()))
+    found = read(folder, *range(EXPERTS), fp8=fp8, device="cuda")
+    assert all(tensor.is_cuda for tensor in found.tensors)
+    same(found, read(folder, *range(EXPERTS), fp8=fp8))
 
 
 def test_what_was_read_is_the_callers(tmp_path):

@@ -45,7 +45,11 @@ def settle(group: weft.Group) -> None:
     group.barrier()
 
 
-def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0) -> None:
+def rounds(
+    group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0
+) -> list[torch.Tensor]:
+    """Three rounds over poison, each near the reference."""
+    found, fp8 = [], bool(options.get("fp8"))
     with case.open(group, **options) as layer:
         for seed in range(3):
             turn = seed % len(case.tokens)
@@ -55,12 +59,14 @@ def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float 
             out = torch.full_like(x, float("nan"))
             result = layer(x, logits, out=out)
             assert result is out
-            wanted = now.wanted(layer, x, logits, options.get("quantize"))
+            wanted = now.wanted(layer, x, logits, options.get("quantize"), fp8)
             torch.testing.assert_close(
                 result.float(), wanted, rtol=0, atol=slack * bound(case.config, wanted)
             )
             settle(group)
             layer.check()
+            found.append(result)
+    return found
 
 
 WIDTHS = [torch.float32, torch.bfloat16]
