@@ -89,6 +89,7 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
+    "a rank without experts, fp8": ({"expert_map": [1] * 8, "quantize": "fp8"}, 1.0),
 }
 CARRIED = [(m, wire) for m in MODES for wire in WIRES if (m, wire) != ("low_latency", "mxfp8 out")]
 

@@ -261,6 +261,7 @@ class MoE:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of ordinary memory that this rank holds for the layer and its siblings."""
+        self._check_open()
         return self._workspace.bytes
 
     def __call__(

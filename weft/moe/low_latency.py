@@ -58,23 +58,13 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         None where the rows were pushed.
         """
         instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
-        experts = len(self._offsets) - 1
-        if experts:
-            yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
-            rows = self._blocks(received)
-            self.experts.up(weights, rows, tokens=self._tokens, early=not yields)
+        yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
+        rows = self._blocks(received)
+        self.experts.up(weights, rows, tokens=self._tokens, early=not yields)
         if received.dst_addr is not None:
-            if experts:
-                self.experts.push(weights)
+            self.experts.push(weights)
             return None
-        size = (*received.x.shape[:2], self.config.hidden)
-        if not experts:
-            return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
-        return self.experts.down(weights).view(size)
-
-    @property
-    def _packed(self) -> bool:
-        return packs(self.plan, self.group.device)
+        return self.experts.down(weights).view(*received.x.shape[:2], self.config.hidden)
 
     def _blocks(self, received: ExpertRows) -> RowsByExpert:
         """Nothing is copied: blocks follow each other."""
@@ -90,6 +80,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         return LowLatencyAllToAll(self.group, **sizes, **self.options.of_exchange())
 
     def _open_rows(self) -> tuple[int, ...]:
+        self._packed = packs(self.plan, self.group.device)
         exchange = self.exchange
         experts, rows = exchange.num_local_experts, exchange.ep_size * exchange.max_tokens
         starts = torch.arange(experts + 1, dtype=torch.int32, device=self.group.device)

@@ -8,7 +8,7 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import instance
 from weft.grouping.config import Layout
-from weft.grouping.operator import ExpertGroups
+from weft.grouping.operator import ExpertGroups, buffer_bytes
 from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
 from weft.moe.router import Routed
@@ -47,28 +47,20 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         most = None if rows is None or self.group.hosts == 1 else max(rows, 1)
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=most)
         add = self._run_shared(shared, x)
-        by_expert = self._gather(received)
-        some = bool(exchange.local_experts)
-        if some:
-            experts.up(weights, by_expert, tokens=len(x))
+        experts.up(weights, self._gather(received), tokens=len(x))
         if self.plan.gemm_push:
-            if some:
-                experts.push(weights)
+            experts.push(weights)
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
-        if some:
-            self._groups.send(experts.down(weights))
-        else:
-            exchange.combine_send()
+        self._groups.send(experts.down(weights))
         self.side_stream.join()
         return exchange.combine_recv(out=out, add=add)
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write the exchange's output: every row's weighted sum over this rank's experts."""
         instance("received", received, Received, "pass what dispatch of layer.exchange returned")
-        if self.exchange.num_local_experts:
-            self.experts.up(weights, self._gather(received), tokens=self._tokens)
-            self._groups.scatter(self.experts.down(weights))
+        self.experts.up(weights, self._gather(received), tokens=self._tokens)
+        self._groups.scatter(self.experts.down(weights))
 
     def _gather(self, received: Received) -> RowsByExpert:
         found = self._groups.gather(received)
@@ -84,24 +76,17 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         # Halves, because sends are calls of their own.
         return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
-    @property
-    def _layout(self) -> Layout:
-        return layout_of(self.plan, self.group.device)
-
     def _open_rows(self) -> tuple[int, ...]:
+        layout, experts = layout_of(self.plan, self.group.device), self.exchange.num_local_experts
         self._groups = groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
-            layout=self._layout,
+            layout=layout,
             programmatic_launch=self.options.programmatic_launch,
         )
-        self._max_rows = groups.max_rows
-        experts = self.exchange.num_local_experts
-        if self._layout == "masked":
+        if layout == "masked":
             return (experts, groups.max_rows)
         return (groups.max_rows if experts else 0,)
 
     def _rows_bytes(self) -> int:
-        return ExpertGroups.memory_bytes(
-            self.exchange, max_rows=self._max_rows, layout=self._layout
-        )
+        return buffer_bytes(self.exchange.config, self._groups.config, self.group.device)

@@ -140,5 +140,6 @@ class TorchExperts:
         if self._scales.numel():
             scales = self._scales.copy_(scales)
         wide = self._wide.copy_(q)  # exact: every e4m3 number is one of the wider type
-        wide.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+        columns = wide.shape[-1] // scales.shape[-1]  # that share a scale
+        wide.view(*scales.shape, columns).mul_(scales.unsqueeze(-1))
         return wide
