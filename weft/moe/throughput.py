@@ -77,16 +77,13 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
     def _open_rows(self) -> tuple[int, ...]:
-        layout, experts = layout_of(self.plan, self.group.device), self.exchange.num_local_experts
-        self._groups = groups = ExpertGroups(
+        self._groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
-            layout=layout,
+            layout=layout_of(self.plan, self.group.device),
             programmatic_launch=self.options.programmatic_launch,
         )
-        if layout == "masked":
-            return (experts, groups.max_rows)
-        return (groups.max_rows if experts else 0,)
+        return self._groups._y_shape[:-1]
 
     def _rows_bytes(self) -> int:
         return buffer_bytes(self.exchange.config, self._groups.config, self.group.device)
