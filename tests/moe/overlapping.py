@@ -12,7 +12,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,30 +188,27 @@ def captured(step: Step) -> Callable[[], None]:
     return graph.replay
 
 
-@dataclass(frozen=True)
-class Plan:
-    """replays: of all modes together.   beside: called before each, with its number."""
-
-    replays: int
-    modes: tuple[str, ...] = tuple(MODES)
-    graphs: bool = True
-
-
 def replay(
     group: weft.Group,
-    plan: Plan,
+    replays: int,
     options: dict[str, Any],
     beside: Callable[[int], None] = lambda done: None,
+    *,
+    modes: tuple[str, ...] = tuple(MODES),
+    graphs: bool = True,
 ) -> dict[str, int]:
-    """Graphs of every mode and size in an order that all ranks know, eager calls between them."""
+    """Graphs of every mode and size in an order that all ranks know, eager calls between them.
+
+    replays: of all modes together.   beside: called before each, with its number.
+    """
     case = Case(CONFIG, tokens=(10,) * group.size)
     if group.device.type == "cuda":
         torch.cuda.manual_seed(group.rank)
-    with Layers(group, case, plan.modes, options) as layers:
+    with Layers(group, case, modes, options) as layers:
         against_reference(layers)
         steps = [
             Step(layers, mode, tokens, poison=poison)
-            for mode in plan.modes
+            for mode in modes
             for tokens in SIZES
             for poison in (False, True)
         ]
@@ -219,10 +216,10 @@ def replay(
             step()  # everything is compiled and loaded behind it
         settle(group)
         plays: list[Callable[[], None]] = list(steps)
-        if group.device.type == "cuda" and plan.graphs:
+        if group.device.type == "cuda" and graphs:
             plays = [captured(step) for step in steps]
         order = random.Random(5)
-        for done in range(plan.replays):
+        for done in range(replays):
             which = order.randrange(len(plays))
             beside(done)
             if done % 97 == 0:
