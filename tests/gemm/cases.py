@@ -304,6 +304,40 @@ class Output:
             assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == UNTOUCHED).all())
 
 
+def hold_to_rows(made: Made, plan: WgmmaPlan) -> None:
+    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none.
+
+    made: of five experts.
+    """
+    starts, total, third = made.case.starts, made.case.rows, made.case.counts[2]
+    honest = made.call(plan=plan).numbers
+    lying = made.with_given(
+        counts=[-5, -(2**31), 2**31 - 1, 1, 30], offsets=[*starts[:3], -7, total]
+    )
+    got = lying.call(plan=plan).numbers
+    assert bool((got[: starts[2]] == UNTOUCHED).all())
+    assert torch.equal(got[starts[2] :][:third], honest[starts[2] :][:third])
+    starts = [total, total + 9, 2**30, -(2**31), 2**31 - 1]
+    beyond = made.with_given(counts=[40, 9, 20, 30, 2**31 - 1], offsets=starts)
+    assert bool((beyond.call(plan=plan).numbers == UNTOUCHED).all())
+
+
+def hold_damage_to_its_row(made: Made, *plans: WgmmaPlan) -> None:
+    """Rows whose scales are not finite become NaN; all others keep the bits of the first plan."""
+    rows = [5, made.case.rows // 2]
+    clean = made.call(GatedQuant(), plans[0])
+    made.given["a_scale"][rows[0], 1] = torch.nan
+    made.given["a_scale"][rows[1], 0] = torch.inf
+    for plan in plans:
+        got = made.call(GatedQuant(), plan)
+        assert got.scales is not None
+        assert clean.scales is not None
+        assert bool(got.scales[rows].isnan().all())
+        got.scales[rows] = clean.scales[rows]
+        got.numbers.view(torch.uint8)[rows] = clean.numbers.view(torch.uint8)[rows]
+        assert got.same_bits(clean), plan
+
+
 EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
 # What every kernel is tried with on a GPU.
 LAYOUTS = {

@@ -19,6 +19,8 @@ from tests.gemm.cases import (
     Case,
     every_exponent,
     gated,
+    hold_damage_to_its_row,
+    hold_to_rows,
     shape_of,
 )
 from weft.errors import OutOfOrder
@@ -152,39 +154,12 @@ def test_rows_are_pushed_to_dst_addr_or_nowhere(name: str, rows: int):
 
 @pytest.mark.parametrize("rows", [32, 160])
 def test_counts_and_starts_that_lie_touch_no_row_of_others(rows: int):
-    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none."""
-    made = Case(counts=(40, 9, 20, 30), n=512).make("cuda")
-    honest = made.call(plan=WgmmaPlan(rows)).numbers
-    starts, total = made.case.starts, made.case.rows
-    lying = made.with_given(
-        counts=[-5, 9, 2**31 - 1, 30],
-        offsets=[starts[0], starts[1], starts[2], -7, total],
-    )
-    got = lying.call(plan=WgmmaPlan(rows)).numbers
-    assert bool((got[: starts[1]] == UNTOUCHED).all())
-    assert torch.equal(got[starts[1] : starts[1] + 9], honest[starts[1] : starts[1] + 9])
-    assert torch.equal(got[starts[2] : starts[2] + 20], honest[starts[2] : starts[2] + 20])
-    beyond = made.with_given(counts=[40, 9, 20, 30], offsets=[total, total + 9, 2**30, 0, 0])
-    got = beyond.call(plan=WgmmaPlan(rows)).numbers
-    assert bool((got[30:] == UNTOUCHED).all())
+    hold_to_rows(CASES["contiguous"].make("cuda"), WgmmaPlan(rows))
 
 
-def test_damage_stays_in_its_block():
-    made = CASES["normal"].make("cuda")
-    clean = made.call(GatedQuant(), WgmmaPlan(160))
-    made.given["a_scale"][5, 1] = torch.nan
-    made.given["a_scale"][700, 0] = torch.inf
-    for rows in (32, 128, 256):
-        got = made.call(GatedQuant(), WgmmaPlan(rows))
-        assert got.scales is not None
-        assert clean.scales is not None
-        assert bool(got.scales[[5, 700]].isnan().all())
-        kept = torch.ones(len(got.scales), dtype=torch.bool, device="cuda")
-        kept[[5, 700]] = False
-        assert torch.equal(got.scales[kept], clean.scales[kept])
-        assert torch.equal(
-            got.numbers[kept].view(torch.uint8), clean.numbers[kept].view(torch.uint8)
-        )
+def test_damage_stays_in_its_row():
+    plans = (WgmmaPlan(rows) for rows in (160, 32, 128, 256))
+    hold_damage_to_its_row(CASES["normal"].make("cuda"), *plans)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
