@@ -411,8 +411,6 @@ def preload(shapes: Iterable[GemmShape]) -> None:
     wanted = [shape for shape in shapes if (device, shape) not in _functions]
     if not wanted:
         return
-    if torch.cuda.is_current_stream_capturing():
-        raise OutOfOrder("kernels are loaded before a graph is captured, not in it")
     with loading(device):
         arch = current_arch()
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:

@@ -109,11 +109,9 @@ class CudaGroupKernels(CudaKernels):
         else:
             threads, warps = SUMMING, slots * -(-shape.out_bytes // STRIP_BYTES)
             ctas = min(-(-warps * 32 // threads), self._resident(name, threads))
-        function, early = (
-            self._module.function(self._program.kernel(name)),
-            self._build.programmatic,
-        )
-        return Launch(Launcher(function, GroupArgs, programmatic=early), (ctas, 1, 1), threads)
+        function = self._module.function(self._program.kernel(name))
+        launcher = Launcher(function, GroupArgs, programmatic=self._build.programmatic)
+        return Launch(launcher, (ctas, 1, 1), threads)
 
     def _resident(self, name: str, threads: int) -> int:
         return self._sms * max(1, self._module.occupancy(self._program.kernel(name), threads))
