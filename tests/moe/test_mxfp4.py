@@ -227,6 +227,11 @@ REFUSED_IN_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
         {"config": replace(IN_MEMORY, hidden=384)},
         "the config 128 and 384; its size",
     ),
+    "a list": ({"gate_up": [[1]]}, "gate_up is a list; it must be a torch.Tensor"),
+    "a matrix": (
+        {"down": torch.zeros(160, 48, dtype=torch.uint8)},
+        r"down has shape \[160, 48\]; it must be \[local_experts, rows, columns\]",
+    ),
     "no bias": ({"down_bias": None}, r"down_bias is None; it must be \[3, 160\]"),
 }
 

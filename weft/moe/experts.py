@@ -285,15 +285,18 @@ class ExpertWeights:
         """
         instance("config", config, MoEConfig)
         flags(interleaved=interleaved, packed=packed)
-        inner, hidden = gate_up.shape[1] // 2, down.shape[1]
-        experts, device = gate_up.shape[0], gate_up.device
-        for name, tensor, shape, dtypes in (
+        device = getattr(gate_up, "device", torch.device("cpu"))
+        for name, tensor in (("gate_up", gate_up), ("down", down)):  # their sizes say the others'
+            shape = ("local_experts", "rows", "columns")
+            check_tensor(name, tensor, shape=shape, dtypes=(torch.uint8,), device=device)
+        experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, down.shape[1]
+        for name, tensor, sizes, dtypes in (
             ("gate_up", gate_up, (experts, 2 * inner, hidden // 2), (torch.uint8,)),
             ("down", down, (experts, hidden, inner // 2), (torch.uint8,)),
             ("gate_up_scale", gate_up_scale, (experts, 2 * inner, hidden // BLOCK), SCALES),
             ("down_scale", down_scale, (experts, hidden, inner // BLOCK), SCALES),
         ):
-            check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
+            check_tensor(name, tensor, shape=sizes, dtypes=dtypes, device=device)
         if not (0 <= config.intermediate - inner < UNIT_K and 0 <= config.hidden - hidden < UNIT_K):
             raise InvalidArgument(
                 f"the weights have intermediate {inner} and hidden {hidden}, the config "
