@@ -68,7 +68,8 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
     WeightFragments weights;
     const auto load = [&](WeightFragments& to) {
         smem.full[pipeline.stage].wait(pipeline.parity);
-        to.load(operands.unit + pipeline.stage * S.stage_bytes());
+        to.load(operands.unit + pipeline.stage * S.stage_bytes(),
+                reinterpret_cast<const u8*>(smem.magnitudes));
     };
     const auto multiply = [&](auto&& meanwhile) {
         const u32 stage = pipeline.stage;

@@ -118,7 +118,7 @@ def pack_matrix(
     exponents, power = _relative(at, values, scales)
     missing = b.shape[1] * UNIT_K - values.shape[1] * 2
     values = functional.pad(values, (0, missing // 2))
-    exponents = functional.pad(exponents, (0, missing // BLOCK), value=HIGHEST - LOWEST)
+    exponents = functional.pad(exponents, (0, missing // BLOCK), value=(HIGHEST - LOWEST) * 8)
     b[..., :VALUE_BYTES] = _values_of_units(values).flatten(2)
     b[..., VALUE_BYTES:] = _exponents_of_units(exponents).flatten(2)
     b_scale.copy_(torch.ldexp(torch.ones_like(power, dtype=torch.float32), power))
@@ -146,7 +146,7 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     numbers = numbers.permute(order).reshape(experts, n, k // BLOCK, BLOCK)
     powers = b[..., VALUE_BYTES:].reshape(experts, units, k_blocks, _WARPS, _ROWS, _HALVES, -1)
     powers = powers.permute(0, 1, 3, 5, 4, 2, 6).reshape(experts, n, -1, 1)
-    return (torch.ldexp(numbers, powers.int() + LOWEST) * b_scale.view(experts, n, 1, 1)).flatten(2)
+    return (torch.ldexp(numbers, powers.int() // 8 + LOWEST) * b_scale.view(experts, n, 1, 1)).flatten(2)
 
 
 def _check(
@@ -195,7 +195,7 @@ def _relative(
             "the smaller blocks anew, or use FP8 weights"
         )
     exponents = torch.where(some, power - row.unsqueeze(1) - LOWEST, HIGHEST - LOWEST)
-    return exponents.byte(), row
+    return exponents.byte() * 8, row
 
 
 def _values_of_units(values: torch.Tensor) -> torch.Tensor:
