@@ -33,31 +33,34 @@ WEFT_FN Magnitudes magnitudes_times(u32 exponent) {
     return all;
 }
 
-// A thread's numbers of one k block: registers of A for each 32 columns of k.
-struct WeightFragments {
-    u32 a[block_k_bytes / 32][4];
+// A thread's numbers of one k block, as they are in shared memory.
+struct PackedWeights {
+    uint4 rows[2];
+    uint2 exponents;
 
-    // unit: of the warpgroup, in shared memory.   tables: the magnitudes of each exponent, there too.
-    WEFT_FN void load(const u8* unit, const u8* tables) {
+    // unit: of the warpgroup.
+    WEFT_FN explicit PackedWeights(const u8* unit) {
         const u32 lane = threadIdx.x % warp_lanes;
         const u32 warp = threadIdx.x / warp_lanes % (warpgroup_threads / warp_lanes);
         const uint4* const values = reinterpret_cast<const uint4*>(unit) + warp * 2 * warp_lanes;
-        const uint2 exponents =
-            reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
-        const uint4 rows[2] = {values[lane], values[warp_lanes + lane]};
+        exponents = reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
+        rows[0] = values[lane];
+        rows[1] = values[warp_lanes + lane];
+    }
+    WEFT_FN u32 word(u32 r, u32 i) const {
+        return i == 0 ? rows[r].x : i == 1 ? rows[r].y : i == 2 ? rows[r].z : rows[r].w;
+    }
+    // Registers of A for the i-th 32 columns of k.   tables: the magnitudes of each exponent.
+    WEFT_FN void expand(u32 (&a)[4], u32 i, const Magnitudes* tables) const {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            const u32 words[4] = {rows[r].x, rows[r].y, rows[r].z, rows[r].w};
-            const u32 powers = r == 0 ? exponents.x : exponents.y;
-#pragma unroll
-            for (u32 i = 0; i < block_k_bytes / 32; ++i) {
-                const Magnitudes by = *reinterpret_cast<const Magnitudes*>(
-                    tables + permute_bytes(powers, 0, 0x4440 | i));
-                const u32 codes = words[i] & 0x77777777;
-                a[i][r] = permute_bytes(by.low, by.high, codes) | (words[i] & 0x80808080);
-                a[i][2 + r] =
-                    permute_bytes(by.low, by.high, codes >> 16) | (words[i] << 4 & 0x80808080);
-            }
+            const u32 offset =
+                permute_bytes(r == 0 ? exponents.x : exponents.y, 0, 0x4440 | i);
+            const Magnitudes by = *reinterpret_cast<const Magnitudes*>(
+                reinterpret_cast<const u8*>(tables) + offset);
+            const u32 packed = word(r, i), codes = packed & 0x77777777;
+            a[r] = permute_bytes(by.low, by.high, codes) | (packed & 0x80808080);
+            a[2 + r] = permute_bytes(by.low, by.high, codes >> 16) | (packed << 4 & 0x80808080);
         }
     }
 };
