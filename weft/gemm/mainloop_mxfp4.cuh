@@ -41,14 +41,16 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
+constexpr u32 most_read_ahead_n = 48;
+
 // Two CTAs on an SM have registers for the weights of one k block each. The tensor cores multiply 32
 // columns of k while the next ones are expanded, and work for the other CTA meanwhile. Of more than
 // 64 rows, for which a thread has no registers beside its sums, the last 48 come after the others.
 template <GemmShape S, u32 N>
 WEFT_FN void multiply_shared_sm(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
-                                float (&sum)[N / 2]) {
+                                const PackedWeights& packed, float (&sum)[N / 2],
+                                auto&& meanwhile) {
     constexpr u32 rows = N > 64 ? N - 48 : N;
-    const PackedWeights packed(operands.unit + stage * S.stage_bytes());
     const u32 b = operands.swap_b + descriptor_offset<S>(stage);
     u32 a[block_k_bytes / 32][4];
     {
@@ -61,6 +63,7 @@ WEFT_FN void multiply_shared_sm(GemmShared<S>& smem, u32 stage, const Operands<S
         }
         wgmma_commit();
         block.read_scales(operands, smem, stage);
+        meanwhile();
         block.template promote<0>(sum);
     }
     if constexpr (rows < N) {
@@ -78,11 +81,30 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
     if constexpr (S.ctas_per_sm() == 2) {
+        const auto read = [&](u32 stage, u32 parity) {
+            smem.full[stage].wait(parity);
+            return PackedWeights(operands.unit + stage * S.stage_bytes());
+        };
+        if constexpr (N <= most_read_ahead_n) {
+            PackedWeights packed = read(pipeline.stage, pipeline.parity);
 #pragma unroll 1
-        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
-            smem.full[pipeline.stage].wait(pipeline.parity);
-            multiply_shared_sm<S, N>(smem, pipeline.stage, operands, sum);
-            release_stage(smem, pipeline.stage, rank);
+            for (u32 k = 0; k < S.k_blocks(); ++k) {
+                const u32 stage = pipeline.stage;
+                pipeline.advance();
+                PackedWeights next = packed;
+                multiply_shared_sm<S, N>(smem, stage, operands, packed, sum, [&] {
+                    if (k + 1 < S.k_blocks()) next = read(pipeline.stage, pipeline.parity);
+                });
+                release_stage(smem, stage, rank);
+                packed = next;
+            }
+        } else {
+#pragma unroll 1
+            for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
+                const PackedWeights packed = read(pipeline.stage, pipeline.parity);
+                multiply_shared_sm<S, N>(smem, pipeline.stage, operands, packed, sum, [] {});
+                release_stage(smem, pipeline.stage, rank);
+            }
         }
         return;
     } else {
