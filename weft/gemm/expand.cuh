@@ -39,7 +39,7 @@ struct PackedWeights {
     uint2 exponents;
 
     // unit: of the warpgroup.
-    WEFT_FN explicit PackedWeights(const u8* unit) {
+    WEFT_FN void read(const u8* unit) {
         const u32 lane = threadIdx.x % warp_lanes;
         const u32 warp = threadIdx.x / warp_lanes % (warpgroup_threads / warp_lanes);
         const uint4* const values = reinterpret_cast<const uint4*>(unit) + warp * 2 * warp_lanes;

@@ -41,20 +41,25 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
-constexpr u32 most_read_ahead_n = 48;
+// Whether a thread has registers for the packed weights of one more k block.
+template <GemmShape S, u32 N> constexpr bool reads_ahead() {
+    return S.ctas_per_sm() == 1 || N <= 48;
+}
 
-// Two CTAs on an SM have registers for the weights of one k block each. The tensor cores multiply 32
-// columns of k while the next ones are expanded, and work for the other CTA meanwhile. Of more than
-// 64 rows, for which a thread has no registers beside its sums, the last 48 come after the others.
+// Multiplies a k block: the tensor cores multiply 32 columns of k while the next ones are expanded.
+// Where two CTAs share an SM and a tile has more than 64 rows, a thread has no registers for all
+// products beside its sums: the last 48 rows come after the others.
 template <GemmShape S, u32 N>
-WEFT_FN void multiply_shared_sm(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
+WEFT_FN void multiply_expanding(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
                                 const PackedWeights& packed, float (&sum)[N / 2],
                                 auto&& meanwhile) {
-    constexpr u32 rows = N > 64 ? N - 48 : N;
+    constexpr bool alone = S.ctas_per_sm() == 1;
+    constexpr u32 rows = alone || N <= 64 ? N : N - 48;
+    constexpr u32 ahead = !alone ? (N <= 64 ? 2 : 1) : N <= normal_m ? scales_read_ahead : 1;
     const u32 b = operands.swap_b + descriptor_offset<S>(stage);
     u32 a[block_k_bytes / 32][4];
     {
-        SwapAbKBlock<S, rows, (N <= 64 ? 2 : 1)> block;
+        SwapAbKBlock<S, rows, ahead> block;
 #pragma unroll
         for (u32 i = 0; i < block_k_bytes / 32; ++i) {
             packed.expand(a[i], i, smem.magnitudes);
@@ -75,70 +80,27 @@ WEFT_FN void multiply_shared_sm(GemmShared<S>& smem, u32 stage, const Operands<S
     hold_registers(a);
 }
 
-// Alone on its SM, a warp expands the next k block's weights while the tensor cores multiply one.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
-    if constexpr (S.ctas_per_sm() == 2) {
-        const auto read = [&](u32 stage, u32 parity) {
-            smem.full[stage].wait(parity);
-            return PackedWeights(operands.unit + stage * S.stage_bytes());
-        };
-        if constexpr (N <= most_read_ahead_n) {
-            PackedWeights packed = read(pipeline.stage, pipeline.parity);
+    constexpr bool ahead = reads_ahead<S, N>();
+    PackedWeights packed, next;
+    const auto read = [&] {
+        smem.full[pipeline.stage].wait(pipeline.parity);
+        next.read(operands.unit + pipeline.stage * S.stage_bytes());
+    };
+    if constexpr (ahead) read();
 #pragma unroll 1
-            for (u32 k = 0; k < S.k_blocks(); ++k) {
-                const u32 stage = pipeline.stage;
-                pipeline.advance();
-                PackedWeights next = packed;
-                multiply_shared_sm<S, N>(smem, stage, operands, packed, sum, [&] {
-                    if (k + 1 < S.k_blocks()) next = read(pipeline.stage, pipeline.parity);
-                });
-                release_stage(smem, stage, rank);
-                packed = next;
-            }
-        } else {
-#pragma unroll 1
-            for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
-                const PackedWeights packed = read(pipeline.stage, pipeline.parity);
-                multiply_shared_sm<S, N>(smem, pipeline.stage, operands, packed, sum, [] {});
-                release_stage(smem, pipeline.stage, rank);
-            }
-        }
-        return;
-    } else {
-        constexpr u32 ahead = N <= normal_m ? scales_read_ahead : 1;  // what registers are left for
-        u32 weights[block_k_bytes / 32][4];
-        const auto load = [&](u32 (&to)[block_k_bytes / 32][4]) {
-            smem.full[pipeline.stage].wait(pipeline.parity);
-            const PackedWeights packed(operands.unit + pipeline.stage * S.stage_bytes());
-#pragma unroll
-            for (u32 i = 0; i < block_k_bytes / 32; ++i) packed.expand(to[i], i, smem.magnitudes);
-        };
-        const auto multiply = [&](auto&& meanwhile) {
-            const u32 stage = pipeline.stage;
-            SwapAbKBlock<S, N, ahead> block;
-            issue_k_block<S.row_operand(), N>(block.acc, weights,
-                                              operands.swap_b + descriptor_offset<S>(stage));
-            block.read_scales(operands, smem, stage);
-            pipeline.advance();
-            meanwhile();
-            block.template promote<0>(sum);
-            hold_registers(weights);
-            release_stage(smem, stage, rank);
-        };
-        load(weights);
-#pragma unroll 2
-        for (u32 k = 1; k < S.k_blocks(); ++k) {
-            u32 next[block_k_bytes / 32][4];
-            multiply([&] { load(next); });
-#pragma unroll
-            for (u32 i = 0; i < block_k_bytes / 32; ++i)
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j) weights[i][j] = next[i][j];
-        }
-        multiply([] {});
+    for (u32 k = 0; k < S.k_blocks(); ++k) {
+        if constexpr (!ahead) read();
+        packed = next;
+        const u32 stage = pipeline.stage;
+        pipeline.advance();
+        multiply_expanding<S, N>(smem, stage, operands, packed, sum, [&] {
+            if (ahead && k + 1 < S.k_blocks()) read();
+        });
+        release_stage(smem, stage, rank);
     }
 }
 
