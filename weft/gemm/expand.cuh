@@ -54,10 +54,9 @@ struct PackedWeights {
     WEFT_FN void expand(u32 (&a)[4], u32 i, const Magnitudes* tables) const {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            const u32 offset =
-                permute_bytes(r == 0 ? exponents.x : exponents.y, 0, 0x4440 | i);
-            const Magnitudes by = *reinterpret_cast<const Magnitudes*>(
-                reinterpret_cast<const u8*>(tables) + offset);
+            const u32 offset = permute_bytes(r == 0 ? exponents.x : exponents.y, 0, 0x4440 | i);
+            const Magnitudes by =
+                *reinterpret_cast<const Magnitudes*>(reinterpret_cast<const u8*>(tables) + offset);
             const u32 packed = word(r, i), codes = packed & 0x77777777;
             a[r] = permute_bytes(by.low, by.high, codes) | (packed & 0x80808080);
             a[2 + r] = permute_bytes(by.low, by.high, codes >> 16) | (packed << 4 & 0x80808080);
