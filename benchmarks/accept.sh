@@ -95,12 +95,19 @@ tests() {
     step doctor 30 "$python" -m weft doctor
 }
 
-measure() { # measure NAME SECONDS OPTIONS...
-    local name=$1 limit=$2
-    shift 2
-    step "$name" "$limit" "$python" -m weft bench moe --model deepseek-v3 --quiet \
-        --device cuda --json "$out/$name.json" --plot "$out/$name.png" "$@"
+timed() { # timed NAME SECONDS BENCHMARK OPTIONS...
+    step "$1" "$2" "$python" -m weft bench "${@:3}" --quiet --device cuda --json "$out/$1.json"
 }
+
+# Of each benchmark: NAME SECONDS OPTIONS...
+measure() { timed "$1" "$2" moe --model deepseek-v3 --plot "$out/$1.png" "${@:3}"; }
+reduce() { timed "$1" "$2" allreduce --tokens 1..2048 --plot "$out/$1.png" "${@:3}"; }
+low() {
+    timed "$1" "$2" lowlatency --tokens 1..128 "${@:3}"
+    timed "$1-512" "$2" lowlatency --tokens 256,512 "${@:3}"
+}
+# NAME SECONDS RANKS OPTIONS...: 32 experts a rank, as 8 ranks have of DeepSeek-V3's 256.
+layers() { timed "$1" "$2" layer --ranks "$3" --experts $((32 * $3)) --dtype fp8 "${@:4}"; }
 
 bench() {
     local fp8=(--combine-dtype fp8 --quantize fp8) n
@@ -112,18 +119,6 @@ bench() {
     ((${#gpus[@]} < 2)) || measure ranks-2 60 --routing perfect --tokens 1..4096 --ranks 2
     for n in 16 8 24; do measure "sms-$n" 40 --routing perfect --tokens 1024,2048 --num-sms $n; done
     measure trace 40 --routing perfect --tokens 128 --trace "$out/trace-128.json"
-}
-
-weft() { # weft NAME SECONDS ARGUMENTS...
-    local name=$1 limit=$2
-    shift 2
-    step "$name" "$limit" "$python" -m weft "$@" --quiet --device cuda
-}
-
-reduce() { # reduce NAME SECONDS OPTIONS...
-    local name=$1 limit=$2
-    shift 2
-    weft "$name" "$limit" bench allreduce --tokens 1..2048 --json "$out/$name.json" --plot "$out/$name.png" "$@"
 }
 
 allreduce() {
@@ -149,27 +144,13 @@ allreduce() {
     reduce ar-peers 400 --ranks "$n" --peers
 }
 
-low() { # low NAME SECONDS OPTIONS...
-    local name=$1 limit=$2
-    shift 2
-    weft "$name" "$limit" bench lowlatency --tokens 1..128 --json "$out/$name.json" "$@"
-    weft "$name-512" "$limit" bench lowlatency --tokens 256,512 --json "$out/$name-512.json" "$@"
-}
-
 # Two routings, as the targets have them.
 lowlatency() {
     low ll-perfect 60 --routing perfect
     low ll-reduced 60 --routing uniform --reduce sender --combine-dtype fp8
-    weft ll-trace 60 bench lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
+    timed ll-trace 60 lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
     check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
     check ll-tests 300 some tests/lowlatency
-}
-
-# 32 experts a rank, as 8 ranks have of DeepSeek-V3's 256.
-layers() { # layers NAME SECONDS RANKS OPTIONS...
-    local name=$1 limit=$2 n=$3
-    shift 3
-    weft "$name" "$limit" bench layer --ranks "$n" --experts $((32 * n)) --dtype fp8 --json "$out/$name.json" "$@"
 }
 
 # The layer of DeepSeek-V3 first, then other routings, by expert, other models, and its tests.
@@ -185,8 +166,7 @@ layer() {
     layers layer-expert 90 "$most" --tokens 1,8,16,32,64,128,256,512 --overlap none,shared_expert,gemm_push --mode low_latency
     for n in 4 2; do ((n >= most)) || layers "layer-$n" 60 "$n" --tokens 8,64,128,256,512 --overlap none,gemm_push; done
     for each in qwen3-30b-a3b glm-4.5-air gpt-oss-120b; do
-        weft "layer-$each" 60 bench layer --ranks "$most" --model "$each" --tokens 8,64,128,512 \
-            --overlap none,gemm_push --json "$out/layer-$each.json"
+        timed "layer-$each" 60 layer --ranks "$most" --model "$each" --tokens 8,64,128,512 --overlap none,gemm_push
     done
     check layer-tests 300 some tests/moe
     check layer-product 180 all tests/gemm/test_hopper_gpu.py

@@ -40,6 +40,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import weft
@@ -579,8 +580,14 @@ def one_run(seed: int) -> Counter[str]:
     plan = Plan.of(seed)
     fork_server()  # whose own directory is not one of this run
     shared = in_shared_memory()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as place, temporary(Path(place, "tmp")):
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos-") as place,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         folder = Path(place)
+        (folder / "tmp").mkdir()  # ranks meet in directories below it
+        patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
+        patch.setenv("TMPDIR", str(folder / "tmp"))
         try:
             struck = Counter(death.name for death in plan.deaths.values())
             if plan.meets:
@@ -603,23 +610,6 @@ def one_run(seed: int) -> Counter[str]:
             text = "\n".join([f"chaos of seed {seed} ({plan}): {error}", *sorted(where)])
             raise AssertionError(text) from error
     return struck
-
-
-@contextlib.contextmanager
-def temporary(folder: Path) -> Iterator[None]:
-    """Within, ranks meet in directories below `folder`."""
-    folder.mkdir()
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    variable = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
-        if variable is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = variable
 
 
 def fork_server() -> ForkServerContext:

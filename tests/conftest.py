@@ -72,8 +72,9 @@ def ranks() -> Callable[[int, str], RunRanks]:
     def choose(count: int, device: str) -> RunRanks:
         longest = 220.0 if device == "cuda" else 3000.0
 
-        def run(body: Callable[..., Any], *args: Any, timeout: float = longest) -> list[Any]:
-            return weft.launch(body, *args, ranks=count, device=device, timeout=timeout)
+        def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+            options = {"timeout": longest, **options}
+            return weft.launch(body, *args, ranks=count, device=device, **options)
 
         return run
 
@@ -88,8 +89,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def as_threads(*args: Any, **options: Any) -> Any:
         return launch(*args, **{**options, "device": "threads"})
 
-    for place in ("harness", "rivals", "trace"):
-        monkeypatch.setattr(f"weft.bench.{place}.launch", as_threads)
+    monkeypatch.setattr("weft.bench.harness.launch", as_threads)
     return monkeypatch
 
 

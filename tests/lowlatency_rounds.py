@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from tests.recovery import dropped, of_living
 from tests.rounds import Round, bits, settle
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
+from weft.lowlatency.config import LowLatencyConfig, LowShape
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.reference import dequantize
@@ -30,21 +32,28 @@ class Mode:
     recipe: str = "weft"
     more: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the constructor, but for `more`."""
+        return {
+            "quantize": self.quantize,
+            "combine": self.combine,
+            "combine_dtype": self.combine_dtype,
+            "group_size": self.group_size,
+            "scale": self.scale,
+            "reduce": self.reduce,
+            "slots": 1 if self.combine == "gemm_push" else 2,
+            "_recipe": self.recipe,
+        }
+
     def make(self, group: weft.Group, case: Round, max_tokens: int) -> LowLatencyAllToAll:
-        slots = {"slots": 1} if self.combine == "gemm_push" else {}
-        return LowLatencyAllToAll(
-            group,
-            **case.sizes(max_tokens),
-            dtype=case.dtype,
-            quantize=self.quantize,
-            combine=self.combine,
-            combine_dtype=self.combine_dtype,
-            group_size=self.group_size,
-            scale=self.scale,
-            reduce=self.reduce,
-            _recipe=self.recipe,
-            **(slots | self.more),  # type: ignore[arg-type]
-        )
+        options: dict[str, Any] = self.options | self.more
+        return LowLatencyAllToAll(group, **case.sizes(max_tokens), dtype=case.dtype, **options)
+
+    def shape(self, case: Round, max_tokens: int, **more: Any) -> LowShape:
+        """What its kernels are made for; more: options that change it."""
+        sizes = {"ranks": len(case.tokens), **case.sizes(max_tokens), "dtype": case.dtype}
+        return LowLatencyConfig.of(**sizes, **self.options, **more).shape
 
 
 def readable(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +119,6 @@ def wanted_out(
 def check_rows(
     a2a: LowLatencyAllToAll,
     mode: Mode,
-    case: Round,
     inputs: list[tuple[torch.Tensor, ...]],
     got: ExpertRows,
     *,
@@ -153,7 +161,6 @@ def play(
     *,
     poison: bool = True,
     split_phase: bool = False,
-    wide_ids: bool = False,
     living: Sequence[int] | None = None,
     checks: bool = True,
 ) -> torch.Tensor:
@@ -179,7 +186,7 @@ def play(
     settle(group.device)
     if checks:
         a2a.check()
-    check_rows(a2a, mode, case, sent, got, poisoned=poison)
+    check_rows(a2a, mode, sent, got, poisoned=poison)
     y = expert_results(a2a, got)
     out = torch.full_like(x, float("nan"))
     more = add if case.add else None

@@ -11,20 +11,20 @@ from weft.jit import Cache
 from weft.jit.host import compile_file
 
 
-def compile_program(source: Path, *, name: str, options: Sequence[str] = ()) -> Path:
-    """The program that the file at `source` is; what it includes is weft's, or in its directory."""
-    options = (f"-I{source.parent}", *options)
-    program = compile_file(source.read_text(), name=name, options=options, cache=Cache())
+def compile_program(*sources: Path, name: str, options: Sequence[str] = ()) -> Path:
+    """The program that these files make, one after the other; what they include is weft's."""
+    text = "".join(source.read_text() for source in sources)
+    program = compile_file(text, name=name, options=options, cache=Cache())
     program.chmod(0o700)
     return program
 
 
 def run_program(
-    source: Path, *arguments: object, name: str, options: Sequence[str]
+    sources: Sequence[Path], *arguments: object, name: str, options: Sequence[str]
 ) -> tuple[int, str]:
     """Its exit status and what it printed. Of data races the first report is the verdict."""
     done = subprocess.run(
-        [str(compile_program(source, name=name, options=options)), *map(str, arguments)],
+        [str(compile_program(*sources, name=name, options=options)), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,

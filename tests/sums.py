@@ -11,6 +11,7 @@ import torch
 import weft
 from tests.rounds import bits, settle
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, Quant, Reduced
+from weft.allreduce.config import ReduceConfig
 
 BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")
 
@@ -31,6 +32,21 @@ class Sum:
 
     def next(self, **changes: object) -> Sum:
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def epilogue_at(self) -> str:
+        """At the receiver where each rank has a residual and a weight of its own."""
+        return "receiver" if self.differ else "owner"
+
+    def config(self, ranks: int, max_tokens: int) -> ReduceConfig:
+        """What its kernels are made for."""
+        return ReduceConfig.of(
+            ranks=ranks,
+            max_tokens=max_tokens,
+            hidden=self.hidden,
+            dtype=self.dtype,
+            epilogue_at=self.epilogue_at,
+        )
 
     def rows(self, rank: int, device: torch.device) -> torch.Tensor:
         generator = torch.Generator(device=device).manual_seed(self.seed * 1009 + rank)

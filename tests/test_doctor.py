@@ -54,7 +54,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(doctor, "CudaModule", _Module)
     monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.159")
-    monkeypatch.setattr(doctor, "_exports", lambda driver, device: True)
+    monkeypatch.setattr(doctor, "_exports", lambda device: True)
     monkeypatch.setattr(doctor, "launch", lambda *given, **options: None)
     return monkeypatch
 
@@ -77,7 +77,7 @@ def test_a_machine_with_gpus(gpus):
 def test_what_is_wrong_with_gpus(gpus):
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     gpus.setattr(_Module, "refused", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
-    gpus.setattr(doctor, "_exports", lambda driver, device: device == 0)
+    gpus.setattr(doctor, "_exports", lambda device: device == 0)
     found = _examined()
     assert found["NVRTC sm_90a"].status == "fail"
     assert "trial kernel on cuda:0" in found["NVRTC sm_90a"].detail
@@ -128,7 +128,7 @@ def test_what_torch_raises_is_a_finding(gpus):
 
 
 def test_findings_before_a_failure_stay(gpus):
-    def refuses(driver, device):
+    def refuses(device):
         raise RuntimeError("the driver answered 999")
 
     gpus.setattr(doctor, "_exports", refuses)

@@ -32,14 +32,20 @@ def shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         size = "nested" if value.is_nested else list(value.shape)
         return f"a tensor {size} of {value.dtype} on {value.device}"
-    kind = type(value)
-    named = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    named = kind_of(value)
     if isinstance(value, (*_PLAIN, numbers.Number)):
         try:
             return repr(value) if isinstance(value, torch.dtype) else reprlib.repr(value)
         except Exception:  # an int of too many digits, or a list of what cannot be shown
-            return f"a {named}"
-    return f"a {named}"
+            return named
+    return named
+
+
+def kind_of(value: object) -> str:
+    """The type of a value, with its article."""
+    kind = type(value)
+    room = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a {room}{kind.__name__}"
 
 
 def refuse(name: str, value: object, wanted: str) -> NoReturn:
@@ -98,12 +104,7 @@ def real(
     """`value` as a finite float, at least or above a bound."""
     bound = "" if least is None else f", at least {least:g}"
     bound = bound if above is None else f", above {above:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, value, f"a finite number{bound}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = _float(value)
     if (
         not math.isfinite(number)
         or (least is not None and number < least)
@@ -115,16 +116,20 @@ def real(
 
 def seconds(name: str, value: object) -> float:
     """`value` as a time that a deadline can be made of."""
-    wanted = f"a number of seconds above 0, at most {MAX_SECONDS}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, value, wanted)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
+    number = _float(value)
     if not 0 < number <= MAX_SECONDS:
-        refuse(name, value, wanted)
+        refuse(name, value, f"a number of seconds above 0, at most {MAX_SECONDS}")
     return number
+
+
+def _float(value: object) -> float:
+    """`value` as a float; no number for what is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def one_of(name: str, value: object, allowed: Collection[T]) -> T:

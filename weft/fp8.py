@@ -18,24 +18,38 @@ def quantize(
     """
     columns = columns or (32 if kind == "mxfp8" else 128)
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
-    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
-    broken = amax.isinf()
-    safe = torch.where(broken, 1.0, amax)
+    amax, broken = block_amax(blocks)
     if kind == "mxfp8":
-        mantissa, exponent = torch.frexp(safe)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
-        power = torch.where(safe == 0, -127, exponent - 9 + (mantissa > 0.875).int())
-        power = power.clamp(min=-127)
+        power = torch.where(amax == 0, -127, power_above(amax)).clamp(min=-127)
         byte = torch.where(broken, 255, power + 127).to(torch.uint8)
         scales = byte.view(torch.float8_e8m0fnu)
-        inverse = torch.ldexp(torch.ones_like(safe), -power.double()).float()
+        inverse = power_of_two(-power)
     else:
-        small = safe < 2.0**-117
+        small = amax < 2.0**-117
         # Tensors on both sides: torch divides by a number as a product with its reciprocal.
-        scales = torch.where(small, 0.0, safe / torch.full_like(safe, 448.0))
+        scales = torch.where(small, 0.0, amax / torch.full_like(amax, 448.0))
         scales = torch.where(broken, torch.nan, scales)
-        inverse = torch.where(small, 0.0, torch.full_like(safe, 448.0) / safe)
+        inverse = torch.where(small, 0.0, torch.full_like(amax, 448.0) / amax)
     q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
     return q.to(torch.float8_e4m3fn).flatten(-2), scales
+
+
+def block_amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest |x| of blocks `[..., columns]`, 1 where one is no finite number; where one is."""
+    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
+    broken = amax.isinf()
+    return torch.where(broken, 1.0, amax), broken
+
+
+def power_above(amax: torch.Tensor) -> torch.Tensor:
+    """The exponent of the smallest power of two that brings amax, which is not 0, to 448."""
+    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return exponent - 9 + (mantissa > 0.875).int()
+
+
+def power_of_two(power: torch.Tensor) -> torch.Tensor:
+    """float32 2^power, also of numbers below the normal ones."""
+    return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power.double()).float()
 
 
 def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -219,19 +219,18 @@ def tree(project: str, folder: Path) -> Path:
     return folder
 
 
-def environment(folder: Path, program: Program, ranks: int, cpu: bool) -> dict[str, str]:
+def environment(folder: Path, ranks: int, cpu: bool) -> dict[str, str]:
     made = {
         **os.environ,
         "PYTHONPATH": f"{folder}:{REPOSITORY}",
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": str(folder / "tmp"),
         "TORCHDYNAMO_DISABLE": "1",
-        **{
-            "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-            "NCCL_NVLS_ENABLE": "0",
-            "NVSHMEM_DISABLE_NVLS": "1",
-        },
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
         "RIVALS_STORE_PORT": str(free_port()),
     }
     if cpu:
@@ -246,7 +245,7 @@ def start(
 ) -> list[subprocess.Popen[bytes]]:
     path = program.path.removeprefix("python/")
     given = [each.format(ranks=ranks) for each in (program.cpu if cpu else program.gpu)]
-    env = environment(folder, program, ranks, cpu)
+    env = environment(folder, ranks, cpu)
     (folder / "tmp").mkdir(exist_ok=True)
     made = []
     for rank in range(ranks if program.each_rank else 1):
@@ -256,14 +255,9 @@ def start(
             mine |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         command = [sys.executable, path, *given]
         if program.by_pytest:
-            options = [
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:benchmark",
-                f"--junitxml={folder}/{rank}.xml",
-                *("-v", "-s"),  # what a case prints tells of refused calls, also where it passes
-            ]
+            options = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+            # -s: what a case prints tells of refused calls, also where it passes.
+            options += [f"--junitxml={folder}/{rank}.xml", "-v", "-s"]
             command = [sys.executable, "-m", "pytest", *options, path, *given]
         with log.open("ab") as out:
             made.append(
@@ -313,13 +307,9 @@ def cases_of(folder: Path) -> dict[str, str]:
     for report in sorted(folder.glob("*.xml")):
         for case in ElementTree.parse(report).iter("testcase"):
             kinds = {child.tag for child in case}
-            outcome = (
-                "failed"
-                if kinds & {"failure", "error"}
-                else "skipped"
-                if "skipped" in kinds
-                else "passed"
-            )
+            outcome = "skipped" if "skipped" in kinds else "passed"
+            if kinds & {"failure", "error"}:
+                outcome = "failed"
             name = f"{case.get('classname')}::{case.get('name')}"
             found[name] = max(outcome, found.get(name, "passed"), key=order.index)
     return found
@@ -330,19 +320,12 @@ def play(
 ) -> dict[str, object]:
     """Run one program; its line.   named: also one that is refused."""
     line: dict[str, object] = {
-        **{
-            "project": program.project,
-            "program": program.name,
-            "commit": COMMITS[program.project][:9],
-        },
-        **{
-            "ranks": ranks,
-            "device": "cpu" if cpu else "cuda",
-            "cases": 0,
-            "passed": 0,
-            "failed": 0,
-            "skipped": 0,
-        },
+        "project": program.project,
+        "program": program.name,
+        "commit": COMMITS[program.project][:9],
+        "ranks": ranks,
+        "device": "cpu" if cpu else "cuda",
+        **dict.fromkeys(("cases", "passed", "failed", "skipped"), 0),
     }
     if ranks < program.needs:
         return {**line, "error": f"not run: it needs {program.needs} GPUs"}
@@ -365,9 +348,8 @@ def play(
     line |= {"cases": len(outcomes), "seconds": round(time.monotonic() - began, 1)}
     line |= {kind: outcomes.count(kind) for kind in ("passed", "failed", "skipped")}
     line["refused_calls"] = text.count("RIVALS-REFUSED")
-    line["steps"] = (
-        len(re.findall(r"\bpassed$", text, flags=re.MULTILINE)) if not program.by_pytest else 0
-    )
+    steps = [] if program.by_pytest else re.findall(r"\bpassed$", text, flags=re.MULTILINE)
+    line["steps"] = len(steps)
     if late:
         line["error"] = f"over {most:.0f} s; {first_error(text)}"
     elif line["failed"]:
@@ -386,29 +368,19 @@ def table(lines: list[dict[str, object]]) -> str:
         error = str(line.get("error", ""))
         if line.get("refused_calls"):
             error = f"{line['refused_calls']} calls made without NVFP4. {error}"
-        cells = [
-            f"{line['project']} {line['program']}",
-            *numbers,
-            str(line.get("seconds", "")),
-            error.replace("|", "/"),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
+        cells = [f"{line['project']} {line['program']}", *numbers, str(line.get("seconds", ""))]
+        rows.append(f"| {' | '.join(cells)} | {error.replace('|', '/')} |")
     return "\n".join(rows)
 
 
 def run(ranks: int, cpu: bool, only: list[str], limit: float, out: Path) -> int:
     """Run the programs, one after another; returns the exit status."""
     out.mkdir(parents=True, exist_ok=True)
-    wanted = {*only}
-    chosen = [p for p in PROGRAMS if not only or {p.name, p.project, p.row} & wanted]
+    chosen = [p for p in PROGRAMS if not only or {p.name, p.project, p.row} & {*only}]
     missing = [p.path for p in chosen if not (STORE / p.project / p.path).is_file()]
     if not chosen or missing:
-        print(
-            f"nothing to run: --only {','.join(only)}"
-            if not chosen
-            else f"not in {STORE}: {missing}; `collect` first",
-            file=sys.stderr,
-        )
+        why = f"not in {STORE}: {missing}; `collect` first"
+        print(why if chosen else f"nothing to run: --only {','.join(only)}", file=sys.stderr)
         return 2
     lines, end = [], time.monotonic() + limit
     with (out / "rivals.jsonl").open("a") as record:
@@ -441,12 +413,9 @@ def main() -> int:
     running.add_argument("--out", type=Path, default=REPOSITORY / "build" / "rivals")
     given = parser.parse_args()
     if given.command == "collect":
-        clones = {
-            "DeepEP": given.deep_ep,
-            "DeepEP-1.2.1": given.deep_ep,
-            "flashinfer": given.flashinfer,
-        }
-        collect(clones | {"Triton-distributed": given.triton_distributed})
+        clones = {"DeepEP": given.deep_ep, "DeepEP-1.2.1": given.deep_ep}
+        clones |= {"flashinfer": given.flashinfer, "Triton-distributed": given.triton_distributed}
+        collect(clones)
         return 0
     words = [word for word in given.only.split(",") if word]
     return run(given.ranks, given.cpu, words, given.limit, given.out.resolve())

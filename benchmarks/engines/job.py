@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from weft.bench.machine import ask_nvidia_smi, describe_machine
 
@@ -92,6 +92,18 @@ class Job:
         print("FAILED", text, flush=True)
         self.failed.append(text)
 
+    def log(self, name: str) -> Path:
+        """What the command of this name prints."""
+        return OUT / f"{self.what}-{name}.log"
+
+    def heard(self, name: str, text: str) -> bool:
+        """Does the log of this name hold these words? If not, the command fails."""
+        log = self.log(name)
+        if text in log.read_text(errors="replace"):
+            return True
+        self.fail(f"{name}: its log does not say {text!r}; end of {log.name}:\n{tail(log)}")
+        return False
+
     def record(self, variant: Variant, result: dict[str, Any], **case: Any) -> None:
         """Append a line to results.jsonl."""
         line = {
@@ -130,6 +142,9 @@ class Job:
         return 1 if self.failed else 0
 
 
+Begin: TypeAlias = Callable[[Job, Variant, str], None]  # starts a variant, by its name in a job
+
+
 def of_command(job: Job) -> Job:
     """A job none of whose processes outlives this one, also where it is killed."""
     atexit.register(job.end_waiting)
@@ -147,7 +162,7 @@ def chosen(names: list[str], known: Mapping[str, Variant]) -> list[Variant]:
 def in_turn(
     job: Job,
     variants: Iterable[Variant],
-    begin: Callable[[Variant, str], None],
+    begin: Begin,
     *,
     needs: float,
     suffix: str = "",
@@ -158,12 +173,12 @@ def in_turn(
     """
     named = [(each, each.name + suffix) for each in variants]
     for each in () if job.cpu else named:
-        begin(*each)
+        begin(job, *each)
     for variant, name in named:
         if job.out_of_time(name, needs):
             continue
         if job.cpu:
-            begin(variant, name)
+            begin(job, variant, name)
         yield variant, name
 
 
@@ -201,7 +216,7 @@ def begin_command(
     job: Job, name: str, command: list[str], env: dict[str, str], *, port: int = 0
 ) -> None:
     """Start a command of an engine's that `run` or `server` will let through to the GPUs."""
-    log, gate = OUT / f"{job.what}-{name}.log", OUT / f"gate-{name}"
+    log, gate = job.log(name), OUT / f"gate-{name}"
     with open(log, "a") as file:
         process = subprocess.Popen(
             command,
@@ -216,7 +231,7 @@ def begin_command(
 def in_servers(
     job: Job,
     variants: Iterable[Variant],
-    begin: Callable[[Variant, str], None],
+    begin: Begin,
     measure: Callable[[Variant, str, str], None],
     *,
     needs: float = 90.0,
@@ -236,12 +251,11 @@ def in_servers(
         process, log, began = hosts[0].process, hosts[0].log, time.monotonic()
         try:
             up = answers(job, process, hosts[0].address, wait)
-            if up and said(log, variant.says):
+            if not up:
+                job.fail(f"{name}: it did not come up; end of {log.name}:\n{tail(log)}")
+            elif job.heard(name, variant.says):
                 print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
                 measure(variant, name, hosts[0].address)
-            else:
-                why = f"it does not say {variant.says!r}" if up else "it did not come up"
-                job.fail(f"{name}: {why}; end of {log.name}:\n{tail(log)}")
             if up and outlives and process.poll() is not None:
                 job.fail(f"{name}: the server ended by itself; end of {log.name}:\n{tail(log)}")
         except Exception as error:
@@ -299,12 +313,16 @@ def run(
     return code == 0
 
 
+def opened(address: str, path: str, body: dict[str, Any], timeout: float) -> Any:
+    """The answer of a server, to be read and closed."""
+    head = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), head)
+    return urllib.request.urlopen(request, timeout=timeout)
+
+
 def post(address: str, path: str, body: dict[str, Any], timeout: float = 300.0) -> Any:
     """Ask a server."""
-    request = urllib.request.Request(
-        address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
+    with opened(address, path, body, timeout) as answer:
         text = answer.read().decode()
     try:
         return json.loads(text)
@@ -322,11 +340,6 @@ def tail(log: Path, lines: int = 30) -> str:
     """The end of a log."""
     text = log.read_text(errors="replace").splitlines()
     return "\n".join(f"    | {line[:240]}" for line in text[-lines:])
-
-
-def said(log: Path, text: str) -> bool:
-    """Does a log hold these words?"""
-    return text in log.read_text(errors="replace")
 
 
 def free_port() -> int:

@@ -47,7 +47,7 @@ def case_of(line: Line) -> str:
     """What sets a measurement apart from others."""
     words = ("bench", "variant", "model", "gpus", "layers", "requests", "batch", "input", "output")
     case = [line.get(word) for word in (*words, "against")]
-    return json.dumps([*case, [name for name in line["machine"]["gpus"]]])
+    return json.dumps([*case, line["machine"]["gpus"]])
 
 
 def newest(old: Line | None, new: Line) -> Line:
@@ -138,10 +138,10 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {
 
 
 def report(lines: list[Line]) -> str:
-    """Every table that these lines fill."""
+    """Every table that these lines fill; those of `load` and `elastic` fill none."""
     parts = []
     groups: dict[tuple[Any, ...], list[Line]] = {}
-    for line in lines:
+    for line in (each for each in lines if each["bench"] in TABLES):
         many = line["bench"] == "arithmetic"  # on any number of GPUs
         sizes = () if many else (line["gpus"], line.get("layers"), line.get("input"))
         key = (line["bench"], line["model"], *sizes, *line["machine"]["gpus"][:1])

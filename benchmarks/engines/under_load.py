@@ -18,13 +18,12 @@ import signal
 import socket
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job import OUT, Job, Variant, in_servers
+from job import Begin, Job, Variant, in_servers, opened
 
 from weft.bench.machine import ask_nvidia_smi
 
@@ -83,13 +82,8 @@ class Clients:
         tokens = draw.randrange(8, 257)
         ids = [draw.randrange(3, 259) for _ in range(draw.randrange(4, 300))]
         path, body = self.api.about(ids, tokens)
-        request = urllib.request.Request(
-            f"{self.address}{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
         lines: list[dict[str, Any]] = []
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with opened(self.address, path, body, 120.0) as answer:
             for seen, line in enumerate(answer):
                 if drop and seen > tokens:  # every second line is empty
                     return
@@ -119,7 +113,7 @@ def in_each(
     job: Job,
     given: argparse.Namespace,
     variants: list[Variant],
-    begin: Callable[[Variant, str], None],
+    begin: Begin,
     api: Api,
 ) -> None:
     """A server of each variant under load; of several ranks one is then killed."""
@@ -128,7 +122,7 @@ def in_each(
         result = load(job, Clients(address, api), given.loaded, given.clients)
         job.record(variant, result, clients=given.clients)
         if job.gpus > 1:
-            killed = without_a_rank(job, Clients(address, api), OUT / f"{job.what}-{name}.log")
+            killed = without_a_rank(job, Clients(address, api), job.log(name))
             job.record(variant, killed)
 
     needs, outlives = given.loaded + 60, job.gpus == 1

@@ -79,8 +79,8 @@ def main() -> int:
     parser.add_argument("--phase", choices=["decode", "prefill"], default="decode")
     given = parser.parse_args()
     job = of_data_parallel(given, given.requests, graphs="deepseek" not in given.model)
-    start, each = functools.partial(begin, job), functools.partial(measure, job, given)
-    in_servers(job, chosen(given.variants, VARIANTS), start, each)
+    each = functools.partial(measure, job, given)
+    in_servers(job, chosen(given.variants, VARIANTS), begin, each)
     return job.done()
 
 

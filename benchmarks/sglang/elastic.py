@@ -9,7 +9,6 @@ that fails in words (503) is asked again.
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 import signal
 import sys
@@ -19,8 +18,8 @@ import urllib.error
 from dataclasses import dataclass, field
 from typing import Any
 
-from arithmetic import texts
-from job import OUT, Variant, chosen, in_servers, post, said
+from arithmetic import GREEDY, texts
+from job import Variant, chosen, in_servers, post
 from load import API
 from server import arguments, begin, of_trained
 from variants import ELASTIC, VARIANTS
@@ -74,10 +73,7 @@ class Round:
 
     def ask(self, index: int) -> None:
         """One question, until it is answered."""
-        body = {
-            "text": self.questions[index].prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 64, "stop": ["\n"]},
-        }
+        body = {"text": self.questions[index].prompt, "sampling_params": GREEDY}
         for _ in range(TRIES):
             try:
                 answer = post(self.address, "/generate", body, timeout=LONGEST)
@@ -130,7 +126,7 @@ def main() -> int:
         want.extend(texts(address, [each.prompt for each in questions], 50))
 
     one = of_trained(given, 1)
-    in_servers(one, [VARIANTS["stock"]], functools.partial(begin, one), alone, suffix="-1")
+    in_servers(one, [VARIANTS["stock"]], begin, alone, suffix="-1")
     if one.failed:
         return one.done()
     job = of_trained(given, given.ranks)
@@ -143,15 +139,12 @@ def main() -> int:
             job.record(variant, result, clients=given.clients)
             if result["equal"] != len(questions) or (kill is not None and not this.killed):
                 job.fail(f"{name}, round of {kill}: {result}")
-        log = OUT / f"{job.what}-{name}.log"
-        lines = log.read_text(errors="replace").splitlines()
+        lines = job.log(name).read_text(errors="replace").splitlines()
         print("\n".join(line for line in lines if "ranks go on after" in line), flush=True)
         for kill in given.kill:
-            if not said(log, f"rank {kill} has died; "):
-                job.fail(f"{name}: the log does not say that rank {kill} has died")
+            job.heard(name, f"rank {kill} has died; ")
 
-    start = functools.partial(begin, job)
-    in_servers(job, chosen(given.variants, ELASTIC), start, measure)
+    in_servers(job, chosen(given.variants, ELASTIC), begin, measure)
     return job.done()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -34,8 +33,7 @@ def main() -> int:
     under_load.add_arguments(parser)
     given = parser.parse_args()
     job = of_trained(given, given.gpus)
-    start = functools.partial(begin, job)
-    under_load.in_each(job, given, chosen(given.variants, VARIANTS), start, API)
+    under_load.in_each(job, given, chosen(given.variants, VARIANTS), begin, API)
     return job.done()
 
 

@@ -73,8 +73,8 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=128)
     given = parser.parse_args()
     job = of_data_parallel(given, max(given.requests), graphs=what == "decode")
-    start, each = functools.partial(begin, job), functools.partial(measure, job, given)
-    in_servers(job, chosen(given.variants, VARIANTS), start, each)
+    each = functools.partial(measure, job, given)
+    in_servers(job, chosen(given.variants, VARIANTS), begin, each)
     return job.done()
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from job import OUT, Job, Variant, begin_command, chosen, in_turn, run, said, tail
+from job import OUT, Job, Variant, begin_command, chosen, in_turn, run, tail
 from server import NO_PREFILL_GRAPHS, arguments, environment, job_of
 from variants import SUMS
 
@@ -39,7 +39,7 @@ def main() -> int:
     flags = ("--tp", str(given.gpus), "--cuda-graph-max-bs-decode", most, NO_PREFILL_GRAPHS)
     job = job_of(given, *flags)
 
-    def start(variant: Variant, name: str) -> None:
+    def start(job: Job, variant: Variant, name: str) -> None:
         raw_of(job, name).unlink(missing_ok=True)
         command = [sys.executable, str(HERE / "one_batch.py"), *job.flags, *variant.flags]
         command += ["--batch-size", *map(str, given.batches), "--input-len", str(given.input)]
@@ -49,14 +49,12 @@ def main() -> int:
 
     for variant, name in in_turn(job, chosen(given.variants, SUMS), start, needs=60):
         raw, done = raw_of(job, name), run(job, name, [], 400)
-        log = OUT / f"{job.what}-{name}.log"
-        if done and not said(log, variant.says):
-            job.fail(f"{name}: {log.name} does not say {variant.says!r}:\n{tail(log)}")
+        if done and not job.heard(name, variant.says):
             continue
         lines = raw.read_text().splitlines() if raw.exists() else []
         if done and len(lines) < len(given.batches):  # its exit status is that of no rank
-            most = len(given.batches)
-            job.fail(f"{name}: {len(lines)} of {most} batches, end of its log:\n{tail(log)}")
+            few = f"{len(lines)} of {len(given.batches)} batches"
+            job.fail(f"{name}: {few}, end of its log:\n{tail(job.log(name))}")
         for line in lines:
             found = json.loads(line)
             result = {key: found[key] for key in KEPT if key in found}

@@ -36,7 +36,7 @@ def main() -> int:
     given = parser.parse_args()
     engine = of_trained(given, given.ranks, max_model_len=1024, data_parallel_size=given.ranks)
     job = job_of(given, engine, gpus=given.ranks)
-    start = functools.partial(begin_server, job, engine)
+    start = functools.partial(begin_server, engine)
     under_load.in_each(job, given, chosen(given.variants, VARIANTS), start, API)
     return job.done()
 

@@ -1,24 +1,14 @@
-// The fused all-reduce with ranks as threads: backends and sizes in an order that all ranks draw
-// alike, every element of every output checked. Exit status 0: all are right. Slots are atomic
-// words, so ThreadSanitizer has nothing to say of them; what it watches is everything else that
-// ranks might share. With -DWEFT_ONE_SIDE=1 rows that are pushed to be summed have one buffer
-// instead of two, and the test must catch a fast rank that overwrites what a slow one has not read.
-// With -DEPILOGUE_AT=receiver each rank has a weight of its own.
-#include <cstdio>
-#include <cstdlib>
-#include <thread>
-#include <vector>
-
+// The fused all-reduce with ranks as threads (tests/runtime/race.hpp): backends and sizes in an
+// order that all ranks draw alike, every element of every output checked. Exit status 0: all are
+// right. Slots are atomic words, so ThreadSanitizer has nothing to say of them; what it watches is
+// everything else that ranks might share. With -DWEFT_ONE_SIDE=1 rows that are pushed to be summed
+// have one buffer instead of two, and the test must catch a fast rank that overwrites what a slow
+// one has not read. With -DEPILOGUE_AT=receiver each rank has a weight of its own.
 #include <weft/allreduce/cpu.cpp>
 
-#ifndef RANKS
-#define RANKS 4
-#endif
 #ifndef EPILOGUE_AT
 #define EPILOGUE_AT owner
 #endif
-
-using namespace weft;
 
 constexpr Reduction R{.ranks = RANKS,
                       .tokens = 10,
@@ -27,12 +17,6 @@ constexpr Reduction R{.ranks = RANKS,
                       .dtype = DType::fp32,
                       .epilogue_at = EpilogueAt::EPILOGUE_AT,
                       .missing = Missing::error};
-using Shares = ReductionShare<R>;
-
-struct Job {
-    u64 base = 0, calls = 0;
-    Mailbox boxes[R.ranks] = {};
-};
 
 static float number_of(u32 rank, u32 token, u32 i, u64 call) {
     return float(scramble(call * 4096 + token * 64 + rank * 8 + i % 5) % 1024);
@@ -75,16 +59,12 @@ static u64 wrong_numbers(const ReduceArgs& a, const std::vector<float>& out,
     return wrong;
 }
 
-static void run_rank(Job& job, u32 rank, u64& wrong) {
-    const Site site{.base = job.base,
-                    .stride = sizeof(Shares),
-                    .mailbox = u64(&job.boxes[rank]),
-                    .rank = rank,
-                    .descriptor = 0};
+static void run_rank(const Site& site, u64 calls, u64& wrong) {
+    const u32 rank = site.rank;
     std::vector<float> x(R.tokens * R.hidden), out(x.size()), norm(x.size());
     const bool differ = R.epilogue_at == EpilogueAt::receiver;
     const std::vector<float> weight(R.hidden, differ ? float(1 << rank) : 1.0f);
-    for (u64 call = 1; call <= job.calls; ++call) {
+    for (u64 call = 1; call <= calls; ++call) {
         Backend backend;
         ReduceArgs a = draw_call(site, call, backend);
         for (u32 t = 0; t < a.tokens; ++t)
@@ -96,44 +76,19 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
         a.weight_is_fp32 = 1;
         if (scramble(call * R.ranks + rank) % 16 == 0) pause_ns(20000);
         run_call(a, backend);
-        if (load_acquire(&job.boxes[rank].broken_code) != 0) {
-            std::printf("rank %u broke with code %u in call %llu\n", rank,
-                        job.boxes[rank].broken_code, call);
-            wrong += 1;
-            return;
-        }
+        if (is_broken(site, call, wrong)) return;
         wrong += wrong_numbers(a, out, norm, weight[0], call);
     }
 }
 
 int main(int argc, char** argv) {
-    Job job;
-    job.calls = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200;
-    const u64 first_epoch = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
-    const u64 bytes = (sizeof(Shares) + 127) / 128 * 128;
-    void* memory = std::aligned_alloc(128, bytes * R.ranks);
-    if (memory == nullptr) return 2;
-    std::memset(memory, 0, bytes * R.ranks);
-    job.base = reinterpret_cast<u64>(memory);
+    const Race<ReductionShare<R>> race(argc, argv);
     for (u32 rank = 0; rank < R.ranks; ++rank) {
-        Shares& own = *reinterpret_cast<Shares*>(job.base + rank * sizeof(Shares));
-        own.header.generation = 1;
-        own.header.living = (1u << R.ranks) - 1;
-        own.header.deadline_ns = own.header.first_deadline_ns =
-            WEFT_ONE_SIDE ? 1000000000ull : 60000000000ull;
-        own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
-        std::memset(own.inbox.direct, 0xff, sizeof own.inbox.direct);
-        std::memset(own.inbox.part, 0xff, sizeof own.inbox.part);
-        std::memset(own.inbox.whole, 0xff, sizeof own.inbox.whole);
+        ReductionInbox<R>& inbox = race.shares[rank].inbox;
+        std::memset(inbox.direct, 0xff, sizeof inbox.direct);
+        std::memset(inbox.part, 0xff, sizeof inbox.part);
+        std::memset(inbox.whole, 0xff, sizeof inbox.whole);
     }
-    std::vector<u64> wrong(R.ranks);
-    std::vector<std::thread> threads;
-    for (u32 rank = 0; rank < R.ranks; ++rank)
-        threads.emplace_back([&, rank] { run_rank(job, rank, wrong[rank]); });
-    for (std::thread& thread : threads) thread.join();
-    u64 total = 0;
-    for (u64 w : wrong) total += w;
-    std::printf("%llu calls of %u ranks: %llu wrong numbers\n", job.calls, R.ranks, total);
-    std::free(memory);
-    return total != 0;
+    return race.run("calls", "numbers",
+                    [&](const Site& site, u64& wrong) { run_rank(site, race.rounds, wrong); });
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,23 +13,20 @@ import torch
 import weft
 from tests.rounds import bits, settle
 from tests.sums import BACKENDS, Sum, fits, play, quants, same
-from weft.allreduce.call import FP8Token
+from weft.allreduce.call import FP8Token, Quant
 
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def make(group: weft.Group, tokens: int, case: Sum, **changes: object) -> weft.AllReduce:
-    given = {"max_tokens": tokens, "hidden": case.hidden, "dtype": case.dtype, **changes}
-    return weft.AllReduce(group, timeout=600.0, first_timeout=600.0, **given)  # type: ignore[arg-type]
-
-
-def place(case: Sum) -> dict[str, str]:
-    """The epilogue is at the receiver where each rank has a residual and weight of its own."""
-    return {"epilogue_at": "receiver" if case.differ else "owner"}
+    sizes = {"max_tokens": tokens, "hidden": case.hidden, "dtype": case.dtype}
+    patient = {"timeout": 600.0, "first_timeout": 600.0}
+    given: dict[str, Any] = sizes | {"epilogue_at": case.epilogue_at} | patient | changes
+    return weft.AllReduce(group, **given)
 
 
 def epilogues(group: weft.Group, case: Sum, sizes: tuple[int, ...]) -> None:
-    with make(group, max(sizes), case, **place(case)) as ar:
+    with make(group, max(sizes), case) as ar:
         for seed, tokens in enumerate(sizes):
             for quant in quants(group.device, case.hidden, group.rank if case.differ else 0):
                 for backend in (*BACKENDS, "auto"):
@@ -103,7 +102,7 @@ def sequence(group: weft.Group, calls: int) -> None:
     order = random.Random(7)
     cases = [Sum(0, 128), Sum(0, 128), Sum(0, 128, differ=True)]
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(make(group, 24, case, **place(case))) for case in cases]
+        made = [stack.enter_context(make(group, 24, case)) for case in cases]
         for call in range(calls):
             number = order.choice((0, 0, 1, 2, 2))
             ar, case = made[number], cases[number]
@@ -163,7 +162,7 @@ def subsets(group: weft.Group, differ: bool) -> None:
     xs = [case.rows(rank, group.device) for rank in range(group.size)]
     residual, weight = case.shared(group.device, group.rank)
     want = weft.reference.allreduce_fused(xs, residual, weight)
-    with make(group, 8, case, **place(case)) as ar:
+    with make(group, 8, case) as ar:
         for backend in BACKENDS:
             x = xs[group.rank].clone()
             got = ar.fused(x, backend=backend)
@@ -214,7 +213,7 @@ def test_any_subset_of_outputs_also_in_place(ranks, kind, differ):
 def finalized(group: weft.Group, dtype: torch.dtype, differ: bool) -> None:
     case = Sum(9, 256, dtype, differ=differ)
     residual, weight = case.shared(group.device, group.rank)
-    with make(group, 16, case, **place(case)) as ar:
+    with make(group, 16, case) as ar:
         prologues = [expert_rows(case, rank, group.device) for rank in range(group.size)]
         xs = [weft.reference.finalize_moe(p) for p in prologues]
         want = weft.reference.allreduce_fused(xs, residual, weight)
@@ -236,6 +235,34 @@ def expert_rows(case: Sum, rank: int, device: torch.device) -> weft.MoEFinalize:
     shared = rows[: case.tokens].clone() if rank != 1 else None
     weights = scales.to(case.dtype) if rank == 2 else scales
     return weft.MoEFinalize(rows, index, weights, shared, 1.0 if rank == 1 else 2.5)
+
+
+def every_call(
+    ar: weft.AllReduce,
+    case: Sum,
+    backend: str,
+    specs: Iterable[Quant | None],
+    *,
+    in_place: bool = True,
+) -> None:
+    """Every kind of call: all outputs, none, those that replace inputs, rows of experts."""
+    device, rank, ranks = ar.group.device, ar.group.rank, range(ar.group.size)
+    for quant in specs:
+        play(ar, case, backend, quant)
+    xs = [case.rows(r, device) for r in ranks]
+    residual, weight = case.shared(device, rank)
+    same(ar.fused(xs[rank], backend=backend), weft.reference.allreduce_fused(xs))
+    wanted = weft.reference.allreduce_fused(xs, residual, weight)
+    x, kept = xs[rank].clone(), residual.clone()
+    over: dict[str, Any] = {"residual_out": kept, "norm_out": x} if in_place else {}
+    same(ar.fused(x, residual=kept, weight=weight, **over, backend=backend), wanted)
+    made = [expert_rows(case, r, device) for r in ranks]
+    xs = [weft.reference.finalize_moe(m) for m in made]
+    shared = made[rank].shared
+    norm = shared if in_place and shared is not None else True
+    got = ar.fused(prologue=made[rank], weight=weight, norm_out=norm, backend=backend)
+    same(got, weft.reference.allreduce_fused(xs, None, weight))
+    ar.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,17 +74,22 @@ def overlaps() -> list[dict[str, object]]:
     ]
 
 
+def refuses(ar: weft.AllReduce) -> None:
+    """Each wrong call is refused in its words."""
+    for name, given, text in calls():
+        with pytest.raises(InvalidArgument) as caught:
+            ar.fused(**given)  # type: ignore[arg-type]
+        assert text in str(caught.value), name
+    for given in overlaps():
+        with pytest.raises(InvalidArgument, match="overlaps"):
+            ar.fused(**given)  # type: ignore[arg-type]
+    with pytest.raises(TokenOverflow, match="9 tokens in one call"):
+        ar.fused(rows(9))
+
+
 def refused(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
-        for name, given, text in calls():
-            with pytest.raises(InvalidArgument) as caught:
-                ar.fused(**given)  # type: ignore[arg-type]
-            assert text in str(caught.value), name
-        for given in overlaps():
-            with pytest.raises(InvalidArgument, match="overlaps"):
-                ar.fused(**given)  # type: ignore[arg-type]
-        with pytest.raises(TokenOverflow, match="9 tokens in one call"):
-            ar.fused(rows(9))
+        refuses(ar)
         play(ar, CASE, "oneshot")  # nothing was sent, nothing is broken
     for late in (lambda: ar.fused(rows()), ar.check, ar.abort, ar.history):
         with pytest.raises(OutOfOrder, match="closed"):

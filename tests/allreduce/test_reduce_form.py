@@ -14,13 +14,13 @@ import torch
 
 import weft
 from tests.allreduce.test_allreduce import KINDS, expert_rows, make
-from tests.allreduce.test_allreduce_refusals import calls, overlaps, rows
+from tests.allreduce.test_allreduce_refusals import refuses, rows
 from tests.rounds import settle
 from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.allreduce import operator as reduce_operator
 from weft.allreduce.call import OUTPUTS, Fused, Key
 from weft.allreduce.config import ADDRESSES, ReduceArgs
-from weft.errors import Aborted, InvalidArgument, TokenOverflow
+from weft.errors import Aborted, InvalidArgument
 from weft.runtime.stream import current_stream
 
 CASE = Sum(4, 256)
@@ -208,15 +208,7 @@ def refused_again(group: weft.Group) -> None:
         warm(ar)
         watch, forms = Watch(ar), len(ar._prepared)
         for _ in range(2):
-            for name, given, text in calls():
-                with pytest.raises(InvalidArgument) as caught:
-                    ar.fused(**given)  # type: ignore[arg-type]
-                assert text in str(caught.value), name
-            for given in overlaps():
-                with pytest.raises(InvalidArgument, match="overlaps"):
-                    ar.fused(**given)  # type: ignore[arg-type]
-            with pytest.raises(TokenOverflow, match="9 tokens in one call"):
-                ar.fused(rows(9))
+            refuses(ar)
         assert len(ar._prepared) == forms, "what was refused is not remembered"
         assert watch.checks(lambda: warm(ar)) == 0, "what was checked still is"
 

@@ -25,9 +25,6 @@ class Module:
     def __init__(self, image: bytes, *, name: str) -> None:
         self.asked = 0
 
-    def global_bytes(self, name: str) -> bytes:
-        return b""
-
     def function(self, name: str) -> str:
         return name
 
@@ -63,7 +60,6 @@ def entries(monkeypatch):
         ("current_stream", lambda device: STREAM + device),
     ):
         monkeypatch.setattr(all_kernels, name, stand_in)
-    monkeypatch.setattr(reduce_kernels, "Launcher", Launcher)
     return reduce_kernels.CudaReduceKernels(REDUCTION, Build())
 
 

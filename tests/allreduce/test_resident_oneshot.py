@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from tests.allreduce.test_allreduce import expert_rows, make
+from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.faults import (
@@ -27,7 +28,7 @@ from tests.faults import (
 from tests.headers import HEADER_BYTES
 from tests.patience import hurry
 from tests.recorded import reads
-from tests.sums import Sum, play, quants, same
+from tests.sums import Sum, play, quants
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
@@ -65,51 +66,25 @@ ALONE, PAIR, THREE = Shape(64, 1, 1), Shape(32, 2, 2), Shape(32, 3, 3)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Callable[[int, Sum], str]:
     """Compiles a case's kernels with fault points, once."""
-    made: dict[tuple[int, torch.dtype], str] = {}
+
+    @functools.cache
+    def compiled(config: ReduceConfig) -> str:
+        folder = tmp_path_factory.mktemp("resident")
+        return str(compile_emulated(config, folder, defines=("WEFT_FAULTS=1",)))
 
     def get(count: int, case: Sum = CASE) -> str:
-        key = (count, case.dtype)
-        if key not in made:
-            reduction = ReduceConfig.of(
-                ranks=count, max_tokens=TOKENS, hidden=case.hidden, dtype=case.dtype
-            )
-            folder = tmp_path_factory.mktemp("resident")
-            made[key] = str(compile_emulated(reduction, folder, defines=("WEFT_FAULTS=1",)))
-        return made[key]
+        return compiled(case.config(count, TOKENS))
 
     return get
-
-
-def calls(ar: weft.AllReduce, case: Sum, sizes: tuple[int, ...]) -> None:
-    """Every kind of call: all outputs, none, those that replace inputs, rows of experts."""
-    device, rank, ranks = ar.group.device, ar.group.rank, range(ar.group.size)
-    for seed, tokens in enumerate(sizes):
-        drawn = case.next(tokens=tokens, seed=seed)
-        for quant in quants(device, case.hidden) if tokens == TOKENS else [None]:
-            play(ar, drawn, "oneshot", quant)
-        xs = [drawn.rows(r, device) for r in ranks]
-        residual, weight = drawn.shared(device)
-        same(ar.fused(xs[rank], backend="oneshot"), weft.reference.allreduce_fused(xs))
-        wanted = weft.reference.allreduce_fused(xs, residual, weight)
-        x, kept = xs[rank].clone(), residual.clone()
-        got = ar.fused(
-            x, residual=kept, weight=weight, residual_out=kept, norm_out=x, backend="oneshot"
-        )
-        same(got, wanted)
-        made = [expert_rows(drawn, r, device) for r in ranks]
-        xs = [weft.reference.finalize_moe(m) for m in made]
-        shared = made[rank].shared
-        over = True if shared is None else shared
-        got = ar.fused(prologue=made[rank], weight=weight, norm_out=over, backend="oneshot")
-        same(got, weft.reference.allreduce_fused(xs, None, weight))
-        ar.check()
 
 
 def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) -> None:
     with make(group, TOKENS, case) as ar:
         entries = shapes[group.rank].install(ar, library)
         with watching(group, entries.library, ar._site.stride) as watch:
-            calls(ar, case, (1, 2, 9, TOKENS))
+            for seed, tokens in enumerate((1, 2, 9, TOKENS)):
+                specs = quants(group.device, case.hidden) if tokens == TOKENS else [None]
+                every_call(ar, case.next(tokens=tokens, seed=seed), "oneshot", specs)
         slots = {"slots": range(HEADER_BYTES, 1 << 40)}
         assert ways(watch.events(), slots) == {"slots": {"writes relaxed sys", "reads relaxed sys"}}
 

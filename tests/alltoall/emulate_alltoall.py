@@ -11,7 +11,8 @@ from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.watch import Watch
 from tests.headers import HEADER_BYTES, Header
 from weft.alltoall.config import Offsets
-from weft.alltoall.kernels import Plan, entry_points
+from weft.alltoall.kernels import PHASES, Plan
+from weft.runtime.kernels import in_parts
 from weft.shape import Shape
 
 FLAGS_ONLY = Plan(1, 1, 64)
@@ -22,21 +23,34 @@ def compile_alltoall(
     folder: Path,
     *,
     defines: Sequence[str] = (),
-    ranks: Sequence[int] = (),
+    broken: tuple[str, str, str] | None = None,
 ) -> Path:
-    """The shared library of all entries of some Shapes, on some ranks; default: all."""
+    """The shared library of all entries of some Shapes; those that pull know their rank.
+
+    broken: a header, a text that it has once, and what the text becomes.
+    """
+    root = emulated_tree(folder)
+    if broken is not None:
+        header, text, becomes = root / "weft" / broken[0], *broken[1:]
+        right = header.read_text()
+        assert right.count(text) == 1, text
+        header.write_text(right.replace(text, becomes))
     lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
     for i, shape in enumerate(shapes):
         lines += [f"namespace shape_{i} {{", f"constexpr weft::Shape S = {shape.literal()};"]
-        for rank in ranks or range(shape.ranks):
-            known = rank if shape.combine == "pull" else 0
-            before = f"constexpr weft::u32 rank = {known}; (void)rank; "
+        for rank in range(known_ranks(shape)):
+            before = f"constexpr weft::u32 rank = {rank}; (void)rank; "
             lines += [
                 entry(f"{name}_{i}_{rank}", struct.__name__, call, before=before)
-                for name, (struct, call) in entry_points(split_phase=True).items()
+                for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
             ]
         lines.append("}")
-    return build_library(emulated_tree(folder), "\n".join(lines) + "\n", defines=defines)
+    return build_library(root, "\n".join(lines) + "\n", defines=defines)
+
+
+def known_ranks(shape: Shape) -> int:
+    """For how many ranks there are entries: one serves all where no entry knows its rank."""
+    return shape.ranks if shape.combine == "pull" else 1
 
 
 class EmulatedAllToAll(Emulated):
@@ -47,8 +61,8 @@ class EmulatedAllToAll(Emulated):
 
     def __init__(self, library: Path, number: int, a2a: weft.AllToAll) -> None:
         super().__init__(library)
-        self._suffix = f"_{number}_{a2a.rank}"
         self._shape, self._rank = a2a.config.shape, a2a.rank
+        self._suffix = f"_{number}_{self._rank % known_ranks(self._shape)}"
         self.watch = Watch(self.library, a2a._site.stride)
         self._offsets, self.dispatch, self.combine = a2a.config.offsets, FLAGS_ONLY, FLAGS_ONLY
 

@@ -1,28 +1,18 @@
-// The protocol with ranks as threads, for ThreadSanitizer: every payload word is stamped with
-// (source, token, round) and verified at the receiver and again after combine. Exit status 0: all
-// words are right. With -DWEFT_WEAK_FLAGS=1 the flags publish nothing, which x86 hides from the
-// words but not from ThreadSanitizer. -DRANKS, -DCOMBINE and -DSPLIT_PHASE choose the group, how
-// combine returns rows, and whether each phase is split.
+// The protocol with ranks as threads (tests/runtime/race.hpp), for ThreadSanitizer: every payload
+// word is stamped with (source, token, round) and verified at the receiver and again after combine.
+// Exit status 0: all words are right. With -DWEFT_WEAK_FLAGS=1 the flags publish nothing, which x86
+// hides from the words but not from ThreadSanitizer. -DCOMBINE and -DSPLIT_PHASE choose how combine
+// returns rows, and whether each phase is split.
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <new>
-#include <thread>
-#include <vector>
 
 #include <weft/alltoall/cpu.cpp>
 
-#ifndef RANKS
-#define RANKS 4
-#endif
 #ifndef COMBINE
 #define COMBINE pull
 #endif
 #ifndef SPLIT_PHASE
 #define SPLIT_PHASE 0
 #endif
-
-using namespace weft;
 
 constexpr Shape S{.ranks = RANKS,
                   .tokens = 12,
@@ -34,12 +24,6 @@ constexpr Shape S{.ranks = RANKS,
                   .row_bytes = {32, 12},
                   .combine = Combine::COMBINE,
                   .stats = 5};
-
-struct Job {
-    u64 base = 0;
-    u64 rounds = 0;
-    Mailbox boxes[S.ranks] = {};
-};
 
 static u32 stamp(u32 source, u32 token, u64 round) {
     return u32(round) * 1024 + source * 64 + token;
@@ -130,16 +114,12 @@ static u64 wrong_sums(const Site& site, const std::vector<float>& out, u32 token
     return wrong;
 }
 
-static void run_rank(Job& job, u32 rank, u64& wrong) {
-    const Site site{.base = job.base,
-                    .stride = sizeof(Share<S>),
-                    .mailbox = u64(&job.boxes[rank]),
-                    .rank = rank,
-                    .descriptor = 7};
+static void run_rank(const Site& site, u64 rounds, u64& wrong) {
+    const u32 rank = site.rank;
     std::vector<u32> x(S.tokens * 8), tail(S.tokens * 3);
     std::vector<i32> ids(S.tokens * S.top_k), stats(S.stats);
     std::vector<float> out(S.tokens * S.hidden);
-    for (u64 round = 1; round <= job.rounds; ++round) {
+    for (u64 round = 1; round <= rounds; ++round) {
         const u32 tokens = tokens_of(rank, round);
         for (u32 t = 0; t < tokens; ++t) {
             for (u32 i = 0; i < 8; ++i) x[t * 8 + i] = stamp(rank, t, round);
@@ -178,41 +158,18 @@ static void run_rank(Job& job, u32 rank, u64& wrong) {
             combine<S>(returning);
         }
         wrong += wrong_sums(site, out, tokens, round);
-        if (load_acquire(&job.boxes[rank].broken_code) != 0) {
-            std::printf("rank %u broke with code %u in round %llu\n", rank,
-                        job.boxes[rank].broken_code, round);
-            wrong += 1;
-            return;
-        }
+        if (is_broken(site, round, wrong)) return;
     }
 }
 
 int main(int argc, char** argv) {
-    Job job;
-    job.rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200;
-    const u64 first_epoch = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
-    void* memory = std::aligned_alloc(128, sizeof(Share<S>) * S.ranks);
-    if (memory == nullptr) return 2;
-    std::memset(memory, 0, sizeof(Share<S>) * S.ranks);
-    job.base = reinterpret_cast<u64>(memory);
+    const Race<Share<S>> race(argc, argv);
     for (u32 rank = 0; rank < S.ranks; ++rank) {
-        Share<S>& own = *reinterpret_cast<Share<S>*>(job.base + rank * sizeof(Share<S>));
-        own.header.generation = 1;
-        own.header.living = (1u << S.ranks) - 1;
-        own.header.deadline_ns = own.header.first_deadline_ns = 60000000000ull;
-        own.header.first_epoch = own.header.state.epoch = first_epoch & epoch_mask;
-        std::memset(own.inbox.route, 0xff, sizeof own.inbox.route);
+        Inbox<S>& inbox = race.shares[rank].inbox;
+        std::memset(inbox.route, 0xff, sizeof inbox.route);
         if (S.combine == Combine::push_fp8)
-            std::memset(&own.inbox.returned, 0xff, sizeof own.inbox.returned);
+            std::memset(&inbox.returned, 0xff, sizeof inbox.returned);
     }
-    std::vector<u64> wrong(S.ranks);
-    std::vector<std::thread> threads;
-    for (u32 rank = 0; rank < S.ranks; ++rank)
-        threads.emplace_back([&, rank] { run_rank(job, rank, wrong[rank]); });
-    for (std::thread& thread : threads) thread.join();
-    u64 total = 0;
-    for (u64 w : wrong) total += w;
-    std::printf("%llu rounds of %u ranks: %llu wrong words\n", job.rounds, S.ranks, total);
-    std::free(memory);
-    return total != 0;
+    return race.run("rounds", "words",
+                    [&](const Site& site, u64& wrong) { run_rank(site, race.rounds, wrong); });
 }

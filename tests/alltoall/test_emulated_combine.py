@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from tests.alltoall.emulate_combine import EmulatedCombine, compile_combine
+from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall
 from tests.alltoall.test_ways import one_round, strange_rows
 from tests.patience import hurry
 from tests.recorded import reads
@@ -92,16 +92,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def emulate(
     a2a: weft.AllToAll, folder: Path, broken: tuple[str, str, str] | None = None
-) -> EmulatedCombine:
-    """Let this rank's combine run as kernels; rank 0 compiles them for all."""
+) -> EmulatedAllToAll:
+    """Let this rank run kernels; rank 0 compiles them for all."""
     shape = a2a.config.shape
     place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}"
     if a2a.rank == 0 and not place.exists():
         place.mkdir()
-        compile_combine(shape, place, broken)
+        compile_alltoall([shape], place, broken=broken)
     a2a.group.barrier()
-    entries = EmulatedCombine(place / "kernels.so", a2a._kernels)
-    a2a._kernels = entries
+    a2a._kernels = entries = EmulatedAllToAll(place / "kernels.so", 0, a2a)
     return entries
 
 
@@ -123,7 +122,7 @@ def every_shape(group: weft.Group, case: Round, folder: Path, mixed: bool) -> No
             entries = emulate(a2a, folder)
         for seed, plan in enumerate(PLANS):
             if entries:
-                entries.plan = plan
+                entries.combine = plan
             turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
             one_round(a2a, turn, "fp8", split_phase=bool(seed % 2))
             group.barrier()
@@ -142,7 +141,7 @@ def test_every_launch_shape_has_the_bits_of_the_reference(ranks, folder, name, m
 def strange(group: weft.Group, folder: Path) -> None:
     case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
     with make(group, case) as a2a:
-        emulate(a2a, folder).plan = PLANS[1]
+        emulate(a2a, folder).combine = PLANS[1]
         x = strange_rows(640).bfloat16()
         x[8].view(torch.int16)[:] = -1  # NaN with all bits set
         ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
@@ -176,7 +175,7 @@ def broken(group: weft.Group, folder: Path, how: tuple[str, str, str] | None) ->
     """Rounds until one is wrong on some rank: is there one?"""
     case = Round(tokens=(9, 9), hidden=1152, top_k=2, experts=4)
     with make(group, case) as a2a:
-        emulate(a2a, folder, how).plan = PLANS[1]
+        emulate(a2a, folder, how).combine = PLANS[1]
         x = strange_rows(1152)[:9].bfloat16()
         x[8].view(torch.int16)[:] = -1
         ids = torch.tensor([[0, 2], [1, -1], [3, -1]], dtype=torch.int32).repeat(3, 1)
@@ -204,7 +203,7 @@ def absent(group: weft.Group, folder: Path) -> str:
     """Rank 1 stays away from the second combine: rows are missing, and news of its inbox."""
     case = CASES["bf16"].next(tokens=(4, 4, 4))
     with make(group, case) as a2a:
-        emulate(a2a, folder).plan = PLANS[1]
+        emulate(a2a, folder).combine = PLANS[1]
         one_round(a2a, case, "fp8", split_phase=False)
         hurry(a2a, 4.0)
         group.barrier()

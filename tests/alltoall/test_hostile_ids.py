@@ -37,6 +37,47 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randn((TOKENS, HIDDEN), generator=generator).bfloat16()
 
 
+def rank_major(group: weft.Group, vectors: int) -> int:
+    """Everything outside the slots of routed tokens is a guard band."""
+    sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS}
+    done = 0
+    with weft.AllToAll(group, **sizes) as a2a:
+        layout = a2a.config.offsets
+        places = (layout.outbox - layout.planes[0],)
+        inbox = a2a.heap.tensor(places, torch.uint8, offset=layout.planes[0])
+        while done < vectors:
+            ids = wild(17 + 1000 * done + group.rank, wide=True).to(group.device)
+            x = tokens(done + group.rank).to(group.device)
+            inbox.fill_(MARK)
+            a2a.output().view(torch.uint8).fill_(MARK)
+            settle(group.device)
+            group.barrier()
+            received = a2a.dispatch(x, ids)
+            carried = (received.ids >= 0).any(dim=2)
+            assert bool(((received.ids >= -1) & (received.ids < a2a.num_local_experts)).all())
+            rows = received.x.view(torch.uint8).view(group.size, TOKENS, -1)
+            assert bool((rows[~carried] == MARK).all())
+            assert bool((inbox[received.x.nbytes :] == MARK).all())
+            assert bool((a2a.output().view(torch.uint8) == MARK).all())
+            a2a.output().copy_(weft.reference.identity_experts(received, torch.bfloat16))
+            out = a2a.combine()
+            wanted = weft.reference.identity_round_trip(
+                x, ids, None, a2a.placement, ranks=group.size
+            )
+            assert torch.equal(bits(out), bits(wanted))
+            settle(group.device)
+            with pytest.raises(BadExpertId):
+                a2a.check()
+            done += TOKENS
+            group.barrier()
+    return done
+
+
+@pytest.mark.parametrize("kind", ["cpu", KINDS[1]])
+def test_thousands_of_id_vectors_stay_in_their_slots(ranks, kind):
+    assert min(ranks(2, kind)(rank_major, 10_000)) >= 10_000
+
+
 def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> None:
     sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS}
     with weft.LowLatencyAllToAll(group, **sizes, quantize=None, **options) as a2a:  # type: ignore[arg-type]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tests.gpu.sanitized import WAYS, rows_return
+import pytest
+
+from tests.gpu.sanitized import PROGRAMS
 
 
-def test_rows_return_in_every_way(ranks):
-    assert ranks(2, "threads")(rows_return) == [len(WAYS)] * 2
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_rounds_are_right(ranks, program):
+    for part in PROGRAMS[program]:
+        ranks(2, "threads")(part)

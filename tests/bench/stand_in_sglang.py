@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/start_profile":
             self.reply(trace(Path(body["output_dir"]), body["num_steps"], self.ranks))
         elif body.get("stream"):
-            self.write(body["sampling_params"]["max_new_tokens"])
+            counts = range(1, body["sampling_params"]["max_new_tokens"] + 1)
+            self.stream({"meta_info": {"completion_tokens": count}} for count in counts)
         elif "text" in body:
             adapted = "lora_path" in body
             self.reply(
@@ -78,17 +80,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def write(self, tokens: int) -> None:
-        """An answer token by token."""
+    def stream(self, lines: Iterable[dict[str, Any]]) -> None:
+        """An answer line by line."""
         self.send_response(200)
         self.end_headers()
-        for count in range(1, tokens + 1):
-            line = json.dumps({"meta_info": {"completion_tokens": count}})
+        for line in (*map(json.dumps, lines), "[DONE]"):
             try:
                 self.wfile.write(f"data: {line}\n\n".encode())
             except OSError:  # the client has closed
                 return
-        self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, *args: object) -> None:
         """The scripts' log is for what a server says."""

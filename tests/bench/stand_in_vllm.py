@@ -137,19 +137,9 @@ class Completions(Handler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/v1/completions"
-        self.write(body["max_tokens"])
-
-    def write(self, tokens: int) -> None:
-        """An answer token by token, and how many there were."""
-        self.send_response(200)
-        self.end_headers()
-        lines = [json.dumps({"choices": [{"text": "a"}]})] * tokens
-        lines += [json.dumps({"choices": [], "usage": {"completion_tokens": tokens}}), "[DONE]"]
-        for line in lines:
-            try:
-                self.wfile.write(f"data: {line}\n\n".encode())
-            except OSError:  # the client has closed
-                return
+        tokens = body["max_tokens"]
+        lines: list[dict[str, Any]] = [{"choices": [{"text": "a"}]}] * tokens
+        self.stream([*lines, {"choices": [], "usage": {"completion_tokens": tokens}}])
 
 
 def launch() -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.bench import stand_in_sglang, stand_in_vllm
-from tests.bench.engine_scripts import BENCHMARKS, importing, measuring
+from tests.bench.conftest import BENCHMARKS
 from tests.recorded import TORCH, reads
 from weft.plugins.settings import FORMS, Settings
 
-pytestmark = reads(
+READS = reads(
     "benchmarks/engines/*.*",
     "benchmarks/sglang/*.*",
     "benchmarks/sglang/plugins/*.*",
@@ -22,15 +18,11 @@ pytestmark = reads(
     "weft/cli/checkpoint/questions.jsonl",
     tools=(TORCH,),
 )
-ENGINES = pytest.mark.parametrize("engine", ["sglang", "vllm"])
-Script = Callable[[str], types.ModuleType]
-TREES = {"sglang": stand_in_sglang.write_tree, "vllm": stand_in_vllm.write_tree}
+pytestmark = [READS, pytest.mark.parametrize("engine", ["sglang", "vllm"])]
 
 
-@ENGINES
-def test_a_wrong_command_is_refused(engine: str, tmp_path: Path) -> None:
+def test_a_wrong_command_is_refused(measure, engine, tmp_path):
     """Before anything is begun, in words."""
-    measure = measuring(engine, TREES[engine], tmp_path)
     code, said, _ = measure("sing")
     assert (code, "run.sh " in said) == (2, True)
     code, said, _ = measure("decode", "--model", "tiny", "--variants", "stocks")
@@ -39,15 +31,7 @@ def test_a_wrong_command_is_refused(engine: str, tmp_path: Path) -> None:
     assert (code, "run.sh: no " in said) == (2, True)
 
 
-@pytest.fixture
-def script(engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
-    yield from importing(
-        monkeypatch, tmp_path, BENCHMARKS / engine, BENCHMARKS / engine / "plugins"
-    )
-
-
-@ENGINES
-def test_commands_and_variants(engine: str, script: Script) -> None:
+def test_commands_and_variants(engine, script):
     """Each command is a script that imports; each variant's settings are some of the plug-in's."""
     text = (BENCHMARKS / engine / "run.sh").read_text()
     inside = text[text.index("scripts=(") : text.index(")\n", text.index("scripts=("))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,12 @@ class _Gpu:
         return Calls(steps, "pair")
 
 
+def alone(device: str, barrier: Callable[[], None] = lambda: None) -> Any:
+    """A group of one rank, as far as measuring asks."""
+    gathered = {"all_gather": lambda value: [value]}
+    return SimpleNamespace(device=torch.device(device), barrier=barrier, **gathered)
+
+
 @pytest.mark.parametrize(
     ("graph", "method"),
     [
@@ -113,40 +120,35 @@ class _Gpu:
 def test_on_cuda(monkeypatch, graph, method):
     gpu = _Gpu()
     calls = gpu.install(monkeypatch)
-    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
-    found = measure(group, calls, samples=11, graph=graph)
-    assert found.method == method
-    assert found.us["pair"] == pytest.approx([(DISPATCH_MS + COMBINE_MS) * 1e3] * 11)
-    assert found.us["dispatch"] == pytest.approx([DISPATCH_MS * 1e3] * 11)
-    assert found.us["combine"] == pytest.approx([COMBINE_MS * 1e3] * 11)
+    how, us = measure(alone("cuda"), calls, samples=11, graph=graph)
+    assert how == method
+    took = {"dispatch": DISPATCH_MS, "combine": COMBINE_MS, "pair": DISPATCH_MS + COMBINE_MS}
+    assert us == {name: [pytest.approx([ms * 1e3] * 11)] for name, ms in took.items()}
     rounds = WARM_UP + CALLS * (1 + 11 + 11)  # one untimed round, pairs, split
     assert gpu.calls == {"dispatch": rounds, "combine": rounds}
-    assert list(found.us) == ["dispatch", "combine", "pair"], "the whole comes last"
+    assert list(us) == ["dispatch", "combine", "pair"], "the whole comes last"
 
 
 def test_a_call_of_one_step_is_timed_once(monkeypatch):
     gpu = _Gpu()
     gpu.install(monkeypatch)
     call = Calls({"call": lambda: gpu.call("dispatch", DISPATCH_MS)})
-    group: Any = SimpleNamespace(device=torch.device("cuda"), barrier=lambda: None)
-    found = measure(group, call, samples=11, graph=True)
-    assert found.us == {"call": pytest.approx([DISPATCH_MS * 1e3] * 11)}
+    _, us = measure(alone("cuda"), call, samples=11, graph=True)
+    assert us == {"call": [pytest.approx([DISPATCH_MS * 1e3] * 11)]}
     assert gpu.calls["dispatch"] == WARM_UP + CALLS * 12
-    found = measure(group, replace(call, graph=False), samples=11, graph=True)
-    assert found.method.startswith("eager"), "what waits for the host is not captured"
+    how, _ = measure(alone("cuda"), replace(call, graph=False), samples=11, graph=True)
+    assert how.startswith("eager"), "what waits for the host is not captured"
 
 
 def test_on_cpu():
     order: list[str] = []
-    group: Any = SimpleNamespace(
-        device=torch.device("cpu"), barrier=lambda: order.append("barrier")
-    )
+    group = alone("cpu", lambda: order.append("barrier"))
     steps = {name: lambda name=name: order.append(name) for name in ("dispatch", "combine")}
-    found = measure(group, Calls(steps, "pair"), samples=4, graph=True)
+    _, us = measure(group, Calls(steps, "pair"), samples=4, graph=True)
     assert order == ["barrier", "dispatch", "combine"] * (WARM_UP + 4)
-    assert [len(us) for us in found.us.values()] == [4, 4, 4]
-    parts = zip(found.us["dispatch"], found.us["combine"], strict=True)
-    assert found.us["pair"] == pytest.approx([a + b for a, b in parts])
+    dispatch, combine, pair = (samples for (samples,) in us.values())
+    assert [len(each) for each in (dispatch, combine, pair)] == [4, 4, 4]
+    assert pair == pytest.approx([a + b for a, b in zip(dispatch, combine, strict=True)])
 
 
 class _Wrong(weft.AllReduce):

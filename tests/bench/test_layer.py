@@ -103,10 +103,9 @@ def test_floors_are_those_of_the_sheet():
     config = H200.config
     sizes = weight_bytes(config, "fp8", config.intermediate) * 32
     assert sizes == 1_409_630_208  # 1.409 GB and a float32 for each 128 x 128 of it
-    floor = layer_floor_us(sizes, 340_000_000, ["NVIDIA H200"] * 4)
-    assert floor is not None
-    assert floor.memory == pytest.approx(306.44, abs=0.01)
-    assert (floor.links, floor.least) == (1000.0, 1000.0)
+    gpus = ["NVIDIA H200"] * 4
+    assert layer_floor_us(sizes, 1, gpus) == pytest.approx(306.44, abs=0.01)
+    assert layer_floor_us(sizes, 340_000_000, gpus) == 1000.0
     assert layer_floor_us(1, 1, ["NVIDIA B200"]) is None
     assert layer_floor_us(1, 1, []) is None
 
@@ -129,9 +128,10 @@ def test_every_rank_draws_the_same_expert():
     settings = replace(SETTINGS, model="gpt-oss-120b")
     stacked = stack(settings, (3, 7), CPU)
     again = draw(settings, 7, CPU)
-    assert torch.equal(stacked.gate_up[1], again["gate_up"])
+    assert torch.equal(stacked.gate_up[1], again.gate_up[0])
     assert stacked.down_bias is not None
-    assert torch.equal(stacked.down_bias[1], again["down_bias"])
+    assert again.down_bias is not None
+    assert torch.equal(stacked.down_bias[1], again.down_bias[0])
     assert not torch.equal(stacked.down[0], stacked.down[1])
 
 
@@ -139,20 +139,21 @@ def test_fp8_weights_read_back_by_their_scales():
     settings = replace(SETTINGS, dtype="fp8")
     assert settings.wire == "fp8"
     plain, stored = draw(SETTINGS, 0, CPU), draw(settings, 0, CPU)
-    assert stored["down"].dtype == torch.float8_e4m3fn
-    assert stored["down_scale"].shape == (256 // 128, 128 // 128)
-    numbers = plain["down"].float()
+    assert stored.down.dtype == torch.float8_e4m3fn
+    assert stored.down_scale is not None
+    assert stored.down_scale.shape == (1, 256 // 128, 128 // 128)
+    numbers = plain.down.float()
     # Half a unit of e4m3, or of its smallest numbers; and of bf16.
-    allowed = torch.maximum(numbers.abs() / 16, stored["down_scale"].max() * 2**-10) * 1.1
-    assert bool(((wide(stored, "down")[0] - numbers).abs() <= allowed).all())
+    allowed = torch.maximum(numbers.abs() / 16, stored.down_scale.max() * 2**-10) * 1.1
+    assert bool(((wide(stored.down, stored.down_scale) - numbers).abs() <= allowed).all())
 
 
 def test_mxfp4_weights_read_back_by_their_powers():
     settings = replace(SETTINGS, dtype="mxfp4")
     assert settings.wire == "fp8"
-    numbers, stored = draw(SETTINGS, 0, CPU)["down"].float(), draw(settings, 0, CPU)
-    assert stored["down"].dtype == torch.uint8
-    error = (wide(stored, "down")[0] - numbers).view(256, -1, 32).abs().amax(dim=-1)
+    numbers, stored = draw(SETTINGS, 0, CPU).down.float(), draw(settings, 0, CPU)
+    assert stored.down.dtype == torch.uint8
+    error = (wide(stored.down, stored.down_scale) - numbers).view(256, -1, 32).abs().amax(dim=-1)
     # A quarter of the largest number of 32 lies between two that are stored, or above all.
     assert bool((error <= numbers.view(256, -1, 32).abs().amax(dim=-1) / 4 + 0.01).all())
 

@@ -61,8 +61,7 @@ def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float]
         floor = allreduce_floor_us(payload, ranks, gpus)
     elif settings.get("loads"):
         load = settings["loads"][str(row["tokens"])]
-        found = layer_floor_us(load["hbm_bytes"], load["wire_bytes"], gpus)
-        floor = None if found is None else found.least
+        floor = layer_floor_us(load["hbm_bytes"], load["wire_bytes"], gpus)
     elif row.get("phase") == "pair" and row.get("moved"):
         floor = pair_floor_us(row["moved"], 0, gpus)
     else:

@@ -17,7 +17,7 @@ from weft.bench.moe import MoECase
 from weft.bench.plot import plot
 from weft.bench.report import Spread, as_json, print_report, rows_of, write_json
 from weft.bench.rivals import RivalRun
-from weft.bench.routing import busiest, chosen, make_ids, token_rows
+from weft.bench.routing import make_ids
 from weft.errors import InvalidArgument
 
 H200 = replace(
@@ -44,8 +44,7 @@ def _report(case: MoECase, gpu: str) -> Report:
             phase: [[us + rank + i for i in range(3)] for rank in range(case.ranks)]
             for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
         }
-        facts = {"chosen": chosen(ids), "wire": busiest(token_rows(ids, case.experts))}
-        measured.append(Measured("onesided", tokens, "by hand", samples, facts))
+        measured.append(Measured("onesided", tokens, "by hand", samples, case.traffic(ids)))
     machine = {
         "date": "2026-11-20T12:00:00+00:00",
         "gpus": [gpu] * case.ranks if gpu else [],

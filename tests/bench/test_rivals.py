@@ -156,9 +156,8 @@ def test_they_can_be_sent_to_processes():
 
 @pytest.mark.parametrize("payload", ["bf16", "fp8"])
 def test_the_collective_is_measured(ranks, payload):
-    for found in ranks(2, "cpu")(
-        rival_body, NAMED["torch all-gather"], replace(SIZES, payload=payload)
-    ):
+    case = replace(SIZES, payload=payload)
+    for found in ranks(2, "cpu")(rival_body, case, NAMED["torch all-gather"]):
         assert found["status"] == "measured"
         assert list(found["samples_us"]) == [3, 5]
 
@@ -166,7 +165,7 @@ def test_the_collective_is_measured(ranks, payload):
 def test_torch_all_reduce_is_measured(ranks):
     for epilogue in ("none", "norm"):
         case = replace(SMALL, epilogue=epilogue)
-        for found in ranks(2, "cpu")(rival_body, NAMED["torch all_reduce"], case):
+        for found in ranks(2, "cpu")(rival_body, case, NAMED["torch all_reduce"]):
             assert found["status"] == "measured"
             assert list(found["samples_us"]) == [1, 5]
 
@@ -202,7 +201,7 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("name", ["FlashInfer", "DeepEP v1"])
 def test_adapters(ranks, stand_ins, name, payload):
     settings = replace(SIZES, payload=payload)
-    first, second = ranks(2, "threads")(rival_body, NAMED[name], settings)
+    first, second = ranks(2, "threads")(rival_body, settings, NAMED[name])
     assert first == second
     assert first["status"] == "measured"
     assert list(first["samples_us"]) == [3, 5]
@@ -217,7 +216,7 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for found in ranks(2, "threads")(rival_body, NAMED["FlashInfer"], SIZES):
+    for found in ranks(2, "threads")(rival_body, SIZES, NAMED["FlashInfer"]):
         assert found["status"].startswith("check failed, 3 tokens: rank 0: a number is off by")
 
 

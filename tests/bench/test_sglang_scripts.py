@@ -8,21 +8,19 @@ import subprocess
 import sys
 import tarfile
 import time
-import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bench.engine_scripts import Ran, importing, measuring
 from tests.bench.stand_in_sglang import write_tree
 from tests.recorded import TORCH, reads
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
 pytestmark = reads(
+    "tests/bench/conftest.py",
     "benchmarks/engines/*.*",
     "benchmarks/engines/pack/*.*",
     "benchmarks/sglang/*.py",
@@ -34,15 +32,8 @@ pytestmark = reads(
 
 
 @pytest.fixture
-def measure(tmp_path: Path) -> Callable[..., Ran]:
-    return measuring("sglang", write_tree, tmp_path)
-
-
-@pytest.fixture
-def script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[str], types.ModuleType]]:
-    yield from importing(monkeypatch, tmp_path, FOLDER, FOLDER / "plugins")
+def engine() -> str:
+    return "sglang"
 
 
 TINY = ("--model", "tiny", "--gpus", "2")
@@ -175,7 +166,7 @@ def test_a_server_is_of_two_hosts(measure, tmp_path):
     ("options", "text"),
     [
         (("eplb",), "eplb-2: its log does not say '[EPLBManager] rebalance end'"),
-        (("weft", "--sums"), "weft-2: it does not say 'tensor-parallel ranks by weft'"),
+        (("weft", "--sums"), "weft-2: its log does not say 'tensor-parallel ranks by weft'"),
     ],
 )
 def test_an_answer_in_another_way_fails_the_command(measure, options, text):
@@ -223,7 +214,7 @@ def test_what_ranks_keep_under_load_is_told(script):
 
 @pytest.mark.parametrize(
     ("how", "text"),
-    [("dies", "it did not come up"), ("forgets", "it does not say ' ranks, form '")],
+    [("dies", "it did not come up"), ("forgets", "its log does not say ' ranks, form '")],
 )
 def test_a_server_that_is_not_what_was_asked_for_fails_the_command(measure, how, text):
     code, said, lines = measure("decode", *TINY, "--variants", "weft", STAND_IN=how)

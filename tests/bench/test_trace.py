@@ -106,6 +106,6 @@ def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
 
 
 def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "launch", lambda *_, **__: [("rank 0: wrong", [], 0.0)])
+    monkeypatch.setattr(tracing, "on_ranks", lambda *_: [("rank 0: wrong", [], 0.0)])
     assert tracing.trace(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
     assert list(tmp_path.iterdir()) == []

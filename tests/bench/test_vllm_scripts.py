@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import struct
 import tarfile
-import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.bench.engine_scripts import Ran, importing, measuring
-from tests.bench.stand_in_vllm import write_tree
 from tests.recorded import TORCH, reads
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks" / "vllm"
 pytestmark = reads(
+    "tests/bench/conftest.py",
     "benchmarks/engines/*.*",
     "benchmarks/vllm/*.*",
     "benchmarks/vllm/p*/*.*",
@@ -26,15 +20,8 @@ pytestmark = reads(
 
 
 @pytest.fixture
-def measure(tmp_path: Path) -> Callable[..., Ran]:
-    return measuring("vllm", write_tree, tmp_path)
-
-
-@pytest.fixture
-def script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[[str], types.ModuleType]]:
-    yield from importing(monkeypatch, tmp_path, FOLDER, FOLDER / "pack")
+def engine() -> str:
+    return "vllm"
 
 
 TINY = ("--model", "tiny")
@@ -104,12 +91,13 @@ def test_right_answers_and_equal_texts_are_counted(measure, script):
     assert (code, "ranks [0] gave no answers" in said) == (1, True)
 
 
-def test_a_server_is_loaded(measure):
+def test_a_server_is_loaded(measure, script):
     code, said, lines = measure("load", "--loaded", "2", "--clients", "2")
     assert code == 0, said
     result = lines[0]["result"]
     assert 0 < result["asked"] >= result["dropped"]
     assert list(result["end"]["ranks"]) == ["VLLM::EngineCore"]
+    assert script("report").report(lines) == "", "no table"
 
 
 def container(*entries: tuple[int, int, bytes]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,16 +101,15 @@ def check_received(
             assert torch.equal(bits(got[carried]), bits(tensor[carried]))
 
 
-def experts(received: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """Identity experts of a rank, as an engine runs them: by the ids and weights that came."""
-    x, ids, weights = received[0], received[-2], received[-1]
-    mine = torch.isin(ids, experts_of(rank))
-    total = torch.zeros(ids.shape[:2])
-    for k in range(TOP_K):
-        total = torch.where(mine[..., k], total + weights[..., k], total)
-    y = (x.float() * total[..., None]).bfloat16()
-    carried = mine.any(dim=2, keepdim=True)
-    return torch.where(carried, y, torch.tensor(float("nan"), dtype=torch.bfloat16))
+def identity(received: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
+    """Identity experts of a rank, as an engine runs them: by the ids and weights that came.
+
+    mine: the rank's experts. Rows that no token was sent to are NaN, and nobody may read them.
+    """
+    x, *_, ids, weights = received
+    local = torch.where(torch.isin(ids, mine), ids, -1)
+    seen: Any = SimpleNamespace(x=x, ids=local, weights=weights)
+    return reference.identity_experts(seen, torch.bfloat16)
 
 
 def play(
@@ -127,7 +127,7 @@ def play(
     assert [t.shape[:2] for t in received] == [(RANKS, runtime_max)] * len(mine)
     assert all(t.is_contiguous() for t in received)
     check_received(received, sent, a2a.ep_rank, runtime_max)
-    y, output = experts(received, a2a.ep_rank), None
+    y, output = identity(received, experts_of(a2a.ep_rank)), None
     if way == "copied":
         payload, output = y, torch.full((len(mine[0]), HIDDEN), float("nan")).bfloat16()
     else:

@@ -10,13 +10,14 @@ import torch
 import weft
 from tests.compat.calls import Mapping
 from tests.hostile import (
+    AMOUNT,
     ANY_DTYPE,
     COUNT,
     DTYPE,
     FLAG,
+    FREE,
     POSITIVE,
     REAL,
-    SECONDS,
     TENSOR,
     THING,
     WHOLE,
@@ -25,33 +26,33 @@ from tests.hostile import (
     listed,
     refuses,
 )
-from tests.test_arguments import inputs, pytestmark, tried
+from tests.test_arguments import TIMES, inputs, pytestmark, tried
 from weft.compat import deep_ep, flashinfer, triton_dist
 from weft.compat.flashinfer import allreduce_fusion, create_allreduce_fusion_workspace
 
 __all__ = ["pytestmark"]
 MAX, TOP_K, EXPERTS, HIDDEN, TOKENS = 8, 2, 4, 128, 3
 BF16 = torch.bfloat16
-UNUSED = Kind(lambda _: [], none=True)  # accepted and not used, as their docstrings say
 NONE = listed(7, "x", True, [], torch.zeros(2)).optional()  # refused whatever it is
 WANTS_TRUE = listed(False, 1, "yes", None, [], torch.tensor(True)).optional()
 WANTS_FALSE = listed(True, 0, "no", None, [], torch.tensor(False)).optional()
+NO_TENSOR = listed(7, "x", True, [1.0]).optional()
+GROUP = listed("x", 7, True, []).optional()
 NAME = listed("cutlass", 7, True, [], torch.zeros(2))
 
 
 def moe_alltoall(group: weft.Group) -> None:
-    size = listed(*WHOLE, 0, -1)
     kinds: dict[str, Kind] = {
         "mapping": listed(
             *THING.hostile(None), Mapping("0", 2), Mapping(True, 2), Mapping(0, 2.0), Mapping(0, 3)
         ),
-        **{"max_num_tokens": size, "top_k": listed(*WHOLE, 0, -1, 33, 5)},
+        **{"max_num_tokens": COUNT, "top_k": listed(*WHOLE, 0, -1, 33, 5)},
         "num_experts": listed(*WHOLE, 0, -1, 1),
-        "workspace_size_per_rank": listed(*WHOLE, 0, -1).optional(),
+        "workspace_size_per_rank": COUNT.optional(),
         "hidden_size": listed(*WHOLE, 0, -1, 12),
-        **{"mnnvl_config": UNUSED, "eplb_stats_num_experts": listed(*WHOLE, -1)},
+        **{"mnnvl_config": FREE, "eplb_stats_num_experts": AMOUNT},
         **{"enable_rank_mask": FLAG, "backend": NAME, "group": THING.optional()},
-        **{"timeout": SECONDS, "first_timeout": SECONDS},
+        **TIMES,
     }
     given: dict[str, Any] = {
         **{"mapping": Mapping(group.rank, group.size), "max_num_tokens": MAX, "top_k": TOP_K},
@@ -68,7 +69,6 @@ def moe_alltoall(group: weft.Group) -> None:
             return a2a.combine(torch.where(received[0] == 0, 0, 1.0).to(BF16), MAX)
 
         before = whole()
-        limit = listed(*WHOLE, 0, -1)
         call = {
             **{"token_selected_experts": ids, "input_payloads": rows},
             **{"runtime_max_tokens_per_rank": MAX, "invalid_token_expert_id": 9},
@@ -77,11 +77,11 @@ def moe_alltoall(group: weft.Group) -> None:
         wanted = {
             "token_selected_experts": TENSOR,
             "input_payloads": listed("x", 7, x, x.float().numpy(), [x, "a", ids], [], [x[0]]),
-            "runtime_max_tokens_per_rank": limit,
+            "runtime_max_tokens_per_rank": COUNT,
             "invalid_token_expert_id": listed(*WHOLE, 1 << 31).optional(),
             "expert_id_payload_index": listed(*WHOLE, -1, 3, 0),
             "eplb_local_stats": TENSOR.optional(),
-            **{"active_rank_mask": NONE, "enable_pdl": UNUSED},
+            **{"active_rank_mask": NONE, "enable_pdl": FREE},
         }
         tried(Row(a2a.dispatch, call, wanted, {"expert_id_payload_index": "payload"}))
         a2a.dispatch(ids, rows, MAX)
@@ -99,7 +99,7 @@ def moe_alltoall(group: weft.Group) -> None:
             **{"output_scales": NONE, "output_scalar_scale": listed("x", 2.0, True, None, [])},
             **{"sf_layout": listed("x", 7, [])},
             "output": TENSOR.optional(),
-            **{"use_low_precision": WANTS_FALSE, "active_rank_mask": NONE, "enable_pdl": UNUSED},
+            **{"use_low_precision": WANTS_FALSE, "active_rank_mask": NONE, "enable_pdl": FREE},
         }
         back["sf_layout"] = back["sf_layout"].optional()
         given = {"payload": y, "runtime_max_tokens_per_rank": MAX, "output": torch.zeros_like(x)}
@@ -117,12 +117,11 @@ def _strided(value: Any) -> bool:
 
 
 def workspace_sizes(group: weft.Group) -> None:
-    size, amount = listed(*WHOLE, 0, -1), listed(*WHOLE, -1)
     asked = {"ep_size": 2, "top_k": 2, "max_num_tokens": 8, "hidden_size": 128}
     kinds = {
         **{"ep_size": listed(*WHOLE, 0, -1, 73), "top_k": listed(*WHOLE, 0, -1, 33)},
-        **{"max_num_tokens": size, "hidden_size": listed(*WHOLE, 0, -1)},
-        **{"extra_payload_bytes_per_token": amount, "eplb_stats_num_experts": amount},
+        **{"max_num_tokens": COUNT, "hidden_size": COUNT},
+        **{"extra_payload_bytes_per_token": AMOUNT, "eplb_stats_num_experts": AMOUNT},
         "backend": NAME,
     }
     tried(Row(flashinfer.MoeAlltoAll.get_moe_workspace_size_per_rank, asked, kinds))
@@ -132,8 +131,8 @@ def workspace_sizes(group: weft.Group) -> None:
     }
     kinds = {
         **{name: kinds[name] for name in ("ep_size", "max_num_tokens", "backend")},
-        **{name: amount for name in (*bytes_, "eplb_stats_num_experts") if "size_per" in name},
-        "eplb_stats_num_experts": amount,
+        **{name: AMOUNT for name in (*bytes_, "eplb_stats_num_experts") if "size_per" in name},
+        "eplb_stats_num_experts": AMOUNT,
     }
     tried(Row(flashinfer.moe_a2a_get_workspace_size_per_rank, bytes_, kinds))
 
@@ -146,10 +145,10 @@ def fusion(group: weft.Group) -> None:
     kinds: dict[str, Kind] = {
         **{"backend": listed("mnnvl", 7, True, []), "world_size": listed(*WHOLE, 0, -1, 3)},
         **{"rank": listed(*WHOLE, -1, 2), "max_token_num": COUNT, "dtype": DTYPE},
-        **{"hidden_dim": listed(*WHOLE, 0, -1, 12), "gpus_per_node": UNUSED},
-        **{"comm_backend": UNUSED, "force_oneshot_support": UNUSED},
-        **{"group": listed("x", 7, True, []).optional()},
-        **{"timeout": SECONDS, "first_timeout": SECONDS},
+        **{"hidden_dim": listed(*WHOLE, 0, -1, 12), "gpus_per_node": FREE},
+        **{"comm_backend": FREE, "force_oneshot_support": FREE},
+        "group": GROUP,
+        **TIMES,
     }
     names = {"hidden_dim": "hidden", "world_size": ""}
     tried(Row(create_allreduce_fusion_workspace, made, kinds, names))
@@ -176,25 +175,17 @@ def fusion(group: weft.Group) -> None:
         none = TENSOR.optional()
         calls: dict[str, Kind] = {
             **{"input": TENSOR, "workspace": THING, "pattern": listed(*WHOLE, -1, 12)},
-            **{"launch_with_pdl": UNUSED, "trigger_completion_at_end": UNUSED, "fp32_acc": UNUSED},
-            **{
-                "output": listed(7, "x", True, [1.0]).optional(),
-                "residual_out": none,
-                "norm_out": none,
-                "quant_out": listed(7, "x", True, [1.0]).optional(),
-            },
-            **{
-                "scale_out": listed(7, "x", True, [1.0]).optional(),
-                "residual_in": TENSOR,
-                "rms_gamma": TENSOR,
-            },
-            **{"rms_eps": listed(*REAL.hostile(1.0), -1.0), "scale_factor": UNUSED},
+            **{"launch_with_pdl": FREE, "trigger_completion_at_end": FREE, "fp32_acc": FREE},
+            **{"output": NO_TENSOR, "quant_out": NO_TENSOR, "scale_out": NO_TENSOR},
+            **{"residual_out": none, "norm_out": none},
+            **{"residual_in": TENSOR, "rms_gamma": TENSOR},
+            **{"rms_eps": listed(*REAL.hostile(1.0), -1.0), "scale_factor": FREE},
             **{"layout_code": listed(*WHOLE, -1, 3).optional(), "use_oneshot": FLAG.optional()},
-            **{"moe_reduction_device_num_experts": UNUSED, "moe_reduction_scale_input": UNUSED},
-            "moe_reduction_active_experts_token_input": UNUSED,
-            **{"moe_reduction_token_input": UNUSED, "expanded_idx_to_permuted_idx": UNUSED},
-            **{"expert_scale_factor": UNUSED, "shared_expert_output": UNUSED},
-            **{"block_quant_group_size": UNUSED, "weight_bias": REAL},
+            **{"moe_reduction_device_num_experts": FREE, "moe_reduction_scale_input": FREE},
+            "moe_reduction_active_experts_token_input": FREE,
+            **{"moe_reduction_token_input": FREE, "expanded_idx_to_permuted_idx": FREE},
+            **{"expert_scale_factor": FREE, "shared_expert_output": FREE},
+            **{"block_quant_group_size": FREE, "weight_bias": REAL},
             "moe_finalize_backend": NAME,
         }
         tried(Row(allreduce_fusion, given, calls))
@@ -235,14 +226,13 @@ FACTOR = listed(*POSITIVE.hostile(1.0))
 
 def workspace_class(group: weft.Group) -> None:
     """The constructor of the workspace by its own name."""
-    size = listed(*WHOLE, 0, -1)
     made = {"tp_rank": group.rank, "tp_size": 2, "max_token_num": MAX, "hidden_dim": HIDDEN}
     places = {"tp_rank": listed(*WHOLE, -1, 2), "tp_size": listed(*WHOLE, 0, -1, 3)}
     of_class: dict[str, Kind] = {
-        **{**places, "max_token_num": size, "hidden_dim": listed(*WHOLE, 0, -1, 12)},
-        **{"dtype": DTYPE, "comm_backend": UNUSED},
-        **{"timeout": SECONDS, "first_timeout": SECONDS},
-        "group": listed("x", 7, True, []).optional(),
+        **{**places, "max_token_num": COUNT, "hidden_dim": listed(*WHOLE, 0, -1, 12)},
+        **{"dtype": DTYPE, "comm_backend": FREE},
+        **TIMES,
+        "group": GROUP,
     }
     names = {"tp_rank": "", "tp_size": "", "hidden_dim": "hidden", "max_token_num": "max_token"}
     tried(Row(flashinfer.TRTLLMAllReduceFusionWorkspace, {**made, "group": group}, of_class, names))
@@ -250,23 +240,22 @@ def workspace_class(group: weft.Group) -> None:
 
 def buffers(group: weft.Group) -> None:
     kinds: dict[str, Kind] = {
-        "group": listed("x", 7, True, []).optional(),
-        **{name: UNUSED for name in UNUSED_BY_BUFFER},
+        "group": GROUP,
+        **{name: FREE for name in UNUSED_BY_BUFFER},
         **{"low_latency_mode": FLAG, "enable_shrink": FLAG},
-        **{"timeout": SECONDS, "first_timeout": SECONDS},
+        **TIMES,
     }
     given: dict[str, Any] = {"group": group, "low_latency_mode": True}
     tried(Row(deep_ep.Buffer, given, kinds, {"group": "group"}))
-    size = listed(*WHOLE, 0, -1)
     hint = {
-        **{"num_max_dispatch_tokens_per_rank": size, "hidden": listed(*WHOLE, 0, -1, 100)},
-        **{"num_ranks": listed(*WHOLE, 0, -1, 73), "num_experts": size},
+        **{"num_max_dispatch_tokens_per_rank": COUNT, "hidden": listed(*WHOLE, 0, -1, 100)},
+        **{"num_ranks": listed(*WHOLE, 0, -1, 73), "num_experts": COUNT},
     }
     asked = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
     tried(Row(deep_ep.Buffer.get_low_latency_rdma_size_hint, asked, hint))
-    chunks = {name: listed(*WHOLE, 0, -1) for name in CHUNKS}
+    chunks = {name: COUNT for name in CHUNKS}
     chosen = {"num_sms": 20, **dict.fromkeys(CHUNKS, 8)}
-    tried(Row(deep_ep.Config, chosen, {"num_sms": listed(*WHOLE, -1), **chunks}))
+    tried(Row(deep_ep.Config, chosen, {"num_sms": AMOUNT, **chunks}))
     sms = listed(*WHOLE, -1, 3)
     refuses(Row(deep_ep.Buffer.set_num_sms, {"new_num_sms": 20}, {"new_num_sms": sms}))
     x, ids, weights = inputs(group)
@@ -285,8 +274,8 @@ def buffers(group: weft.Group) -> None:
     before = whole()
     stats = torch.zeros(2, dtype=torch.int32)
     sent: dict[str, Kind] = {
-        **{"x": TENSOR, "topk_idx": TENSOR, "num_max_dispatch_tokens_per_rank": size},
-        **{"num_experts": size, "cumulative_local_expert_recv_stats": TENSOR.optional()},
+        **{"x": TENSOR, "topk_idx": TENSOR, "num_max_dispatch_tokens_per_rank": COUNT},
+        **{"num_experts": COUNT, "cumulative_local_expert_recv_stats": TENSOR.optional()},
         **{"dispatch_wait_recv_cost_stats": NONE, "use_fp8": FLAG, "round_scale": FLAG},
         **{"use_ue8m0": FLAG, "async_finish": FLAG, "return_recv_hook": FLAG},
     }
@@ -319,7 +308,7 @@ def normal_mode(group: weft.Group) -> None:
         tried(Row(chosen, {"num_ranks": 2}, ranks))
     sizes = {"hidden_bytes": 256, "num_ranks": 2}
     config = deep_ep.Config()
-    hints: dict[str, Kind] = {"hidden_bytes": listed(*WHOLE, 0, -1), **ranks}
+    hints: dict[str, Kind] = {"hidden_bytes": COUNT, **ranks}
     tried(Row(config.get_nvl_buffer_size_hint, sizes, hints))
     tried(Row(config.get_rdma_buffer_size_hint, sizes, hints))
     x, ids, weights = inputs(group)
@@ -346,10 +335,10 @@ def normal_mode(group: weft.Group) -> None:
     before = whole()
     sent: dict[str, Kind] = {
         **{"x": TENSOR, "handle": THING.optional(), "num_tokens_per_rank": TENSOR},
-        **{"num_tokens_per_rdma_rank": UNUSED, "is_token_in_rank": TENSOR},
+        **{"num_tokens_per_rdma_rank": FREE, "is_token_in_rank": TENSOR},
         **{"num_tokens_per_expert": TENSOR, "topk_idx": TENSOR.optional()},
-        **{"topk_weights": TENSOR.optional(), "expert_alignment": listed(*WHOLE, 0, -1)},
-        **{"num_worst_tokens": listed(*WHOLE, -1), "config": THING.optional(), **event},
+        **{"topk_weights": TENSOR.optional(), "expert_alignment": COUNT},
+        **{"num_worst_tokens": AMOUNT, "config": THING.optional(), **event},
     }
     tried(Row(buffer.dispatch, call, sent))
     got, _, these, _, handle, _ = buffer.dispatch(**call)
@@ -380,15 +369,14 @@ def layers(group: weft.Group) -> None:
         **{"rank": group.rank, "num_experts": EXPERTS, "local_world_size": group.size},
         **{"world_size": group.size, "group": group},
     }
-    size = listed(*WHOLE, 0, -1)
     kinds: dict[str, Kind] = {
-        **{"max_m": size, "hidden": listed(*WHOLE, 0, -1, 100), "topk": listed(*WHOLE, 0, -1, 33)},
-        **{"online_quant_fp8": WANTS_TRUE, "rank": listed(*WHOLE, -1, 2), "num_experts": size},
+        **{"max_m": COUNT, "hidden": listed(*WHOLE, 0, -1, 100), "topk": listed(*WHOLE, 0, -1, 33)},
+        **{"online_quant_fp8": WANTS_TRUE, "rank": listed(*WHOLE, -1, 2), "num_experts": COUNT},
         **{"local_world_size": listed(*WHOLE, 0, -1, 3), "world_size": listed(*WHOLE, 0, -1, 3)},
         **{"fp8_gsize": listed(*WHOLE, 0, -1, 16), "dtype": DTYPE, "enable_profiling": FLAG},
-        **{"group": THING.optional(), "timeout": SECONDS, "first_timeout": SECONDS},
+        "group": GROUP,
+        **TIMES,
     }
-    kinds["group"] = listed("x", 7, True, []).optional()
     names = {"rank": "rank", "num_experts": "experts"}
     tried(Row(triton_dist.EPLowLatencyAllToAllLayer, made, kinds, names))
     x, ids, weights = inputs(group)

@@ -70,28 +70,6 @@ def whole(numbers: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return numbers
 
 
-@buffered(low_latency_mode=True)
-def own_buffers(group: weft.Group, buffer: Buffer) -> None:
-    """The results of two dispatches are in their combine buffers at one time."""
-    rounds = []
-    for seed in (0, 1):
-        x, ids, weights = inputs(group, seed)
-        x = x * (seed + 1)
-        numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
-        y = buffer.get_next_low_latency_combine_buffer(handle)
-        y.copy_(whole(numbers))
-        assert buffer.get_next_low_latency_combine_buffer(handle) is y
-        rounds.append((x, ids, weights, handle, y))
-    for x, ids, weights, handle, y in rounds:
-        out = buffer.low_latency_combine(y, ids, weights, handle, zero_copy=True)[0]
-        kept = torch.where(ids >= 0, weights, 0.0).sum(dim=1, keepdim=True)
-        assert torch.allclose(out.float(), x.float() * kept, rtol=2e-2, atol=2e-2)
-
-
-def test_each_live_result_has_a_combine_buffer_of_its_own(ranks):
-    ranks(2, "threads")(own_buffers)
-
-
 def with_options(group: weft.Group) -> tuple[int, int]:
     """Options of weft's own reach the exchange; returns the deadlines that its kernels read."""
     buffer = Buffer(group, low_latency_mode=True, timeout=40.0, first_timeout=55.0)

@@ -9,9 +9,11 @@ import torch
 
 import weft
 from tests.compat.buffers import buffered
+from tests.compat.test_deep_ep import whole
 from tests.rounds import bits, settle
 from weft.compat import refusals, row_exchange
 from weft.compat.deep_ep import Buffer, Config
+from weft.compat.normal_mode import NormalHandle
 from weft.compat.row_exchange import RowExchange, RowFetch
 from weft.errors import (
     BadExpertId,
@@ -111,14 +113,16 @@ def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
     }
 
 
+def sent(buffer: Buffer, given: Batch) -> tuple[torch.Tensor, NormalHandle]:
+    """The rows that come of a dispatch in bfloat16, and its handle."""
+    x, _, _, _, handle, _ = buffer.dispatch(given.x, **layout(buffer, given))
+    assert handle is not None
+    return whole(x), handle
+
+
 def made(buffer: Buffer, kind: type[RowExchange]) -> list[Any]:
     """The exchanges of one kind that a buffer has made."""
     return [each for each in buffer._normal.exchanges.values() if isinstance(each, kind)]
-
-
-def whole(x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    assert isinstance(x, torch.Tensor)
-    return x
 
 
 def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
@@ -127,34 +131,17 @@ def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
     assert torch.equal(bits(got.cpu()), bits(want))
 
 
-@buffered()
-def layouts(group: weft.Group, buffer: Buffer) -> None:
-    mine = batch(group.rank)
-    given = on(group, mine)
-    for ids in (given.ids, given.ids.int()):
-        per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(ids, EXPERTS)
-        flags = [goes_to(mine.ids, rank, group.size) for rank in range(group.size)]
-        assert torch.equal(in_rank.cpu(), torch.stack(flags, dim=1))
-        assert per_rank.tolist() == [int(each.sum()) for each in flags]
-        assert per_expert.tolist() == [int((mine.ids == e).sum()) for e in range(EXPERTS)]
-        assert (per_rank.dtype, per_expert.dtype) == (torch.int32, torch.int32)
-        assert event.event is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_layout_of_chosen_experts(ranks, kind):
-    ranks(3, kind)(layouts)
-
-
 def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
     """Every form of the arguments in one buffer, in the order of deep_ep's own test: a dispatch,
-    one with a bound of rows, one with the handle, a combine."""
+    one with a bound of rows, one with the handle, a combine. Ids are int32 in some."""
     buffer = Buffer(group, int(2e9), 0, num_qps_per_rank=1, explicitly_destroy=True)
     config, batches = Config(24, 8, 256), [batch(r, tokens) for r in range(group.size)]
-    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
     assert buffer.is_sm90_compiled()
     forms = ((0, 1, 0, 1), (1, 0, 1, 1), (1, 1, 0, 0), (0, 0, 1, 0))
     for previous, finishes, fp8, with_topk in (map(bool, form) for form in forms):
+        mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+        if previous:
+            mine, want = mine._replace(ids=mine.ids.int()), want._replace(ids=want.ids.int())
         args: dict[str, Any] = {"config": config, "async_finish": finishes, **layout(buffer, mine)}
         again: dict[str, Any] = {"config": config, "async_finish": finishes}
         if previous:
@@ -225,22 +212,13 @@ def check_bound(most: Any, batches: list[Batch], want: Wanted, bound: int, fp8: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [(5, 9, 2), (0, 4, 0)], ids=str)
+@pytest.mark.parametrize("tokens", [(5, 9, 2), (0, 4, 0), (5,)], ids=str)
 def test_the_order_of_calls_of_the_originals_test(ranks, kind, tokens):
-    ranks(3, kind)(own_test, tokens)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank(ranks, kind):
-    ranks(1, kind)(own_test, (5,))
-
-
-def processes(group: weft.Group) -> None:
-    own_test(group, TOKENS)
+    ranks(len(tokens), kind)(own_test, tokens)
 
 
 def test_ranks_of_their_own_processes(ranks):
-    ranks(2, "cpu")(processes)
+    ranks(3, "cpu")(own_test, TOKENS)
 
 
 @buffered()
@@ -283,13 +261,12 @@ def test_handles_of_several_layers_in_any_order(ranks, kind):
 def biased(group: weft.Group, buffer: Buffer) -> None:
     batches = [batch(r) for r in range(group.size)]
     mine = on(group, batches[group.rank])
-    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
-    assert handle is not None
-    plain = buffer.combine(whole(x), handle)[0].float()
+    x, handle = sent(buffer, mine)
+    plain = buffer.combine(x, handle)[0].float()
     one, two = mine.x * 3, -mine.x / 2
-    same(buffer.combine(whole(x), handle, bias=one)[0], (plain + one.float()).bfloat16().cpu())
+    same(buffer.combine(x, handle, bias=one)[0], (plain + one.float()).bfloat16().cpu())
     both = (plain + one.float()).bfloat16().float() + two.float()
-    same(buffer.combine(whole(x), handle, bias=(one, two))[0], both.bfloat16().cpu())
+    same(buffer.combine(x, handle, bias=(one, two))[0], both.bfloat16().cpu())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -349,10 +326,9 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
     counts = args["num_tokens_per_rank"] + last
     with pytest.raises(InvalidArgument, match="num_tokens_per_rank of rank 1 is .* pass both"):
         buffer.dispatch(mine.x, **{**args, "num_tokens_per_rank": counts})
-    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
-    assert handle is not None
-    same(whole(x), wanted(batches, group.rank).x)
-    same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], ranks))
+    x, handle = sent(buffer, mine)
+    same(x, wanted(batches, group.rank).x)
+    same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
     # Without a host that waits, such ids reach nobody, and check raises them.
     ids = mine.ids.clone()
     ids[:, 0] = EXPERTS if last else -1
@@ -400,9 +376,7 @@ def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
     handles = []
     for batches in (few, many):
         mine = on(group, batches[group.rank])
-        x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
-        assert handle is not None
-        handles.append((whole(x), handle, mine))
+        handles.append((*sent(buffer, mine), mine))
     x, handle, mine = handles[min(group.rank, 1)]
     got, *_ = buffer.dispatch(mine.x, handle=handle)
     assert whole(got).shape == x.shape
@@ -426,9 +400,7 @@ def left_alone(group: weft.Group) -> str:
     """A rank gives its buffer back while the other dispatches: no deadline is waited for."""
     buffer, mine = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
     args = layout(buffer, mine)
-    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
-    assert handle is not None
-    buffer.combine(whole(x), handle)
+    buffer.combine(*sent(buffer, mine))
     group.barrier()
     if group.rank == 1:
         buffer.destroy()
@@ -455,8 +427,7 @@ def refused(group: weft.Group) -> None:
     buffer, other, mine = Buffer(group), Buffer(group), on(group, batch(group.rank))
     args = layout(buffer, mine)
     topk: dict[str, Any] = {"topk_idx": mine.ids, "topk_weights": mine.weights}
-    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **args)
-    assert handle is not None
+    x, handle = sent(buffer, mine)
     numbers, scales = mine.fp8()
     bad: tuple[tuple[dict[str, Any], str], ...] = (
         ({"x": mine.x.float()}, "x has dtype torch.float32"),
@@ -490,10 +461,10 @@ def refused(group: weft.Group) -> None:
             buffer.dispatch(**{"x": mine.x, **args, **change})
     with pytest.raises(TokenOverflow, match="num_worst_tokens is 4, but this rank, one of 1, has"):
         buffer.dispatch(mine.x, **args, **topk, num_worst_tokens=4)
-    given = {"x": whole(x), "handle": handle}
+    given = {"x": x, "handle": handle}
     back: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"x": whole(x).float()}, "x has dtype torch.float32"),
-        ({"x": whole(x)[1:]}, "x has shape"),
+        ({"x": x.float()}, "x has dtype torch.float32"),
+        ({"x": x[1:]}, "x has shape"),
         ({"topk_weights": torch.zeros(1, 2)}, "topk_weights has shape"),
         ({"bias": mine.x[1:]}, "bias has shape"),
         ({"bias": (mine.x, mine.x, mine.x)}, "bias has 3 tensors"),
@@ -503,7 +474,7 @@ def refused(group: weft.Group) -> None:
     for change, text in back:
         with pytest.raises(InvalidArgument, match=text):
             buffer.combine(**{**given, **change})
-    for call in (lambda: other.combine(whole(x), handle), lambda: other.dispatch(mine.x, handle)):
+    for call in (lambda: other.combine(x, handle), lambda: other.dispatch(mine.x, handle)):
         with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
             call()
     with pytest.raises(InvalidArgument, match="num_experts is 0"):
@@ -515,7 +486,7 @@ def refused(group: weft.Group) -> None:
     buffer.destroy()
     other.destroy()
     late: tuple[Any, ...] = (
-        lambda: buffer.combine(whole(x), handle),
+        lambda: buffer.combine(x, handle),
         lambda: buffer.dispatch(mine.x, handle),
         lambda: buffer.get_dispatch_layout(mine.ids, EXPERTS),
     )
@@ -688,9 +659,7 @@ def not_everywhere(group: weft.Group, buffer: Buffer) -> None:
         with pytest.raises(CreationFailed, match="an exchange of rows failed on rank 1 of 2"):
             buffer.dispatch(mine.x, **layout(buffer, mine))
         assert not made(buffer, RowFetch)
-    x, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
-    assert handle is not None
-    same(buffer.combine(whole(x), handle)[0], summed(batches[group.rank], group.size))
+    same(buffer.combine(*sent(buffer, mine))[0], summed(batches[group.rank], group.size))
 
 
 def test_a_kernel_that_one_rank_cannot_load(ranks):

@@ -23,24 +23,6 @@ from weft.compat.flashinfer import AllReduceFusionWorkspace, allreduce_fusion
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 
 
-def strategies(group: weft.Group) -> None:
-    """use_oneshot chooses how, and never what; a size that one shot does not serve is served."""
-    most = 200
-    with make(group, max_token_num=most) as workspace:
-        for tokens in (1, 3, most):
-            rows = rows_for(group.device, tokens)
-            want = reference.allreduce_fused(rows.xs).out
-            for way in (True, False, None):
-                same(
-                    allreduce_fusion(rows.xs[group.rank], workspace, 0, use_oneshot=way),
-                    want,
-                )
-
-
-def test_strategies_give_the_same_bits(ranks):
-    ranks(RANKS, "threads")(strategies)
-
-
 def workspaces(group: weft.Group) -> None:
     rows = rows_for(group.device, TOKENS + 1)
     with make(group) as workspace:

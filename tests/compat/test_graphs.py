@@ -13,23 +13,25 @@ import pytest
 import torch
 
 import weft
-from tests.compat.reduces import poison
+from tests.compat.buffers import returned
+from tests.compat.calls import identity
+from tests.compat.reduces import TOKENS, make
+from tests.compat.test_allreduce_fusion import WIDE, compare, outputs, specs, wanted
 from tests.compat.test_engine_calls import Mapping
+from tests.sums import Sum
 from weft import reference
-from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Reduced
+from weft.allreduce.call import Quant, Reduced
 from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import (
-    AllReduceFusionPattern,
+    AllReduceFusionWorkspace,
     MoeAlltoAll,
     allreduce_fusion,
-    create_allreduce_fusion_workspace,
     moe_a2a_get_workspace_size_per_rank,
 )
 from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
-from weft.lowlatency import reference as low
 
 MOST, HIDDEN, TOP_K, EXPERTS = 8, 512, 4, 16
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
 REPLAYS = 4
 Tensors = tuple[torch.Tensor, ...]
 
@@ -84,15 +86,6 @@ def widened(numbers: Any) -> torch.Tensor:
     return rows
 
 
-def identity(values: Tensors, ranks: int, *, recipe: str | None) -> torch.Tensor:
-    """What low-latency calls return of identity experts, by the specification."""
-    x, ids, weights = values
-    sent, scales = low.sent(x, recipe and "fp8", 128, "fp32_row", recipe or "weft")
-    rows = sent if scales is None else reference.dequantize(sent, scales).to(BF16)
-    placement = weft.Placement.blocks(EXPERTS, ranks)
-    return low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
-
-
 def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -> None:
     """A step of some layers in one graph: SGLang waits for events or hooks, vLLM for hooks."""
     buffer = Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
@@ -123,8 +116,8 @@ def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -
             refill(places, values)
         replay()
         for out, values in zip(outs, fresh, strict=True):
-            recipe = "deep_ep" if use_fp8 else None
-            assert torch.equal(out.cpu(), identity(values, group.size, recipe=recipe))
+            want = returned(values, EXPERTS, group.size, "fp8" if use_fp8 else None)
+            assert torch.equal(out.cpu(), want)
     buffer.check()
     group.barrier()
     buffer.destroy()
@@ -155,7 +148,8 @@ def triton_dist_layer(group: weft.Group) -> None:
         fresh = tokens_of(group.rank, turn, MOST)
         refill(given, fresh)
         replay()
-        assert torch.equal(out.cpu(), identity(fresh, group.size, recipe="triton_dist"))
+        want = returned(fresh, EXPERTS, group.size, "fp8", recipe="triton_dist")
+        assert torch.equal(out.cpu(), want)
     layer.check()
     group.barrier()
     layer.finalize()
@@ -185,12 +179,8 @@ def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
 
         def step(given: Tensors = given, out: torch.Tensor = out) -> None:
             x, ids, weights = given
-            rows, came, scales = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
-            here = torch.isin(came, mine)
-            total = torch.zeros(came.shape[:2], device=device)
-            for k in range(TOP_K):
-                total = torch.where(here[..., k], total + scales[..., k], total)
-            y = (rows.float() * total[..., None]).to(BF16)
+            rows = a2a.dispatch(ids, [x, ids, weights], len(x), EXPERTS, 1)
+            y = identity(rows, mine)
             if in_workspace:
                 place = a2a.get_combine_payload_tensor_in_workspace(len(x), HIDDEN, BF16)
                 y = place.copy_(y)
@@ -214,98 +204,44 @@ def test_flashinfer_all_to_all_in_graphs_of_several_sizes(ranks, count, kind, in
     ranks(count, kind)(flashinfer_sizes, in_workspace)
 
 
-Pattern = AllReduceFusionPattern
-PATTERNS = (
-    Pattern.kAllReduce,
-    Pattern.kARResidualRMSNorm,
-    Pattern.kARResidualRMSNormFP8Quant,
-    Pattern.kARResidualRMSNormOutFP8Quant,
-    Pattern.kMoEFinalizeARResidualRMSNorm,
-    Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
-    Pattern.kARResidualRMSNormOutDynamicFP8Quant,
-)
-
-
-def rows_of(ranks: int, seed: int, tokens: int) -> tuple[list[torch.Tensor], Tensors]:
-    """What each rank brings, and (residual, weight), which are equal on all."""
-    generator = torch.Generator().manual_seed(seed)
-    xs = [torch.randn((tokens, HIDDEN), generator=generator).to(BF16) for _ in range(ranks)]
-    residual = torch.randn((tokens, HIDDEN), generator=generator).to(BF16)
-    return xs, (residual, torch.rand(HIDDEN, generator=generator).to(BF16))
-
-
 class Reduces:
     """One pattern's call, its tensors and what must be in them."""
 
-    def __init__(self, group: weft.Group, workspace: Any, pattern: Pattern, tokens: int) -> None:
-        device = group.device
-        self.group, self.workspace, self.pattern, self.tokens = group, workspace, pattern, tokens
-        (x, *_), equal = rows_of(group.size, 0, tokens)
-        self.x = x.to(device)
-        self.residual, self.weight = (t.to(device) for t in equal)
-        self.scale = torch.tensor([0.03125], device=device)
-        self.index = torch.arange(tokens, device=device, dtype=torch.int32)[:, None]
-        self.norm, self.residual_out = (poison(device, tokens, HIDDEN) for _ in range(2))
-        self.quant = poison(device, tokens, HIDDEN, dtype=FP8)
-        self.options: dict[str, Any] = {}
-        self.spec: FP8Static | FP8Group | FP8Token | None = None
-        if pattern in (Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormOutFP8Quant):
-            self.options, self.spec = {"scale_factor": self.scale}, FP8Static(torch.tensor(0.03125))
-        elif pattern is Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant:
-            self.options, self.spec = {"block_quant_group_size": 128}, FP8Group(128, scale="ue8m0")
-        elif pattern is Pattern.kARResidualRMSNormOutDynamicFP8Quant:
-            self.spec = FP8Token()
+    def __init__(
+        self,
+        workspace: AllReduceFusionWorkspace,
+        pattern: int,
+        quant: Quant | None,
+        given: dict[str, Any],
+    ) -> None:
+        self.workspace, self.group, self.device = workspace, workspace.group, workspace.group.device
+        self.pattern, self.quant, self.given = pattern, quant, given
+        case = Sum(TOKENS, WIDE)
+        self.places = case.rows(self.group.rank, self.device), *case.shared(self.device)
+        self.out = outputs(self.device, pattern, TOKENS)
 
     def __call__(self, use_oneshot: bool | None) -> None:
-        given: dict[str, Any] = {"use_oneshot": use_oneshot}
-        if self.pattern is Pattern.kAllReduce:
-            given |= {"output": self.norm}
-        else:
-            given |= {"residual_in": self.residual, "rms_gamma": self.weight}
-            given |= {"residual_out": self.residual_out, "norm_out": self.norm} | self.options
-            given |= {"launch_with_pdl": True}
-        if self.spec is not None:
-            given |= {"quant_out": self.quant}
-        if self.pattern is Pattern.kMoEFinalizeARResidualRMSNorm:
-            given |= {"expanded_idx_to_permuted_idx": self.index}
-        allreduce_fusion(self.x, self.workspace, self.pattern, **given)
+        x, residual, weight = self.places
+        given = self.given | {"residual_in": residual, "rms_gamma": weight, "rms_eps": Sum.eps}
+        given |= {"use_oneshot": use_oneshot, "launch_with_pdl": True}
+        allreduce_fusion(x, self.workspace, self.pattern, **given, **self.out)
 
     def fill(self, seed: int) -> Reduced:
         """Other rows; what the call then has to write."""
-        xs, equal = rows_of(self.group.size, seed, self.tokens)
-        refill((self.x, self.residual, self.weight), (xs[self.group.rank], *equal))
-        if self.pattern is Pattern.kAllReduce:
-            return reference.allreduce_fused(xs)
-        if self.pattern is Pattern.kMoEFinalizeARResidualRMSNorm:
-            index = self.index.cpu()
-            xs = [reference.finalize_moe(MoEFinalize(each, index, None)) for each in xs]
-        residual, weight = equal
-        return reference.allreduce_fused(xs, residual, weight, quant=self.spec)
-
-    def check(self, want: Reduced) -> None:
-        if self.pattern is Pattern.kAllReduce:
-            same(self.norm, want.out)
-            return
-        same(self.residual_out, want.residual)
-        if want.quant is not None:
-            same(self.quant, want.quant)
-        if self.spec is None or "Out" in self.pattern.name:
-            same(self.norm, want.norm)
-
-
-def same(got: torch.Tensor, want: torch.Tensor | None) -> None:
-    assert want is not None
-    assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
+        case = Sum(TOKENS, WIDE, seed=seed)
+        xs = [case.rows(rank, self.device) for rank in range(self.group.size)]
+        refill(self.places, (xs[self.group.rank], *case.shared(self.device)))
+        return wanted(case, 0, xs, self.pattern, self.quant)
 
 
 def fused_patterns(group: weft.Group) -> None:
     """Every pattern with one shot, two, and the choice left open, all in one graph."""
-    tokens = 6
-    with create_allreduce_fusion_workspace(
-        "trtllm", group.size, group.rank, MOST, HIDDEN, BF16, group=group
-    ) as workspace:
+    index = torch.arange(TOKENS, dtype=torch.int32, device=group.device)[:, None]
+    patterns = specs(group.device, group.rank)
+    patterns.append((7, None, {"expanded_idx_to_permuted_idx": index}))
+    with make(group, hidden_dim=WIDE) as workspace:
         for use_oneshot in (None, True, False):
-            calls = [Reduces(group, workspace, pattern, tokens) for pattern in PATTERNS]
+            calls = [Reduces(workspace, *each) for each in patterns]
 
             def step(calls: list[Reduces] = calls, use_oneshot: bool | None = use_oneshot) -> None:
                 for call in calls:
@@ -313,10 +249,10 @@ def fused_patterns(group: weft.Group) -> None:
 
             replay = replayer(group, step)
             for turn in range(1, REPLAYS):
-                wanted = [call.fill(10 * turn + i) for i, call in enumerate(calls)]
+                wants = [call.fill(10 * turn + i) for i, call in enumerate(calls)]
                 replay()
-                for call, want in zip(calls, wanted, strict=True):
-                    call.check(want)
+                for call, want in zip(calls, wants, strict=True):
+                    compare(call.out, want)
         workspace.check()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.compat.calls import HIDDEN, RANKS, make, refused, routing
+from tests.compat.calls import HIDDEN, RANKS, experts_of, identity, make, refused, routing
 from tests.compat.test_deep_ep import EXPERTS, MOST, inputs, whole
 from tests.recovery import Survivors, dropped, run_survivors, surviving, until_broken
 from tests.rounds import bits
@@ -38,12 +38,7 @@ def flashinfer(group: weft.Group, folder: str) -> None:
             x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
             sent = a2a.dispatch(ids, [x, ids, weights], 4, active_rank_mask=mask(*living))
             placement = weft.Placement.blocks(7, RANKS)
-            mine = torch.tensor(placement.experts_of(group.rank))
-            here = (sent[1][..., None] == mine).any(-1)  # of every token's experts, this rank's
-            total = torch.zeros(sent[2].shape[:2])
-            for k in range(sent[2].shape[2]):
-                total = torch.where(here[..., k], total + sent[2][..., k], total)
-            y = (sent[0].float() * total[..., None]).bfloat16()
+            y = identity(sent, experts_of(group.rank))
             got = a2a.combine(y, 4, active_rank_mask=mask(*living))
             kept = dropped(ids, placement.ranks, living)
             wanted = reference.identity_round_trip(x, kept, weights, placement, ranks=RANKS)

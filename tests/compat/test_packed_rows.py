@@ -9,7 +9,8 @@ import torch
 
 import weft
 from tests.compat.buffers import buffered
-from tests.compat.test_deep_ep_normal import batch, layout, made, on, whole
+from tests.compat.test_deep_ep import whole
+from tests.compat.test_deep_ep_normal import batch, layout, made, on, sent
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
 from tests.emulator.watch import watching
@@ -148,9 +149,8 @@ def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
 def misled(group: weft.Group, buffer: Buffer) -> None:
     """A handle's tensors that were overwritten: nothing is stored outside of the inbox's rows."""
     mine = on(group, batch(group.rank, (40, 40)))
-    got, _, _, _, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
-    assert handle is not None
-    x, want = whole(got), buffer.combine(whole(got), handle)[0]
+    x, handle = sent(buffer, mine)
+    want = buffer.combine(x, handle)[0]
     (exchange,) = made(buffer, RowCombine)
     share = exchange.a2a.heap.tensor((exchange.a2a.config.offsets.share_bytes,), torch.uint8)
     returned, shape = exchange.a2a.config.offsets.returned, exchange.a2a.config.shape

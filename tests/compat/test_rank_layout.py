@@ -55,14 +55,11 @@ def test_tokens_and_entries_are_counted(tokens, dtype):
 
 @DTYPES
 @SIZES
-def test_ids_become_local_and_slots_tokens(tokens, dtype):
+def test_ids_become_local(tokens, dtype):
     ids = ids_of(tokens, dtype)
-    weights, slots = torch.rand(ids.shape), torch.arange(-1, tokens - 1, dtype=torch.int32)
+    weights = torch.rand(ids.shape)
     topk = ids.clone(), weights.clone()
-    for given in (topk, None):
-        found = localize(given, slots, 8, 4, 4)
-        assert found.dtype == torch.int32
-        assert found.tolist() == [slot % 8 if slot >= 0 else -1 for slot in slots.tolist()]
+    localize(*topk, 4, 4)
     mine = (ids >= 4) & (ids < 8)
     assert torch.equal(topk[0], torch.where(mine, ids - 4, -1))
     assert torch.equal(topk[1], torch.where(mine, weights, 0.0))
@@ -94,12 +91,11 @@ def test_nothing_is_read_on_the_host():
     """Tensors of device meta have no values: reading one raises, as in a capture."""
     ids = torch.empty((9, TOP_K), dtype=torch.int64, device="meta")
     refused = torch.empty(1, dtype=torch.int32, device="meta")
-    slots = torch.empty(9, dtype=torch.int32, device="meta")
     with pytest.raises(AssertionError, match="tensor in a capture"), NoCopies():
         torch.tensor([7], device="meta")
     with NoCopies():
         layout = dispatch_layout(ids, EXPERTS, RANKS)
         numbers, ranks = announcement(TOLD, ids, layout, refused)
-        tokens = localize((ids, torch.empty(ids.shape, device="meta")), slots, 8, 4, 4)
+        localize(ids, torch.empty(ids.shape, device="meta"), 4, 4)
     assert numbers.shape == (len(WORDS) + 1 + 2 * RANKS + EXPERTS,)
-    assert (ranks.shape, tokens.shape) == ((9, RANKS), (9,))
+    assert ranks.shape == (9, RANKS)

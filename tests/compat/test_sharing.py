@@ -192,40 +192,6 @@ def test_low_precision_sends_fp8(ranks):
     ranks(RANKS, "threads")(low_precision)
 
 
-def apart(group: weft.Group) -> None:
-    """Objects that ask for other bytes have rounds that overlap."""
-    first, second = (make(group, workspace_size_per_rank=1000 + n) for n in range(2))
-    ids, weights = routing(0, group.rank, 2)
-    plain = [torch.ones((2, HIDDEN), dtype=torch.bfloat16), ids, weights]
-    y = torch.zeros((RANKS, 2, HIDDEN), dtype=torch.bfloat16)
-    first.dispatch(ids, plain, 2)
-    play(second, PLAIN)
-    first.combine(y, 2)
-    first.close()
-    second.close()
-
-
-def test_other_sizes_part_workspaces(ranks):
-    ranks(RANKS, "threads")(apart)
-
-
-def forgotten(group: weft.Group) -> None:
-    """An engine that drops its object and makes a larger one, without close()."""
-    a2a = make(group)
-    play(a2a, PLAIN)
-    del a2a
-    gc.collect()
-    group.barrier()
-    with make(group, workspace_size_per_rank=1 << 20) as a2a:
-        play(a2a, PLAIN)
-
-
-def test_objects_that_are_dropped_give_their_memory_back(ranks):
-    ranks(RANKS, "threads")(forgotten)
-    gc.collect()
-    assert not held()
-
-
 def left_between(group: weft.Group, how: str) -> None:
     """What dispatched and never combines leaves no round behind to those that share with it."""
     a2a, other = make(group), make(group)

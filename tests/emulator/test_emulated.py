@@ -5,18 +5,19 @@ Whether a GPU orders memory as they need is for the tests with the gpu marker.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
 import weft
-from tests.allreduce.test_allreduce import expert_rows
+from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
 from tests.recorded import reads
-from tests.sums import BACKENDS, Sum, play, quants, same
+from tests.sums import BACKENDS, Sum, play, quants
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
@@ -43,62 +44,32 @@ SHAPES = [
 ]
 
 
-def place(case: Sum) -> str:
-    return "receiver" if case.differ else "owner"
-
-
-def make(group: weft.Group, case: Sum, first_timeout: float) -> weft.AllReduce:
-    return weft.AllReduce(
-        group,
-        max_tokens=TOKENS,
-        hidden=case.hidden,
-        dtype=case.dtype,
-        epilogue_at=place(case),
-        first_timeout=first_timeout,
-    )
-
-
 def emulated(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, many: bool
 ) -> None:
-    with make(group, case, 600.0) as ar:
+    with make(group, TOKENS, case) as ar:
         entries = EmulatedEntries(Path(library))
         ar._kernels = entries
         for backend, plan in zip(BACKENDS, shapes, strict=True):
             entries.plans[backend, TOKENS] = plan
         with watching(group, entries.library, ar._site.stride) as watch:
-            calls(ar, case, many)
+            for backend in BACKENDS:
+                specs = quants(group.device, case.hidden, group.rank) if many else [None]
+                # At the receiver other threads write a row than those that have read it to send
+                # it: what the peers made of it orders them, and that no watch follows.
+                every_call(ar, case, backend, specs, in_place=not case.differ)
+                play(ar, case.next(seed=9), backend)
         slots = {"slots": range(HEADER_BYTES, 1 << 40)}
         # Rows, trailers and calls say themselves of which round they are.
         wanted = {"slots": {"writes relaxed sys", "reads relaxed sys"}}
         assert ways(watch.events(), slots) == wanted
-        ar.check()
-
-
-def calls(ar: weft.AllReduce, case: Sum, many: bool) -> None:
-    """Every backend with every kind of call."""
-    group = ar.group
-    for backend in BACKENDS:
-        for quant in quants(group.device, case.hidden, group.rank) if many else [None]:
-            play(ar, case.next(tokens=TOKENS), backend, quant)
-        play(ar, case.next(tokens=TOKENS, seed=9), backend)
-        x = case.next(tokens=TOKENS).rows(group.rank, group.device)
-        xs = [case.next(tokens=TOKENS).rows(rank, group.device) for rank in range(group.size)]
-        same(ar.fused(x, backend=backend), weft.reference.allreduce_fused(xs))
-        residual, weight = case.next(tokens=TOKENS).shared(group.device, group.rank)
-        got = ar.fused(x, residual=residual, weight=weight, backend=backend)
-        same(got, weft.reference.allreduce_fused(xs, residual, weight))
-        made = [expert_rows(case.next(tokens=TOKENS), r, group.device) for r in range(group.size)]
-        xs = [weft.reference.finalize_moe(m) for m in made]
-        got = ar.fused(prologue=made[group.rank], weight=weight, backend=backend)
-        same(got, weft.reference.allreduce_fused(xs, None, weight))
 
 
 def half_a_row(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, backend: str
 ) -> str:
     """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
-    with make(group, case, 0.5) as ar:
+    with make(group, TOKENS, case, first_timeout=0.5) as ar:
         entries = EmulatedEntries(Path(library))
         ar._kernels = entries
         entries.plans[backend, TOKENS] = shapes[BACKENDS.index(backend)]
@@ -123,22 +94,12 @@ def half_a_row(
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Compiles a case's kernels, once."""
-    made: dict[tuple[int, int, torch.dtype, str], str] = {}
 
-    def get(count: int, case: Sum) -> str:
-        key = (count, case.hidden, case.dtype, place(case))
-        if key not in made:
-            reduction = ReduceConfig.of(
-                ranks=count,
-                max_tokens=TOKENS,
-                hidden=case.hidden,
-                dtype=case.dtype,
-                epilogue_at=place(case),
-            )
-            made[key] = str(compile_emulated(reduction, tmp_path_factory.mktemp("emulated")))
-        return made[key]
+    @functools.cache
+    def compiled(config: ReduceConfig) -> str:
+        return str(compile_emulated(config, tmp_path_factory.mktemp("emulated")))
 
-    return get
+    return lambda count, case: compiled(case.config(count, TOKENS))
 
 
 @pytest.mark.parametrize("differ", [False, True])
@@ -164,7 +125,7 @@ def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes
         Sum(TOKENS, 256, torch.float32),
         Sum(TOKENS, 256, torch.float32, differ=True),
     ],
-    ids=lambda case: f"{case.dtype} {place(case)}",
+    ids=lambda case: f"{case.dtype} {case.epilogue_at}",
 )
 def test_other_numbers(ranks, library, case):
     shapes = (oneshot(TOKENS, 32, 2), twoshot(32, 2, 1, 2), twoshot(32, 1, 1, 1))

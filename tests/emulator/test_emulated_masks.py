@@ -31,7 +31,6 @@ from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
 from weft.errors import BadExpertId
-from weft.lowlatency.config import LowLatencyConfig
 
 pytestmark = reads("tests/emulator/*.hpp")
 ORDER = (2, 0)  # the ranks die in this order
@@ -105,17 +104,7 @@ def low_latency(group: weft.Group, folder: str, library: str, name: str) -> None
 @pytest.mark.parametrize("name", MODES)
 def test_low_latency_all_to_alls(ranks, tmp_path, name):
     mode = MODES[name]
-    options: dict[str, Any] = {
-        "quantize": mode.quantize,
-        "combine": mode.combine,
-        "combine_dtype": mode.combine_dtype,
-        "scale": mode.scale,
-        "reduce": mode.reduce,
-        "slots": 1 if mode.combine == "gemm_push" else 2,
-        **mode.more,
-    }
-    shape = LowLatencyConfig.of(ranks=RANKS, **SIZES, **options).shape
-    library = str(compile_low(shape, tmp_path))
+    library = str(compile_low(mode.shape(CASE, TOKENS, **mode.more), tmp_path))
     args = (str(tmp_path), library, name)
     run_survivors(lambda: ranks(RANKS, "cpu")(low_latency, *args), tmp_path, [1, 3])
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.watch import Watch
-from weft.runtime.args import Site
+from weft.memory.header import Site
 
 STRIDE = 4096
 ROWS, FLAG, COUNT = 0, 2048, 2176  # in the share of rank 1; the counter in that of rank 0
@@ -33,7 +33,7 @@ RIGHT = {
     "store": "weft::store(rows + row, make_uint4(1, 2, 3, 4));",
     "gather": "__syncthreads();",
     "last": "weft::add_acq_rel(count, 1) == 1",
-    "publish": "weft::store_release(flag, 1)",
+    "publish": "weft::store_release(flag, 1u)",
     "wait": "weft::load_acquire(flag)",
     "spread": "__syncthreads();",
     "load": "weft::load_peer_row(rows + row)",
@@ -46,7 +46,7 @@ WRONG = {
     "a flag of the GPU": {
         "publish": "__nv_atomic_store_n(flag, 1u, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_DEVICE)"
     },
-    "a flag that orders nothing": {"publish": "weft::store_relaxed(flag, 1)"},
+    "a flag that orders nothing": {"publish": "weft::store_relaxed(flag, 1u)"},
     "a plain flag": {
         "publish": "emulated::store_words<unsigned, 1>(flag, {1}, emulated::weak, {})"
     },
@@ -55,10 +55,10 @@ WRONG = {
     "no barrier behind the wait": {"spread": ""},
     "rows that are posted and read as they are": {
         "store": "weft::post_vector(rows + row, make_uint4(1, 2, 3, 4));",
-        "publish": "weft::store_relaxed(flag, 1)",
+        "publish": "weft::store_relaxed(flag, 1u)",
     },
     "rows that are polled and were not posted": {
-        "publish": "weft::store_relaxed(flag, 1)",
+        "publish": "weft::store_relaxed(flag, 1u)",
         "load": "weft::poll_vector(rows + row)",
     },
     "rows beside their places": {
@@ -67,7 +67,7 @@ WRONG = {
 }
 POSTED = {  # these need no flag
     "store": "weft::post_vector(rows + row, make_uint4(1, 2, 3, 4));",
-    "publish": "weft::store_relaxed(flag, 1)",
+    "publish": "weft::store_relaxed(flag, 1u)",
     "load": "weft::poll_vector(rows + row)",
 }
 CASES = {"right": {}, "posted": POSTED, **WRONG}

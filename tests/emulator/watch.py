@@ -102,7 +102,7 @@ def watching(
     if group.rank == 0:
         watch.end()
     group.barrier()
-    assert not whole or watch.race == ""
+    assert not whole or watch.race == "", watch.race
 
 
 def ways(events: Iterable[Event], places: dict[str, range]) -> dict[str, set[str]]:

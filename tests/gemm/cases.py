@@ -213,13 +213,20 @@ class Made:
         return replace(self, given=self.given | changed)
 
     def call(
-        self, epilogue: Epilogue = STORE, plan: GemmPlan | WgmmaPlan | None = None, **more: Any
+        self,
+        epilogue: Epilogue = STORE,
+        plan: GemmPlan | WgmmaPlan | None = None,
+        dtype: torch.dtype | None = None,
+        **more: Any,
     ) -> Output:
-        """Call `grouped_gemm`, with results in tensors full of UNTOUCHED."""
+        """Call `grouped_gemm`, with results in tensors full of UNTOUCHED.
+
+        dtype: of results that are not FP8, if not the default.
+        """
         case, device = self.case, self.a.device
         gated = isinstance(epilogue, Gated)
         rows, width = tuple(self.a.shape[:-1]), case.n // 2 if gated else case.n
-        dtype = torch.bfloat16 if case.fp8_rows else case.dtype
+        dtype = dtype or (torch.bfloat16 if case.fp8_rows else case.dtype)
         if isinstance(epilogue, GatedQuant):
             numbers = torch.full((*rows, width), UNTOUCHED, device=device).to(FP8)
             scales = torch.full((*rows, width // 128), UNTOUCHED, device=device)
@@ -297,7 +304,52 @@ class Output:
             assert bool((self.scales.reshape(self.case.rows, -1).cpu()[~live] == UNTOUCHED).all())
 
 
+def hold_to_rows(made: Made, plan: WgmmaPlan) -> None:
+    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none.
+
+    made: of five experts.
+    """
+    starts, total, third = made.case.starts, made.case.rows, made.case.counts[2]
+    honest = made.call(plan=plan).numbers
+    lying = made.with_given(
+        counts=[-5, -(2**31), 2**31 - 1, 1, 30], offsets=[*starts[:3], -7, total]
+    )
+    got = lying.call(plan=plan).numbers
+    assert bool((got[: starts[2]] == UNTOUCHED).all())
+    assert torch.equal(got[starts[2] :][:third], honest[starts[2] :][:third])
+    starts = [total, total + 9, 2**30, -(2**31), 2**31 - 1]
+    beyond = made.with_given(counts=[40, 9, 20, 30, 2**31 - 1], offsets=starts)
+    assert bool((beyond.call(plan=plan).numbers == UNTOUCHED).all())
+
+
+def hold_damage_to_its_row(made: Made, *plans: WgmmaPlan) -> None:
+    """Rows whose scales are not finite become NaN; all others keep the bits of the first plan."""
+    rows = [5, made.case.rows // 2]
+    clean = made.call(GatedQuant(), plans[0])
+    made.given["a_scale"][rows[0], 1] = torch.nan
+    made.given["a_scale"][rows[1], 0] = torch.inf
+    for plan in plans:
+        got = made.call(GatedQuant(), plan)
+        assert got.scales is not None
+        assert clean.scales is not None
+        assert bool(got.scales[rows].isnan().all())
+        got.scales[rows] = clean.scales[rows]
+        got.numbers.view(torch.uint8)[rows] = clean.numbers.view(torch.uint8)[rows]
+        assert got.same_bits(clean), plan
+
+
 EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
+# What every kernel is tried with on a GPU.
+LAYOUTS = {
+    "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=1024),
+    "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
+    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
+    "one expert": Case(counts=(300,), n=512, k=2048),
+    "no rows": Case(counts=(0, 0, 0), n=512),
+    "k-major": Case(counts=(40, 9), k_major=True, n=512),
+    "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
+    "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
+}
 
 
 def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:

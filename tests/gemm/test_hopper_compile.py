@@ -18,7 +18,7 @@ from weft.gemm.config import (
     SHARED_BYTES_OF_TWO,
     WgmmaPlan,
 )
-from weft.gemm.kernels import SHARED, GemmShape, cuda_source, wgmma_ns
+from weft.gemm.kernels import SHARED, GemmShape, wgmma_ns
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 
@@ -51,7 +51,7 @@ def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) ->
 def compiled(shape: GemmShape, folder: Path) -> tuple[bytes, str]:
     """(cubin, what ptxas said)."""
     cubin = compile_cubin(
-        cuda_source(shape.literal, shape.plan.block_m, shape.operand),
+        shape.source,
         name="grouped_gemm",
         arch="sm_90a",
         options=(*CUDA_OPTIONS, "--ptxas-options=-v"),

@@ -23,6 +23,8 @@ from tests.gemm.cases import (
     decode_mxfp4,
     every_exponent,
     gated,
+    hold_damage_to_its_row,
+    hold_to_rows,
     shape_of,
 )
 from tests.gemm.emulate import (
@@ -202,8 +204,9 @@ def test_two_k_blocks_in_a_stage_change_no_bit(gemms: EmulatedGemms, k: int):
     alone = made.call(how, WgmmaPlan(64))
     for seed in range(6):
         gemms.seed, gemms.policy, gemms.sms = seed, seed % 3, (2, 4, 6)[seed // 2]
-        early = {"prefetch_weights": True, "programmatic_launch": True} if seed % 2 else {}
-        assert made.call(how, WgmmaPlan(256), **early).same_bits(alone), seed
+        early = seed % 2 == 1
+        got = made.call(how, WgmmaPlan(256), prefetch_weights=early, programmatic_launch=early)
+        assert got.same_bits(alone), seed
 
 
 @pytest.mark.parametrize("policy", [LATE, AT_ONCE, AT_ANY_TIME])
@@ -319,32 +322,11 @@ def test_rows_with_flag_in_data_are_pushed_unless_aborted(
 
 @pytest.mark.parametrize("rows", [32, 256])
 def test_counts_and_starts_that_lie_touch_no_row_of_others(gemms: EmulatedGemms, rows: int):
-    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none."""
-    case, plan = CASES["contiguous"], WgmmaPlan(rows)
-    made, starts, total = case.make(), case.starts, case.rows
-    honest = made.call(plan=plan).numbers
-    lying = made.with_given(
-        counts=[-5, -(2**31), 2**31 - 1, 1, 30], offsets=[*starts[:3], -7, total]
-    )
-    got = lying.call(plan=plan).numbers
-    assert bool((got[: starts[2]] == UNTOUCHED).all())
-    assert torch.equal(got[starts[2] :][:130], honest[starts[2] :][:130])
-    starts = [total, total + 9, 2**30, -(2**31), 2**31 - 1]
-    beyond = made.with_given(counts=[40, 9, 20, 30, 2**31 - 1], offsets=starts)
-    assert bool((beyond.call(plan=plan).numbers == UNTOUCHED).all())
+    hold_to_rows(CASES["contiguous"].make(), WgmmaPlan(rows))
 
 
 def test_damage_stays_in_its_row(gemms: EmulatedGemms):
-    made, plan = CASES["normal"].make(), WgmmaPlan(256)
-    clean = made.call(GatedQuant(), plan)
-    made.given["a_scale"][5, 1] = torch.nan
-    made.given["a_scale"][500, 0] = torch.inf
-    got = made.call(GatedQuant(), plan)
-    assert got.scales is not None
-    assert clean.scales is not None
-    assert bool(got.scales[[5, 500]].isnan().all())
-    got.scales[[5, 500]], got.numbers[[5, 500]] = clean.scales[[5, 500]], clean.numbers[[5, 500]]
-    assert got.same_bits(clean)
+    hold_damage_to_its_row(CASES["normal"].make(), WgmmaPlan(256))
 
 
 def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gemm.cases import EXPONENTS, UNTOUCHED, Case, every_exponent, gated, shape_of
+from tests.gemm.cases import (
+    EXPONENTS,
+    LAYOUTS,
+    UNTOUCHED,
+    Case,
+    every_exponent,
+    gated,
+    hold_damage_to_its_row,
+    hold_to_rows,
+    shape_of,
+)
 from weft.errors import OutOfOrder
 from weft.gemm import (
     STORE,
@@ -32,34 +42,24 @@ from weft.gemm.kernels import GemmShape, preload
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
-CASES = {
-    "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=1024),
-    "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
-    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
-    "one expert": Case(counts=(300,), n=512, k=2048),
-    "no rows": Case(counts=(0, 0, 0), n=512),
-    "k-major": Case(counts=(40, 9), k_major=True, n=512),
-    "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
-    "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
+CASES = LAYOUTS | {
     "odd steps": Case(counts=(33, 100), n=256, k=640),
     "normal": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257, 289, 545), n=512, k=1024),
     "deep": Case(counts=(100, 33, 250), n=512, k=7168),
     "bf16": Case(BF16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),
     "bf16, high": Case(BF16, counts=(150, 257, 192, 48, 224), n=768, k=2880),
     "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=1024, masked=True),
-    "mxfp4": Case(MXFP4, counts=(5, 0, 130, 1, 64), n=512, k=1024),
-    "mxfp4, masked": Case(MXFP4, counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
-    "mxfp4, packed": Case(MXFP4, counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
-    "mxfp4, no rows": Case(MXFP4, counts=(0, 0, 0), n=512),
-    "mxfp4, k-major": Case(MXFP4, counts=(40, 9), k_major=True, n=512),
-    "mxfp4, many experts": Case(MXFP4, counts=tuple(e % 5 for e in range(200)), n=512, k=128),
-    "mxfp4, odd steps": Case(MXFP4, counts=(33, 100), n=256, k=640),
     "mxfp4, high": Case(MXFP4, counts=(97, 144, 160, 161, 192, 321, 545), n=512, k=1024),
-    "mxfp4, deep": Case(MXFP4, counts=(100, 33, 250), n=512, k=7168),
     "mxfp4, biased": Case(MXFP4, counts=(5, 0, 130, 1, 64), n=512, k=1024, bias=True),
 }
+CASES |= {
+    f"mxfp4, {name}": replace(CASES[name], dtype=MXFP4)
+    for name in (*LAYOUTS, "odd steps", "deep")
+    if name not in ("one expert", "k-major, masked")
+}
 # The others: swapped tiles alone, and both.
-EVERY_TILE = {"contiguous", "normal", "deep", "bf16, high", "mxfp4", "mxfp4, high", "mxfp4, biased"}
+EVERY_TILE = {"contiguous", "normal", "deep", "bf16, high"}
+EVERY_TILE |= {"mxfp4, contiguous", "mxfp4, high", "mxfp4, biased"}
 PUSHED = ("normal", "bf16, high", "mxfp4, high")
 GATINGS = (Gated(), Gated(1.702, 1.0, 0.7), Gated(beta=4.0, linear_beta=25.0))
 
@@ -114,7 +114,7 @@ def test_bits_are_those_of_the_other_kernel(name: str, gating: Gated | None):
 
 
 @pytest.mark.parametrize(
-    "name", ["mxfp4", "mxfp4, masked", "mxfp4, high", "mxfp4, deep", "mxfp4, odd steps"]
+    "name", ["mxfp4, contiguous", "mxfp4, masked", "mxfp4, high", "mxfp4, deep", "mxfp4, odd steps"]
 )
 def test_bits_of_mxfp4_are_those_of_fp8_weights(name: str):
     """Sums of the same numbers in the same order; the power of a column commutes with rounding."""
@@ -154,43 +154,16 @@ def test_rows_are_pushed_to_dst_addr_or_nowhere(name: str, rows: int):
 
 @pytest.mark.parametrize("rows", [32, 160])
 def test_counts_and_starts_that_lie_touch_no_row_of_others(rows: int):
-    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none."""
-    made = Case(counts=(40, 9, 20, 30), n=512).make("cuda")
-    honest = made.call(plan=WgmmaPlan(rows)).numbers
-    starts, total = made.case.starts, made.case.rows
-    lying = made.with_given(
-        counts=[-5, 9, 2**31 - 1, 30],
-        offsets=[starts[0], starts[1], starts[2], -7, total],
-    )
-    got = lying.call(plan=WgmmaPlan(rows)).numbers
-    assert bool((got[: starts[1]] == UNTOUCHED).all())
-    assert torch.equal(got[starts[1] : starts[1] + 9], honest[starts[1] : starts[1] + 9])
-    assert torch.equal(got[starts[2] : starts[2] + 20], honest[starts[2] : starts[2] + 20])
-    beyond = made.with_given(counts=[40, 9, 20, 30], offsets=[total, total + 9, 2**30, 0, 0])
-    got = beyond.call(plan=WgmmaPlan(rows)).numbers
-    assert bool((got[30:] == UNTOUCHED).all())
+    hold_to_rows(CASES["contiguous"].make("cuda"), WgmmaPlan(rows))
 
 
-def test_damage_stays_in_its_block():
-    made = CASES["normal"].make("cuda")
-    clean = made.call(GatedQuant(), WgmmaPlan(160))
-    made.given["a_scale"][5, 1] = torch.nan
-    made.given["a_scale"][700, 0] = torch.inf
-    for rows in (32, 128, 256):
-        got = made.call(GatedQuant(), WgmmaPlan(rows))
-        assert got.scales is not None
-        assert clean.scales is not None
-        assert bool(got.scales[[5, 700]].isnan().all())
-        kept = torch.ones(len(got.scales), dtype=torch.bool, device="cuda")
-        kept[[5, 700]] = False
-        assert torch.equal(got.scales[kept], clean.scales[kept])
-        assert torch.equal(
-            got.numbers[kept].view(torch.uint8), clean.numbers[kept].view(torch.uint8)
-        )
+def test_damage_stays_in_its_row():
+    plans = (WgmmaPlan(rows) for rows in (160, 32, 128, 256))
+    hold_damage_to_its_row(CASES["normal"].make("cuda"), *plans)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 40])
-@pytest.mark.parametrize("name", ["contiguous", "bf16", "mxfp4"])
+@pytest.mark.parametrize("name", ["contiguous", "bf16", "mxfp4, contiguous"])
 def test_few_sms_make_the_same(name: str, num_sms: int):
     made = CASES[name].make("cuda")
     whole = made.call(plan=WgmmaPlan(64))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -484,7 +485,8 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
     library = ctypes.CDLL(str(compile_gemms(shapes, folder / "tree", mutation.texts)))
     made = case.make()
     y = made.oracle()
-    how = {"prefetch_weights": mutation.prefetch_weights, "programmatic_launch": True}
+    how: dict[str, Any] = {"prefetch_weights": mutation.prefetch_weights}
+    how["programmatic_launch"] = True
     for seed in range(seeds):
         gemms = EmulatedGemms(library, shapes, seed, seed % 3, mutation.sms)
         monkeypatch.setattr(reference, "compute", gemms.compute)

@@ -19,148 +19,126 @@ from weft.gemm.config import FP8, GateNumbers
 from weft.gemm.triton_launch import check_plan
 from weft.moe import Gating
 
-Change = Callable[[Made, dict[str, Any]], None]
+Change = Callable[[Made], dict[str, Any]]
 
 
-def put(name: str, make: Callable[[Made], Any]) -> Change:
-    """Give a call another argument."""
-
-    def change(made: Made, given: dict[str, Any]) -> None:
-        given[name] = make(made)
-
-    return change
+def push(made: Made, dtype: torch.dtype | None = None, **given: Any) -> dict[str, Any]:
+    return {"epilogue": Push(torch.zeros(made.case.rows, dtype=torch.int64), dtype, **given)}
 
 
 INT = torch.int32
 CHANGES: dict[str, tuple[Case, Change, str]] = {
     "a of one dimension": (
         Case(),
-        put("a", lambda m: m.a[0]),
+        lambda m: {"a": m.a[0]},
         r"a has shape \[256\]; it must be \[rows, 256\]",
     ),
     "k of a and b": (
         Case(),
-        put("b", lambda m: m.b[..., :128].contiguous()),
+        lambda m: {"b": m.b[..., :128].contiguous()},
         r"a has .* \[rows, 128\]",
     ),
-    "float32": (Case(), put("a", lambda m: m.a.float()), "float32"),
-    "dtypes": (Case(), put("b", lambda m: m.b.bfloat16()), "bfloat16"),
-    "n of FP8": (Case(n=192 + 64), put("b", lambda m: m.b[:, :192].contiguous()), "n is 192"),
+    "float32": (Case(), lambda m: {"a": m.a.float()}, "float32"),
+    "dtypes": (Case(), lambda m: {"b": m.b.bfloat16()}, "bfloat16"),
+    "n of FP8": (Case(n=192 + 64), lambda m: {"b": m.b[:, :192].contiguous()}, "n is 192"),
     "experts": (
         Case(masked=True),
-        put("b", lambda m: m.b[:2]),
+        lambda m: {"b": m.b[:2]},
         r"a has shape \[3, .* \[2, max_rows, 256\]",
     ),
-    "strided a": (Case(), put("a", lambda m: m.a.T.contiguous().T), "contiguous"),
-    "no offsets": (Case(), put("offsets", lambda _: None), "offsets are None"),
+    "strided a": (Case(), lambda m: {"a": m.a.T.contiguous().T}, "contiguous"),
+    "no offsets": (Case(), lambda _: {"offsets": None}, "offsets are None"),
     "masked with offsets": (
         Case(masked=True),
-        put("offsets", lambda _: torch.zeros(4, dtype=INT)),
+        lambda _: {"offsets": torch.zeros(4, dtype=INT)},
         "offsets are given",
     ),
-    "offsets' length": (Case(), put("offsets", lambda _: torch.zeros(7, dtype=INT)), r"\[7\]"),
-    "int64 counts": (Case(), put("counts", lambda m: m.given["counts"].long()), "int64"),
-    "counts' length": (Case(), put("counts", lambda _: torch.zeros(4, dtype=INT)), r"\[4\]"),
-    "no scales": (Case(), put("a_scale", lambda _: None), "needs a_scale"),
-    "scales' shape": (Case(), put("b_scale", lambda _: torch.ones(3, 2, 1)), r"\[3, 2, 1\]"),
+    "offsets' length": (Case(), lambda _: {"offsets": torch.zeros(7, dtype=INT)}, r"\[7\]"),
+    "int64 counts": (Case(), lambda m: {"counts": m.given["counts"].long()}, "int64"),
+    "counts' length": (Case(), lambda _: {"counts": torch.zeros(4, dtype=INT)}, r"\[4\]"),
+    "no scales": (Case(), lambda _: {"a_scale": None}, "needs a_scale"),
+    "scales' shape": (Case(), lambda _: {"b_scale": torch.ones(3, 2, 1)}, r"\[3, 2, 1\]"),
     "scales of BF16": (
         Case(dtype=torch.bfloat16),
-        put("a_scale", lambda _: torch.ones(1)),
+        lambda _: {"a_scale": torch.ones(1)},
         "scales belong to",
     ),
     "uneven scales": (
         Case(masked=True),
-        put("a_scale", lambda m: torch.ones(3, 2 * m.case.max_rows, 2)[:, : m.case.max_rows]),
+        lambda m: {"a_scale": torch.ones(3, 2 * m.case.max_rows, 2)[:, : m.case.max_rows]},
         "strides",
     ),
-    "bias": (Case(), put("bias", lambda _: torch.ones(3, 5)), r"\[3, 5\]"),
-    "out's shape": (Case(), put("out", lambda _: torch.ones(5, 256)), r"out has shape \[5, 256\]"),
-    "out's dtype": (Case(), put("out", lambda m: torch.ones(m.case.rows, 256).to(FP8)), "float8"),
-    "a pair to store": (Case(), put("out", lambda _: (torch.ones(1), torch.ones(1))), "pair"),
+    "bias": (Case(), lambda _: {"bias": torch.ones(3, 5)}, r"\[3, 5\]"),
+    "out's shape": (Case(), lambda _: {"out": torch.ones(5, 256)}, r"out has shape \[5, 256\]"),
+    "out's dtype": (Case(), lambda m: {"out": torch.ones(m.case.rows, 256).to(FP8)}, "float8"),
+    "a pair to store": (Case(), lambda _: {"out": (torch.ones(1), torch.ones(1))}, "pair"),
     "one to quantise": (
         Case(),
-        lambda _, given: given.update(epilogue=GatedQuant(), out=torch.ones(1)),
+        lambda _: {"epilogue": GatedQuant(), "out": torch.ones(1)},
         "pair",
     ),
     "out to push": (
         Case(),
-        lambda m, given: given.update(
-            epilogue=Push(torch.zeros(m.case.rows, dtype=torch.int64)), out=torch.ones(1)
-        ),
+        lambda m: {**push(m), "out": torch.ones(1)},
         "out is a tensor .* with Push",
     ),
-    "dst_addr": (Case(), put("epilogue", lambda _: Push(torch.zeros(2))), "dst_addr has dtype"),
+    "dst_addr": (Case(), lambda _: {"epilogue": Push(torch.zeros(2))}, "dst_addr has dtype"),
     "an abort flag without flag-in-data": (
         Case(),
-        put(
-            "epilogue",
-            lambda m: Push(
-                torch.zeros(m.case.rows, dtype=torch.int64),
-                abort_flag=torch.zeros(1, dtype=torch.int32),
-            ),
-        ),
+        lambda m: push(m, abort_flag=torch.zeros(1, dtype=torch.int32)),
         "only with flag_in_data=True",
     ),
     "an abort flag of another size": (
         Case(),
-        put(
-            "epilogue",
-            lambda m: Push(
-                torch.zeros(m.case.rows, dtype=torch.int64),
-                flag_in_data=True,
-                abort_flag=torch.zeros(2, dtype=torch.int32),
-            ),
-        ),
+        lambda m: push(m, flag_in_data=True, abort_flag=torch.zeros(2, dtype=torch.int32)),
         "abort_flag has shape",
     ),
     "quantised columns": (
         Case(dtype=torch.bfloat16, n=128),
-        put("epilogue", lambda _: GatedQuant()),
+        lambda _: {"epilogue": GatedQuant()},
         "64 gated columns",
     ),
     "a gate without an up": (
         Case(dtype=torch.bfloat16, n=264),
-        put("epilogue", lambda _: Gated()),
+        lambda _: {"epilogue": Gated()},
         "halves",
     ),
-    "FP8 with block_k 64": (Case(), put("plan", lambda _: GemmPlan(64, block_k=64)), "block_k"),
+    "FP8 with block_k 64": (Case(), lambda _: {"plan": GemmPlan(64, block_k=64)}, "block_k"),
     "gating in single blocks": (
         Case(),
-        lambda _, given: given.update(epilogue=Gated(), plan=GemmPlan(64)),
+        lambda _: {"epilogue": Gated(), "plan": GemmPlan(64)},
         "block_n is 128",
     ),
     "FP8 and half of block_n": (
         Case(n=384),
-        put("plan", lambda _: GemmPlan(64, 256)),
+        lambda _: {"plan": GemmPlan(64, 256)},
         "384 columns",
     ),
     "a bias of WgmmaPlan": (
         Case(),
-        lambda _, given: given.update(plan=WgmmaPlan(32), bias=torch.ones(3, 256)),
+        lambda _: {"plan": WgmmaPlan(32), "bias": torch.ones(3, 256)},
         "no bias for FP8",
     ),
     "gating of WgmmaPlan": (
         Case(),
-        lambda _, given: given.update(plan=WgmmaPlan(32), epilogue=Gated()),
+        lambda _: {"plan": WgmmaPlan(32), "epilogue": Gated()},
         "FP8 with GatedQuant",
     ),
-    "n of WgmmaPlan": (Case(n=384), put("plan", lambda _: WgmmaPlan(32)), "multiples of 256 for"),
+    "n of WgmmaPlan": (Case(n=384), lambda _: {"plan": WgmmaPlan(32)}, "multiples of 256 for"),
     "FP8 of BF16 by WgmmaPlan": (
         Case(dtype=torch.bfloat16),
-        lambda _, given: given.update(plan=WgmmaPlan(32), epilogue=GatedQuant()),
+        lambda _: {"plan": WgmmaPlan(32), "epilogue": GatedQuant()},
         "a is torch.bfloat16",
     ),
-    "tiles that FP8 lacks": (Case(), put("plan", lambda _: WgmmaPlan(192)), "block_m is 192"),
+    "tiles that FP8 lacks": (Case(), lambda _: {"plan": WgmmaPlan(192)}, "block_m is 192"),
     "float32 of WgmmaPlan": (
         Case(),
-        lambda m, given: given.update(plan=WgmmaPlan(32), out=torch.ones(m.case.rows, 256)),
+        lambda m: {"plan": WgmmaPlan(32), "out": torch.ones(m.case.rows, 256)},
         "out is torch.float32",
     ),
     "dtype of Push": (
         Case(),
-        lambda m, given: given.update(
-            epilogue=Push(torch.zeros(m.case.rows, dtype=torch.int64), torch.int32)
-        ),
+        lambda m: push(m, torch.int32),
         "epilogue.dtype is torch.int32; choose one of torch.bfloat16",
     ),
 }
@@ -176,9 +154,8 @@ def test_refused(name: str, known: bool, monkeypatch: pytest.MonkeyPatch):
     made = case.make()
     given: dict[str, Any] = {"a": made.a, "b": made.b, **made.given}
     grouped_gemm(**given)  # as it is, it is served
-    change(made, given)
     with pytest.raises(InvalidArgument, match=words):
-        grouped_gemm(**given)
+        grouped_gemm(**given | change(made))
 
 
 @pytest.mark.parametrize(

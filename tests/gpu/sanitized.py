@@ -1,19 +1,118 @@
-"""What compute-sanitizer watches of grouping: sums that are scattered and sent, and choices.
+"""What compute-sanitizer watches: `python -m tests.gpu.sanitized PROGRAM` is one rank of it.
 
-Only whole copies move between the CPU and a GPU: the sanitizer patches every module that a torch
-kernel brings, and there are hundreds of kernels in each.
+The reference runs on the CPU, and only whole copies move between it and the GPU: the sanitizer
+patches every module that a torch kernel brings, and there are hundreds of kernels in each.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import weft
 from tests.rounds import Round, bits, combining
+from weft.alltoall.config import Offsets
 from weft.grouping.operator import ExpertGroups, Grouped
+
+CPU, BEGAN = torch.device("cpu"), time.monotonic()
+PATIENT: dict[str, Any] = {"timeout": 200.0, "first_timeout": 200.0}
+
+
+def say(*words: object) -> None:
+    """Into the log of a rank, which shows where one is that does not end."""
+    print(f"{time.monotonic() - BEGAN:6.1f} s", *words, flush=True)
+
+
+def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
+    """What came, on the CPU."""
+    shape, heap = a2a.config.shape, a2a.heap
+    layout, slots = Offsets.of(shape), shape.ranks * shape.tokens
+    words = layout.route_bytes // 4
+    route = heap.tensor((slots, words), torch.int32, offset=layout.route).cpu()
+    route = route.view(shape.ranks, shape.tokens, words)
+    weights = route[..., shape.slots :].view(torch.float32)
+    return weft.Received(
+        (received.x.cpu(),),
+        route[..., : shape.top_k],
+        weights[..., : shape.top_k],
+        received.counts.cpu(),
+    )
+
+
+def rounds(group: weft.Group) -> None:
+    """Of the all-to-all by rank, also with an id that names nobody."""
+    few: dict[str, Any] = {"num_sms": 1} if group.device.type == "cuda" else {}
+    cases: tuple[tuple[Round, dict[str, Any]], ...] = (
+        (Round(tokens=(16, 9), hidden=7168, top_k=8, experts=256), {}),
+        (Round(tokens=(3, 0), router="holes", top_k=9, experts=19, hidden=264), {}),
+        (Round(tokens=(5, 7), hidden=256), {"combine_dtype": "fp8", "quantize": "fp8"}),
+        (Round(tokens=(16, 9), hidden=7168), few),  # so the rings in shared memory go round
+    )
+    for case, options in cases:
+        exact = "quantize" not in options
+        with weft.AllToAll(group, **case.sizes(16), **PATIENT, **options) as a2a:
+            say("built for", options)
+            x, ids, weights, _ = case.of(group.rank, CPU)
+            if ids.numel():
+                ids[0, 0] = 2**31 - 1
+            given = [t.to(group.device) for t in (x, ids, weights)]
+            for _ in range(2):
+                received = a2a.dispatch(*given)
+                if exact:
+                    y = weft.reference.identity_experts(arrived(a2a, received), case.dtype)
+                    a2a.output().copy_(y)
+                out = a2a.combine().cpu()
+                if exact:
+                    wanted = weft.reference.identity_round_trip(
+                        x, ids, weights, a2a.placement, ranks=group.size
+                    )
+                    assert torch.equal(bits(out), bits(wanted))
+            say("played with", options)
+
+
+def sums(group: weft.Group) -> None:
+    """Of every backend, with the epilogue at either end."""
+    made = [torch.randn(17, 1032, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    *parts, residual = (t.bfloat16() for t in made)
+    weight = torch.linspace(0.5, 2, 1032)
+    wanted = weft.reference.allreduce_fused(parts, residual, weight)
+    assert wanted.norm is not None
+    assert wanted.residual is not None
+    x, added, scale = (t.to(group.device) for t in (parts[group.rank], residual, weight))
+    sizes: dict[str, Any] = {"max_tokens": 17, "hidden": 1032, "timeout": 200.0}
+    for at in ("owner", "receiver"):
+        with weft.AllReduce(group, epilogue_at=at, **sizes) as reduce:
+            for backend in reduce.backends * 2:
+                found = reduce.fused(x, residual=added, weight=scale, backend=backend)
+                assert found.norm is not None
+                assert found.residual is not None
+                assert torch.equal(bits(found.norm.cpu()), bits(wanted.norm))
+                assert torch.equal(bits(found.residual.cpu()), bits(wanted.residual))
+        say("summed by", reduce.backends, "with the epilogue at the", at)
+
+
+def by_expert(group: weft.Group) -> None:
+    """Rounds of the low-latency all-to-all."""
+    case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
+    x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, CPU))
+    sender = {"reduce": "sender", "combine_dtype": "fp8", "split_phase": True}
+    modes: tuple[dict[str, Any], ...] = ({}, sender)
+    for options in modes:
+        sizes = case.sizes(16)
+        with weft.LowLatencyAllToAll(group, **sizes, timeout=200.0, **options) as low:
+            y = torch.randn(low.num_local_experts, 32, 1024).bfloat16().to(group.device)
+            for _ in range(3):
+                got = low.dispatch(x, ids, weights)
+                out = low.combine(y, ids, weights, got.handle)
+            assert torch.isfinite(out.cpu().float()).all()
+            low.check()
+        say("low latency with", options)
+
 
 CASE = Round(tokens=(16, 9), top_k=5, experts=12, hidden=640, router="holes")
 WAYS = (
@@ -24,20 +123,14 @@ WAYS = (
 )
 
 
-def rows_return(group: weft.Group) -> int:
+def rows_return(group: weft.Group) -> None:
     """Play every way twice; rows that are not FP8 must have the bits of the first. Collective."""
-    x, ids, weights, _ = CASE.of(group.rank, torch.device("cpu"))
+    x, ids, weights, _ = CASE.of(group.rank, CPU)
     given = [t.to(group.device) for t in (x, ids, weights)]
     wanted: torch.Tensor | None = None
     for way, sent in WAYS:
-        with weft.AllToAll(
-            group,
-            **CASE.sizes(16),
-            **combining(way),
-            split_phase=True,
-            timeout=200.0,
-            first_timeout=200.0,
-        ) as a2a:
+        options = combining(way) | {"split_phase": True}
+        with weft.AllToAll(group, **CASE.sizes(16), **options, **PATIENT) as a2a:
             groups = ExpertGroups(a2a, align=8)
             for _ in range(2):
                 grouped = groups.gather(a2a.dispatch(*given))
@@ -48,7 +141,6 @@ def rows_return(group: weft.Group) -> int:
                 assert way == "fp8" or torch.equal(bits(out), bits(wanted)), (way, sent)
             a2a.check()
             groups.close()
-    return len(WAYS)
 
 
 def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -> None:
@@ -63,15 +155,20 @@ def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -
         groups.send(y)
 
 
-def met() -> weft.Group:
-    """The ranks that a test started with torchrun's variables."""
+PROGRAMS = {"exchanges": (rounds, sums, by_expert), "groups": (rows_return,)}
+
+
+def main(program: str) -> None:
+    """One rank of those that a test started with torchrun's variables."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
-    return weft.Group.from_torch(timeout=300.0)
-
-
-def main() -> None:
-    """One rank of them."""
-    with met() as group:
-        rows_return(group)
+    say("imported")
+    with weft.Group.from_torch(timeout=300.0) as group:
+        say("met")
+        for part in PROGRAMS[program]:
+            part(group)
     print("sound")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -8,8 +8,8 @@ does it on purpose; `weft.memory.driver.relaxed` says why it works.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,22 +69,15 @@ def run(where: str, step: Callable[[], None]) -> None:
     if where == "here":
         step()
         return
-    raised: list[BaseException] = []
     device = torch.cuda.current_device()
 
     def body() -> None:
-        try:
-            if where == "there":
-                torch.cuda.set_device(device)
-            step()
-        except BaseException as error:
-            raised.append(error)
+        if where == "there":
+            torch.cuda.set_device(device)
+        step()
 
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(body).result()
 
 
 def let_go(how: str, box: list[Made]) -> None:

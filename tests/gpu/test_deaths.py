@@ -1,4 +1,4 @@
-"""A rank is killed, or stopped, in the middle of a replayed graph: the others notice it soon.
+"""A rank is killed in the middle of a replayed graph: the others notice it soon.
 
 The deadline is a minute, so an error within a second has not waited for it. What was measured is
 printed (`pytest -s`).
@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import weft
-from tests.operators import HIDDEN, KINDS, TOKENS, TOP_K, Kind
-from weft.errors import PeerDied, PeerTimeout, RankFailed
+from tests.operators import KINDS, Kind
+from weft.bench.harness import capture, settle
+from weft.errors import PeerDied, RankFailed
 from weft.grouping.operator import ExpertGroups
 
 pytestmark = pytest.mark.gpu
@@ -27,53 +28,39 @@ SEND = Kind("alltoall", {"combine": "push", "split_phase": True})  # and ExpertG
 
 def captured(op, group: weft.Group) -> torch.cuda.CUDAGraph:
     """A graph of `CALLS` rounds."""
-    device, made = group.device, op.made
-    x = torch.ones((TOKENS, HIDDEN), dtype=torch.bfloat16, device=device)
-    ids = torch.arange(TOKENS * TOP_K, device=device).view(TOKENS, TOP_K) % 12
-    out = torch.empty_like(x)
     if op.kind is SEND:
-        op.groups = groups = ExpertGroups(made)  # as long as the graph
-        y = torch.ones(groups._y_shape, dtype=torch.bfloat16, device=device)
+        op.groups = groups = ExpertGroups(op.made)  # as long as the graph
+        y = torch.ones(groups._y_shape, dtype=torch.bfloat16, device=group.device)
 
-    def one() -> None:
-        if op.kind.name == "allreduce":
-            made.fused(x, out=out)
-        elif op.kind is SEND:
-            groups.gather(made.dispatch(x, ids))
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            got = op.begin(1.0)
+            if op.kind is not SEND:
+                op.end(got)
+                continue
+            groups.gather(got)
             groups.send(y)
-            made.combine_recv(out=out)
-        elif op.kind.name == "alltoall":
-            made.dispatch(x, ids)
-            made.combine(out=out)
-        else:
-            got = made.dispatch(x, ids)
-            made.combine(got.x, ids, None, got.handle, out=out)
+            op.made.combine_recv()
 
-    one()
-    torch.cuda.synchronize()
-    group.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            one()
-    torch.cuda.synchronize()
-    group.barrier()
+    rounds(1)
+    settle(group)
+    graph = capture(lambda: rounds(CALLS))
+    settle(group)
     return graph
 
 
-def ended(group: weft.Group, kind: str, how: int, folder: str) -> None:
-    timeout = 60.0 if how == signal.SIGKILL else 2.0
-    with (KINDS | {"send": SEND})[kind].open(group, timeout=timeout, first_timeout=60.0) as op:
+def killed(group: weft.Group, kind: str, folder: str) -> None:
+    with (KINDS | {"send": SEND})[kind].open(group, timeout=60.0, first_timeout=60.0) as op:
         graph = captured(op, group)
         moment = Path(folder, "moment")
         if group.rank == 1:
 
             def end() -> None:
                 moment.write_text(str(time.monotonic()))
-                os.kill(os.getpid(), how)
+                os.kill(os.getpid(), signal.SIGKILL)
 
             threading.Timer(1.0, end).start()
-        with pytest.raises(PeerDied if how == signal.SIGKILL else PeerTimeout) as caught:
+        with pytest.raises(PeerDied) as caught:
             replay_for_ever(op, graph)
         waited = time.monotonic() - float(moment.read_text())
         text = str(caught.value)
@@ -97,7 +84,7 @@ def test_a_rank_that_is_killed_in_a_replay_is_named_within_a_tenth_of_a_second(
 ):
     count = max(2, min(4, torch.cuda.device_count()))
     with pytest.raises(RankFailed, match=f"rank 1 of {count} died"):
-        ranks(count, "cuda")(ended, kind, int(signal.SIGKILL), str(tmp_path))
+        ranks(count, "cuda")(killed, kind, str(tmp_path))
     for rank in {*range(count)} - {1}:
         waited, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         print(f"{kind}: rank {rank} of {count} raised {float(waited) * 1e3:.1f} ms after the kill")

@@ -20,6 +20,7 @@ from tests.hosts.test_lowlatency import WAYS, combined, sent
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.rounds import Round, bits
 from weft import reference
+from weft.bench.harness import capture, settle
 from weft.errors import GroupError, RankFailed
 
 pytestmark = [
@@ -76,11 +77,8 @@ def replayed(group: weft.Group) -> None:
             a2a.combine(y, out=out)
 
         call()
-        torch.cuda.synchronize()
-        group.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
+        settle(group)
+        graph = capture(call)
         for seed in range(20):
             for mine, new in zip((x, ids, weights), case.next(seed=seed).of(group.rank, x.device)):  # noqa: B905
                 mine.copy_(new)

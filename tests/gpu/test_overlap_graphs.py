@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.overlapping import MODES, Plan, odd, replay
+from tests.moe.overlapping import MODES, odd, replay
 
 triton = pytest.importorskip("triton")
 tl: Any = pytest.importorskip("triton.language")
@@ -36,9 +36,9 @@ def count() -> int:
 
 def every_dtype(group: weft.Group, replays: int) -> dict[str, dict[str, int]]:
     return {
-        "bf16": replay(group, Plan(replays), BF16),
-        "fp8": replay(group, Plan(replays // 4), FP8),
-        "fp8 home": replay(group, Plan(replays // 10, ("shared_expert",)), FP8_HOME),
+        "bf16": replay(group, replays, BF16),
+        "fp8": replay(group, replays // 4, FP8),
+        "fp8 home": replay(group, replays // 10, FP8_HOME, modes=("shared_expert",)),
     }
 
 
@@ -67,7 +67,7 @@ def test_late_ranks_and_odd_routing_change_nothing(ranks):
 
 
 def serialised(group: weft.Group) -> list[dict[str, int]]:
-    return [replay(group, Plan(400), BF16), odd(group, 60, 3, 8, BF16, True)]
+    return [replay(group, 400, BF16), odd(group, 60, 3, 8, BF16, True)]
 
 
 @pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
@@ -102,7 +102,7 @@ def crowded(group: weft.Group) -> list[dict[str, int]]:
         filler = functools.partial(fill, torch.cuda.Stream(priority=priority), sms)
         filler(0)
         for graphs in (True, False):
-            told.append(replay(group, Plan(600, graphs=graphs), BF16, filler))
+            told.append(replay(group, 600, BF16, filler, graphs=graphs))
     return told
 
 

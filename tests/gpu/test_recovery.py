@@ -23,6 +23,7 @@ from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import Survivors, dropped, run_survivors, surviving
 from weft import reference
+from weft.bench.harness import capture, settle
 from weft.errors import BadExpertId, GroupError
 from weft.moe import MoE, balance, route
 
@@ -55,13 +56,9 @@ class Captured:
         self.outs = [torch.empty_like(self.x) for _ in range(CALLS)]
         self.draw(0)
         self.rounds()
-        torch.cuda.synchronize()
-        group.barrier()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.rounds()
-        torch.cuda.synchronize()
-        group.barrier()
+        settle(group)
+        self.graph = capture(self.rounds)
+        settle(group)
 
     def draw(self, seed: int) -> None:
         """Rows of small integers, whose sums are exact, and other experts."""
@@ -92,6 +89,12 @@ class Captured:
         torch.cuda.synchronize()
         for out in self.outs:
             assert torch.equal(out.cpu(), self.wanted(seed, living))
+
+    def replay(self) -> None:
+        """Raises what broke the graph."""
+        self.graph.replay()
+        torch.cuda.synchronize()
+        self.made.check()
 
     def wanted(self, seed: int, living: list[int]) -> torch.Tensor:
         if self.kind == "oneshot":
@@ -139,17 +142,11 @@ def until_it_raises(replay: Callable[[], None]) -> None:
 def graphs(group: weft.Group, folder: str, kind: str) -> None:
     with surviving(group, folder) as survivors, opened(group, kind) as made:
         captured = Captured(kind, made)
-
-        def replay() -> None:
-            captured.graph.replay()
-            torch.cuda.synchronize()
-            made.check()
-
         for seed in range(3):
             captured.check(seed, survivors.ranks)
         made.check()
         for dies in ORDER:
-            killed = die_replaying(survivors, dies, replay, folder)
+            killed = die_replaying(survivors, dies, captured.replay, folder)
             for seed in range(5):
                 captured.check(10 * dies + seed, survivors.ranks)
                 if seed == 0:
@@ -229,13 +226,9 @@ def capture_layer(
         layer(x, topk_ids=routed.ids, topk_weights=routed.weights, out=outs[1])
 
     calls()
-    torch.cuda.synchronize()
-    group.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        calls()
-    torch.cuda.synchronize()
-    group.barrier()
+    settle(group)
+    graph = capture(calls)
+    settle(group)
     return graph, x, logits, outs
 
 
@@ -255,16 +248,10 @@ def refused_graph(group: weft.Group, folder: str) -> None:
     ):
         captured = Captured("oneshot", ar)
         captured.check(1, survivors.ranks)
-
-        def replay() -> None:
-            captured.graph.replay()
-            torch.cuda.synchronize()
-            ar.check()
-
-        die_replaying(survivors, 2, replay, folder)
+        die_replaying(survivors, 2, captured.replay, folder)
         start = time.monotonic()
         with pytest.raises(GroupError, match="rank 2 is gone, and this all-reduce sums over all"):
-            replay()
+            captured.replay()
         assert time.monotonic() - start < 10.0, "a graph that cannot be right waited for a rank"
         survivors.barrier()
 

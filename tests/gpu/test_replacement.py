@@ -38,14 +38,8 @@ def survive(group: weft.Group, kind: str) -> dict[str, float] | None:
     group.barrier()
     if group.rank == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def replay() -> None:
-        captured.graph.replay()
-        torch.cuda.synchronize()
-        captured.made.check()
-
     with pytest.raises(GroupError):
-        until_it_raises(replay)
+        until_it_raises(captured.replay)
     found = group.recover(timeout=SECONDS)
     assert found.dead == (VICTIM,)
     captured.check(2, list(found.living))

@@ -10,6 +10,7 @@ import torch
 import weft
 from tests.rounds import Round, bits
 from tests.sending import make
+from weft.bench.harness import capture
 from weft.grouping.operator import ExpertGroups, Grouped
 
 triton = pytest.importorskip("triton")
@@ -81,9 +82,7 @@ def replayed(group: weft.Group) -> None:
     for _ in range(3):
         layer.run()
         layer.check()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer.run()
+    graph = capture(layer.run)
     for seed in range(50):
         fresh = CASE.next(seed=seed).of(group.rank, group.device)
         for mine, new in zip(layer.inputs, fresh[:3], strict=True):

@@ -49,10 +49,9 @@ def lying(
         slots = next(each for each in rail._views.values() if each.out is pairs)
         before = slots.counts[own].clone(), slots.ids[own].clone()
         tell(slots, own)
-        pending = start(pairs)
-        rail._finish(pending)
+        rail._finish(start(pairs))
         slots.counts[own], slots.ids[own] = before
-        return Pending([], [], pending.limit)
+        return Pending([], [])
 
     rail._start = started  # type: ignore[method-assign]
     try:

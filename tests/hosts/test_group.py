@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -36,9 +39,14 @@ def refused(group: weft.Group) -> None:
         pass
     with pytest.raises(InvalidArgument, match="no rail"):
         _ = group.local.rail
+    words = "a group of 2 machines cannot recover, nor can the local group of one of its hosts"
+    meeting = group.local.open_meeting()
+    for call in (group.recover, group.local.recover, lambda: group.local.replace(meeting)):
+        with pytest.raises(InvalidArgument, match=f"{words}: end the job on all .* a new group$"):
+            call()
 
 
-def test_an_all_reduce_is_of_one_host(ranks):
+def test_an_all_reduce_and_a_recovery_are_of_one_host(ranks):
     ranks(4, "cpu")(on_hosts, 2, refused)
 
 
@@ -98,6 +106,42 @@ def test_an_abort_reaches_ranks_of_other_hosts_at_once(ranks):
     for kind, text, after in ranks(4, "cpu")(on_hosts, 2, aborted):
         assert kind in ("Aborted", "RailFailed", "PeerLeft"), text
         assert "abort()" in text
+        assert after < 30.0
+
+
+def left_waiting(group: weft.Group, how: str, over: Path) -> tuple[str, float] | None:
+    """Rank 1 takes no further part, and its connections to the other host stay open."""
+    case = Round(tokens=(2, 2, 2, 2))
+    with weft.AllToAll(group, timeout=60.0, **case.sizes(8)) as a2a:
+        play(a2a, case)
+        group.barrier()
+        if group.rank == 1:
+            if how == "closes":
+                a2a.close()
+                while not over.exists():
+                    time.sleep(0.1)
+                return None
+            if os.fork() == 0:
+                while not over.exists():
+                    time.sleep(0.1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(GroupError) as told:
+            play(a2a, case)
+        after = time.monotonic() - began
+        time.sleep(3.0)  # rank 0 serves the store in which the others look for the cause
+        over.touch()
+        return str(told.value), after
+
+
+@pytest.mark.parametrize(("how", "text"), [("dies", "died"), ("closes", "closed its all-to-all")])
+def test_what_ends_a_rank_is_told_beyond_its_host_though_no_connection_ends(how, text, tmp_path):
+    told = weft.launch(
+        on_hosts, 2, left_waiting, how, tmp_path / "over", ranks=4, tolerate_deaths=True
+    )
+    for said, after in (each for each in told if each is not None):
+        assert f"rank 1 {text}" in said
         assert after < 30.0
 
 

@@ -164,7 +164,7 @@ def rounds(group: weft.Group, boots: str) -> None:
             out = reduce.fused(own).out
             assert out is not None
             assert out.eq(10.0).all()
-        with pytest.raises(InvalidArgument, match="two ranks or more, each a process, of one mach"):
+        with pytest.raises(InvalidArgument, match="a group of 2 machines cannot recover"):
             domain.recover()
         with pytest.raises(InvalidArgument, match="it takes ranks of one machine, and these are o"):
             domain.one_machine("it", fix="leave it out")

@@ -1,4 +1,4 @@
-"""The deadline of exchanges on GPUs, on counts that a test writes in place of a stream."""
+"""The deadline of exchanges, on counts that a test writes in place of a stream."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ import torch
 
 from weft.errors import GroupError
 from weft.hosts.rail import Rail
-from weft.hosts.watch import _look
+from weft.hosts.watch import _watch
 
 FIRST, LATER = 30.0, 0.4
 
 
 class Exchange:
-    """What is told that it is late."""
+    """What is asked about it, and told that it is late."""
 
     def __init__(self) -> None:
+        self.looks = 0
         self.late_at: float | None = None
 
-    def late(self) -> None:
-        self.late_at = time.monotonic()
+    def look(self, overdue: float | None) -> bool:
+        self.looks += 1
+        if overdue is not None:
+            self.late_at = time.monotonic()
+        return overdue is not None
 
 
 def watched(
@@ -32,8 +36,8 @@ def watched(
 ) -> tuple[torch.Tensor, threading.Thread, Any]:
     """Counts, the thread that looks at them, and what ends it."""
     seen, stop = torch.zeros(2, dtype=torch.int64), threading.Event()
-    late = weakref.WeakMethod(exchange.late)
-    thread = threading.Thread(target=_look, args=(seen, late, later, FIRST, first, stop))
+    look = weakref.WeakMethod(exchange.look)
+    thread = threading.Thread(target=_watch, args=(seen, look, later, FIRST, first, stop))
     thread.start()
     return seen, thread, stop
 
@@ -44,6 +48,7 @@ def test_an_exchange_that_lasts_is_late_once():
     seen[0] = 1  # the first may take longer
     time.sleep(2 * LATER)
     assert exchange.late_at is None
+    assert exchange.looks > 0
     seen[1] = 1
     seen[0] = 2
     began = time.monotonic()

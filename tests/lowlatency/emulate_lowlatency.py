@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from weft.lowlatency.config import LowShape
-from weft.lowlatency.kernels import FEW_THREADS, LowLatencyPlan, entry_points, plan_low
+from weft.lowlatency.kernels import FEW_THREADS, PHASES, LowLatencyPlan, plan_low
+from weft.runtime.kernels import in_parts
 
 SMS, RESIDENT = 2, 8  # of the GPU that is made up: few CTAs, so that each does several units
 
@@ -17,7 +18,7 @@ def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -
     """The shared library of all kernels of a LowShape."""
     entries = "".join(
         entry(name, struct.__name__, call)
-        for name, (struct, call) in entry_points(split_phase=True).items()
+        for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
     )
     text = (
         "#include <weft/lowlatency/combine.cuh>\n"

@@ -1,20 +1,12 @@
-// Low-latency rounds with ranks as threads: every element of every row is stamped with source,
-// token and round, checked where it arrives and again in the owner's sum. Exit status 0: all are
-// right. With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has emptied, and rows are
-// lost. -DRANKS, -DREDUCE and -DSPLIT_PHASE choose the group, which rank adds, and whether two
+// Low-latency rounds with ranks as threads (tests/runtime/race.hpp): every element of every row is
+// stamped with source, token and round, checked where it arrives and again in the owner's sum. Exit
+// status 0: all are right. With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has
+// emptied, and rows are lost. -DREDUCE and -DSPLIT_PHASE choose which rank adds, and whether two
 // results cross; with -DGEMM_PUSH=1 experts store their rows at the owners themselves.
-#include <cstdio>
-#include <cstdlib>
-#include <thread>
-#include <vector>
-
 #include <weft/gemm/push_cpu.cpp>
 #include <weft/lowlatency/combine_cpu.hpp>
 #include <weft/lowlatency/dispatch_cpu.hpp>
 
-#ifndef RANKS
-#define RANKS 4
-#endif
 #ifndef REDUCE
 #define REDUCE receiver
 #endif
@@ -24,8 +16,6 @@
 #ifndef GEMM_PUSH
 #define GEMM_PUSH 0
 #endif
-
-using namespace weft;
 
 constexpr u32 local_experts = (10 + RANKS - 1) / RANKS;
 constexpr LowLatencyShape S{.ranks = RANKS,
@@ -43,12 +33,6 @@ constexpr LowLatencyShape S{.ranks = RANKS,
                             .mapped = false,
                             .recipe = Recipe::weft};
 constexpr u32 slots = 2;
-
-struct Job {
-    u64 base = 0;
-    u64 rounds = 0;
-    Mailbox boxes[S.ranks] = {};
-};
 
 // Small whole numbers: sums of a few of them are exact.
 static float stamp(u32 source, u32 token, u64 round) {
@@ -187,55 +171,26 @@ static u64 two_rounds(const Site& site, u32 own, Slot (&slot)[slots]) {
     return wrong;
 }
 
-static void run_rank(Job& job, u32 rank, u64& wrong) {
-    const Site site{.base = job.base,
-                    .stride = sizeof(LowLatencyShare<S>),
-                    .mailbox = u64(&job.boxes[rank]),
-                    .rank = rank,
-                    .descriptor = 7};
+static void run_rank(const Site& site, u64 rounds, u64& wrong) {
+    const u32 rank = site.rank;
     u32 own = 0;
     for (u32 e = 0; e < S.experts; ++e) own += locate_expert<S>(nullptr, e).rank == rank;
     Slot slot[slots];
-    for (u64 round = 1; round <= job.rounds; round += slots) {
+    for (u64 round = 1; round <= rounds; round += slots) {
         for (u32 i = 0; i < slots; ++i) prepare(slot[i], rank, round + i);
         wrong += two_rounds(site, own, slot);
         for (u32 i = 0; i < slots; ++i) wrong += wrong_sums(slot[i], rank);
-        if (load_acquire(&job.boxes[rank].broken_code) != 0) {
-            std::printf("rank %u broke with code %u in round %llu\n", rank,
-                        job.boxes[rank].broken_code, round);
-            wrong += 1;
-            return;
-        }
+        if (is_broken(site, round, wrong)) return;
     }
 }
 
 int main(int argc, char** argv) {
-    Job job;
-    job.rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 200;
-    const u64 first_epoch = argc > 2 ? std::strtoull(argv[2], nullptr, 10) & epoch_mask : 0;
-    void* memory = std::aligned_alloc(128, sizeof(LowLatencyShare<S>) * S.ranks);
-    if (memory == nullptr) return 2;
-    std::memset(memory, 0, sizeof(LowLatencyShare<S>) * S.ranks);
-    job.base = reinterpret_cast<u64>(memory);
+    const Race<LowLatencyShare<S>> race(argc, argv);
     for (u32 rank = 0; rank < S.ranks; ++rank) {
-        LowLatencyShare<S>& own =
-            *reinterpret_cast<LowLatencyShare<S>*>(job.base + rank * sizeof(LowLatencyShare<S>));
-        own.header.generation = 1;
-        own.header.living = (1u << S.ranks) - 1;
-        own.header.deadline_ns = own.header.first_deadline_ns =
-            (WEFT_NO_GRANTS ? 1 : 60) * 1000000000ull;
-        own.header.first_epoch = first_epoch;
-        own.progress = {first_epoch, first_epoch, first_epoch, first_epoch};
+        LowLatencyShare<S>& own = race.shares[rank];
+        own.progress = {race.first_epoch, race.first_epoch, race.first_epoch, race.first_epoch};
         std::memset(own.inbox.tokens, 0xff, u64(&own + 1) - u64(own.inbox.tokens));
     }
-    std::vector<u64> wrong(S.ranks);
-    std::vector<std::thread> threads;
-    for (u32 rank = 0; rank < S.ranks; ++rank)
-        threads.emplace_back([&, rank] { run_rank(job, rank, wrong[rank]); });
-    for (std::thread& thread : threads) thread.join();
-    u64 total = 0;
-    for (u64 w : wrong) total += w;
-    std::printf("%llu rounds of %u ranks: %llu wrong words\n", job.rounds, S.ranks, total);
-    std::free(memory);
-    return total != 0;
+    return race.run("rounds", "words",
+                    [&](const Site& site, u64& wrong) { run_rank(site, race.rounds, wrong); });
 }

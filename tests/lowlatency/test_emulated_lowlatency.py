@@ -18,7 +18,7 @@ from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.recorded import reads
 from tests.rounds import Round
-from weft.lowlatency.config import LowLatencyConfig, trace_record
+from weft.lowlatency.config import trace_record
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.trace import ROLES, read_work
 from weft.memory.header import PHASES
@@ -37,22 +37,6 @@ MODES = {
     "as deep_ep": Mode(scale="fp32_col", recipe="deep_ep"),
     "as triton_dist": Mode(recipe="triton_dist"),
 }
-
-
-def shape_of(mode: Mode, case: Round, most: int) -> LowLatencyConfig:
-    return LowLatencyConfig.of(
-        ranks=len(case.tokens),
-        **case.sizes(most),
-        dtype=case.dtype,
-        quantize=mode.quantize,
-        group_size=mode.group_size,
-        scale=mode.scale,
-        slots=1,
-        reduce=mode.reduce,
-        combine=mode.combine,
-        combine_dtype=mode.combine_dtype,
-        _recipe=mode.recipe,
-    )
 
 
 def emulated(group: weft.Group, library: str, mode: Mode) -> None:
@@ -104,7 +88,7 @@ def dropped_and_again(a2a: LowLatencyAllToAll, group: weft.Group) -> None:
 @pytest.mark.parametrize("name", MODES)
 def test_kernels_give_the_reference_s_bytes(ranks, tmp_path, name):
     mode = MODES[name]
-    library = compile_low(shape_of(mode, CASE, MOST).shape, tmp_path)
+    library = compile_low(mode.shape(CASE, MOST), tmp_path)
     ranks(2, "cpu")(emulated, str(library), mode)
 
 
@@ -121,7 +105,7 @@ def deserted(group: weft.Group, library: str) -> None:
 
 
 def test_a_rank_without_experts(ranks, tmp_path):
-    library = compile_low(shape_of(Mode(), FEW, 4).shape, tmp_path)
+    library = compile_low(Mode().shape(FEW, 4), tmp_path)
     ranks(3, "cpu")(deserted, str(library))
 
 
@@ -138,7 +122,7 @@ def crowded(group: weft.Group, library: str) -> None:
 
 
 def test_tables_that_do_not_hold_every_chunk(ranks, tmp_path):
-    library = compile_low(shape_of(Mode(), LARGE, LARGE_MOST).shape, tmp_path)
+    library = compile_low(Mode().shape(LARGE, LARGE_MOST), tmp_path)
     ranks(2, "cpu")(crowded, str(library))
 
 
@@ -177,7 +161,7 @@ def wide(group: weft.Group, library: str, mode: Mode, case: Round) -> dict[str, 
 def test_rows_of_several_choices_return_in_any_form(ranks, tmp_path, name, dtype):
     """With 6 experts on 2 ranks a token has up to 3 rows of one rank: more than go together."""
     case = replace(WIDE, dtype=dtype)
-    library = compile_low(shape_of(SEVERAL[name], case, 8).shape, tmp_path)
+    library = compile_low(SEVERAL[name].shape(case, 8), tmp_path)
     for touched in ranks(2, "threads")(wide, str(library), SEVERAL[name], case):
         assert touched == {
             "dispatch begun": {"writes relaxed sys", "reads acquire sys"},  # these bring nothing
@@ -221,5 +205,5 @@ def profiled(group: weft.Group, library: str) -> None:
 
 
 def test_every_cta_of_a_profiled_kernel_leaves_its_page(ranks, tmp_path):
-    library = compile_low(shape_of(Mode(), CASE, MOST).shape, tmp_path, defines=(DEFINE,))
+    library = compile_low(Mode().shape(CASE, MOST), tmp_path, defines=(DEFINE,))
     ranks(2, "cpu")(profiled, str(library))

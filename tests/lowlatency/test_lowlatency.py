@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -137,12 +139,7 @@ def test_epochs_cross_their_wrap(ranks, kind):
 def in_halves(group: weft.Group) -> None:
     case = Round(tokens=(5, 0, 16)[: group.size], hidden=256, add=True)
     for base in (Mode(), REDUCED):
-        mode = Mode(
-            reduce=base.reduce,
-            combine=base.combine,
-            combine_dtype=base.combine_dtype,
-            more={"split_phase": True},
-        )
+        mode = replace(base, more={"split_phase": True})
         with mode.make(group, case, 16) as a2a:
             for seed in range(4):  # ranks that call whole meet ranks that call halves
                 play(a2a, mode, case.next(seed=seed), split_phase=(seed + group.rank) % 2 == 0)

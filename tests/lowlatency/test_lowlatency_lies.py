@@ -15,7 +15,6 @@ from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, store_at_owners
 from tests.rounds import Round, settle
 from weft.errors import PeerTimeout
-from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.runtime.layout import LINE
@@ -169,10 +168,7 @@ def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The kernels, emulated."""
-    geometry = LowLatencyConfig.of(
-        ranks=2, max_tokens=MOST, hidden=HIDDEN, top_k=CASE.top_k, num_experts=CASE.experts
-    )
-    return str(compile_low(geometry.shape, tmp_path_factory.mktemp("emulated")))
+    return str(compile_low(Mode().shape(CASE, MOST), tmp_path_factory.mktemp("emulated")))
 
 
 @pytest.mark.parametrize("what", ["row", "choice"])

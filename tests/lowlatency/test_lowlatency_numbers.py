@@ -57,10 +57,7 @@ def delivered(group: weft.Group, name: str) -> None:
         num_experts=1,
         hidden=HIDDEN,
         timeout=600.0,
-        quantize=mode.quantize,
-        group_size=mode.group_size,
-        scale=mode.scale,
-        _recipe=mode.recipe,
+        **mode.options,
     ) as a2a:
         got = a2a.dispatch(x, ids)
         numbers, scales = low.sent(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)

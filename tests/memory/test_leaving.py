@@ -87,3 +87,19 @@ def test_a_hub_that_left_has_said_why():
     told = launch(send_to_one_that_left, ranks=2, device="threads")[1]
     assert told[0] == told[1]
     assert "it raised ValueError: gone" in told[0]
+
+
+def close_what_was_closed(group, done):
+    """Rank 1 closes all descriptors, as a daemon does, and then its group."""
+    group.open_meeting().close()
+    group.barrier()
+    if group.rank == 1:
+        os.closerange(3, 1 << 16)
+        group.close()
+        done.touch()
+        os._exit(0)  # it has nothing left by which it could report
+
+
+def test_a_group_whose_descriptors_were_closed_closes_without_an_error(tmp_path):
+    launch(close_what_was_closed, tmp_path / "done", ranks=2, tolerate_deaths=True)
+    assert (tmp_path / "done").exists()

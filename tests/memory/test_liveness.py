@@ -40,7 +40,7 @@ def short_of(group: weft.Group, what: str) -> tuple[str, bool]:
     process_group = group.process_group()
     group.barrier()
     before = len(os.listdir("/proc/self/fd"))
-    place: Any = {"eventfd": os, "start": threading.Thread}[what]
+    place: Any = {"pipe2": os, "start": threading.Thread}[what]
     found = getattr(place, what)
     if group.rank == 1:
         setattr(place, what, none_free)
@@ -56,7 +56,7 @@ def none_free(*_: object) -> int:
     raise RuntimeError("none is free")  # as of threads; of descriptors an OSError
 
 
-@pytest.mark.parametrize("what", ["eventfd", "start"])
+@pytest.mark.parametrize("what", ["pipe2", "start"])
 def test_a_rank_that_cannot_watch_says_why_and_keeps_no_descriptors(what: str) -> None:
     for rank, (text, left) in enumerate(weft.launch(short_of, what, ranks=2)):
         ours = "cannot watch the other ranks: none is free; it needs free descriptors (ulimit -n)"

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.memory.meetings import LONG, all_ranks, answer, connect, gather, said
+from tests.memory.meetings import all_ranks, answer, connect, gather, said
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.meeting import ABI, Meeting, meet
 
@@ -96,28 +96,6 @@ def test_a_meeting_that_is_over_is_said_at_once(meeting):
     started = time.monotonic()
     assert "the meeting is over" in str(gather(meeting, 1, timeout=30.0))
     assert time.monotonic() - started < 10.0
-
-
-def test_a_rank_that_leaves_before_all_have_met(meeting):
-    def leaver():
-        with connect(meeting) as connection:
-            connection.send(said(meeting))
-            time.sleep(0.1)
-
-    started = time.monotonic()
-    zero, two, _ = all_ranks(
-        lambda: gather(meeting, 0, timeout=30.0), lambda: gather(meeting, 2, timeout=30.0), leaver
-    )
-    assert f"rank 1 (pid {os.getpid()}) died while the group was in the meeting" in str(zero)
-    assert str(two) == str(zero)
-    assert time.monotonic() - started < 5.0
-
-
-def test_a_second_process_of_a_rank_is_named_on_all():
-    meeting = Meeting.open()
-    ranks = [lambda r=r: gather(meeting, r, timeout=LONG) for r in (0, 2, 2)]
-    for each in all_ranks(*ranks):
-        assert "came as rank 2, which another process has taken; give every" in str(each)
 
 
 def test_a_process_that_has_not_opened_the_meeting_is_not_its_hub(meeting):

@@ -214,15 +214,3 @@ def test_nobody_returns_before_all_have_met(meeting):
             assert not any(rank.done() for rank in ranks)
         for rank in ranks:
             assert "rank 2 (pid " in str(rank.result())
-
-
-def test_a_killed_rank_is_named():
-    """After the meeting."""
-    with process_of(0, 2) as (process, found):
-        control = meet(found, rank=1, size=2, device="cpu", timeout=LONG)
-        assert control.pids == [process.pid, os.getpid()]
-        process.kill()
-        for _ in range(2):
-            with pytest.raises(RendezvousFailed, match=rf"rank 0 \(pid {process.pid}\) died"):
-                control.gather("test", 1, LONG)
-        control.close()

@@ -18,7 +18,7 @@ import torch
 
 import weft
 from tests.memory.baseline import raised, shares_mapped
-from tests.memory.test_recovery import LONG, Operator, die, run
+from tests.memory.test_recovery import LONG, Operator, die, run, together
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.rounds import Round, play
 from weft.errors import InvalidArgument, OutOfOrder, RecoveryFailed, RendezvousFailed
@@ -61,6 +61,20 @@ def ended(process):
     """The exit code of a forked process, once it has one."""
     process.join()
     return process.exitcode
+
+
+def lose(group, victim):
+    """Go on without a rank, which dies."""
+    group.barrier()
+    if group.rank == victim:
+        die()
+    group.recover(timeout=LONG)
+
+
+def begin(group, body, rank, *given):
+    """A meeting, and on rank 0 the process that comes to it as `rank`."""
+    meeting = group.open_meeting()
+    return meeting, fork(body, meeting.address, rank, *given) if group.rank == 0 else None
 
 
 def join(address, rank):
@@ -146,13 +160,9 @@ def killed_again(address, rank, when):
 def loses_it_again(group, when):
     """A replacement that dies at any step is recovered from, and replaced."""
     operator = Operator(group)
-    group.barrier()
-    if group.rank == 3:
-        die()
-    group.recover(timeout=LONG)
+    lose(group, 3)
     for body, given in ((killed_again, [when]), (lives_on, [])):
-        meeting = group.open_meeting()
-        process = fork(body, meeting.address, 3, *given) if group.rank == 0 else None
+        meeting, process = begin(group, body, 3, *given)
         error = raised(group.replace, meeting, timeout=LONG)[0]
         if body is killed_again:
             assert error in ("nothing", "RendezvousFailed", "CreationFailed")
@@ -202,10 +212,7 @@ def meets_only_some(group, how):
     plane: Any = ControlPlane
     take = plane.hear
     operator = Operator(group)
-    group.barrier()
-    if group.rank == 3:
-        die()
-    group.recover(timeout=LONG)
+    lose(group, 3)
 
     def late(self, peer, op):
         """Has sent its part before it hears of the end, which rank 0 must not hear from it."""
@@ -215,8 +222,7 @@ def meets_only_some(group, how):
 
     if group.rank > 0:
         plane.hear = late
-    meeting = group.open_meeting()
-    process = fork(meets_some, meeting.address, 3, how) if group.rank == 0 else None
+    meeting, process = begin(group, meets_some, 3, how)
     met = []
     meet_again = group._meet_again
 
@@ -241,8 +247,7 @@ def meets_only_some(group, how):
     del group._meet_again
     dead = group.recover(timeout=LONG).dead
     assert group.all_gather(bool(met)) == [True, False, False, None]
-    meeting = group.open_meeting()
-    process = fork(lives_on, meeting.address, 3) if group.rank == 0 else None
+    meeting, process = begin(group, lives_on, 3)
     group.replace(meeting, timeout=LONG)
     assert ("recover", 0b1111) in operator.asked
     group.barrier()
@@ -257,12 +262,8 @@ def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(how):
 def gives_up(group):
     """Rank 0 gives up waiting for the others, who then have met the new process as well."""
     operator = Operator(group)
-    group.barrier()
-    if group.rank == 3:
-        die()
-    group.recover(timeout=LONG)
-    meeting = group.open_meeting()
-    process = fork(lives_on, meeting.address, 3) if group.rank == 0 else None
+    lose(group, 3)
+    meeting, process = begin(group, lives_on, 3)
     take_in = group._take_in
 
     def late(*given):
@@ -286,6 +287,44 @@ def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have():
     assert run(gives_up)[:3] == [((3,), 1), ((3,), 0), ((3,), 0)]
 
 
+class Interrupted(Exception):
+    """What a signal handler may raise, anywhere."""
+
+
+def interrupts(call):
+    def interrupted(*given):
+        call(*given)
+        raise Interrupted
+
+    return interrupted
+
+
+def interrupted_while_it_moves(group, where):
+    """Rank 1 is interrupted when all have decided to take the new process in."""
+    operator = Operator(group)
+    lose(group, 3)
+    meeting, process = begin(group, lives_on, 3)
+    before = len(os.listdir("/proc/self/fd"))
+    if group.rank == 1:
+        place: Any = operator if where == "_quiesce" else group._control
+        setattr(place, where, interrupts(getattr(place, where)))
+    error, text, _ = raised(group.replace, meeting, timeout=2.0)
+    assert error == ("Interrupted" if group.rank == 1 else "RendezvousFailed"), text
+    operator.__dict__.pop("_quiesce", None)
+    if process is not None:
+        process.kill()
+        process.join()
+    dead = group.recover(timeout=LONG).dead
+    together(group)
+    return dead, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize("where", ["_quiesce", "_tell"])
+def test_an_interrupted_survivor_goes_on_with_the_others_and_loses_no_descriptor(where):
+    found = run(interrupted_while_it_moves, where)
+    assert found[:3] == [((3,), -1), ((3,), 0), ((3,), 0)]  # rank 0 had the listener besides
+
+
 def of_other_sizes(address, rank):
     group = join(address, rank)
     assert raised(Heap.create, group, 8192)[0] == "GeometryMismatch"
@@ -293,12 +332,8 @@ def of_other_sizes(address, rank):
 
 def with_other_operators(group):
     made = Heap.create(group, 4096)
-    group.barrier()
-    if group.rank == 1:
-        die()
-    group.recover(timeout=LONG)
-    meeting = group.open_meeting()
-    process = fork(of_other_sizes, meeting.address, 1) if group.rank == 0 else None
+    lose(group, 1)
+    meeting, process = begin(group, of_other_sizes, 1)
     error = raised(group.replace, meeting, timeout=LONG)[:2]
     code = ended(process) if process else 0
     made.close()
@@ -315,10 +350,7 @@ def test_a_replacement_with_other_operators_is_refused_with_both_values():
 
 def loses_its_hub(group):
     """Rank 0, where all meet, dies; a child that it forked has the listener, too."""
-    group.barrier()
-    if group.rank == 2:
-        die()
-    group.recover(timeout=LONG)
+    lose(group, 2)
     meeting = group.open_meeting()
     child = os.fork() if group.rank == 0 else None
     if child == 0:
@@ -353,10 +385,7 @@ def loses_one_that_came(group, over):
             os._exit(0)
         die()
 
-    group.barrier()
-    if group.rank == 2:
-        die()
-    group.recover(timeout=LONG)
+    lose(group, 2)
     meeting = group.open_meeting()
     if group.rank == 1:
         threading.Thread(target=fork_and_die).start()
@@ -403,10 +432,7 @@ def both_join(address, rank):
 
 
 def one_too_many(group):
-    group.barrier()
-    if group.rank == 1:
-        die()
-    group.recover(timeout=LONG)
+    lose(group, 1)
     group.barrier()
     if group.rank == 3:  # a survivor that takes itself for a newcomer
         address = group.all_gather(None)[0]

@@ -1,7 +1,6 @@
 """Groups from torch.distributed and from a launcher's environment, and torch groups from groups."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from tests.memory.baseline import raised
 from weft.errors import (
     InvalidArgument,
-    RankFailed,
     RendezvousFailed,
 )
 from weft.memory import collective, discovery
@@ -93,31 +91,25 @@ def die_in_torch(group):
 
 
 def test_a_torch_group_with_a_dead_rank_closes_at_once():
-    started = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 of 2 died"):
-        launch(die_in_torch, ranks=2)
-    assert time.monotonic() - started < 100.0
+    took, dead = launch(die_in_torch, ranks=2, tolerate_deaths=True)
+    assert dead is None
+    assert took < 100.0
 
 
-def die_before_the_others_connect(group, victim, out):
+def die_before_the_others_connect(group, victim):
     pg = group.process_group()
     if group.rank == victim:
         system: Any = discovery
         system.meet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-    told = raised(Group.from_torch, pg, device="cpu", timeout=100.0)
-    with open(f"{out}/rank-{group.rank}", "w", encoding="utf-8") as file:
-        json.dump(told, file)
+    return raised(Group.from_torch, pg, device="cpu", timeout=100.0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_in_from_torch_is_named_at_once(victim, tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.memory.processes.GRACE", 40.0)
-    with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
-        launch(die_before_the_others_connect, victim, str(tmp_path), ranks=3)
-    for rank in {0, 1, 2} - {victim}:
-        kind, text, seconds = json.loads((tmp_path / f"rank-{rank}").read_text())
+def test_a_rank_that_dies_in_from_torch_is_named_at_once(victim):
+    told = launch(die_before_the_others_connect, victim, ranks=3, tolerate_deaths=True)
+    for kind, text, took in (told[rank] for rank in {0, 1, 2} - {victim}):
         assert kind == RendezvousFailed.__name__
-        assert seconds < 40.0
+        assert took < 40.0
         assert re.search(rf"rank {victim} \(pid \d+\) died before all ranks had met", text)
 
 

@@ -135,8 +135,7 @@ class Case:
         if fp8:
             quantize = "fp8"
             packed = self.packed(every)
-            gate_up = widened(packed.gate_up, packed.gate_up_scale)
-            down = widened(packed.down, packed.down_scale)
+            gate_up, down = dequantized(packed, "gate_up"), dequantized(packed, "down")
 
             def gating(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
                 return weft.reference.dequantize(*weft.reference.quantize(plain(gate, up), "fp8"))
@@ -164,13 +163,16 @@ class Case:
         )
 
 
-def widened(q: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+def dequantized(weights: ExpertWeights, name: str) -> torch.Tensor:
+    """float32, what "gate_up" or "down" of FP8 or MXFP4 weights mean."""
+    return widened(getattr(weights, name), getattr(weights, f"{name}_scale"))
+
+
+def widened(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32, each number times its block's scale."""
-    assert scales is not None
     if q.dtype == MXFP4:
         return unpack_mxfp4(q, scales)
-    wide = scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
-    return q.float() * wide
+    return q.float() * scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
 
 
 def bound(config: MoEConfig, wanted: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ import functools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll
 from weft.moe import ExpertWeights, MoEConfig, Routing, throughput
 from weft.moe.grouped_experts import GroupedExperts
-from weft.moe.torch_experts import Experts, RowsByExpert
+from weft.moe.torch_experts import RowsByExpert
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 PLAIN = {"overlap": "none"}  # what all others are compared with
@@ -43,52 +43,38 @@ def by_rank(layer: weft.MoE) -> AllToAll:
 
 
 class Poisoned:
-    """Experts that, once its rows are grouped, spoils what they were grouped from.
+    """A layer's experts, which spoil what their rows were grouped from, once they are grouped.
 
     There the inbox and the output are this rank's own: all peers have dispatched, so all have done
     with the last round, and none begins the next before this rank has told them that this one ends.
     """
 
     def __init__(self, layer: weft.MoE) -> None:
-        self.mlp: Experts = layer._workspace.experts
+        self.mlp = layer._workspace.experts
         self.on = True
         a2a = by_rank(layer)
-        place = a2a
-        self.spoiled = [p.view(torch.uint8) for p in (*place._received.payloads, place._output)]
+        spoiled = [p.view(torch.uint8) for p in (*a2a._received.payloads, a2a._output)]
         shape, offset = a2a.config.shape, a2a.config.offsets.returned
         size = (shape.returned_rows * shape.returned_bytes,)
-        self.returned = place.heap.tensor(size, torch.uint8, offset=offset)
+        self.returned = a2a.heap.tensor(size, torch.uint8, offset=offset)
         self.buffers = self.mlp.buffers
-        layer._workspace.experts = self
+        up = self.mlp.up
+
+        def spoil(
+            weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
+        ) -> None:
+            up(weights, rows, tokens=tokens, early=early)
+            if self.on:
+                for tensor in spoiled:
+                    tensor.fill_(0xFF)
+
+        vars(self.mlp)["up"] = spoil
 
     def begin(self) -> None:
         """Spoil what the last round left: peers push rows back behind this rank's dispatch."""
         if self.on:
             for buffer in (self.returned, *self.buffers):
                 buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type
-
-    def prepare(self, weights: ExpertWeights) -> None:
-        self.mlp.prepare(weights)
-
-    def up(
-        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-    ) -> None:
-        self.mlp.up(weights, rows, tokens=tokens, early=early)
-        if self.on:
-            for tensor in self.spoiled:
-                tensor.fill_(0xFF)
-
-    def down(self, weights: ExpertWeights) -> torch.Tensor:
-        return self.mlp.down(weights)
-
-    def push(self, weights: ExpertWeights) -> None:
-        self.mlp.push(weights)
-
-    def forget(self) -> None:
-        self.mlp.forget()
-
-    def close(self) -> None:
-        self.mlp.close()
 
 
 class Layers:
@@ -202,30 +188,27 @@ def captured(step: Step) -> Callable[[], None]:
     return graph.replay
 
 
-@dataclass(frozen=True)
-class Plan:
-    """replays: of all modes together.   beside: called before each, with its number."""
-
-    replays: int
-    modes: tuple[str, ...] = tuple(MODES)
-    graphs: bool = True
-
-
 def replay(
     group: weft.Group,
-    plan: Plan,
+    replays: int,
     options: dict[str, Any],
     beside: Callable[[int], None] = lambda done: None,
+    *,
+    modes: tuple[str, ...] = tuple(MODES),
+    graphs: bool = True,
 ) -> dict[str, int]:
-    """Graphs of every mode and size in an order that all ranks know, eager calls between them."""
+    """Graphs of every mode and size in an order that all ranks know, eager calls between them.
+
+    replays: of all modes together.   beside: called before each, with its number.
+    """
     case = Case(CONFIG, tokens=(10,) * group.size)
     if group.device.type == "cuda":
         torch.cuda.manual_seed(group.rank)
-    with Layers(group, case, plan.modes, options) as layers:
+    with Layers(group, case, modes, options) as layers:
         against_reference(layers)
         steps = [
             Step(layers, mode, tokens, poison=poison)
-            for mode in plan.modes
+            for mode in modes
             for tokens in SIZES
             for poison in (False, True)
         ]
@@ -233,10 +216,10 @@ def replay(
             step()  # everything is compiled and loaded behind it
         settle(group)
         plays: list[Callable[[], None]] = list(steps)
-        if group.device.type == "cuda" and plan.graphs:
+        if group.device.type == "cuda" and graphs:
             plays = [captured(step) for step in steps]
         order = random.Random(5)
-        for done in range(plan.replays):
+        for done in range(replays):
             which = order.randrange(len(plays))
             beside(done)
             if done % 97 == 0:

@@ -145,7 +145,7 @@ def replicas() -> list[Row]:
         Row(found.physical_of, {"expert": 0}, {"expert": listed(*WHOLE, -1, 2)}),
         Row(found.local, {"rank": 0}, {"rank": listed(*WHOLE, -1, 2)}),
         Row(found.imbalance, {"loads": [3.0, 1.0]}, {"loads": loads}),
-        Row(found.on, {"living": 1}, {"living": listed(*WHOLE, 0, 4)}),
+        Row(found.on, {"living": 1}, {"living": listed(*WHOLE, 0, 4).optional()}),
         Row(
             found.table,
             {"device": torch.device("cpu")},
@@ -298,15 +298,17 @@ def experts() -> list[Row]:
     ]
 
 
-def grouped_gemms() -> list[Row]:
-    """Grouped GEMM and its plans."""
+def operands() -> dict[str, Any]:
+    """Two experts with four rows each."""
     a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
     counts = torch.tensor([4, 4], dtype=torch.int32)
-    offsets = torch.tensor([0, 4, 8], dtype=torch.int32)
-    given = {
-        **{"a": a, "b": b, "counts": counts, "offsets": offsets},
-        **{"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)},
-    }
+    return {"a": a, "b": b, "counts": counts, "offsets": torch.tensor([0, 4, 8]).int()}
+
+
+def grouped_gemms() -> list[Row]:
+    """Grouped GEMM and its plans."""
+    results = {"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)}
+    given = operands() | results
     none = TENSOR.optional()
     scales = listed(torch.ones((8, 1)), [1.0], "a", True).optional()
     arguments = {
@@ -389,11 +391,8 @@ def grouped_gemms() -> list[Row]:
 def pushed(
     dst_addr: Any, dtype: Any = None, flag_in_data: Any = True, abort_flag: Any = None
 ) -> Any:
-    a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
-    counts = torch.tensor([4, 4], dtype=torch.int32)
-    offsets = torch.tensor([0, 4, 8], dtype=torch.int32)
     push = Push(dst_addr, dtype, flag_in_data=flag_in_data, abort_flag=abort_flag)
-    return weft.gemm.grouped_gemm(a, b, counts=counts, offsets=offsets, epilogue=push)
+    return weft.gemm.grouped_gemm(**operands(), epilogue=push)
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {

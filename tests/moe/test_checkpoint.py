@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.gemm.cases import decode_mxfp4
+from tests.moe.layers import dequantized, widened
+from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
-from weft.gemm import unpack_mxfp4
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 from weft.moe.experts import to_blocks
 
@@ -83,7 +84,7 @@ def same(a: ExpertWeights, b: ExpertWeights) -> None:
         assert (one is None) == (other is None), name
         if one is not None:
             assert one.dtype == other.dtype, name
-            assert torch.equal(one.float(), other.float()), name
+            assert torch.equal(one.float().cpu(), other.float().cpu()), name
 
 
 def test_some_experts_of_one_layer_in_many_files(tmp_path):
@@ -143,10 +144,7 @@ def test_fp8_blocks(tmp_path):
     whole = ExpertWeights.stack(CONFIG, experts_of())
     same(read(folder, *range(EXPERTS), fp8=True), whole.to_fp8())
     wide = read(folder, *range(EXPERTS))
-    packed = whole.to_fp8()
-    assert packed.down_scale is not None
-    blocks = packed.down_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-    assert torch.equal(wide.down, (packed.down.float() * blocks).bfloat16())
+    assert torch.equal(wide.down, dequantized(whole.to_fp8(), "down").bfloat16())
     assert not torch.equal(wide.down, whole.down)
     torch.testing.assert_close(wide.gate_up, whole.gate_up, rtol=1 / 8, atol=1 / 128)
 
@@ -207,13 +205,9 @@ def test_mxfp4_with_gate_and_up_in_turn(tmp_path):
     folder = save(tmp_path, tensors)
     packed = read(folder, 2, 0, config=config, fp8=True)
     assert packed.gate_up.dtype == torch.uint8
-    assert packed.gate_up_scale is not None
-    assert packed.down_scale is not None
     chosen = [2, 0]
-    wide = unpack_mxfp4(packed.gate_up, packed.gate_up_scale)
-    assert torch.equal(wide, meant.gate_up[chosen].float())
-    wide = unpack_mxfp4(packed.down, packed.down_scale)
-    assert torch.equal(wide, meant.down[chosen].float())
+    for name in ("gate_up", "down"):
+        assert torch.equal(dequantized(packed, name), getattr(meant, name)[chosen].float())
     plain = read(folder, 2, 0, config=config)
     for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
         assert torch.equal(getattr(plain, name), getattr(meant, name)[chosen]), name
@@ -232,23 +226,11 @@ def test_mxfp4_of_other_sizes_is_filled_up_with_zeros(tmp_path):
     with pytest.raises(InvalidArgument, match=r"\[4, 192, 5, 16\]; the config wants \[4, 256, 12"):
         read(folder, 1, config=replace(small, hidden=384, intermediate=128), fp8=True)
     packed = read(folder, 1, config=replace(small, hidden=256, intermediate=128), fp8=True)
-    assert packed.gate_up_scale is not None
-    assert packed.down_scale is not None
-    wanted = torch.zeros(2, 128, 256)
-    wanted[:, :96, :160] = meant.gate_up[1].float().view(2, 96, 160)
-    assert torch.equal(unpack_mxfp4(packed.gate_up, packed.gate_up_scale)[0], wanted.view(256, 256))
-    wanted = torch.zeros(256, 128)
-    wanted[:160, :96] = meant.down[1].float()
-    assert torch.equal(unpack_mxfp4(packed.down, packed.down_scale)[0], wanted)
-    assert packed.gate_up_bias is not None
-    assert packed.down_bias is not None
-    assert meant.gate_up_bias is not None
-    assert meant.down_bias is not None
-    wanted = torch.zeros(2, 128, dtype=torch.bfloat16)
-    wanted[:, :96] = meant.gate_up_bias[1].view(2, 96)
-    assert torch.equal(packed.gate_up_bias[0], wanted.flatten())
-    assert torch.equal(packed.down_bias[0, :160], meant.down_bias[1])
-    assert not bool(packed.down_bias[0, 160:].any())
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
+    wanted = padded_with_zeros({name: getattr(meant, name)[1:2] for name in names}, False)
+    for name in ("gate_up", "down"):
+        assert torch.equal(dequantized(packed, name), wanted[name].float())
+        assert torch.equal(getattr(packed, f"{name}_bias"), wanted[f"{name}_bias"])
 
 
 def deepseek_v4() -> tuple[Tensors, ExpertWeights]:
@@ -267,15 +249,11 @@ def deepseek_v4() -> tuple[Tensors, ExpertWeights]:
 def test_mxfp4_of_separate_experts(tmp_path):
     tensors, meant = deepseek_v4()
     folder = save(tmp_path, tensors)
-    packed = read(folder, 3, 1, fp8=True)
-    assert packed.gate_up_scale is not None
-    assert packed.down_scale is not None
-    wide = unpack_mxfp4(packed.gate_up, packed.gate_up_scale)
-    assert torch.equal(wide, meant.gate_up[[3, 1]].float())
-    assert torch.equal(unpack_mxfp4(packed.down, packed.down_scale), meant.down[[3, 1]].float())
-    plain = read(folder, 3, 1)
-    assert torch.equal(plain.gate_up, meant.gate_up[[3, 1]])
-    assert torch.equal(plain.down, meant.down[[3, 1]])
+    packed, plain = read(folder, 3, 1, fp8=True), read(folder, 3, 1)
+    for name in ("gate_up", "down"):
+        wanted = getattr(meant, name)[[3, 1]]
+        assert torch.equal(dequantized(packed, name), wanted.float())
+        assert torch.equal(getattr(plain, name), wanted)
 
 
 def test_mxfp4_that_cannot_be_packed_is_named(tmp_path):
@@ -314,15 +292,6 @@ def stored(folder: Path, name: str, tensors: dict[str, Tensors]) -> Path:
 
 def meaning(wide: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"gate_up": torch.cat((wide["w1"], wide["w3"])), "down": wide["w2"]}
-
-
-def widened(weights: ExpertWeights, name: str) -> torch.Tensor:
-    """float32 of expert 0 of weights with blocks."""
-    scale = getattr(weights, f"{name}_scale")[0]
-    factors = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    found = getattr(weights, name)[0].float() * factors
-    assert isinstance(found, torch.Tensor)
-    return found
 
 
 def fp8_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -364,9 +333,9 @@ def test_scales_of_fp8(tmp_path, kind):
     plain, packed = read(folder, 0), read(folder, 0, fp8=True)
     for name, wanted in meaning(wide).items():
         assert torch.equal(getattr(plain, name)[0], wanted.bfloat16())
-        found, top = widened(packed, name), meaning(largest)[name]
+        found, top = dequantized(packed, name)[0], meaning(largest)[name]
         if kind in ("rows", "vector"):
-            assert torch.equal(found, widened(rounded(wanted), "gate_up"))
+            assert torch.equal(found, rounded(wanted))
             continue
         assert torch.equal(getattr(packed, f"{name}_scale")[0], top[::128, ::128])
         exact = wanted.abs() >= 2.0**-6 * top
@@ -376,9 +345,8 @@ def test_scales_of_fp8(tmp_path, kind):
         assert 0.01 < changed < 0.2 if kind in ("mxfp8", "e8m0") else changed == 0.0
 
 
-def rounded(wide: torch.Tensor) -> ExpertWeights:
-    packed, scale = to_blocks(wide.unsqueeze(0))
-    return ExpertWeights(packed, packed, gate_up_scale=scale, down_scale=scale)
+def rounded(wide: torch.Tensor) -> torch.Tensor:
+    return widened(*to_blocks(wide.unsqueeze(0)))[0]
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -400,7 +368,7 @@ def test_int4_of_compressed_tensors(tmp_path, group):
     plain, packed = read(folder, 0), read(folder, 0, fp8=True)
     for name, wanted in meaning(wide).items():
         assert torch.equal(getattr(plain, name)[0], wanted.bfloat16())
-        assert torch.equal(widened(packed, name), widened(rounded(wanted), "gate_up"))
+        assert torch.equal(dequantized(packed, name)[0], rounded(wanted))
     for name in tensors:
         tensors[name]["weight_zero_point"] = torch.zeros(1)
     with pytest.raises(InvalidArgument, match="w1.weight_zero_point; weft reads INT4 .* symmetric"):
@@ -417,10 +385,8 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
         for name, tensor in tensors.items()
     }  # fmt: skip
     folder = save(tmp_path, renamed)
-    packed = read(folder, 2, fp8=True)
-    assert packed.gate_up_scale is not None
-    wide = unpack_mxfp4(packed.gate_up, packed.gate_up_scale)
-    assert torch.equal(wide, meant.gate_up[[2]].float())
+    found = dequantized(read(folder, 2, fp8=True), "gate_up")
+    assert torch.equal(found, meant.gate_up[[2]].float())
     assert torch.equal(read(folder, 2).down, meant.down[[2]])
 
 
@@ -463,6 +429,16 @@ def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
     same(read(save(tmp_path, separate()), 1), ExpertWeights.stack(CONFIG, experts_of()[1:2]))
     wanted = [f"{NAME}.1.{name}_proj.weight" for name in ("gate", "up", "down")]
     assert asked == [(name, ...) for name in wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("store", [dict, in_fp8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_gpu_holds_the_same_bits(tmp_path, store, fp8):
+    folder = save(tmp_path, store(separate()))
+    found = read(folder, *range(EXPERTS), fp8=fp8, device="cuda")
+    assert all(tensor.is_cuda for tensor in found.tensors)
+    same(found, read(folder, *range(EXPERTS), fp8=fp8))
 
 
 def test_what_was_read_is_the_callers(tmp_path):

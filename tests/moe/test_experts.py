@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import weft
-from tests.moe.layers import CONFIGS
+from tests.moe.layers import CONFIGS, GATINGS
 from weft.errors import InvalidArgument
 from weft.moe import (
     CLAMPED_SWIGLU,
@@ -21,14 +20,12 @@ from weft.moe import (
     MoEConfig,
 )
 
-REFERENCES = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
 
-
-@pytest.mark.parametrize("gating", list(REFERENCES), ids=["swiglu", "clamped"])
+@pytest.mark.parametrize("gating", list(GATINGS), ids=["swiglu", "clamped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gating(gating, dtype):
     h = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * 6).to(dtype)
-    wanted = REFERENCES[gating](*h.float().chunk(2, dim=-1))
+    wanted = GATINGS[gating](*h.float().chunk(2, dim=-1))
     assert bool((h.float().abs() > 7).any()), "the limits must matter"
     out = torch.full((3, 5, 32), float("nan"), dtype=dtype)
     fresh = gating.apply(h.clone())
@@ -55,7 +52,7 @@ def test_an_expert_is_its_formula(name):
     if config.biased:
         assert expert.gate_up_bias is not None
         h = h + expert.gate_up_bias
-    y = REFERENCES[config.gating](*h.chunk(2, dim=-1)) @ expert.down.T
+    y = GATINGS[config.gating](*h.chunk(2, dim=-1)) @ expert.down.T
     if config.biased:
         assert expert.down_bias is not None
         y = y + expert.down_bias

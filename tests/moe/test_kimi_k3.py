@@ -12,6 +12,7 @@ import torch
 
 import weft
 from tests.gemm.cases import decode_mxfp4
+from tests.moe.test_hf import PUBLISHED
 from weft.moe import Expert, ExpertWeights, MoEConfig, router_logits
 
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -19,22 +20,14 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 LAYER, EXPERTS, TOP_K, TOKENS = 1, 896, 16, 12
 HIDDEN, LATENT, INNER, SHARED = 48, 64, 32, 2
 BETA, LINEAR_BETA = 0.5, 1.5  # small, so that both curves are seen
-TEXT: dict[str, Any] = {
-    "model_type": "kimi_linear",
+# As published, but narrower.
+TEXT: dict[str, Any] = PUBLISHED["kimi-k3"]["text_config"] | {
     "activation_situ_beta": BETA,
     "activation_situ_linear_beta": LINEAR_BETA,
-    "hidden_act": "situ",
     "hidden_size": HIDDEN,
     "moe_intermediate_size": INNER,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_expert_group": 1,
-    "num_experts": EXPERTS,
-    "num_experts_per_token": TOP_K,
-    "num_shared_experts": SHARED,
     "routed_expert_hidden_size": LATENT,
     "routed_scaling_factor": 1.25,
-    "topk_group": 1,
 }
 
 

@@ -32,12 +32,11 @@ def poison(layer: weft.MoE) -> None:
 
 
 def poison_by_rank(a2a: weft.AllToAll) -> None:
-    place = a2a
-    place._received.x.view(torch.uint8).fill_(0xFF)
-    place._output.fill_(float("nan"))
+    a2a._received.x.view(torch.uint8).fill_(0xFF)
+    a2a._output.fill_(float("nan"))
     size = (a2a.config.shape.returned_rows * a2a.config.shape.returned_bytes,)
     offset = a2a.config.offsets.returned
-    place.heap.tensor(size, torch.uint8, offset=offset).fill_(0xFF)
+    a2a.heap.tensor(size, torch.uint8, offset=offset).fill_(0xFF)
 
 
 def settle(group: weft.Group) -> None:
@@ -46,7 +45,11 @@ def settle(group: weft.Group) -> None:
     group.barrier()
 
 
-def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0) -> None:
+def rounds(
+    group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0
+) -> list[torch.Tensor]:
+    """Three rounds over poison, each near the reference."""
+    found, fp8 = [], bool(options.get("fp8"))
     with case.open(group, **options) as layer:
         for seed in range(3):
             turn = seed % len(case.tokens)
@@ -56,12 +59,14 @@ def rounds(group: weft.Group, case: Case, options: dict[str, Any], slack: float 
             out = torch.full_like(x, float("nan"))
             result = layer(x, logits, out=out)
             assert result is out
-            wanted = now.wanted(layer, x, logits, options.get("quantize"))
+            wanted = now.wanted(layer, x, logits, options.get("quantize"), fp8)
             torch.testing.assert_close(
                 result.float(), wanted, rtol=0, atol=slack * bound(case.config, wanted)
             )
             settle(group)
             layer.check()
+            found.append(result)
+    return found
 
 
 WIDTHS = [torch.float32, torch.bfloat16]
@@ -84,6 +89,7 @@ WIRES: dict[str, tuple[dict[str, Any], float]] = {
     "fp8 both ways": ({"quantize": "fp8", "combine_dtype": "fp8"}, 16.0 / 5),
     "a map": ({"expert_map": [1, 0, 1, 1, 0, 0, 1, 1]}, 1.0),
     "a rank without experts": ({"expert_map": [1] * 8}, 1.0),
+    "a rank without experts, fp8": ({"expert_map": [1] * 8, "quantize": "fp8"}, 1.0),
 }
 CARRIED = [(m, wire) for m in MODES for wire in WIRES if (m, wire) != ("low_latency", "mxfp8 out")]
 
@@ -242,17 +248,19 @@ def test_processes(ranks, mode):
     ranks(2, "cpu")(rounds, case, {"mode": mode, "overlap": "shared_expert"})
 
 
-def sizes(group: weft.Group) -> None:
+def sizes(group: weft.Group, mode: str) -> None:
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    with case.open(group, gemm="torch") as layer:
-        rows = 2 * 4 * 3
-        buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
-        assert layer.workspace_bytes > buffers
-        assert isinstance(layer.exchange, weft.AllToAll)
-        assert layer.workspace_bytes == buffers + weft.ExpertGroups.memory_bytes(layer.exchange)
+    with case.open(group, gemm="torch", mode=mode) as layer:
+        exchange = layer.exchange
+        if isinstance(exchange, weft.AllToAll):
+            rows, beside = 2 * 4 * 3, weft.ExpertGroups.memory_bytes(exchange)
+        else:
+            rows, beside = 4 * 2 * 4, exchange.memory.ordinary  # local experts, ranks, tokens
+        assert layer.workspace_bytes == rows * (2 * 32 + 32 + HIDDEN) * 4 + beside
         assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
         assert (layer.gemm, layer.config) == ("torch", case.config)
 
 
-def test_sizes_are_known(ranks):
-    ranks(2, "threads")(sizes)
+@BOTH
+def test_sizes_are_known(ranks, mode):
+    ranks(2, "threads")(sizes, mode)

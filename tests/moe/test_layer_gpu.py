@@ -45,11 +45,6 @@ def all_rules(group: weft.Group, mode: str) -> None:
     rounds(group, half, {"mode": mode, "gemm": "torch"})
 
 
-@BOTH
-def test_rules(ranks, mode):
-    ranks(2, "cuda")(all_rules, mode, timeout=300.0)
-
-
 def all_wires(group: weft.Group, mode: str) -> None:
     for wire in (wire for each, wire in CARRIED if each == mode):
         options, slack = WIRES[wire]
@@ -58,22 +53,12 @@ def all_wires(group: weft.Group, mode: str) -> None:
             rounds(group, case, {"mode": mode, **options, "overlap": overlap}, slack)
 
 
-@BOTH
-def test_wires(ranks, mode):
-    ranks(2, "cuda")(all_wires, mode, timeout=300.0)
-
-
 def all_overlaps(group: weft.Group, mode: str) -> None:
     half = replace(DEEP, dtype=torch.float16)
     for config, options in (*CASES, (half, {"gemm": "grouped"})):
         if mode == "low_latency":  # pushed FP8 columns come in pairs of blocks
             config = replace(config, hidden=256)
         one_result(group, Case(config, tokens=(9, 4)), {**options, "mode": mode})
-
-
-@BOTH
-def test_overlaps(ranks, mode):
-    ranks(2, "cuda")(all_overlaps, mode, timeout=300.0)
 
 
 def all_exceptions(group: weft.Group, mode: str) -> None:
@@ -92,22 +77,12 @@ def all_exceptions(group: weft.Group, mode: str) -> None:
         pushed_by_hand(group)
 
 
-@BOTH
-def test_padding_nan_siblings_and_refusals(ranks, mode):
-    ranks(2, "cuda")(all_exceptions, mode, timeout=300.0)
-
-
 def all_failures(group: weft.Group, mode: str) -> None:
     for overlap in OVERLAPS:
         options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
         absent(group, options)
         failing_shared(group, options)
     aborted(group, {"mode": mode})
-
-
-@BOTH
-def test_failures(ranks, mode):
-    ranks(2, "cuda")(all_failures, mode)
 
 
 def replayed(group: weft.Group, name: str, gemm: str, overlap: str, mode: str) -> None:
@@ -179,5 +154,8 @@ def all_graphs(group: weft.Group, mode: str) -> None:
 
 
 @BOTH
-def test_a_captured_layer_replays_with_any_routing(ranks, mode):
-    ranks(2, "cuda")(all_graphs, mode, timeout=300.0)
+@pytest.mark.parametrize(
+    "body", [all_rules, all_wires, all_overlaps, all_exceptions, all_failures, all_graphs]
+)
+def test_on_gpus(ranks, body, mode):
+    ranks(2, "cuda")(body, mode, timeout=300.0)

@@ -16,7 +16,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm import config as gemm_config
 from weft.moe import ExpertWeights, grouped_experts
 from weft.moe.config import choose_gemm, pushes_in_place
-from weft.moe.low_latency import YIELDS_FROM, Blocks
+from weft.moe.low_latency import YIELDS_FROM
 from weft.moe.torch_experts import RowsByExpert
 
 BY_EXPERT = {"mode": "low_latency"}
@@ -48,31 +48,6 @@ def test_rounds_by_hand(ranks):
     ranks(2, "threads")(by_hand)
 
 
-def sizes(group: weft.Group) -> None:
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    with case.open(group, **BY_EXPERT, gemm="torch") as layer:
-        assert isinstance(layer.exchange, weft.LowLatencyAllToAll)
-        rows = 4 * 2 * 4  # local experts, ranks, tokens
-        buffers = rows * (2 * 32 + 32 + HIDDEN) * 4
-        assert layer.workspace_bytes == buffers + layer.exchange.memory.ordinary
-        one = weft.LowLatencyAllToAll.memory_bytes(
-            ranks=2,
-            max_tokens=4,
-            hidden=HIDDEN,
-            top_k=3,
-            num_experts=EXPERTS,
-            dtype=torch.float32,
-            quantize=None,
-            slots=1,
-        )
-        assert layer.exchange.memory == one
-        assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
-
-
-def test_sizes_are_known(ranks):
-    ranks(2, "threads")(sizes)
-
-
 def options_reach(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(4, 4))
     options: dict[str, Any] = {"combine_dtype": "fp8", "quantize": "fp8", "profile": True}
@@ -91,6 +66,15 @@ def options_reach(group: weft.Group) -> None:
         shape = exchange.config.shape
         assert (shape.combine_fp8, shape.group, shape.reduce) == (False, 0, "receiver")
         assert len(exchange._slots) == 1
+        assert exchange.memory == weft.LowLatencyAllToAll.memory_bytes(
+            ranks=2,
+            max_tokens=4,
+            hidden=HIDDEN,
+            top_k=3,
+            num_experts=EXPERTS,
+            quantize=None,
+            slots=1,
+        )
 
 
 def test_options_reach_the_exchange(ranks):
@@ -218,6 +202,6 @@ def test_a_product_that_is_not_early_is_launched_behind(monkeypatch, early):
     mlp = grouped_experts.GroupedExperts(
         DEEP, (8, 4), 8, fp8=True, ranks=2, max_tokens=4, programmatic=True, device=device
     )
-    rows = Blocks((nothing, nothing), nothing, nothing, None, None)
+    rows = RowsByExpert((nothing, nothing), nothing, nothing)
     mlp.up(ExpertWeights.stack(DEEP, []).to_fp8(), rows, tokens=4, early=early)
     assert [given["programmatic_launch"] for given in asked] == [early]

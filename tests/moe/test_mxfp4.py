@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, widened
+from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, dequantized
+from tests.moe.test_overlap import one_result
 from tests.rounds import settle
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
-from weft.gemm import quantize_mxfp4, unpack_mxfp4
+from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import ExpertWeights, Gating, MoEConfig, Routing, balance
 from weft.moe.choice import MODES
@@ -44,34 +45,12 @@ def case_of(name: str, *tokens: int) -> Case:
     return Case(ALL[name], tokens, mxfp4=True)
 
 
-def results(group: weft.Group, name: str, mode: str) -> bool:
-    """Near the reference with dequantised weights; equal bits with every overlap."""
-    case = case_of(name, 7, 4)
-    overlaps = ("none", *(["shared_expert"] if case.config.shared else []), "gemm_push")
-    if mode == "low_latency" and case.config.biased and group.device.type == "cuda":
-        overlaps = overlaps[:-1]
-    first = None
-    for overlap in overlaps:
-        with case.open(group, fp8=True, mode=mode, overlap=overlap) as layer:
-            assert layer.gemm == "grouped"
-            x, logits = case.of(group.rank, group.device)
-            out = layer(x, logits)
-            if first is None:
-                wanted = case.wanted(layer, x, logits, fp8=True)
-                slack = 3 * bound(case.config, wanted)
-                torch.testing.assert_close(out.float(), wanted, rtol=0, atol=slack)
-                first = out.clone()
-            assert torch.equal(out, first), overlap
-            settle(group.device)
-            layer.check()
-    return True
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["deepseek", "gpt-oss", "deepseek-v4.1", "kimi-k3"])
 def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):
-    assert ranks(2, kind)(results, name, mode) == [True] * 2
+    options = {"gemm": "grouped", "fp8": True, "mode": mode}
+    ranks(2, kind)(one_result, case_of(name, 7, 4), options)
 
 
 def siblings(group: weft.Group) -> bool:
@@ -158,8 +137,7 @@ def test_numbers_are_rounded_to_four_bits():
     plain, _ = weights()
     packed = plain.to_mxfp4()
     for name in ("gate_up", "down"):
-        wide = widened(getattr(packed, name), getattr(packed, f"{name}_scale"))
-        error = (wide - getattr(plain, name).float()).square().mean().sqrt()
+        error = (dequantized(packed, name) - getattr(plain, name).float()).square().mean().sqrt()
         assert 0.05 < error / getattr(plain, name).float().square().mean().sqrt() < 0.15
 
 
@@ -193,7 +171,7 @@ def in_memory(far_apart: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
-    """Of the config's sizes, the gate's rows first."""
+    """Of hidden 256 and intermediate 128, the gate's rows first."""
     found = {}
     for name, tensor in whole.items():
         parts = [tensor]
@@ -203,7 +181,7 @@ def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict
         columns = (256 if name == "gate_up" else 128) if tensor.dim() == 3 else 0
         wide = []
         for part in parts:
-            empty = part.new_zeros(3, rows, *([columns] if columns else []))
+            empty = part.new_zeros(len(part), rows, *([columns] if columns else []))
             empty[(slice(None), *(slice(0, size) for size in part.shape[1:]))] = part
             wide.append(empty)
         found[name] = torch.cat(wide, 1)
@@ -219,10 +197,8 @@ def test_weights_in_memory_keep_their_numbers(interleaved):
     wide = ExpertWeights.from_mxfp4(IN_MEMORY, interleaved=interleaved, packed=False, **given)
     wide.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
     for name in ("gate_up", "down"):
-        scale = getattr(wide, f"{name}_scale").repeat_interleave(128, 1).repeat_interleave(128, 2)
-        assert torch.equal(unpack_mxfp4(getattr(packed, name), getattr(packed, f"{name}_scale")),
-                           wanted[name])  # fmt: skip
-        assert torch.equal(getattr(wide, name).float() * scale, wanted[name])
+        assert torch.equal(dequantized(packed, name), wanted[name])
+        assert torch.equal(dequantized(wide, name), wanted[name])
         assert torch.equal(getattr(packed, f"{name}_bias"), wanted[f"{name}_bias"])
         assert torch.equal(getattr(wide, f"{name}_bias"), wanted[f"{name}_bias"])
 
@@ -236,7 +212,7 @@ def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
     wanted = padded_with_zeros(whole, False)["gate_up"]
     assert found.gate_up_scale is not None
     scale = found.gate_up_scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-    off = (found.gate_up.float() * scale - wanted).abs()
+    off = (dequantized(found, "gate_up") - wanted).abs()
     largest = scale * 2.0**6
     assert 0 < float(off.max()) <= float((largest * 2.0**-16).max())
     assert torch.equal(off > 0, (off > 0) & (wanted.abs() < largest * 2.0**-14))
@@ -250,6 +226,11 @@ REFUSED_IN_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
     "another size": (
         {"config": replace(IN_MEMORY, hidden=384)},
         "the config 128 and 384; its size",
+    ),
+    "a list": ({"gate_up": [[1]]}, "gate_up is a list; it must be a torch.Tensor"),
+    "a matrix": (
+        {"down": torch.zeros(160, 48, dtype=torch.uint8)},
+        r"down has shape \[160, 48\]; it must be \[local_experts, rows, columns\]",
     ),
     "no bias": ({"down_bias": None}, r"down_bias is None; it must be \[3, 160\]"),
 }

@@ -10,7 +10,7 @@ import torch
 import weft
 from tests.moe import overlapping
 from tests.moe.layers import Case
-from tests.moe.overlapping import CONFIG, MODES, Layers, Plan, Step, odd, odd_round, replay
+from tests.moe.overlapping import CONFIG, MODES, Layers, Step, odd, odd_round, replay
 from weft.moe import Expert
 
 TILED: dict[str, Any] = {"gemm": "grouped"}
@@ -18,7 +18,7 @@ SOUND = dict.fromkeys(MODES, 0)
 
 
 def test_rounds_of_every_overlap_in_any_order(ranks):
-    assert ranks(2, "threads")(replay, Plan(30), {**TILED, "fp8": True}) == [SOUND] * 2
+    assert ranks(2, "threads")(replay, 30, {**TILED, "fp8": True}) == [SOUND] * 2
 
 
 def test_late_ranks_and_odd_routing(ranks):

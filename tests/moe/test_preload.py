@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
-from weft.gemm.mxfp4 import UNIT_BYTES
 from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
+from weft.moe.torch_experts import RowsByExpert
 
 BIASED, PLAIN, SITU = (MODELS[name] for name in ("gpt-oss-120b", "qwen3-30b-a3b", "kimi-k3"))
 HALVES = (torch.bfloat16, torch.float16)
@@ -29,48 +29,14 @@ HINTS = (0, 1, 8, 20, 32, 64, 80, 100, 128, 150, 200, 300, 800, 2500, 5000)
 MOST = (0, 8, 64, 5000)
 
 
-@dataclass(frozen=True)
-class Rows:
+def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> RowsByExpert:
     """Rows by expert, none of which is anybody's."""
-
-    rows: tuple[torch.Tensor, ...]
-    counts: torch.Tensor
-    offsets: torch.Tensor
-    dst_addr: torch.Tensor
-    abort_flag: torch.Tensor | None
-
-    @property
-    def x(self) -> torch.Tensor:
-        return self.rows[0]
-
-
-def weights_of(config: MoEConfig, experts: int, stored: torch.dtype | None) -> ExpertWeights:
-    hidden, inner = config.hidden, config.intermediate
-
-    def zeros(*size: int, dtype: torch.dtype = config.dtype) -> torch.Tensor:
-        return torch.zeros((experts, *size)).to(dtype)
-
-    kind = stored or config.dtype
-    sizes: tuple[tuple[int, ...], ...] = (2 * inner, hidden), (hidden, inner)
-    scales = tuple(((rows,) if kind == MXFP4 else (rows // 128, k // 128)) for rows, k in sizes)
-    if kind == MXFP4:
-        sizes = tuple((rows // 64, k // 128, UNIT_BYTES) for rows, k in sizes)
-    return ExpertWeights(
-        zeros(*sizes[0], dtype=kind),
-        zeros(*sizes[1], dtype=kind),
-        zeros(2 * inner) if config.biased else None,
-        zeros(hidden) if config.biased else None,
-        *((torch.zeros(experts, *size) if stored else None) for size in scales),
-    )
-
-
-def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> Rows:
     x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)
     scales = (torch.zeros(*rows, config.hidden // 128),) if fp8 else ()
     ends = torch.zeros(experts + 1, dtype=torch.int32)
     addresses = torch.zeros(rows, dtype=torch.int64).flatten()
     broken = torch.zeros(1, dtype=torch.int32) if len(rows) == 2 else None
-    return Rows((x, *scales), ends[1:].clone(), ends, addresses, broken)
+    return RowsByExpert((x, *scales), ends, ends[1:].clone(), addresses, broken)
 
 
 @pytest.fixture
@@ -125,7 +91,7 @@ def test_no_call_needs_a_kernel_that_was_not_loaded(
         rows = (experts, 8) if masked else (24,)
         options: dict[str, Any] = {"fp8": fp8, "programmatic": True, "device": torch.device("cpu")}
         options |= {"gemm_push": pushes, "ranks": config.routing.num_experts}
-        weights = weights_of(config, experts, stored)
+        weights = ExpertWeights._empty(config, experts, options["device"], stored or dtype)
         grouped = rows_of(config, rows, experts, fp8=fp8)
         for most in MOST:
             loaded.clear()

@@ -31,6 +31,8 @@ from weft.moe.replicas import moves
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOADS = [9.0, 1, 1, 7, 1, 1, 2, 3]
 OTHER = [1.0, 1, 8, 1, 1, 6, 1, 9]
+FIRST, SECOND = (balance(loads, 2, replicas=4) for loads in (LOADS, OTHER))  # on two ranks
+SOFTMAX = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
 
 
 def open_layer(group: weft.Group, case: Case, replicas: Replicas, **options: Any) -> MoE:
@@ -103,8 +105,7 @@ def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
 
 def failing(group: weft.Group, late: bool) -> None:
     """One rank fails or stops in the middle; nobody computes with weights of neither placement."""
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
         x, logits = case.of(group.rank, group.device)
         layer(x, logits)
@@ -135,8 +136,7 @@ def test_failed_relocations_leave_no_usable_layer(ranks, late):
 
 def within_rounds(group: weft.Group, mode: str) -> None:
     """Between dispatch and combine, and beside a call of another thread, nothing moves."""
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 3))
-    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    case, first, second = SOFTMAX.next(tokens=(4, 3)), FIRST, SECOND
     with open_layer(group, case, first, mode=mode, overlap="none", gemm="torch") as layer:
         x, logits = case.of(group.rank, group.device)
         wanted, exchange = layer(x, logits), layer.exchange
@@ -183,9 +183,7 @@ def test_nothing_moves_within_a_round(ranks, mode):
 
 def other_weights(group: weft.Group) -> None:
     """A caller that moves weights itself; refusals; ranks that differ."""
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    first = balance(LOADS, 2, replicas=4)
-    second = balance(OTHER, 2, replicas=4)
+    case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
         mine = [case.expert(e) for e in second.local(group.rank)]
         weights = ExpertWeights.stack(case.config, mine, group.device)
@@ -224,8 +222,7 @@ def test_weights_of_the_caller(ranks, kind):
 
 def captured(group: weft.Group) -> None:
     """A graph that was captured before goes on after experts have moved."""
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.bfloat16), tokens=(16, 9))
-    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    case, first, second = Case(CONFIGS["softmax"], tokens=(16, 9)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
         x, logits = case.of(group.rank, group.device)
         out = layer(x, logits)
@@ -249,8 +246,7 @@ def test_graphs_outlive_a_relocation(ranks):
 
 def compiled(group: weft.Group) -> None:
     """A compiled graph calls the layer with the caller's routing, before and after a move."""
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(16, 5))
-    first, second = balance(LOADS, 2, replicas=4), balance(OTHER, 2, replicas=4)
+    case, first, second = SOFTMAX.next(tokens=(16, 5)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
         x, logits = case.of(group.rank, group.device)
         ids, weights = route(case.config.routing, logits)

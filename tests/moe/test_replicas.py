@@ -85,6 +85,13 @@ def test_tables_say_what_slots_say(case):
         assert tuple(here) == found.local(rank)
 
 
+@pytest.mark.gpu
+def test_tables_on_a_gpu():
+    placed = balance([3, 1, 1, 1], 2, 2)
+    here, there = placed.table(CPU), placed.table(torch.device("cuda"))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+
+
 def test_the_table_of_the_docs():
     text = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
     told = re.findall(r"^\| (\d+), ([\d.]+) \|(.*)\|$", text, re.M)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from weft.plugins.names import Entry, relied_on
+from weft.plugins.names import Known, relied_on
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -112,7 +112,13 @@ def names(node: ast.AST) -> set[str]:
     return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
 
 
-def differences(site: Path, entries: Iterable[Entry], release: str) -> list[str]:
+def version_of(site: Path, package: str) -> str:
+    """A wheel's, by the name of its metadata."""
+    found = next(site.glob(f"{package}-*.dist-info"))
+    return found.name.removeprefix(f"{package}-").removesuffix(".dist-info")
+
+
+def differences(site: Path, entries: Iterable[Known], release: str) -> list[str]:
     """A line for each entry of a version that the sources lack, or have otherwise."""
     sources, found = Sources(site), []
     for entry, expected in relied_on(entries, release):
@@ -122,6 +128,6 @@ def differences(site: Path, entries: Iterable[Entry], release: str) -> list[str]
             continue
         if expected is not None and parameters(node) != expected:
             found.append(f"{entry.target} takes ({parameters(node)}), not ({expected})")
-        if lost := set(getattr(entry, "names", "").split()) - names(node):
+        if lost := set(entry.names.split()) - names(node):
             found.append(f"{entry.target} has no {', '.join(sorted(lost))}")
     return found

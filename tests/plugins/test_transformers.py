@@ -134,44 +134,11 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         plugin.register()
 
 
-class Interface:
-    @classmethod
-    def register(cls, key: str, value: object) -> None:
-        """As it is in 5.23."""
-
-
-class Fewer:
-    def __init__(self, experts: object, mesh: object) -> None:
-        """One mesh, under another name."""
-
-    def __call__(self, hidden_states: object, top_k_index: object, top_k_weights: object) -> None:
-        """As it is in 5.23."""
-
-
-class Forgetful:
-    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
-        self.ep_mesh, self.tp_mesh, self.shares_batch = ep_mesh, tp_mesh, True
-        self.num_local_experts = experts.num_experts
-
-    __call__ = Fewer.__call__
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ({}, r"there is no \S+\.EPImplementation\.__init__"),
-        (
-            {"EPImplementation": Fewer},
-            r"takes \(self, experts, mesh\), not \(self, experts, ep_m",
-        ),
-        ({"EPImplementation": Forgetful}, "__init__ has no experts_forward"),
-    ],
-)
-def test_another_interface_is_refused(
-    monkeypatch: pytest.MonkeyPatch, names: dict[str, object], said: str
-) -> None:
+def test_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what differs, as engines are (tests/plugins/sglang/test_hooks.py)."""
     module = types.ModuleType("transformers.distributed.expert_parallel")
-    vars(module).update({"EPImplementationInterface": Interface, **names})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    with pytest.raises(SetupError, match=said):
+    with pytest.raises(
+        SetupError, match=r"there is no \S+\.EPImplementation\.__init__.* or use a new"
+    ):
         plugin.register()

@@ -32,8 +32,7 @@ def blamed(text: str) -> int:
     return int(found[1])
 
 
-def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int, folder: str) -> None:
-    """Survivors write down what they raised, because the launch itself fails."""
+def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int) -> tuple[float, str]:
     with KINDS[kind].open(group, faults=True) as op:
         op.round()
         group.barrier()
@@ -43,11 +42,11 @@ def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int, fold
         with pytest.raises(PeerDied) as caught:
             op.rounds(3)  # a rank that dies after its last flag is missed in the round after
         assert op.made.history(victim)[0].epoch == 1, "its history stays"
-        Path(folder, str(group.rank)).write_text(f"{time.monotonic() - start} {caught.value}")
+        return time.monotonic() - start, str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_survivor_names_the_rank_that_died_at_any_point(ranks, kind, tmp_path):
+def test_every_survivor_names_the_rank_that_died_at_any_point(ranks, kind):
     name = KINDS[kind].name
     for point in POINTS[name]:
         if (kind, point) == ("oneshot", 11):  # only owners of a token record its moments
@@ -57,18 +56,16 @@ def test_every_survivor_names_the_rank_that_died_at_any_point(ranks, kind, tmp_p
         each = point in FOR_EACH_PEER[name]
         peers = [(victim + 1) % 3, (victim + 2) % 3] if each else [ANY_PEER]
         for peer in peers:
-            folder = tmp_path / f"{point}-{peer}"
-            folder.mkdir()
-            with pytest.raises(RankFailed, match=f"rank {victim} of 3 died"):
-                ranks(3, "cpu")(dying, kind, point, victim, peer, str(folder))
+            told = ranks(3, "cpu")(dying, kind, point, victim, peer, tolerate_deaths=True)
+            assert told[victim] is None
             for survivor in {0, 1, 2} - {victim}:
-                waited, text = (folder / str(survivor)).read_text().split(" ", 1)
-                assert float(waited) < SOON
+                waited, text = told[survivor]
+                assert waited < SOON
                 assert text.startswith(f"rank {survivor}, ")
                 assert blamed(text) == victim, (point, peer, text)
 
 
-def killed(group: weft.Group, kind: str, first: bool, folder: str) -> None:
+def killed(group: weft.Group, kind: str, first: bool) -> tuple[float, str]:
     with KINDS[kind].open(group) as op:
         if not first:
             op.rounds(RING_RECORDS // 2 + 2)  # the ring holds records of other epochs
@@ -81,19 +78,17 @@ def killed(group: weft.Group, kind: str, first: bool, folder: str) -> None:
         start = time.monotonic()
         with pytest.raises(PeerDied) as caught:
             op.round()
-        Path(folder, str(group.rank)).write_text(f"{time.monotonic() - start} {caught.value}")
+        return time.monotonic() - start, str(caught.value)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
-def test_a_killed_rank_is_noticed_without_a_deadline(ranks, kind, first, device, tmp_path):
-    with pytest.raises(RankFailed, match="rank 1 of 3 died") as failed:
-        ranks(3, device)(killed, kind, first, str(tmp_path))
-    assert "Traceback" not in str(failed.value)
-    for survivor in (0, 2):
-        waited, text = (tmp_path / str(survivor)).read_text().split(" ", 1)
-        assert float(waited) < SOON
+def test_a_killed_rank_is_noticed_without_a_deadline(ranks, kind, first, device):
+    told = ranks(3, device)(killed, kind, first, tolerate_deaths=True)
+    assert told[1] is None
+    for waited, text in (told[0], told[2]):
+        assert waited < SOON
         assert blamed(text) == 1
         assert re.search(r"process \d+ ended before it made its part of epoch", text)
 

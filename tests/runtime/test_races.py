@@ -12,7 +12,7 @@ import pytest
 from tests.programs import run_program
 from tests.recorded import reads
 
-TESTS = Path(__file__).parents[1]
+TESTS, RACE = Path(__file__).parents[1], Path(__file__).with_name("race.hpp")
 A2A, LOW, REDUCE = (
     "alltoall/race.cpp",
     "lowlatency/lowlatency_race.cpp",
@@ -25,12 +25,13 @@ WRAP = 2**40  # epochs have so many values
 
 def campaign(program: str, *given: object) -> object:
     """A case that runs when its program has changed."""
-    return pytest.param(program, *given, marks=reads(f"tests/{program}"))
+    return pytest.param(program, *given, marks=reads("tests/runtime/race.hpp", f"tests/{program}"))
 
 
 def run(program: str, rounds: int, *options: str, first_epoch: int = 0) -> tuple[int, str]:
     name = Path(program).stem
-    return run_program(TESTS / program, rounds, first_epoch, name=name, options=options)
+    sources = RACE, TESTS / program
+    return run_program(sources, rounds, first_epoch, name=name, options=options)
 
 
 def require_right(found: tuple[int, str], program: str, rounds: int, ranks: int = 4) -> None:

@@ -21,7 +21,7 @@ import torch
 from weft.allreduce.config import ADDRESSES, ReduceArgs, ReduceConfig
 from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
-from weft.runtime.args import Site
+from weft.memory.header import Site
 from weft.runtime.call_word import BACKENDS, CODINGS, signature
 from weft.runtime.check import (
     check_alignment,
@@ -342,9 +342,8 @@ class Check:
         if call.residual is not None:
             self._check_rows("residual", call.residual, tokens)
         if call.weight is not None:
-            size, kinds = (self.config.hidden,), (self.dtype, torch.float32)
-            check_tensor("weight", call.weight, shape=size, dtypes=kinds, device=self.device)
-            check_alignment("weight", call.weight, 16)
+            kinds = self.dtype, torch.float32
+            self._check("weight", call.weight, (self.config.hidden,), *kinds, aligned=16)
         self._check_quant(call.quant, call.weight)
         made: list[tuple[int, Maker]] = []
         outputs: list[torch.Tensor | None] = []
@@ -366,23 +365,18 @@ class Check:
             if not isinstance(x, torch.Tensor):
                 refuse_tensor("x", x)
             if x.is_nested or x.dim() != 2:
+                found = "nested" if x.is_nested else list(x.shape)
                 raise InvalidArgument(
-                    f"x is {_text(x)}; it must be a dense tensor [tokens, {self.config.hidden}]"
+                    f"x is {found}; it must be a dense tensor [tokens, {self.config.hidden}]"
                 )
             return x.shape[0]
         instance("prologue", prologue, MoEFinalize)
         index, rows, scales = prologue.index, prologue.rows, prologue.scales
-        counts, device = (torch.int32,), self.device
-        check_tensor("prologue.index", index, shape=(None, None), dtypes=counts, device=device)
-        check_alignment("prologue.index", index, index.itemsize)
+        self._check("prologue.index", index, (None, None), torch.int32)
         tokens, top_k = index.shape
-        size = (None, self.config.hidden)
-        check_tensor("prologue.rows", rows, shape=size, dtypes=(self.dtype,), device=device)
-        check_alignment("prologue.rows", rows, 16)
+        self._check_rows("prologue.rows", rows, None)
         if scales is not None:
-            kinds, each = (torch.float32, self.dtype), (tokens, top_k)
-            check_tensor("prologue.scales", scales, shape=each, dtypes=kinds, device=device)
-            check_alignment("prologue.scales", scales, scales.itemsize)
+            self._check("prologue.scales", scales, (tokens, top_k), torch.float32, self.dtype)
         factor = real("prologue.routed_scaling_factor", prologue.routed_scaling_factor)
         if abs(factor) > torch.finfo(torch.float32).max:
             refuse("prologue.routed_scaling_factor", factor, "a number that a float32 can hold")
@@ -390,10 +384,18 @@ class Check:
             self._check_rows("prologue.shared", prologue.shared, tokens)
         return tokens
 
-    def _check_rows(self, name: str, tensor: torch.Tensor, tokens: int) -> None:
-        size = (tokens, self.config.hidden)
-        check_tensor(name, tensor, shape=size, dtypes=(self.dtype,), device=self.device)
-        check_alignment(name, tensor, 16)
+    def _check(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        size: Sequence[int | None],
+        *dtypes: torch.dtype,
+        aligned: int = 1,
+    ) -> None:
+        check_tensor(name, tensor, shape=size, dtypes=dtypes, device=self.device, aligned=aligned)
+
+    def _check_rows(self, name: str, tensor: torch.Tensor, tokens: int | None) -> None:
+        self._check(name, tensor, (tokens, self.config.hidden), self.dtype, aligned=16)
 
     def _check_quant(self, quant: Quant | None, weight: torch.Tensor | None) -> None:
         if quant is None:
@@ -404,9 +406,7 @@ class Check:
                 "(ones for a plain RMSNorm)"
             )
         if isinstance(quant, FP8Static):
-            one = (torch.float32,)
-            check_tensor("quant.scale", quant.scale, shape=(1,), dtypes=one, device=self.device)
-            check_alignment("quant.scale", quant.scale, quant.scale.itemsize)
+            self._check("quant.scale", quant.scale, (1,), torch.float32)
         if isinstance(quant, FP8Group) and self.config.hidden % GROUP:
             raise InvalidArgument(
                 f"hidden is {self.config.hidden}; FP8Group needs a multiple of {GROUP}: pad "
@@ -447,16 +447,13 @@ class Check:
         if name == "scale_out":
             return self._scale(tokens, quant, given)
         kind = torch.float8_e4m3fn if name == "quant_out" else self.dtype
-        size = (tokens, self.config.hidden)
-        check_tensor(name, given, shape=size, dtypes=(kind,), device=self.device)
-        check_alignment(name, given, size[1] * kind.itemsize)
+        hidden = self.config.hidden
+        self._check(name, given, (tokens, hidden), kind, aligned=hidden * kind.itemsize)
         return given
 
     def _scale(self, tokens: int, quant: Quant | None, given: torch.Tensor) -> torch.Tensor:
         if not _packs(quant):
-            size, kinds = (tokens, self._groups(quant)), (torch.float32,)
-            check_tensor("scale_out", given, shape=size, dtypes=kinds, device=self.device)
-            check_alignment("scale_out", given, given.itemsize)
+            self._check("scale_out", given, (tokens, self._groups(quant)), torch.float32)
             return given
         if not isinstance(given, torch.Tensor):
             refuse_tensor("scale_out", given)
@@ -543,10 +540,6 @@ def _extent(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _text(x: torch.Tensor) -> str:
-    return "nested" if x.is_nested else f"{list(x.shape)}"
 
 
 def _salt(eps: float, weight_bias: float) -> int:

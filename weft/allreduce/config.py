@@ -12,10 +12,9 @@ import torch
 from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, literal
-from weft.memory.header import header_bytes
+from weft.memory.header import Site, header_bytes
 from weft.memory.wire import JSON
-from weft.runtime.args import Site
-from weft.runtime.layout import Numbers, offset, up
+from weft.runtime.layout import Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
 MIN_RANKS = 2
@@ -86,7 +85,7 @@ class ReduceConfig:
     ranks: int
     tokens: Annotated[int, Size("max_tokens", 1, MAX_TOKENS)]
     direct: int
-    hidden: int
+    hidden: Annotated[int, Size("hidden", 8, 8 * MAX_VECTORS)]
     dtype: Annotated[str, Choice("dtype", DTYPE_NAMES.values(), "weft::DType")]
     epilogue_at: Annotated[str, Choice("epilogue_at", EPILOGUES_AT, "weft::EpilogueAt")] = "owner"
     missing: Annotated[str, Choice("missing", MISSING, "weft::Missing")] = "error"
@@ -98,13 +97,13 @@ class ReduceConfig:
         ranks: int,
         max_tokens: int,
         hidden: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.bfloat16,
         epilogue_at: str = "owner",
         missing: str = "error",
     ) -> ReduceConfig:
         """The sizes for a caller's arguments."""
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
-        max_tokens, hidden = integer("max_tokens", max_tokens, 1, MAX_TOKENS), _hidden(hidden)
+        max_tokens = integer("max_tokens", max_tokens, 1, MAX_TOKENS)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
         if one_of("missing", missing, MISSING) == "drop":  # one shot serves all calls
             direct = max_tokens
@@ -116,7 +115,11 @@ class ReduceConfig:
             raise InvalidArgument(
                 f"an all-reduce of {self.ranks} ranks; it takes {MIN_RANKS} to {MAX_RANKS}"
             )
-        _hidden(self.hidden)
+        if self.hidden % 8:
+            raise InvalidArgument(
+                f"hidden is {self.hidden}; it must be a multiple of 8: pad rows to "
+                f"{up(self.hidden, 8)}"
+            )
         if self.vectors > MAX_VECTORS:
             raise InvalidArgument(
                 f"a row of {self.hidden} x {self.dtype} has {self.row_bytes} bytes; rows may have "
@@ -189,27 +192,15 @@ class ReduceConfig:
         return literal(self, "weft::Reduction")
 
 
-def memory_bytes(
-    *,
-    ranks: int,
-    hidden: int,
-    max_tokens: int,
-    dtype: torch.dtype = torch.bfloat16,
-    missing: str = "error",
-) -> int:
+def _share_bytes(config: ReduceConfig) -> int:
+    return config.share_bytes
+
+
+memory_bytes = sizes_of(
+    ReduceConfig.of,
+    _share_bytes,
     """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
 
-    Raises InvalidArgument as the constructor does.
-    """
-    return ReduceConfig.of(
-        ranks=ranks, max_tokens=max_tokens, hidden=hidden, dtype=dtype, missing=missing
-    ).share_bytes
-
-
-def _hidden(value: object) -> int:
-    hidden = integer("hidden", value, 8, MAX_VECTORS * 8)
-    if hidden % 8:
-        raise InvalidArgument(
-            f"hidden is {hidden}; it must be a multiple of 8: pad rows to {-(-hidden // 8) * 8}"
-        )
-    return hidden
+    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    """,
+)

@@ -24,20 +24,28 @@ template <Reduction R> void push_row(u8* slot, const u8* row) {
     }
 }
 
+// Waits for a word of a slot that is ready; false when the wait has failed.
+template <Reduction R, class Ready>
+bool await_word(Call<R>& call, u64* word, SlotWait wait, u64& seen, const Ready& ready) {
+    seen = load_acquire(word);
+    for (u32 polls = 1; !ready(seen); ++polls) {
+        call.broken = polls % polls_per_check == 0 &&
+                      wait_failed<R>(call.a.site, call.epoch, call.a.signature, wait);
+        if (call.broken) return false;
+        relax(polls);
+        seen = load_acquire(word);
+    }
+    return true;
+}
+
 // Waits for the row of a slot, copies it and restores the sentinels; false when a wait has failed.
 template <Reduction R>
 bool receive_row(Call<R>& call, u8* slot, u8* to, Slot kind, u32 peer, u32 token) {
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u64* word = reinterpret_cast<u64*>(slot + at);
-        SlotWait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
-        u64 seen = load_acquire(word);
-        for (u32 polls = 1; !is_ready(seen); ++polls) {
-            call.broken = polls % polls_per_check == 0 &&
-                          wait_failed<R>(call.a.site, call.epoch, call.a.signature, wait);
-            if (call.broken) return false;
-            relax(polls);
-            seen = load_acquire(word);
-        }
+        const SlotWait wait{.slot = kind, .peer = peer, .token = token, .vector = at / 16};
+        u64 seen;
+        if (!await_word<R>(call, word, wait, seen, [](u64 w) { return is_ready(w); })) return false;
         std::memcpy(to + at, &seen, 8);
         store_release(word, sentinel_pair);
     }
@@ -126,29 +134,17 @@ template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     finish_row<R>(a, token, row, m);
 }
 
-// Waits for one u64 of a trailer.
-template <Reduction R>
-bool await_trailer_word(Call<R>& call, u64* word, SlotWait wait, u32& value) {
-    u64 seen = load_acquire(word);
-    for (u32 polls = 1; u32(seen >> 32) != trailer_tag(call.epoch); ++polls) {
-        call.broken = polls % polls_per_check == 0 &&
-                      wait_failed<R>(call.a.site, call.epoch, call.a.signature, wait);
-        if (call.broken) return false;
-        relax(polls);
-        seen = load_acquire(word);
-    }
-    value = u32(seen);
-    return true;
-}
-
+// Waits for the two words of a trailer, each of which has the call's tag.
 template <Reduction R>
 bool read_row_stats(Call<R>& call, Trailer& trailer, RowStats& m, u32 peer, u32 token) {
-    u64* word = reinterpret_cast<u64*>(&trailer);
+    u64 *word = reinterpret_cast<u64*>(&trailer), rstd, peak;
+    const auto tagged = [&](u64 w) { return u32(w >> 32) == trailer_tag(call.epoch); };
     const SlotWait wait{.slot = Slot::trailer, .peer = peer, .token = token, .vector = 0};
-    u32 rstd = 0;
-    if (!await_trailer_word<R>(call, word, wait, rstd)) return false;
-    m.rstd = std::bit_cast<float>(rstd);
-    return await_trailer_word<R>(call, word + 1, wait, m.peak);
+    if (!await_word<R>(call, word, wait, rstd, tagged) ||
+        !await_word<R>(call, word + 1, wait, peak, tagged))
+        return false;
+    m = {std::bit_cast<float>(u32(rstd)), u32(peak)};
+    return true;
 }
 
 // Receives the summed rows of a group's other tokens and makes their outputs.

@@ -50,7 +50,7 @@ template <Reduction R>
 WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, uint4 norm,
                              const NormWeight& norm_weight, const RowStats& m) {
     float x[R.width()];
-    widen_vector<R>(x, norm);
+    widen_vector<R.dtype>(x, norm);
     if (a.coding == Coding::group || a.coding == Coding::group_ue8m0)
         return quantize_groups<R>(a, token, v, valid, x);
     u32 amax = 0;
@@ -60,7 +60,7 @@ WEFT_FN void quantize_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, 
         // Rounding is monotonic, so the largest |norm| is the largest |row * weight|, normed.
         float largest[R.width()] = {};
         largest[0] = __fmul_rn(__uint_as_float(m.peak), m.rstd);
-        widen_vector<R>(largest, round_vector<R.dtype>(largest));
+        widen_vector<R.dtype>(largest, round_vector<R.dtype>(largest));
         amax = __float_as_uint(largest[0]) & 0x7fffffffu;
         const BlockScale scale = row_scale(amax);
         divide_by(x, scale);
@@ -76,7 +76,7 @@ template <Reduction R>
 WEFT_FN void finish_vector(const ReduceArgs& a, u32 token, u32 v, bool valid, uint4 row,
                            const NormWeight& norm_weight, const RowStats& m) {
     float x[R.width()];
-    widen_vector<R>(x, row);
+    widen_vector<R.dtype>(x, row);
     apply_norm_weight<R>(x, a, norm_weight);
     scale_by(x, m.rstd);
     const uint4 norm = round_vector<R.dtype>(x);

@@ -5,15 +5,15 @@ Launches are local to a rank: peers may choose differently, and no choice change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
 from weft.allreduce.config import ReduceArgs, ReduceConfig
 from weft.errors import InvalidArgument
-from weft.jit import CUDA_OPTIONS, Launcher
+from weft.jit import CUDA_OPTIONS
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
 
@@ -42,14 +42,20 @@ MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
 
 def cpu_program(config: ReduceConfig) -> Program:
     """The generated C++ entries: one of a backend serves rows and prologues."""
-    names = _served(config, ENTRIES)
-    entries = "".join(
-        f'extern "C" void {name}{end}(const weft::ReduceArgs* a) '
-        f"{{ weft::reduce<R, weft::Backend::{backend}>(*a); }}\n"
-        for name, backend in names.items()
-        for end in ("", MOE)
+    return Program(
+        name="allreduce",
+        what="all-reduce",
+        ranks=config.ranks,
+        headers=("allreduce/cpu.cpp",),
+        constants=f"constexpr weft::Reduction R = {config.literal()};\n",
+        entry_points={
+            name + end: (ReduceArgs, f"reduce<R, weft::Backend::{backend}>")
+            for name, backend in _served(config, ENTRIES).items()
+            for end in ("", MOE)
+        },
+        offsets=config.asserted(),
+        options=OPTIONS,
     )
-    return _program(config, "#include <weft/allreduce/cpu.cpp>\n", entries, names)
 
 
 def cuda_program(config: ReduceConfig) -> Program:
@@ -57,15 +63,17 @@ def cuda_program(config: ReduceConfig) -> Program:
     kernels = _served(config, KERNELS)
     if not _larger_stays(config):
         del kernels["oneshot_resident"]
-    entries = "".join(
-        f'extern "C" __global__ void __launch_bounds__({LARGEST_CTA}, 1)\n'
-        f"weft_allreduce_{name}{end}(const __grid_constant__ weft::ReduceArgs a) "
-        f"{{ weft::{kernel.call.format(moe=moe)}(a); }}\n"
+    entries = {
+        name + end: (ReduceArgs, kernel.call.format(moe=moe))
         for name, kernel in kernels.items()
         for end, moe in (("", "false"), (MOE, "true"))
+    }
+    return replace(
+        cpu_program(config),
+        headers=("allreduce/oneshot.cuh", "allreduce/twoshot.cuh"),
+        entry_points=entries,
+        bounds=dict.fromkeys(entries, (LARGEST_CTA, 1)),
     )
-    headers = "#include <weft/allreduce/oneshot.cuh>\n#include <weft/allreduce/twoshot.cuh>\n"
-    return _program(config, headers, entries, kernels)
 
 
 def _served(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
@@ -85,19 +93,6 @@ def _larger_stays(config: ReduceConfig) -> bool:
     return config.vectors > LARGEST_CTA
 
 
-def _program(config: ReduceConfig, headers: str, entries: str, names: Iterable[str]) -> Program:
-    constant = f"constexpr weft::Reduction R = {config.literal()};\n"
-    return Program(
-        name="allreduce",
-        what="all-reduce",
-        ranks=config.ranks,
-        body=headers + constant + entries,
-        entry_points={name + end: ReduceArgs for name in names for end in ("", MOE)},
-        offsets=config.asserted(),
-        options=OPTIONS,
-    )
-
-
 # 16-byte words of a call, for each rank, from which on a launch that overlaps its predecessor only
 # takes room from it: it gains 0.5 us up to 32 tokens x 7168 on 8 ranks, and loses 5 % at 128
 # (8 x H200, 2026-11-20).
@@ -110,11 +105,6 @@ class CudaReduceKernels(CudaKernels):
     def __init__(self, config: ReduceConfig, build: Build) -> None:
         super().__init__(cuda_program(config), build)
         self._config = config
-        self._functions = {
-            name: self._module.function(self._program.kernel(name))
-            for name in self._program.entry_points
-        }
-        self._launchers: dict[tuple[str, int, bool], Launcher] = {}
         self._resident: dict[tuple[str, int, int], int] = {}
 
     def resident(self, name: str, threads: int, cluster: int) -> int:
@@ -146,16 +136,8 @@ class CudaReduceKernels(CudaKernels):
         if stays and p.ctas > self.resident(backend, p.threads, p.cluster):
             p = self._plan("oneshot_resident", tokens)
             name = name.replace(backend, "oneshot_resident")
-        launcher = self._launcher(name, p.cluster, early)
+        launcher = self._launcher(name, programmatic=early, cluster=p.cluster)
         return Launch(launcher, (p.ctas, 1, 1), p.threads, (("pushers", p.pushers),))
-
-    def _launcher(self, name: str, cluster: int, early: bool) -> Launcher:
-        key = (name, cluster, early)
-        if key not in self._launchers:
-            self._launchers[key] = Launcher(
-                self._functions[name], ReduceArgs, programmatic=early, cluster=cluster
-            )
-        return self._launchers[key]
 
     def _plan(self, name: str, tokens: int) -> ReducePlan:
         """The launch of a kernel on so many tokens."""

@@ -131,9 +131,6 @@ template <Reduction R> WEFT_FN ReductionShare<R>& own_share(const Site& site) {
 
 // The index of `peer`'s slots at `rank`.
 WEFT_FN constexpr u32 slot_index(u32 rank, u32 peer) { return peer - (peer > rank); }
-template <Reduction R> WEFT_FN u32 next_rank(u32 rank, u32 offset) {
-    return rank + offset < R.ranks ? rank + offset : rank + offset - R.ranks;
-}
 
 // The call word: 24 bits of the epoch and 40 of the signature.
 WEFT_FN constexpr u64 call_word(u64 epoch, u64 signature) {

@@ -66,6 +66,8 @@ class AllReduce(Operator):
     GeometryMismatch (when ranks pass different sizes).
     """
 
+    config: ReduceConfig
+
     @in_relaxed_mode
     def __init__(
         self,
@@ -100,7 +102,7 @@ class AllReduce(Operator):
             build = Build(programmatic=programmatic_launch, defines=_defines)
             return config, load_kernels(group.device, config, build)
 
-        self.config = self._create(
+        self._create(
             group,
             "an all-reduce",
             prepare,
@@ -225,13 +227,14 @@ class AllReduce(Operator):
             self._choices[tokens, epilogue] = found
         return found
 
-    def _manifest(self, config: ReduceConfig) -> dict[str, JSON]:
-        return {**config.manifest(), "backends": list(self.backends)}
+    def _manifest(self) -> dict[str, JSON]:
+        return {**self.config.manifest(), "backends": list(self.backends)}
 
     def _start_anew(self) -> None:
         """No call leaves anything to the next one."""
 
-    def _write_contents(self, config: ReduceConfig, header: ctypes.Structure) -> None:
+    def _write_contents(self, header: ctypes.Structure) -> None:
+        config = self.config
         share = self.heap.tensor((config.share_bytes,), torch.uint8)
         share[config.slots : config.rows].zero_()
         share[config.rows : config.trailers].fill_(0xFF)
@@ -243,7 +246,7 @@ class AllReduce(Operator):
             )
             header.failed = self._mailbox.broken_code = GONE_UNMASKED
 
-    def _make_views(self, config: ReduceConfig) -> None:
+    def _make_views(self) -> None:
         """There are none."""
 
     def _drop_views(self) -> None:

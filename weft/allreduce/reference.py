@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant, Reduced
+from weft.fp8 import block_amax, power_above, power_of_two, quantize
 
 CANONICAL = {
     torch.bfloat16: (torch.int16, 0x7FFF),
@@ -14,7 +15,6 @@ CANONICAL = {
     torch.float32: (torch.int32, 0x7FFFFFFF),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),
 }
-SMALLEST = 2.0**-117  # device/quantize.cuh: amax / 448 is still a normal number
 SMALLEST_ROW_SCALE = 2.0**-9 / 448  # allreduce/rmsnorm.cuh
 
 
@@ -109,10 +109,9 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
         case FP8Token():
             return _divided(norm.float()[:, None])
         case FP8Group():
-            groups = norm.float().view(norm.shape[0], norm.shape[1] // 128, 128)
             if quant.scale == "fp32":
-                return _scaled(groups)
-            return _powers(groups)
+                return quantize(norm, "fp8")
+            return _powers(norm.float().view(norm.shape[0], norm.shape[1] // 128, 128))
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -131,38 +130,19 @@ def pack_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    amax, broken = _amax(blocks)
+    amax, broken = block_amax(blocks)
     scale = amax * full_like(amax, 1 / 448)
     scale = torch.maximum(scale, full_like(amax, SMALLEST_ROW_SCALE))
     q = torch.where(broken[..., None], torch.nan, blocks / scale[..., None])
     return to_e4m3(q).flatten(1), torch.where(broken, torch.nan, scale)
 
 
-def _scaled(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    amax, broken = _amax(blocks)
-    small = amax < SMALLEST
-    scale = torch.where(small, 0.0, amax / full_like(amax, 448.0))
-    scale = torch.where(broken, torch.nan, scale)
-    inverse = torch.where(small, 0.0, full_like(amax, 448.0) / amax)
-    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
-    return to_e4m3(q).flatten(1), scale
-
-
 def _powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    amax, broken = _amax(blocks)
-    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
-    power = torch.where(amax == 0, -33, exponent - 9 + (mantissa > 0.875).int()).clamp(min=-33)
+    amax, broken = block_amax(blocks)
+    power = torch.where(amax == 0, -33, power_above(amax)).clamp(min=-33)
     byte = torch.where(broken, 255, power + 127).to(torch.uint8)
-    inverse = torch.ldexp(torch.ones_like(amax), -power.double()).float()
-    q = torch.where(broken[..., None], torch.nan, blocks * inverse[..., None])
+    q = torch.where(broken[..., None], torch.nan, blocks * power_of_two(-power)[..., None])
     return to_e4m3(q).flatten(1), pack_ue8m0(byte)
-
-
-def _amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest |x| of each block, 1 where it is no number; and where that is."""
-    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
-    broken = amax.isinf()
-    return torch.where(broken, 1.0, amax), broken
 
 
 def _in_lanes(sums: torch.Tensor) -> torch.Tensor:

@@ -13,19 +13,6 @@ template <Reduction R> WEFT_FN uint4* vector_of(const void* rows, u32 token, u32
     return static_cast<uint4*>(const_cast<void*>(rows)) + u64(token) * R.vectors() + v;
 }
 
-template <Reduction R> WEFT_FN void widen_vector(float (&x)[R.width()], uint4 v) {
-    const u32 word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        if constexpr (R.dtype == DType::fp32) {
-            x[i] = __uint_as_float(word[i]);
-        } else {
-            x[2 * i] = low_half(R.dtype, word[i]);
-            x[2 * i + 1] = high_half(R.dtype, word[i]);
-        }
-    }
-}
-
 // An element of a tensor that may be fp32 or of the row's dtype.
 template <Reduction R> WEFT_FN float factor(const void* from, u64 at, bool is_fp32) {
     if (is_fp32 || R.dtype == DType::fp32) return static_cast<const float*>(from)[at];
@@ -42,7 +29,7 @@ WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 token, u32 v, bool report
         const u32 row = source_row<R>(a, a.index[entry], token, k, reports && v == 0);
         if (row == a.row_limit) continue;
         const float scale = a.scales ? factor<R>(a.scales, entry, a.scales_are_fp32) : 1.0f;
-        widen_vector<R>(x, load_input(vector_of<R>(a.rows, row, v)));
+        widen_vector<R.dtype>(x, load_input(vector_of<R>(a.rows, row, v)));
 #pragma unroll
         for (u32 i = 0; i < R.width(); ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(x[i], scale));
     }
@@ -85,7 +72,7 @@ WEFT_FN void apply_norm_weight(float (&x)[R.width()], const ReduceArgs& a,
                                const NormWeight& norm_weight) {
     float weight[R.width()];
     if (R.dtype == DType::fp32 || !a.weight_is_fp32) {
-        widen_vector<R>(weight, norm_weight.low);
+        widen_vector<R.dtype>(weight, norm_weight.low);
     } else {
         const uint4 v[2] = {norm_weight.low, norm_weight.high};
 #pragma unroll
@@ -107,7 +94,7 @@ template <DType D> WEFT_FN uint4 neutral_vector() {
 // The sum of all ranks' vectors in rank order, in fp32, rounded once.
 template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
     float sum[R.width()];
-    widen_vector<R>(sum, row[0]);
+    widen_vector<R.dtype>(sum, row[0]);
 #pragma unroll
     for (u32 rank = 1; rank < R.ranks; ++rank) add_vector<R.dtype>(sum, row[rank]);
     return round_vector<R.dtype>(sum);
@@ -115,7 +102,7 @@ template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
 
 template <Reduction R> WEFT_FN uint4 add_rounded(uint4 sum, uint4 residual) {
     float x[R.width()];
-    widen_vector<R>(x, sum);
+    widen_vector<R.dtype>(x, sum);
     add_vector<R.dtype>(x, residual);
     return round_vector<R.dtype>(x);
 }
@@ -138,7 +125,7 @@ WEFT_FN float butterfly(float sum) {
 template <Reduction R>
 WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const NormWeight& norm_weight) {
     float x[R.width()];
-    widen_vector<R>(x, row);
+    widen_vector<R.dtype>(x, row);
     const float squares = butterfly(square_sum(x));
     u32 peak = 0;
     if (a.coding == Coding::token) {

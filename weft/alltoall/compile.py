@@ -84,13 +84,8 @@ def _combine(
 
 
 @_combine.register_fake
-def _(
-    y: torch.Tensor | None,
-    out: torch.Tensor,
-    add: torch.Tensor | None,
-    order: torch.Tensor,
-    handle: int,
-) -> None:
+def _(*given: Any) -> None:
+    y, out, add, _, handle = given
     owner: AllToAll = find(handle)
     dtypes, device = (owner.dtype,), owner.group.device
     size = (None, owner.config.shape.hidden)  # of how many tokens, the round knows
@@ -111,15 +106,15 @@ def dispatch(
     num_tokens: torch.Tensor | None,
     stats: torch.Tensor | None,
     rows: int,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Dispatch inside a compiled graph: the fields of a Received."""
+) -> Received:
+    """Dispatch inside a compiled graph."""
     order, handle = owner._order, owner._handle
     given = ([p.detach() for p in payloads], topk_ids, plain(topk_weights), num_tokens, stats)
     torch.ops.weft.dispatch(*given, rows, order, handle)
     views = torch.ops.weft.received(rows, order, handle)
     gathered = None if stats is None else views[-1]
     *planes, ids, received_weights, counts = views if stats is None else views[:-1]
-    return tuple(planes), ids, received_weights, counts, gathered
+    return Received(tuple(planes), ids, received_weights, counts, gathered)
 
 
 def combine(

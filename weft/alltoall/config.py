@@ -12,13 +12,12 @@ import torch
 
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
-from weft.fields import by_argument, checked
+from weft.fields import checked
 from weft.hosts.config import HostsConfig, Span
-from weft.memory.header import header_bytes, rank_words
+from weft.memory.header import Site, header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
-from weft.runtime.args import Site
-from weft.runtime.check import check_alignment, check_choices, check_tensor, check_tokens
+from weft.runtime.check import check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
@@ -257,33 +256,13 @@ class AllToAllConfig(HostsConfig):
         """Does dispatch quantise the first payload?"""
         return len(self.payloads) > len(self.inputs)
 
-    @property
-    def share_bytes(self) -> int:
-        """Bytes of one rank's share."""
-        return self.offsets.share_bytes
-
-    @property
-    def descriptor(self) -> int:
-        """Eight bits of the Shape's hash, as flags carry them."""
-        return self.shape.descriptor
-
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        found: dict[str, JSON] = {
-            **by_argument(self.shape),
-            "payloads": [f"{list(p.shape)} {p.dtype}" for p in self.payloads],
-            "expert_map": list(self.placement.ranks),
-        }
-        if self.span is None:
-            return found
-        return found | {  # not those of one host, which differ from host to host
-            "ranks": self.shape.ranks * self.hosts,
-            "max_tokens": self.max_tokens,
-            "num_experts": len(self.placement.ranks),
-            "quantize": self.span.quantize,
-            "mapped": self.placement.explicit,
-            "stats": self.stats,
-        }
+        found = HostsConfig.manifest(self)
+        found["payloads"] = [f"{list(p.shape)} {p.dtype}" for p in self.payloads]
+        if self.span is not None:
+            found |= {"quantize": self.span.quantize, "stats": self.stats}
+        return found
 
     def check_dispatch(
         self,
@@ -308,12 +287,11 @@ class AllToAllConfig(HostsConfig):
         for plane, (tensor, payload) in enumerate(zip(tensors, self.inputs, strict=True)):
             name = "x" if len(tensors) == 1 else f"x[{plane}]"
             row = (tokens, *payload.shape)
-            check_tensor(name, tensor, shape=row, dtypes=(payload.dtype,), device=device)
-            check_alignment(name, tensor, payload.row_bytes)
+            kind, aligned = (payload.dtype,), payload.row_bytes
+            check_tensor(name, tensor, shape=row, dtypes=kind, device=device, aligned=aligned)
         if num_tokens is not None:
-            count = (torch.int32,)
-            check_tensor("num_tokens", num_tokens, shape=(1,), dtypes=count, device=device)
-            check_alignment("num_tokens", num_tokens, num_tokens.itemsize)
+            name, count = "num_tokens", (torch.int32,)
+            check_tensor(name, num_tokens, shape=(1,), dtypes=count, device=device, aligned=1)
         if stats is not None or self.stats:
             self._check_stats(stats, device)
         return tokens
@@ -349,8 +327,7 @@ class AllToAllConfig(HostsConfig):
             )
         if stats is not None:
             number = (torch.int32,)
-            check_tensor("stats", stats, shape=(size,), dtypes=number, device=device)
-            check_alignment("stats", stats, stats.itemsize)
+            check_tensor("stats", stats, shape=(size,), dtypes=number, device=device, aligned=1)
 
 
 def on_one_host(shape: Shape, span: Span) -> Shape:

@@ -140,8 +140,7 @@ WEFT_FN void send_stats(const Block& team, const DispatchArgs& a, RankSet living
             const i32 value = load_input(a.stats + i);
 #pragma unroll
             for (u32 offset = 0; offset < S.ranks; ++offset) {
-                const u32 rank = a.site.rank + offset,
-                          peer = rank < S.ranks ? rank : rank - S.ranks;
+                const u32 peer = next_rank<S>(a.site.rank, offset);
                 if (has(living, peer))
                     store(&share<S>(a.site, peer).inbox.stats.row[a.site.rank][i], value);
             }

@@ -7,12 +7,11 @@ hidden 7168, 2026-11-20 (docs/measuring.md).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Offsets
-from weft.jit import Launcher
 from weft.runtime.kernels import (
     Build,
     CpuKernels,
@@ -21,8 +20,6 @@ from weft.runtime.kernels import (
     Kernels,
     Launch,
     Program,
-    cpu_entry,
-    cuda_entry,
     in_parts,
 )
 from weft.runtime.layout import vector_bytes
@@ -44,44 +41,37 @@ MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM ha
 MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
-def entry_points(*, split_phase: bool) -> EntryPoints:
-    """The entries of an all-to-all, by name; split_phase: also each phase as send and receive."""
-    phases = {
-        "dispatch": (DispatchArgs, "dispatch<S, {}>"),
-        "combine": (CombineArgs, "combine<S, rank, {}>"),
-    }
-    return in_parts(phases, split_phase=split_phase)
-
-
-def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
-    """The generated CUDA entries of a Shape on one rank."""
-    found = entry_points(split_phase=split_phase)
-    entries = "".join(
-        cuda_entry(f"weft_alltoall_{name}", *entry, LARGEST, 2 if "dispatch" in name else 1)
-        for name, entry in found.items()
-    )
-    headers = "#include <weft/alltoall/combine.cuh>\n#include <weft/alltoall/dispatch.cuh>\n"
-    return _program(shape, headers, f"constexpr weft::u32 rank = {rank};\n{entries}", found)
+PHASES: EntryPoints = {
+    "dispatch": (DispatchArgs, "dispatch<S, {}>"),
+    "combine": (CombineArgs, "combine<S, rank, {}>"),
+}
 
 
 def cpu_program(shape: Shape) -> Program:
     """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
-    found = entry_points(split_phase=True)
-    entries = "".join(
-        cpu_entry(name, struct, call.replace("S, rank", "S"))
-        for name, (struct, call) in found.items()
-    )
-    return _program(shape, "#include <weft/alltoall/cpu.cpp>\n", entries, found)
-
-
-def _program(shape: Shape, headers: str, entries: str, found: EntryPoints) -> Program:
     return Program(
         name="alltoall",
         what="all-to-all",
         ranks=shape.ranks,
-        body=f"{headers}constexpr weft::Shape S = {shape.literal()};\n{entries}",
-        entry_points={name: struct for name, (struct, _) in found.items()},
+        headers=("alltoall/cpu.cpp",),
+        constants=f"constexpr weft::Shape S = {shape.literal()};\n",
+        entry_points={
+            name: (struct, call.replace("S, rank", "S"))
+            for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
+        },
         offsets=Offsets.of(shape).asserted(),
+    )
+
+
+def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
+    """The generated CUDA entries of a Shape on one rank."""
+    program, entries = cpu_program(shape), in_parts(PHASES, split_phase=split_phase)
+    return replace(
+        program,
+        headers=("alltoall/combine.cuh", "alltoall/dispatch.cuh"),
+        constants=f"{program.constants}constexpr weft::u32 rank = {rank};\n",
+        entry_points=entries,
+        bounds={name: (LARGEST, 2 if name.startswith("dispatch") else 1) for name in entries},
     )
 
 
@@ -91,26 +81,20 @@ class CudaAllToAll(CudaKernels):
     def __init__(self, shape: Shape, rank: int, build: Build) -> None:
         super().__init__(cuda_program(shape, rank, split_phase=build.split_phase), build)
         self._shape, self._in_vectors = shape, _in_vectors(shape)
-        self._launchers: dict[tuple[str, bool], Launcher] = {}
-        for name, struct in self._program.entry_points.items():
-            function = self._module.function(self._program.kernel(name))
-            for early in {False, build.programmatic}:
-                self._launchers[name, early] = Launcher(function, struct, programmatic=early)
 
     def _find(self, name: str, tokens: int) -> Launch:
         p = self._plan(name, tokens)
         early = self._build.programmatic and tokens * self._in_vectors < LONG
         fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
-        return Launch(self._launchers[name, early], (p.workers, p.chunks, 1), p.threads, fields)
+        launcher = self._launcher(name, programmatic=early)
+        return Launch(launcher, (p.workers, p.chunks, 1), p.threads, fields)
 
     def _plan(self, name: str, tokens: int) -> Plan:
         shape, out_vectors = self._shape, self._shape.out_bytes // 16
         pushes = shape.combine in ("push", "push_fp8")
 
-        kernel = self._program.kernel(name)
-
         def per_sm(threads: int) -> int:
-            return self._module.occupancy(kernel, threads)
+            return self._per_sm(name, threads)
 
         if name == "dispatch_receive" or (name == "combine_send" and not pushes):
             return Plan(workers=1, chunks=1, threads=64)  # flags only
@@ -132,9 +116,10 @@ class CudaAllToAll(CudaKernels):
         A whole combine is resident as a whole, because its CTAs wait for what all of them pushed.
         """
         shape = self._shape
-        rows = max(tokens, _planned_tokens(shape)) * min(shape.ranks, shape.top_k)
+        # As if of 16 tokens at least: peers may send rows to a rank that has none itself.
+        rows = max(tokens, min(shape.tokens, 16)) * min(shape.ranks, shape.top_k)
         p = plan_combine(rows, shape.out_bytes // 16, sms=self._sms, per_sm=per_sm)
-        most = self._sms * max(1, per_sm(p.threads))
+        most = self._sms * per_sm(p.threads)
         return Plan(p.workers, min(p.chunks, most), p.threads)
 
     def _plan_combine_fp8(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
@@ -155,11 +140,6 @@ def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build:
         return CpuKernels(cpu_program(config.shape), build)
     with loading(device):
         return CudaAllToAll(config.shape, rank, build)
-
-
-def _planned_tokens(shape: Shape) -> int:
-    """Tokens that a push plans for at least: peers may send rows to a rank that has none itself."""
-    return min(shape.tokens, 16)
 
 
 def _in_vectors(shape: Shape) -> int:
@@ -198,7 +178,7 @@ def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int]
         chunks = max(chunks, min(sms // max(tokens, 1), -(-vectors // SMALLEST)))
     threads = min(LARGEST, max(SMALLEST, _whole_warps(-(-vectors // chunks))))
     chunks = min(-(-vectors // threads), GRID_LIMIT)
-    resident = max(1, sms * max(1, per_sm(threads)) // chunks)
+    resident = max(1, sms * per_sm(threads) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
@@ -221,7 +201,7 @@ def plan_combine(
     threads = min(PIECE, max(SMALLEST, _whole_warps(vectors)))
     chunks = -(-vectors // threads)
     deep = 1 if tokens * chunks <= 2 * sms else pieces_per_sm
-    resident = max(1, sms * max(1, min(deep, per_sm(threads))) // chunks)
+    resident = max(1, sms * min(deep, per_sm(threads)) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
@@ -246,7 +226,7 @@ def plan_combine_fp8(
     # timed: as before.
     many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
     most = FP8_PIECES_PER_SM - 1 if many else FP8_PIECES_PER_SM
-    resident = max(3, sms * max(1, min(most, per_sm(PIECE))))
+    resident = max(3, sms * min(most, per_sm(PIECE)))
     receivers = min(-(-tokens * strips // warps), resident // most or 1)
     pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
     at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
@@ -257,7 +237,7 @@ def plan_combine_fp8(
 def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
     """The receiving half of a combine by FP8: one CTA waits for the peers, the rest sum."""
     units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
-    resident = sms * max(1, min(PIECES_PER_SM, per_sm(PIECE)))
+    resident = sms * min(PIECES_PER_SM, per_sm(PIECE))
     return Plan(1 + min(units, resident), 1, PIECE, 0, 1)
 
 

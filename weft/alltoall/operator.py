@@ -24,7 +24,7 @@ from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import header_bytes
 from weft.placement import Placed
 from weft.runtime import library
-from weft.runtime.check import check_alignment, check_tensor, refuse_tensor, tensors_of
+from weft.runtime.check import check_tensor, refuse_tensor, tensors_of
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE, Span, read_timeline
@@ -74,6 +74,8 @@ class AllToAll(Placed, AcrossHosts):
     GeometryMismatch (when ranks pass different sizes).
     """
 
+    config: AllToAllConfig
+
     @in_relaxed_mode
     def __init__(
         self,
@@ -121,7 +123,7 @@ class AllToAll(Placed, AcrossHosts):
             self._build = Build(num_sms, programmatic_launch, split_phase, defines)
             return config, load_kernels(group.device, group.local.rank, config, self._build)
 
-        self.config = config = self._create(
+        self._create(
             group,
             "an all-to-all",
             prepare,
@@ -129,6 +131,7 @@ class AllToAll(Placed, AcrossHosts):
             first_timeout=first_timeout,
             first_epoch=_first_epoch,
         )
+        config = self.config
         self.dtype, self.placement = config.dtype, config.placement
         self._round = 0  # the number of this round, counted from its dispatch
         self._start_anew()
@@ -137,15 +140,10 @@ class AllToAll(Placed, AcrossHosts):
         if config.local_placement.explicit:
             self._table = config.local_placement.table(group.device)
             self._dispatch_args.placement = self._table.data_ptr()
-        self._open_rail(config.span)
+        self._open_rail()
         library.mark_static(self._output)
 
     memory_bytes = staticmethod(memory_bytes)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return self.config.max_tokens
 
     def dispatch(
         self,
@@ -184,7 +182,7 @@ class AllToAll(Placed, AcrossHosts):
             self._traced_tokens = topk_ids.shape[0]
             self._traced_rows = self.config.check_rows(rows, self._traced_tokens)
             given = (tensors, topk_ids, topk_weights, num_tokens, stats)
-            return Received(*traced.dispatch(self, *given, self._traced_rows))
+            return traced.dispatch(self, *given, self._traced_rows)
         self._dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats, rows)
         return self._views(self._rows)[0]
 
@@ -379,17 +377,15 @@ class AllToAll(Placed, AcrossHosts):
     ) -> torch.Tensor:
         """Run `combine` or `combine_receive`; return what `out` holds."""
         self._expect(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
-        dtype = self.config.dtype
-        shape = (self._tokens, self.config.shape.hidden)
+        device, dtypes = self.group.device, (self.config.dtype,)
+        size = (self._tokens, self.config.shape.hidden)
         if out is None:
-            out = torch.empty(shape, dtype=dtype, device=self.group.device)
+            out = torch.empty(size, dtype=self.config.dtype, device=device)
         else:
-            check_tensor("out", out, shape=shape, dtypes=(dtype,), device=self.group.device)
-            check_alignment("out", out, 16)
+            check_tensor("out", out, shape=size, dtypes=dtypes, device=device, aligned=16)
             self._check_outside("out", out)
         if add is not None:
-            check_tensor("add", add, shape=shape, dtypes=(dtype,), device=self.group.device)
-            check_alignment("add", add, 16)
+            check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
         self._stage(y)
         if self._rail is None:
             args, tokens = self._combine_args, self._tokens
@@ -444,12 +440,11 @@ class AllToAll(Placed, AcrossHosts):
             )
         if y is None or y is output:
             return
-        dtypes = (self.config.dtype,)
         strided = y.layout is torch.strided and not y.is_nested
         if strided and y.data_ptr() == output.data_ptr():
             return
-        check_tensor("y", y, shape=output.shape, dtypes=dtypes, device=self.group.device)
-        check_alignment("y", y, y.itemsize)
+        device, dtypes = self.group.device, (self.config.dtype,)
+        check_tensor("y", y, shape=output.shape, dtypes=dtypes, device=device, aligned=1)
         output.copy_(y)
 
     def _expect(self, state: State, doing: str) -> None:
@@ -473,8 +468,8 @@ class AllToAll(Placed, AcrossHosts):
         self._rows = self.max_tokens  # slots for each source in this round
         self._traced_tokens, self._traced_rows = 0, self.max_tokens
 
-    def _write_contents(self, config: AllToAllConfig, header: ctypes.Structure) -> None:
-        shape, at, heap = config.shape, config.offsets, self.heap
+    def _write_contents(self, header: ctypes.Structure) -> None:
+        shape, at, heap = self.config.shape, self.config.offsets, self.heap
         header.source_rows = shape.tokens
         words = at.route_bytes // 4
         flags = header_bytes(shape.ranks)
@@ -489,8 +484,9 @@ class AllToAll(Placed, AcrossHosts):
             places = (shape.returned_rows * shape.returned_bytes,)
             heap.tensor(places, torch.uint8, offset=at.returned).fill_(0xFF)
 
-    def _make_views(self, config: AllToAllConfig) -> None:
-        shape, at, heap = config.shape, config.offsets, self.heap
+    def _make_views(self) -> None:
+        config, heap = self.config, self.heap
+        shape, at = config.shape, config.offsets
         slots, words = (shape.ranks, shape.tokens), at.route_bytes // 4
         stride = (shape.tokens * words, words, 1)
         ids = heap.tensor((*slots, shape.top_k), torch.int32, offset=at.route, stride=stride)

@@ -28,7 +28,7 @@ WEFT_FN void push_vector(const DispatchArgs& a, u32 token, u32 v, RankSet destin
     const u32 rank = a.site.rank;
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
-        const u32 peer = rank + i < S.ranks ? rank + i : rank + i - S.ranks;
+        const u32 peer = next_rank<S>(rank, i);
         if (has(destinations, peer)) store(inbox_row<S, P, V>(a, peer, token) + v, data);
     }
 }

@@ -13,15 +13,6 @@
 
 namespace weft {
 
-template <Shape S> WEFT_FN ExpertLocation locate_expert(const DispatchArgs& a, u32 expert) {
-    if constexpr (S.mapped) {
-        const u32 entry = u32(a.placement[expert]);
-        return {entry >> 16, entry & 0xffffu};
-    } else {
-        return block_location<S.experts, S.ranks>(expert);
-    }
-}
-
 template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
     return id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
 }
@@ -41,7 +32,7 @@ WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool repo
 template <Shape S>
 WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i32& id, u32 token,
                                        u32 k, bool reports) {
-    const ExpertLocation location = locate_expert<S>(a, u32(id));
+    const ExpertLocation location = locate_expert<S>(a.placement, u32(id));
     if (has(living, location.rank)) return location;
     if (reports) refuse_gone(own_share<S>(a.site).header, a.site, location.rank, id, token, k);
     id = -1;

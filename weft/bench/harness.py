@@ -84,8 +84,10 @@ class Refused:
 class Trial:
     """One variant at one size, with its inputs. All ranks make the same calls in the same order."""
 
+    group: Group
     variant: str
     tokens: int
+    outputs: list[torch.Tensor]
 
     def calls(self) -> Calls:
         """What is timed."""
@@ -93,11 +95,15 @@ class Trial:
 
     def check(self) -> str | None:
         """Call once over poisoned memory; return what differs from the reference, or None."""
-        raise NotImplementedError
+        self.poison()
+        self.calls()()
+        return self.compare()
 
     def poison(self) -> None:
-        """Overwrite the outputs, so that calls which write nothing are noticed after timing."""
-        raise NotImplementedError
+        """Overwrite the outputs: what is right from here on was written anew."""
+        for output in self.outputs:
+            poison(output)
+        settle(self.group)
 
     def compare(self) -> str | None:
         """Return how the outputs differ from the reference, or None."""
@@ -223,12 +229,16 @@ class Report:
     problem: str | None = None
 
 
+def on_ranks(
+    case: Case, body: Callable[..., Any], *given: Any, seconds: float = LIMIT_SECONDS
+) -> list[Any]:
+    """What `body(group, case, *given)` returns on each rank of a case. Raises as `weft.launch`."""
+    return launch(body, case, *given, ranks=case.ranks, device=case.device, timeout=seconds)
+
+
 def run(case: Case, *, quiet: bool = False) -> Report:
-    """Start the ranks, check and time every variant at every size. Raises as `weft.launch`."""
-    found, *_ = launch(
-        rank_body, case, quiet, ranks=case.ranks, device=case.device, timeout=LIMIT_SECONDS
-    )
-    return Report(case, **found)
+    """Check and time every variant at every size. Raises as `weft.launch`."""
+    return Report(case, **on_ranks(case, rank_body, quiet)[0])
 
 
 def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
@@ -248,12 +258,11 @@ def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
                 problem = f"{name}: {problem}"
                 break
             trial.poison()
-            samples = measure(group, trial.calls(), samples=case.samples, graph=case.graph)
+            method, us = measure(group, trial.calls(), samples=case.samples, graph=case.graph)
             if problem := first_problem(group, trial.compare()):
                 problem = f"{name}: after timing, {problem}"
                 break
-            us = gather(group, samples)
-            found.append(Measured(trial.variant, trial.tokens, samples.method, us, trial.facts()))
+            found.append(Measured(trial.variant, trial.tokens, method, us, trial.facts()))
             group.barrier()  # a peer may still be reading what is about to go
         group.barrier()
     if not found and problem is None:
@@ -308,44 +317,39 @@ def unlike_row(name: str, rank: int, got: torch.Tensor, want: torch.Tensor) -> s
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """us per call of one rank, a list of samples for each step and, last, for the whole.
-
-    method: how they were taken.
-    """
-
-    method: str
-    us: dict[str, list[float]]
-
-
-def gather(group: Group, samples: Samples) -> SamplesOfRank:
-    """Every rank's samples. Collective."""
-    ranks: list[dict[str, list[float]]] = group.all_gather(samples.us)
-    return {name: [each[name] for each in ranks] for name in samples.us}
-
-
-def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> Samples:
-    """Return this rank's times. Collective; every rank makes the same number of calls.
+def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> tuple[str, SamplesOfRank]:
+    """How times were taken, and every rank's. Collective; all ranks make as many calls.
 
     samples: replays of a graph (or rounds of CALLS eager calls) on CUDA, single calls on CPU.
     graph: capture on CUDA; CPU ranks have no graphs and ignore it.
     """
-    steps = list(calls.steps.values())
-    if group.device.type != "cuda":
-        rounds = []
-        for _ in range(WARM_UP + samples):
-            group.barrier()
-            marks = [time.perf_counter_ns()]
-            for step in steps:
-                step()
-                marks.append(time.perf_counter_ns())
-            rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
-        del rounds[:WARM_UP]
-        us = {name: [times[at] for times in rounds] for at, name in enumerate(calls.steps)}
-        us[calls.whole] = [sum(times) for times in rounds]
-        return Samples(f"host clock, {samples} calls with a barrier before each", us)
-    graph = graph and calls.graph
+    if group.device.type == "cuda":
+        method, us = _on_cuda(group, calls, samples, graph=graph and calls.graph)
+    else:
+        method, us = _on_cpu(group, calls, samples)
+    ranks: list[dict[str, list[float]]] = group.all_gather(us)
+    return method, {name: [each[name] for each in ranks] for name in us}
+
+
+Times: TypeAlias = tuple[str, dict[str, list[float]]]  # how; us of each step, the whole last
+
+
+def _on_cpu(group: Group, calls: Calls, samples: int) -> Times:
+    rounds = []
+    for _ in range(WARM_UP + samples):
+        group.barrier()
+        marks = [time.perf_counter_ns()]
+        for step in calls.steps.values():
+            step()
+            marks.append(time.perf_counter_ns())
+        rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
+    del rounds[:WARM_UP]
+    us = {name: [times[at] for times in rounds] for at, name in enumerate(calls.steps)}
+    us[calls.whole] = [sum(times) for times in rounds]
+    return f"host clock, {samples} calls with a barrier before each", us
+
+
+def _on_cuda(group: Group, calls: Calls, samples: int, *, graph: bool) -> Times:
     _warm_up(calls)
 
     def every() -> None:
@@ -353,13 +357,11 @@ def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> Samples
             calls()
 
     whole = rounds_of(group, capture(every).replay if graph else every, samples)
-    split: list[list[float]] = []
-    if len(steps) > 1:
-        split = _split(group, steps, samples, graph=graph)
-    method = f"CUDA graph of {CALLS} calls, {samples} replays"
-    if not graph:
-        method = f"eager, CUDA events, {samples} rounds of {CALLS} calls"
-    return Samples(method, {**dict(zip(calls.steps, split, strict=False)), calls.whole: whole})
+    us = _split(group, calls, samples, graph=graph) if len(calls.steps) > 1 else {}
+    us[calls.whole] = whole
+    if graph:
+        return f"CUDA graph of {CALLS} calls, {samples} replays", us
+    return f"eager, CUDA events, {samples} rounds of {CALLS} calls", us
 
 
 def _warm_up(calls: Calls) -> None:
@@ -403,26 +405,26 @@ def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[fl
     return [before.elapsed_time(after) * 1e3 / CALLS for before, after in pairwise(marks)]
 
 
-def _split(group: Group, steps: Sequence[Step], samples: int, *, graph: bool) -> list[list[float]]:
+def _split(group: Group, calls: Calls, samples: int, *, graph: bool) -> dict[str, list[float]]:
     """us of each step: the mean over a round's calls but the first, which holds the skew between
     ranks that a synchronised host brings about."""
-    count = len(steps)
+    steps, count = list(calls.steps.values()), len(calls.steps)
     # A graph records external events at every replay.
     marks = events(count * CALLS + 1, external=graph)
 
     def every() -> None:
-        for mark, step in zip(marks, list(steps) * CALLS, strict=False):
+        for mark, step in zip(marks, steps * CALLS, strict=False):
             mark.record()
             step()
         marks[-1].record()
 
     round_ = capture(every).replay if graph else every
-    times: list[list[float]] = [[] for _ in steps]
+    times: dict[str, list[float]] = {name: [] for name in calls.steps}
     for _ in range(samples):
         group.barrier()
         round_()
         torch.cuda.synchronize()
         spans = [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
-        for step, found in enumerate(times):
+        for step, found in enumerate(times.values()):
             found.append(sum(spans[count + step :: count]) / (CALLS - 1))
     return times

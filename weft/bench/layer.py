@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
 
 from weft import reference
 from weft.bench.harness import TIMEOUT, Calls, Case, Measured, Refused, Trial, Trials, settle
-from weft.bench.limits import (
-    HBM_READ_TB_PER_S,
-    LayerFloor,
-    layer_floor_us,
-    link_rate,
-)
+from weft.bench.limits import HBM_READ_TB_PER_S, layer_floor_us, link_rate
 from weft.bench.moe import row_bytes
 from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
 from weft.errors import CreationFailed, InvalidArgument
 from weft.fields import checked
-from weft.gemm import pack_mxfp4, quantize_mxfp4, unpack_mxfp4
+from weft.gemm import unpack_mxfp4
 from weft.gemm.config import MXFP4
 from weft.memory import Group
 from weft.moe import (
@@ -35,10 +31,9 @@ from weft.moe import (
     MoE,
     MoEConfig,
 )
-from weft.moe.experts import to_blocks
 from weft.moe.router import route_in_torch
 from weft.placement import Placement
-from weft.shape import Shape
+from weft.shape import FP8_BLOCK, Shape
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
 WEIGHT_DTYPES = ("bf16", "fp8", "mxfp4")
@@ -49,7 +44,6 @@ SAMPLE = 16  # tokens of a rank that are compared
 HALF_UNITS, HALF_UNITS_FP8_BACK = 5, 16
 # FP8 experts round the rows between their grouped GEMMs to 4 bits: by up to 1/16 of each number.
 FP8_PART = 1 / 16
-FP8_BLOCK = 128  # rows and columns of a weight that share a scale
 SHARED = -1  # the shared expert's number
 
 
@@ -170,14 +164,9 @@ class LayerCase(Case):
         """NVLink bytes of the whole."""
         return 0.0, found.facts["wire_bytes"]
 
-    def floors(self, found: Measured, gpus: list[str]) -> LayerFloor | None:
-        """Of memory and of links."""
-        return layer_floor_us(found.facts["hbm_bytes"], found.facts["wire_bytes"], gpus)
-
     def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """What was measured allows no layer to be faster."""
-        floors = self.floors(found, gpus)
-        return None if floors is None else floors.least
+        """The longer of its memory's time and its links'."""
+        return layer_floor_us(found.facts["hbm_bytes"], found.facts["wire_bytes"], gpus)
 
     def floor_text(self) -> str:
         return (
@@ -243,16 +232,14 @@ class LayerInputs:
         sums = torch.zeros((self.group.size, *x.shape), device=device)
         for expert in sorted(set(ids.flatten().tolist())):
             drawn = draw(self.case, expert, device)
-            biases: dict[str, Any] = {
-                name: part[None] for name, part in drawn.items() if name.endswith("_bias")
-            }
             sums[owners[expert]] += reference.moe_layer(
                 sent,
                 torch.where(ids == expert, 0, -1),
                 weights,
-                wide(drawn, "gate_up"),
-                wide(drawn, "down"),
-                **biases,
+                wide(drawn.gate_up, drawn.gate_up_scale),
+                wide(drawn.down, drawn.down_scale),
+                gate_up_bias=drawn.gate_up_bias,
+                down_bias=drawn.down_bias,
                 gating=reference.clamped_swiglu if clamped else reference.swiglu,
                 weigh_input=config.routing.weigh == "input",
             )
@@ -266,24 +253,13 @@ class LayerTrial(Trial):
 
     def __init__(self, inputs: LayerInputs, layer: MoE, variant: str) -> None:
         self.inputs, self.layer, self.group = inputs, layer, inputs.group
-        self.variant, self.tokens = variant, inputs.tokens
-
-    def call(self) -> None:
-        """What is timed: from logits to output."""
-        self.layer(self.inputs.x, self.inputs.logits, out=self.inputs.out)
+        self.variant, self.tokens, self.outputs = variant, inputs.tokens, [inputs.out]
 
     def calls(self) -> Calls:
-        """The call; torch's products wait for the host, so no graph holds them."""
-        return Calls({"call": self.call}, graph=self.layer.gemm != "torch")
-
-    def poison(self) -> None:
-        self.inputs.out.fill_(float("nan"))
-
-    def check(self) -> str | None:
-        """Run the layer into poisoned memory; what is wrong, or None."""
-        self.poison()
-        self.call()
-        return self.compare()
+        """From logits to output; torch's products wait for the host, so no graph holds them."""
+        given = self.inputs
+        call = functools.partial(self.layer, given.x, given.logits, out=given.out)
+        return Calls({"call": call}, graph=self.layer.gemm != "torch")
 
     def compare(self) -> str | None:
         settle(self.group)
@@ -394,56 +370,49 @@ def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
     )
 
 
-def draw(case: LayerCase, expert: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Expert `expert` (or SHARED) by the names of ExpertWeights' fields, without their first
-    dimension; equal for equal seeds on devices of one kind, so any rank can draw any expert."""
+def draw(case: LayerCase, expert: int, device: torch.device) -> ExpertWeights:
+    """Expert `expert` (or SHARED) alone; equal for equal seeds on devices of one kind, so any rank
+    can draw any expert."""
     config, shared = case.config, expert == SHARED
     generator = torch.Generator(device).manual_seed(case.seed * 100_003 + expert + 1)
     inner = config.shared if shared else config.intermediate
 
     def normal(*shape: int, fan: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device) / math.sqrt(fan)
+        return torch.randn(1, *shape, generator=generator, device=device) / math.sqrt(fan)
 
-    found: dict[str, torch.Tensor] = {}
-    for name, rows, columns in (
-        ("gate_up", 2 * inner, config.hidden),
-        ("down", config.hidden, inner),
-    ):
-        numbers = normal(rows, columns, fan=columns)
-        if case.dtype == "fp8" and not shared:
-            values, scale = to_blocks(numbers.unsqueeze(0))
-            found |= {name: values[0], f"{name}_scale": scale[0]}
-        elif case.dtype == "mxfp4" and not shared:
-            values, scale = pack_mxfp4(*quantize_mxfp4(numbers.unsqueeze(0)))
-            found |= {name: values[0], f"{name}_scale": scale[0]}
-        else:
-            found[name] = numbers.to(config.dtype)
+    made = ExpertWeights(
+        normal(2 * inner, config.hidden, fan=config.hidden),
+        normal(config.hidden, inner, fan=inner),
+    )
     if config.biased and not shared:
-        found["gate_up_bias"] = normal(2 * inner, fan=4).to(config.dtype)
-        found["down_bias"] = normal(config.hidden, fan=4).to(config.dtype)
-    return found
+        biases = normal(2 * inner, fan=4), normal(config.hidden, fan=4)
+        gate_up_bias, down_bias = (bias.to(config.dtype) for bias in biases)
+        made = replace(made, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    if case.dtype == "bf16" or shared:
+        return replace(made, gate_up=made.gate_up.to(config.dtype), down=made.down.to(config.dtype))
+    return made.to_fp8() if case.dtype == "fp8" else made.to_mxfp4()
 
 
-def wide(drawn: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """float32 `[1, rows, columns]`: the numbers that a stored weight encodes."""
-    stored, scale = drawn[name], drawn.get(f"{name}_scale")
-    if stored.dtype == MXFP4 and scale is not None:
-        return unpack_mxfp4(stored.unsqueeze(0), scale.unsqueeze(0))
-    values = stored.float()
-    if scale is not None:
-        values *= scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-    return values[None]
+def wide(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """float32 `[experts, rows, columns]`: the numbers that stored weights encode."""
+    if scale is None:
+        return stored.float()
+    if stored.dtype == MXFP4:
+        return unpack_mxfp4(stored, scale)
+    return reference.dequantize(stored, scale.repeat_interleave(FP8_BLOCK, 1))
 
 
 def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
     """A rank's experts as `weft.MoE` takes them; one is drawn at a time, into its place."""
-    parts: dict[str, Any] = {}
+    parts: dict[str, torch.Tensor] = {}
     for place, expert in enumerate(local):
-        for name, part in draw(case, expert, device).items():
+        drawn = draw(case, expert, device)
+        for name in (field.name for field in fields(drawn)):
+            if (part := getattr(drawn, name)) is None:
+                continue
             if name not in parts:
-                shape = (len(local), *part.shape)
-                parts[name] = torch.empty(shape, dtype=part.dtype, device=device)
-            parts[name][place] = part
+                parts[name] = part.new_empty((len(local), *part.shape[1:]))
+            parts[name][place] = part[0]
     return ExpertWeights(**parts)
 
 
@@ -452,7 +421,7 @@ def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert |
     if not case.config.shared:
         return None
     drawn = draw(case, SHARED, device)
-    plain = Expert(drawn["gate_up"], drawn["down"])
+    plain = Expert(drawn.gate_up[0], drawn.down[0])
     return FP8Expert.of(plain) if case.fp8_rows else plain
 
 

@@ -17,8 +17,6 @@ A kind of GPU is known by its whole name: a GH200 or an H200 NVL is no H200 of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 PAIR_OF_GPUS_GB_PER_S, LINK_GB_PER_S = 350.0, 340.0  # of 2 GPUs, of more: highest, rounded up
 KERNEL_US, WAY_US = 0.78, 1.2
 PAIR_FIXED_US = 2 * (KERNEL_US + WAY_US)
@@ -79,29 +77,15 @@ def allreduce_floor_us(payload: int, ranks: int, gpus: list[str]) -> float | Non
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFloor:
-    """Least times in us of one MoE layer: for its memory and for its links. Work that overlaps
-    perfectly takes the larger of them, none less."""
-
-    memory: float
-    links: float
-
-    @property
-    def least(self) -> float:
-        """What was measured allows no layer to be faster."""
-        return max(self.memory, self.links)
-
-
-def layer_floor_us(hbm_bytes: int, wire_bytes: int, gpus: list[str]) -> LayerFloor | None:
-    """Return the floors of one MoE layer, or None where nothing was measured.
+def layer_floor_us(hbm_bytes: int, wire_bytes: int, gpus: list[str]) -> float | None:
+    """Return the least time in us of one MoE layer, or None where nothing was measured.
 
     hbm_bytes: that the busiest rank moves through its memory.   wire_bytes: that leave or enter the
     busiest rank, both ways added.   gpus: as in pair_floor_us.
+
+    Work that overlaps perfectly takes the longer of memory and links, none less.
     """
     if not _known(gpus):
         return None
-    return LayerFloor(
-        memory=hbm_bytes / (HBM_READ_TB_PER_S * 1e6),
-        links=wire_bytes / (link_rate(len(gpus)) * 1e3),
-    )
+    memory_us = hbm_bytes / (HBM_READ_TB_PER_S * 1e6)
+    return max(memory_us, wire_bytes / (link_rate(len(gpus)) * 1e3))

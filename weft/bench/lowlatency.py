@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from weft.bench.harness import TIMEOUT, Calls, Measured, Trial, Trials, poison, settle, unlike_row
-from weft.bench.limits import pair_floor_us
-from weft.bench.routing import PairCase, busiest, choice_rows, chosen, make_ids, token_rows
+from weft.bench.harness import TIMEOUT, Calls, Trial, Trials, poison, settle, unlike_row
+from weft.bench.routing import PairCase, choice_rows, make_ids, token_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -30,7 +29,6 @@ class LowCase(PairCase):
     """Pairs of dispatch and combine, expert-major.
 
     quantize: "fp8" or None.  scale, reduce: as in LowLatencyAllToAll.
-    profile: time kernels that keep a trace.
     """
 
     operator: ClassVar[str] = "lowlatency"
@@ -40,7 +38,6 @@ class LowCase(PairCase):
     quantize: str | None = "fp8"
     scale: str = "fp32_row"
     reduce: str = "receiver"
-    profile: bool = False
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)
@@ -50,8 +47,12 @@ class LowCase(PairCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What changes the meaning, as LowLatencyAllToAll takes it."""
+        """Sizes and what changes the meaning, as LowLatencyAllToAll takes them."""
         return {
+            "max_tokens": self.capacity,
+            "hidden": self.hidden,
+            "top_k": self.top_k,
+            "num_experts": self.experts,
             "quantize": self.quantize,
             "group_size": GROUP_SIZE,
             "scale": self.scale,
@@ -63,14 +64,15 @@ class LowCase(PairCase):
     @property
     def config(self) -> LowLatencyConfig:
         """What the ranks will share."""
-        return LowLatencyConfig.of(
-            ranks=self.ranks,
-            max_tokens=self.capacity,
-            hidden=self.hidden,
-            top_k=self.top_k,
-            num_experts=self.experts,
-            **self.options,
-        )
+        return LowLatencyConfig.of(ranks=self.ranks, **self.options)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.config.shape.sent_bytes
+
+    @property
+    def returned_bytes(self) -> int:
+        return self.config.shape.back_bytes
 
     def title(self) -> str:
         out = f"{self.quantize} + {self.scale} scales" if self.quantize else self.dtype
@@ -82,10 +84,6 @@ class LowCase(PairCase):
         """One exchange with room for the largest size."""
         a2a = LowLatencyAllToAll(
             group,
-            max_tokens=self.capacity,
-            top_k=self.top_k,
-            num_experts=self.experts,
-            hidden=self.hidden,
             timeout=TIMEOUT,
             num_sms=self.num_sms,
             programmatic_launch=self.programmatic_launch,
@@ -96,30 +94,10 @@ class LowCase(PairCase):
             for tokens in self.tokens:
                 yield LowTrial(group, self, a2a, tokens)
 
-    def traffic(self, ids_of_rank: list[torch.Tensor]) -> dict[str, int]:
-        """Rows and bytes off the busiest rank: out, one row for each token and rank; back, as
-        `reduce` has it.  chosen: tokens x top_k that name an expert, most over ranks."""
-        out = token_rows(ids_of_rank, self.experts)
-        back = out if self.reduce == "sender" else choice_rows(ids_of_rank, self.experts)
-        rows_out, rows_back, shape = busiest(out), busiest(back), self.config.shape
-        return {
-            "chosen": chosen(ids_of_rank),
-            "rows_out": rows_out,
-            "rows_back": rows_back,
-            "out_bytes": rows_out * shape.sent_bytes,
-            "back_bytes": rows_back * shape.back_bytes,
-        }
-
-    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
-        """A row for each choice is what is asked for."""
-        facts, shape = found.facts, self.config.shape
-        out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
-        logical = facts["chosen"] * (out * shape.sent_bytes + back * shape.back_bytes)
-        return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
-
-    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """Bytes of the busiest rank, and two ways through the links."""
-        return pair_floor_us(found.facts["out_bytes"], found.facts["back_bytes"], gpus)
+    def rows_back(self, ids_of_rank: list[torch.Tensor]) -> torch.Tensor:
+        """A receiver that adds takes a row for each choice."""
+        rows = choice_rows if self.reduce == "receiver" else token_rows
+        return rows(ids_of_rank, self.experts)
 
 
 class LowTrial(Trial):
@@ -136,6 +114,7 @@ class LowTrial(Trial):
         generator = torch.Generator().manual_seed(case.seed * 31 + group.rank)
         self.weights = torch.rand((tokens, case.top_k), generator=generator).to(device)
         self.out = torch.empty_like(self.x)
+        self.outputs = [self.out]
         size = (a2a.num_local_experts, a2a.config.shape.rows, case.hidden)
         self.y = torch.zeros(size, dtype=self.x.dtype, device=device)
         self._handle: Handle | None = None
@@ -170,10 +149,6 @@ class LowTrial(Trial):
         self._combine()
         found = self.compare()  # by all ranks, also where one has found something already
         return problem or found
-
-    def poison(self) -> None:
-        self.out.fill_(float("nan"))
-        settle(self.group)
 
     def compare(self) -> str | None:
         settle(self.group)

@@ -20,8 +20,7 @@ from weft.alltoall.config import AllToAllConfig, Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.bench.harness import TIMEOUT, Calls, Measured, Trial, Trials, poison, settle, unlike_row
-from weft.bench.limits import pair_floor_us
-from weft.bench.routing import PairCase, busiest, chosen, make_ids, token_rows
+from weft.bench.routing import PairCase, make_ids
 from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.placement import Placement
@@ -40,7 +39,7 @@ class MoECase(PairCase):
     """Pairs of dispatch and combine.
 
     payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per 128.
-    combine, combine_dtype, quantize: as in AllToAll.  profile: time kernels that keep a timeline.
+    combine, combine_dtype, quantize: as in AllToAll.
     """
 
     operator: ClassVar[str] = "moe"
@@ -50,7 +49,6 @@ class MoECase(PairCase):
     payload: str = "bf16"
     combine: str | None = None
     quantize: str | None = None
-    profile: bool = False
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)
@@ -98,13 +96,11 @@ class MoECase(PairCase):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that dispatch sends of one token to one rank."""
         kind = "fp8" if self.payload == "fp8" else self.quantize
         return row_bytes(self.hidden, self.out_dtype.itemsize, kind)
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes that combine returns of one token from one rank."""
         return row_bytes(self.hidden, self.out_dtype.itemsize, self.combine_dtype)
 
     @property
@@ -139,17 +135,6 @@ class MoECase(PairCase):
             for tokens in self.tokens:
                 yield MoETrial(group, self, exchange, tokens)
 
-    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
-        """Rows out in dispatch, rows back in combine."""
-        out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
-        row = out * self.sent_bytes + back * self.returned_bytes
-        return found.facts["chosen"] * row, found.facts["wire"] * row
-
-    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """Bytes of the busiest rank, and two ways through the links."""
-        rows = found.facts["wire"]
-        return pair_floor_us(rows * self.sent_bytes, rows * self.returned_bytes, gpus)
-
     def notes(self, found: Sequence[Measured]) -> list[str]:
         """The bytes that floor and wire count, where a row is not simply hidden x dtype."""
         row = f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back"
@@ -176,7 +161,10 @@ def make_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
     x = torch.randn(tokens, case.hidden, generator=generator).bfloat16()
     shape = (tokens, case.top_k)
     weights = torch.randint(1, 17, shape, generator=generator).float() / 64
-    payloads = _quantised(x) if case.payload == "fp8" else (x.to(case.out_dtype),)
+    payloads: tuple[torch.Tensor, ...] = (x.to(case.out_dtype),)
+    if case.payload == "fp8":
+        values, scales = reference.quantize(x, "mxfp8", SCALE_GROUP)  # by powers of two
+        payloads = values, scales.float()
     return Inputs(payloads, make_ids(case, tokens, rank), weights)
 
 
@@ -193,6 +181,7 @@ class MoETrial(Trial):
         self.placement = Placement.blocks(case.experts, group.size)
         shape = (tokens, case.hidden)
         self.out = torch.empty(shape, dtype=case.out_dtype, device=group.device)
+        self.outputs = [self.out]
         self._expected = reference.identity_round_trip(
             rows_of(self._delivered(self.inputs), case.out_dtype),
             self.inputs.ids,
@@ -231,22 +220,15 @@ class MoETrial(Trial):
         found = self.compare()  # by all ranks, also where one has found something already
         return problem or found
 
-    def poison(self) -> None:
-        """Forget the combined rows: what is right from here on was written anew."""
-        self.out.fill_(float("nan"))
-        settle(self.group)
-
     def compare(self) -> str | None:
         settle(self.group)
         return unlike_row("combined row", self.group.rank, self.out, self._expected)
 
     def facts(self) -> dict[str, Any]:
-        """chosen: tokens x top_k that name an expert, most over ranks.  wire: rows of the busiest
-        rank."""
+        """What the routing moves."""
         self.exchange.check()
-        ids = [source.ids.cpu() for source in self.sources]
-        moved = busiest(token_rows(ids, self.case.experts))
-        return {"max_tokens": self.exchange.max_tokens, "chosen": chosen(ids), "wire": moved}
+        traffic = self.case.traffic([source.ids.cpu() for source in self.sources])
+        return {"max_tokens": self.exchange.max_tokens, **traffic}
 
     def _dispatch(self) -> Received:
         inputs = self.inputs
@@ -298,17 +280,4 @@ class MoETrial(Trial):
 def rows_of(payloads: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return payloads `[..., hidden]` as rows of `dtype`: fp8 values are multiplied by their
     scales. That is exact where these are powers of two, as in an fp8 payload and in mxfp8."""
-    if len(payloads) == 1:
-        return payloads[0]
-    values, scales = payloads
-    groups = (*scales.shape, values.shape[-1] // scales.shape[-1])
-    return (values.float().reshape(groups) * scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
-
-
-def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x as float8_e4m3fn and float32 scales per SCALE_GROUP, powers of two."""
-    grouped = x.float().reshape(len(x), -1, SCALE_GROUP)
-    largest = grouped.abs().amax(dim=-1).clamp_min(2.0**-20)
-    scales = (largest / torch.finfo(torch.float8_e4m3fn).max).log2().ceil().exp2()
-    values = (grouped / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-    return values.flatten(-2), scales
+    return payloads[0] if len(payloads) == 1 else reference.dequantize(*payloads).to(dtype)

@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +79,18 @@ def rows_of(report: Report, rivals: Sequence[RivalRun] = ()) -> list[Row]:
 def _row(report: Report, found: Measured, phase: str, rivals: Sequence[RivalRun]) -> Row:
     case, us = report.case, Spread.of(found.samples_us[phase])
     logical, moved = case.bytes_of(found, phase)
-    rates: dict[str, Any] = {"logical": logical / us.median / 1e3, "wire": moved / us.median / 1e3}
+    unit = us.median * 1e3  # bytes over it are GB/s
+    row = Row(found.variant, found.tokens, phase, us, logical / unit, moved, moved / unit)
     if phase != case.whole:
-        return Row(found.variant, found.tokens, phase, us, moved=moved, **rates)
+        return row
     floor = case.floor_us(found, report.machine["gpus"])
     others = {
         run.library: Spread.of(run.samples_us[found.tokens][phase]).median
         for run in rivals
         if found.tokens in run.samples_us
     }
-    return Row(
-        variant=found.variant,
-        tokens=found.tokens,
-        phase=phase,
-        us=us,
-        moved=moved,
-        **rates,
-        floor=floor,
-        ratio=None if floor is None else us.median / floor,
-        baselines=others,
-        more=case.columns(found),
-    )
+    ratio = None if floor is None else us.median / floor
+    return replace(row, floor=floor, ratio=ratio, baselines=others, more=case.columns(found))
 
 
 def print_report(console: Console, report: Report, rivals: Sequence[RivalRun] = ()) -> None:

@@ -30,10 +30,18 @@ from weft import reference
 from weft.alltoall.received import Received
 from weft.bench.allreduce import EPS, ReduceCase, Rows, arguments_of, make_rows
 from weft.bench.gathered import Gathered
-from weft.bench.harness import Calls, Case, SamplesOfRank, first_problem, gather, measure, settle
-from weft.bench.moe import SCALE_GROUP, MoECase, make_inputs, rows_of
+from weft.bench.harness import (
+    Calls,
+    Case,
+    SamplesOfRank,
+    first_problem,
+    measure,
+    on_ranks,
+    settle,
+)
+from weft.bench.moe import MoECase, make_inputs, rows_of
 from weft.errors import RankFailed, WeftError
-from weft.memory import Group, launch
+from weft.memory import Group
 from weft.placement import Placement
 
 LIMIT_SECONDS = 900.0  # of one library, what it compiles included
@@ -102,20 +110,15 @@ def _attempt(rival: Rival, case: Case) -> RivalRun:
     except importlib.metadata.PackageNotFoundError:
         version = "(unknown version)"
     asked = case.comparable()
-    reason = "has nothing like it" if asked is None else rival.refuses(asked)
-    if reason is None and not rival.sizes(case):
+    if asked is None:
+        return RivalRun(rival.name, version, "has nothing like it")
+    reason = rival.refuses(asked)
+    if reason is None and not rival.sizes(asked):
         reason = "serves none of these sizes"
     if reason is not None:
         return RivalRun(rival.name, version, reason)
     try:
-        found, *_ = launch(
-            rival_body,
-            rival,
-            asked,
-            ranks=case.ranks,
-            device=case.device,
-            timeout=LIMIT_SECONDS,
-        )
+        found = on_ranks(asked, rival_body, rival, seconds=LIMIT_SECONDS)[0]
     except WeftError as error:
         cause = error.__cause__ if isinstance(error, RankFailed) else None
         what = cause or error
@@ -123,7 +126,7 @@ def _attempt(rival: Rival, case: Case) -> RivalRun:
     return RivalRun(rival.name, version, **found)
 
 
-def rival_body(group: Group, rival: Rival, case: Case) -> dict[str, Any]:
+def rival_body(group: Group, case: Case, rival: Rival) -> dict[str, Any]:
     """What every rank does for one library; all ranks return the same."""
     os.environ.update(NO_MULTICAST)
     sizes = rival.sizes(case)
@@ -135,9 +138,8 @@ def rival_body(group: Group, rival: Rival, case: Case) -> dict[str, Any]:
         calls, check = library.bind(tokens)
         if problem := first_problem(group, check()):
             return {**result, "status": f"check failed, {tokens} tokens: {problem}"}
-        samples = measure(group, calls, samples=case.samples, graph=case.graph)
-        result["method"] = samples.method
-        result["samples_us"][tokens] = gather(group, samples)
+        method, us = measure(group, calls, samples=case.samples, graph=case.graph)
+        result["method"], result["samples_us"][tokens] = method, us
     return result
 
 
@@ -310,8 +312,7 @@ class DeepEP(Pairs):
         values, scales = self.received
         self.answers = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
         for answer, value, scale in zip(self.answers, values, scales, strict=True):
-            groups = value.float().view(len(value), -1, SCALE_GROUP) * scale[..., None]
-            answer.copy_(groups.flatten(1))
+            answer.copy_(reference.dequantize(value, scale))
 
     def combine(self) -> torch.Tensor:
         out: torch.Tensor = self.buffer.low_latency_combine(

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from weft.bench.harness import RowsCase
-from weft.bench.limits import PAIR_FIXED_US, link_rate
+from weft.bench.harness import Measured, RowsCase
+from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
 from weft.errors import InvalidArgument
 from weft.placement import Placement
 
@@ -21,6 +21,7 @@ class PairCase(RowsCase):
 
     top_k, experts: of a token, and on all ranks.   routing: as in `make_ids`.
     combine_dtype: as in the operator.   model: what the sizes are called, or None.
+    profile: time kernels that keep a trace.
     """
 
     whole: ClassVar[str] = "pair"
@@ -30,6 +31,17 @@ class PairCase(RowsCase):
     routing: str
     combine_dtype: str | None = None
     model: str | None = None
+    profile: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that dispatch sends of one token to one rank."""
+        raise NotImplementedError
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes of one row that combine returns."""
+        raise NotImplementedError
 
     @property
     def fp8_back(self) -> bool:
@@ -44,6 +56,36 @@ class PairCase(RowsCase):
             f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts} "
             f"experts, routing {self.routing}"
         )
+
+    def rows_back(self, ids_of_rank: list[torch.Tensor]) -> torch.Tensor:
+        """Rows that come back to rank i (row) from rank j (column), or as many the other way."""
+        return token_rows(ids_of_rank, self.experts)
+
+    def traffic(self, ids_of_rank: list[torch.Tensor]) -> dict[str, int]:
+        """Rows and bytes off the busiest rank, out and back.
+
+        chosen: tokens x top_k that name an expert, most over ranks.
+        """
+        rows_out = busiest(token_rows(ids_of_rank, self.experts))
+        rows_back = busiest(self.rows_back(ids_of_rank))
+        return {
+            "chosen": max(int((ids >= 0).sum()) for ids in ids_of_rank),
+            "rows_out": rows_out,
+            "rows_back": rows_back,
+            "out_bytes": rows_out * self.sent_bytes,
+            "back_bytes": rows_back * self.returned_bytes,
+        }
+
+    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
+        """Rows out in dispatch, rows back in combine; asked for is a row for each choice."""
+        facts = found.facts
+        out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
+        logical = facts["chosen"] * (out * self.sent_bytes + back * self.returned_bytes)
+        return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
+
+    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
+        """Bytes of the busiest rank, and two ways through the links."""
+        return pair_floor_us(found.facts["out_bytes"], found.facts["back_bytes"], gpus)
 
     def floor_text(self) -> str:
         """What the floor is made of, in words."""
@@ -123,11 +165,6 @@ def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     owner = (start + k) % ranks
     local = (start // ranks * turns + k // ranks) % count[owner]
     return (first[owner] + local).to(torch.int32)
-
-
-def chosen(ids_of_rank: list[torch.Tensor]) -> int:
-    """Ids that name an expert, most over ranks. `ids_of_rank[r]` is rank r's `[tokens, top_k]`."""
-    return max(int((ids >= 0).sum()) for ids in ids_of_rank)
 
 
 def busiest(rows: torch.Tensor) -> int:

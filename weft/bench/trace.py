@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from weft.bench.harness import LIMIT_SECONDS, Calls, Trial, first_problem, measure
+from weft.bench.harness import Calls, Trial, first_problem, measure, on_ranks
 from weft.bench.lowlatency import LowCase, LowTrial
 from weft.bench.moe import MoECase, MoETrial
 from weft.bench.report import write_json
 from weft.lowlatency.trace import merge
-from weft.memory import Group, launch
+from weft.memory import Group
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.timeline import Span
 
@@ -40,9 +40,7 @@ def trace(path: Path, case: MoECase | LowCase) -> str | None:
     """
     case = replace(case, tokens=(max(case.tokens),), profile=True)
     with tempfile.TemporaryDirectory() as folder:
-        found = launch(
-            rank_body, case, folder, ranks=case.ranks, device=case.device, timeout=LIMIT_SECONDS
-        )
+        found: list[tuple[str | None, list[Span], float]] = on_ranks(case, rank_body, folder)
         if problem := next((problem for problem, _, _ in found if problem), None):
             return problem
         if isinstance(case, LowCase):
@@ -67,7 +65,7 @@ def rank_body(
             return problem, [], 0.0
         # In one step: no events between dispatch and combine, and no pause between rounds.
         pair, samples = Calls({"pair": trial.calls()}, "pair"), max(case.samples, ROUNDS)
-        us = measure(group, pair, samples=samples, graph=case.graph).us["pair"]
+        _, us = measure(group, pair, samples=samples, graph=case.graph)
         trial.facts()  # raises what the kernels recorded
         group.barrier()  # all ranks have finished the same rounds
         spans: list[Span] = []
@@ -77,7 +75,7 @@ def rank_body(
             assert isinstance(trial, MoETrial)
             spans = trial.exchange.timeline()
         group.barrier()  # a peer may still be reading what is about to go
-    return None, spans, median(us)
+    return None, spans, median(us["pair"][group.rank])
 
 
 def document_of(case: MoECase, ranks: Sequence[Sequence[Span]], pair_us: float) -> dict[str, Any]:

@@ -28,13 +28,14 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code, driver_version
-from weft.errors import InvalidArgument, WeftError
+from weft.errors import DriverError, InvalidArgument, WeftError
 from weft.jit.cache import Cache
 from weft.jit.host import compile_shared, compiler_identity, find_compiler
 from weft.jit.module import CudaModule
 from weft.jit.nvrtc import compile_cubin, nvrtc_version
 from weft.memory import Group, Heap, launch
 from weft.memory.cuda import fabric_works
+from weft.memory.driver import call, driver
 from weft.shape import MAX_RANKS
 
 Status: TypeAlias = Literal["ok", "warn", "fail"]
@@ -172,10 +173,10 @@ def _gpus() -> Iterator[Line]:
     if count > 1:
         yield _nvlink(ask_nvidia_smi("topo", "-m"))
     try:
-        from cuda.bindings import driver
-    except ImportError:
+        driver()
+    except DriverError:
         return  # reported under software
-    without = [f"cuda:{device}" for device in range(count) if not _exports(driver, device)]
+    without = [f"cuda:{device}" for device in range(count) if not _exports(device)]
     remedy = "the driver cannot export memory as a file descriptor: update it, or leave the VM"
     detail = f"not on {', '.join(without)}" if without else "every GPU"
     yield _line("POSIX fd handles", not without, detail, remedy)
@@ -197,18 +198,12 @@ def _nvlink(topology: str | None) -> Line:
     return _line("NVLink", not others, detail, remedy, "warn")
 
 
-def _exports(driver: Any, device: int) -> bool:
+def _exports(device: int) -> bool:
     """Whether a GPU's memory can be exported as a file descriptor."""
-    kinds = driver.CUdevice_attribute
+    kinds = driver().CUdevice_attribute
     wanted = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    (status,) = driver.cuInit(0)
-    if int(status) == 0:
-        status, handle = driver.cuDeviceGet(device)
-    if int(status) == 0:
-        status, value = driver.cuDeviceGetAttribute(wanted, handle)
-    if int(status) != 0:
-        raise RuntimeError(f"the driver answered {status} for {wanted} of cuda:{device}")
-    return bool(value)
+    call("cuInit", 0)
+    return bool(call("cuDeviceGetAttribute", wanted, call("cuDeviceGet", device)))
 
 
 def _system() -> Iterator[Line]:

@@ -118,22 +118,13 @@ class Config:
 
 
 class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
-    """The handle of a dispatch: source tokens, ranges, most tokens, hidden, experts."""
+    """The handle of a dispatch, which callers unpack as deep_ep's.
+
+    Source tokens, ranges, most tokens, hidden, experts.
+    """
 
     key: tuple[Any, ...]  # of the exchange
     handle: Handle  # of the exchange's own
-
-    @classmethod
-    def of(
-        cls,
-        parts: tuple[torch.Tensor, torch.Tensor, int, int, int],
-        key: tuple[Any, ...],
-        handle: Handle,
-    ) -> Ticket:
-        """A handle with these parts; callers unpack them as deep_ep's."""
-        made = cls(parts)
-        made.key, made.handle = key, handle
-        return made
 
 
 class Buffer:
@@ -337,8 +328,8 @@ class Buffer:
 
         if not return_recv_hook:
             finish()
-        parts = (tokens, ranges, most, sizes[1], num_experts)
-        ticket = Ticket.of(parts, key, rows.handle)
+        ticket = Ticket((tokens, ranges, most, sizes[1], num_experts))
+        ticket.key, ticket.handle = key, rows.handle
         event = self._event(async_finish)
         return numbers, rows.counts, ticket, event, finish if return_recv_hook else None
 

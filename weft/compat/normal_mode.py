@@ -70,13 +70,6 @@ class NormalHandle(tuple[torch.Tensor | None, ...]):
     packing: Packing
     most: int  # at least every rank's tokens, equal on all
 
-    @classmethod
-    def of(cls, owner: NormalMode, packing: Packing, most: int) -> NormalHandle:
-        """The handle of a dispatch of `owner`."""
-        made = cls((packing.until, None, None, packing.tokens, packing.in_rank, None))
-        made.owner, made.packing, made.most = owner, packing, most
-        return made
-
 
 class NormalMode:
     """One buffer's normal mode. options: of the exchanges."""
@@ -126,11 +119,12 @@ class NormalMode:
             arriving = int(numbers[:, flagged][:, group.rank].sum())
             mine = numbers[:, -experts:][:, first : first + local].sum(0)
             by_expert = [-(-n // alignment) * alignment for n in mine.tolist()]
-        topk, slots, max_tokens = self._find_rows(
-            rows.topk, ranks, arriving, most, bounded=worst > 0
-        )
-        tokens_of_rows = rank_layout.localize(topk, slots, max_tokens, first, local)
-        handle = NormalHandle.of(self, Packing(tokens_of_rows, prefix, layout.in_rank), most)
+        topk, sources = self._find_rows(rows.topk, ranks, arriving, most, bounded=worst > 0)
+        if topk is not None:
+            rank_layout.localize(*topk, first, local)
+        handle = NormalHandle((prefix, None, None, sources, layout.in_rank, None))
+        handle.owner, handle.most = self, most
+        handle.packing = Packing(sources, prefix, layout.in_rank)
         x, scales = self._fetch(rows, handle)
         return Rows(x, scales, topk), by_expert, handle
 
@@ -229,28 +223,26 @@ class NormalMode:
         most: int,
         *,
         bounded: bool,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor, int]:
-        """Send ids and weights; return those that came, the slots of rows, and of each source.
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor]:
+        """Send ids and weights; return those that came, and each row's token at its source.
 
         rows: that come, with those that may.   most: at least every rank's tokens.
         bounded: there may be rows that no rank sends, after the received ones: their ids are -1.
         """
-        sent: tuple[torch.Tensor, ...]
         blank = torch.empty((len(ranks), VECTOR_BYTES), dtype=torch.uint8, device=ranks.device)
-        sent = (blank,) if topk is None else topk
+        sent: tuple[torch.Tensor, ...] = topk or (blank,)
         into = [each.new_empty((rows, each.shape[1])) for each in sent]
         if bounded and topk is not None:
             into[0].fill_(-1)
         size = tuple(_row_bytes(each) for each in sent)
         what = "no ids" if topk is None else f"{topk[0].shape[1]} ids a token"
         exchange = self._exchange(RowDispatch, most, f"a dispatch of {what}", *size)
-        slots = exchange.run(
+        tokens = exchange.run(
             [each.view(torch.uint8) for each in sent],
             ranks,
             [each.view(torch.uint8) for each in into],
         )
-        found = None if topk is None else (into[0], into[1])
-        return found, slots[:rows], exchange.max_tokens
+        return None if topk is None else (into[0], into[1]), tokens
 
     def _fetch(self, rows: Rows, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows, and their scales, that come to this rank."""

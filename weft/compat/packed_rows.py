@@ -7,26 +7,13 @@ from ctypes import c_uint32, c_uint64
 
 import torch
 
-from weft.jit import Launcher
-from weft.runtime.args import Site
+from weft.memory.header import Site
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
 from weft.shape import Shape
 
 THREADS = 256
 PIECE_BYTES = 1024  # of a row, that one warp takes
-
-CPU_SOURCE = """\
-#include <weft/compat/packed_rows_cpu.hpp>
-constexpr weft::Shape S = {shape};
-extern "C" void {name}(const weft::{args}* a) {{ weft::{name}<S>(*a); }}
-"""
-CUDA_SOURCE = """\
-#include <weft/compat/packed_rows.cuh>
-constexpr weft::Shape S = {shape};
-extern "C" __global__ void __launch_bounds__({threads}, 2)
-weft_packed_{name}(const __grid_constant__ weft::{args} a) {{ weft::{name}<S>(a); }}
-"""
 
 
 class PackedRows(ctypes.Structure):
@@ -72,17 +59,14 @@ ENTRIES: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_r
 
 def program(name: str, shape: Shape, *, device: bool) -> Program:
     """The generated entry of a Shape: one of ENTRIES."""
-    args = ENTRIES[name]
-    source = CUDA_SOURCE if device else CPU_SOURCE
     return Program(
         name="packed",
         what="normal mode",
         ranks=shape.ranks,
-        body=source.format(
-            **{"shape": shape.literal(), "threads": THREADS},
-            **{"name": name, "args": args.__name__},
-        ),
-        entry_points={name: args},
+        headers=(f"compat/packed_rows{'.cuh' if device else '_cpu.hpp'}",),
+        constants=f"constexpr weft::Shape S = {shape.literal()};\n",
+        entry_points={name: (ENTRIES[name], f"{name}<S>")},
+        bounds={name: (THREADS, 2)} if device else None,
         structs=(PackedRows,),
     )
 
@@ -100,12 +84,8 @@ class CudaPackedEntries(CudaKernels):
         self._launches[name, 0] = self._find(name, 0)
 
     def _find(self, name: str, tokens: int) -> Launch:
-        kernel = self._program.kernel(name)
-        resident = self._sms * max(1, self._module.occupancy(kernel, THREADS))
-        ctas = min(-(-self._warps * 32 // THREADS), resident)
-        launcher = Launcher(
-            self._module.function(kernel), ENTRIES[name], programmatic=self._build.programmatic
-        )
+        ctas = min(-(-self._warps * 32 // THREADS), self._sms * self._per_sm(name, THREADS))
+        launcher = self._launcher(name, programmatic=self._build.programmatic)
         return Launch(launcher, (ctas, 1, 1), THREADS)
 
 

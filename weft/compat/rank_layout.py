@@ -62,24 +62,12 @@ def announcement(
     return numbers, torch.where(layout.in_rank, rank, -1)
 
 
-def localize(
-    topk: tuple[torch.Tensor, torch.Tensor] | None,
-    slots: torch.Tensor,
-    max_tokens: int,
-    first: int,
-    count: int,
-) -> torch.Tensor:
-    """Turn global ids into local ones, in place, and slots of rows into tokens.
+def localize(ids: torch.Tensor, weights: torch.Tensor, first: int, count: int) -> None:
+    """Turn global ids into local ones, in place.
 
-    topk: int32 or int64 ids and their weights, `[rows, top_k]`. Ids of experts first .. first +
-    count - 1 are counted from first; others become -1, and their weight 0.
-    slots: int32 `[rows]`, `source * max_tokens + token`, or -1.
-
-    Returns int32 `[rows]`, each row's token at its source, or -1.
+    ids: int32 or int64 `[rows, top_k]`. Those of experts first .. first + count - 1 are counted
+    from first; others become -1, and their weight 0.
     """
-    if topk is not None:
-        ids, weights = topk
-        others = (ids < first) | (ids >= first + count)
-        ids.sub_(first).masked_fill_(others, -1)
-        weights.masked_fill_(others, 0.0)
-    return torch.where(slots < 0, -1, slots % max_tokens)
+    others = (ids < first) | (ids >= first + count)
+    ids.sub_(first).masked_fill_(others, -1)
+    weights.masked_fill_(others, 0.0)

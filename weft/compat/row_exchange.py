@@ -129,12 +129,12 @@ class RowDispatch(RowExchange):
         where the token goes to rank r, else -1.   into: uint8 `[rows, row_bytes]` each; rows that
         do not fit are dropped, and refused by `check`.
 
-        Returns int32 `[ep_size * max_tokens]`, the slot `source * max_tokens + token` of each row,
-        overwritten by the next call.
+        Returns int32 `[rows]`, each row's token at its source, -1 for rows that no rank sent.
         """
         self._packed._gather_rows(self.a2a.dispatch(payloads, ranks), into)
         self.a2a._finish()
-        return self._packed._buffers.slot
+        slots = self._packed._buffers.slot[: len(into[0])]  # source * max_tokens + token
+        return torch.where(slots < 0, -1, slots % self.max_tokens)
 
 
 class RowFetch(RowExchange):

@@ -165,6 +165,20 @@ WEFT_FN u32 pack_halves(DType dtype, float low, float high) {
 
 constexpr u32 elements_in_vector(DType dtype) { return dtype == DType::fp32 ? 4 : 8; }
 
+// x[i] = the elements of one 16-byte vector.
+template <DType D> WEFT_FN void widen_vector(float (&x)[elements_in_vector(D)], uint4 v) {
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        if constexpr (D == DType::fp32) {
+            x[i] = __uint_as_float(word[i]);
+        } else {
+            x[2 * i] = low_half(D, word[i]);
+            x[2 * i + 1] = high_half(D, word[i]);
+        }
+    }
+}
+
 // sum[i] += the elements of one 16-byte vector.
 template <DType D> WEFT_FN void add_vector(float (&sum)[elements_in_vector(D)], uint4 v) {
     const u32 word[4] = {v.x, v.y, v.z, v.w};

@@ -1,6 +1,6 @@
 // The header that begins every rank's share of the symmetric heap, whatever the operator, and the
-// words in it. Python mirrors these structs in memory/header.py and compares the mirrors with the
-// numbers that each compiled entry exports.
+// words in it. Python mirrors these structs in memory/header.py, and every generated source asserts
+// that the mirrors have their sizes and offsets.
 #pragma once
 #include <weft/device/order.cuh>
 
@@ -99,6 +99,11 @@ WEFT_FN constexpr RankSet ranks_below(u32 ranks) {
     RankSet set{};
     for (u32 rank = 0; rank < ranks; ++rank) add(set, rank);
     return set;
+}
+
+// The rank that is `offset` after another one, in a circle.
+template <auto S> WEFT_FN u32 next_rank(u32 rank, u32 offset) {
+    return rank + offset < S.ranks ? rank + offset : rank + offset - S.ranks;
 }
 
 // A word of a set.

@@ -56,105 +56,50 @@ using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 
+// The atomic operations of both compilers, on words of 32 or 64 bits.
+#if defined(__CUDA_ARCH__)
+#define WEFT_LOAD(at, order, scope) \
+    __nv_atomic_load_n(at, __NV_ATOMIC_##order, __NV_THREAD_SCOPE_##scope)
+#define WEFT_STORE(at, value, order, scope) \
+    __nv_atomic_store_n(at, value, __NV_ATOMIC_##order, __NV_THREAD_SCOPE_##scope)
+#define WEFT_ADD(at, value, order, scope) \
+    __nv_atomic_fetch_add(at, value, __NV_ATOMIC_##order, __NV_THREAD_SCOPE_##scope)
+#else
+#define WEFT_LOAD(at, order, scope) __atomic_load_n(at, __ATOMIC_##order)
+#define WEFT_STORE(at, value, order, scope) __atomic_store_n(at, value, __ATOMIC_##order)
+#define WEFT_ADD(at, value, order, scope) __atomic_fetch_add(at, value, __ATOMIC_##order)
+#endif
+
 // Order: publishes everything that this thread wrote before it, and everything it acquired from its
 // team. Pairs with load_acquire.
-WEFT_FN void store_release(u64* at, u64 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
-#elif WEFT_WEAK_FLAGS
-    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+template <class Word> WEFT_FN void store_release(Word* at, Word value) {
+#if WEFT_WEAK_FLAGS
+    WEFT_STORE(at, value, RELAXED, SYSTEM);
 #else
-    __atomic_store_n(at, value, __ATOMIC_RELEASE);
-#endif
-}
-
-WEFT_FN void store_release(u32* at, u32 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+    WEFT_STORE(at, value, RELEASE, SYSTEM);
 #endif
 }
 
 // Order: the reads that follow see what the releasing thread published.
-WEFT_FN u64 load_acquire(u64* at) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
-#endif
-}
-
-WEFT_FN u32 load_acquire(u32* at) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
-#endif
-}
+template <class Word> WEFT_FN Word load_acquire(Word* at) { return WEFT_LOAD(at, ACQUIRE, SYSTEM); }
 
 // Order: the reads that follow see what a kernel of the same GPU released. Not for flags of peers.
-WEFT_FN u32 load_acquire_local(u32* at) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_load_n(at, __NV_ATOMIC_ACQUIRE, __NV_THREAD_SCOPE_DEVICE);
-#else
-    return __atomic_load_n(at, __ATOMIC_ACQUIRE);
-#endif
-}
+WEFT_FN u32 load_acquire_local(u32* at) { return WEFT_LOAD(at, ACQUIRE, DEVICE); }
 
 // For words that are complete in themselves: they publish no other data, and nothing is read behind
 // them.
-WEFT_FN void store_relaxed(u64* at, u64 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    __atomic_store_n(at, value, __ATOMIC_RELAXED);
-#endif
+template <class Word> WEFT_FN void store_relaxed(Word* at, Word value) {
+    WEFT_STORE(at, value, RELAXED, SYSTEM);
 }
-
-WEFT_FN void store_relaxed(u32* at, u32 value) {
-#if defined(__CUDA_ARCH__)
-    __nv_atomic_store_n(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    __atomic_store_n(at, value, __ATOMIC_RELAXED);
-#endif
-}
-
-WEFT_FN u64 load_relaxed(u64* at) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    return __atomic_load_n(at, __ATOMIC_RELAXED);
-#endif
-}
-
-WEFT_FN u32 load_relaxed(u32* at) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_load_n(at, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
-#else
-    return __atomic_load_n(at, __ATOMIC_RELAXED);
-#endif
-}
+template <class Word> WEFT_FN Word load_relaxed(Word* at) { return WEFT_LOAD(at, RELAXED, SYSTEM); }
 
 // Order: releases this team's writes and acquires those of every team that added before, inside one
 // GPU. So the last team to add may publish for all of them. A relaxed counter does not allow that
 // (models/ptx A11).
-WEFT_FN u32 add_acq_rel(u32* at, u32 value) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_ACQ_REL, __NV_THREAD_SCOPE_DEVICE);
-#else
-    return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
-#endif
-}
+WEFT_FN u32 add_acq_rel(u32* at, u32 value) { return WEFT_ADD(at, value, ACQ_REL, DEVICE); }
 
 // Counts without any order, for callers that only need to know that they were the last.
-WEFT_FN u32 add_relaxed(u32* at, u32 value) {
-#if defined(__CUDA_ARCH__)
-    return __nv_atomic_fetch_add(at, value, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
-#else
-    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
-#endif
-}
+WEFT_FN u32 add_relaxed(u32* at, u32 value) { return WEFT_ADD(at, value, RELAXED, DEVICE); }
 
 // Changes a word from `free` to `mine`; true for the one thread that succeeds.
 WEFT_FN bool claim(u32* at, u32 free, u32 mine) {

@@ -43,19 +43,10 @@ template <DType D> struct Columns {
     uint4 v[vectors];
 
     WEFT_FN void widen(float (&x)[lane_columns]) const {
+        constexpr u32 width = elements_in_vector(D);
 #pragma unroll
-        for (u32 i = 0; i < vectors; ++i) {
-            const u32 word[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                if constexpr (D == DType::fp32) {
-                    x[4 * i + j] = __uint_as_float(word[j]);
-                } else {
-                    x[8 * i + 2 * j] = low_half(D, word[j]);
-                    x[8 * i + 2 * j + 1] = high_half(D, word[j]);
-                }
-            }
-        }
+        for (u32 i = 0; i < vectors; ++i)
+            widen_vector<D>(reinterpret_cast<float (&)[width]>(x[i * width]), v[i]);
     }
 };
 

@@ -13,11 +13,15 @@ struct ExpertLocation {
     u32 rank, local;
 };
 
-// Experts in contiguous blocks: the first experts % ranks ranks hold one expert more than the
-// others.
-template <u32 experts, u32 ranks> WEFT_FN ExpertLocation block_location(u32 expert) {
-    constexpr u32 low = experts / ranks, longer = experts % ranks, edge = longer * (low + 1);
-    if constexpr (longer == 0) {
+// Where an expert is. table: of rank << 16 | local id, where the shape is mapped; else experts are
+// in contiguous blocks, and the first experts % ranks ranks hold one expert more than the others.
+template <auto S> WEFT_FN ExpertLocation locate_expert(const i32* table, u32 expert) {
+    constexpr u32 low = S.experts / S.ranks, longer = S.experts % S.ranks;
+    constexpr u32 edge = longer * (low + 1);
+    if constexpr (S.mapped) {
+        const u32 entry = u32(table[expert]);
+        return {entry >> 16, entry & 0xffffu};
+    } else if constexpr (longer == 0) {
         return {expert / low, expert % low};
     } else if constexpr (low == 0) {
         return {expert, 0};

@@ -18,8 +18,8 @@ from weft.gemm.config import (
     GatedQuant,
     Push,
 )
-from weft.gemm.mxfp4 import UNIT_BYTES, weight_sizes
-from weft.runtime.check import check_tensor, refuse_tensor
+from weft.gemm.mxfp4 import UNIT_BYTES, check_like, weight_sizes
+from weft.runtime.check import refuse_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
@@ -101,7 +101,7 @@ def checked_call(
     _check_groups(a, len(b), counts, offsets)
     _check_scales(a, b, a_scale, b_scale)
     if bias is not None:
-        _check("bias", bias, a, weight_sizes(b)[:2], OUT_DTYPES)
+        check_like("bias", bias, a, weight_sizes(b)[:2], OUT_DTYPES)
     n, k = weight_sizes(b)[1:]
     rows = a.shape[:-1].numel()
     columns = n // 2 if isinstance(epilogue, Gated) else n
@@ -126,22 +126,6 @@ def checked_call(
     )
 
 
-def _check(
-    name: str,
-    tensor: torch.Tensor,
-    a: torch.Tensor,
-    shape: tuple[int | str, ...],
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    aligned: int = 1,
-    strided: bool = False,
-) -> None:
-    device = a.device
-    check_tensor(
-        name, tensor, shape=shape, dtypes=dtypes, device=device, strided=strided, aligned=aligned
-    )
-
-
 def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
@@ -150,12 +134,10 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     shape: tuple[int | str, ...] = ("experts", "n", "k")
     if mxfp4:
         shape = ("experts", "n / 64", "k / 128", UNIT_BYTES)
-    _check("b", b, b, shape, WEIGHT_DTYPES, aligned=16)
+    check_like("b", b, b, shape, WEIGHT_DTYPES, aligned=16)
     experts, n, k = weight_sizes(b)
     rows: tuple[int | str, ...] = (experts, "max_rows") if a.ndim == 3 else ("rows",)
-    _check("a", a, b, (*rows, k), (FP8 if mxfp4 else b.dtype,), aligned=16)
-    if a.device.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f"a is on {a.device}; it must be on cpu or cuda")
+    check_like("a", a, b, (*rows, k), (FP8 if mxfp4 else b.dtype,), aligned=16)
     unit = BLOCK_N if a.dtype == FP8 else 8
     for name, size in (("n", n), ("k", k)):
         if size % unit or not size:
@@ -170,14 +152,14 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 def _check_groups(
     a: torch.Tensor, experts: int, counts: torch.Tensor, offsets: torch.Tensor | None
 ) -> None:
-    _check("counts", counts, a, (experts,), (torch.int32,))
+    check_like("counts", counts, a, (experts,), (torch.int32,))
     if (a.ndim == 2) != (offsets is not None):
         raise InvalidArgument(
             f"a is {list(a.shape)} and offsets are {'given' if offsets is not None else 'None'}; "
             "rows [rows, k] have offsets, blocks [experts, max_rows, k] have none"
         )
     if offsets is not None:
-        _check("offsets", offsets, a, ("experts + 1",), (torch.int32,))
+        check_like("offsets", offsets, a, ("experts + 1",), (torch.int32,))
         if len(offsets) not in (experts, experts + 1):
             raise InvalidArgument(
                 f"offsets are [{len(offsets)}]; they must be [{experts + 1}] or [{experts}]"
@@ -199,9 +181,9 @@ def _check_scales(
         raise InvalidArgument(f"{name} is None; {FP8} needs a_scale and b_scale")
     experts, n, k = weight_sizes(b)
     single = (torch.float32,)
-    _check("a_scale", a_scale, a, (*a.shape[:-1], k // BLOCK_N), single, strided=True)
+    check_like("a_scale", a_scale, a, (*a.shape[:-1], k // BLOCK_N), single, strided=True)
     blocks = (experts, n) if b.dtype == MXFP4 else (experts, n // BLOCK_N, k // BLOCK_N)
-    _check("b_scale", b_scale, a, blocks, single)
+    check_like("b_scale", b_scale, a, blocks, single)
     if a.ndim == 3 and a_scale.stride(0) != a.shape[1] * a_scale.stride(1) and len(a) > 1:
         raise InvalidArgument(
             f"a_scale has strides {a_scale.stride()}: rows of all experts must be equally far apart"
@@ -215,9 +197,9 @@ def _check_epilogue(a: torch.Tensor, n: int, columns: int, epilogue: Epilogue) -
         raise InvalidArgument(f"n is {n}: gate and up must be halves of it")
     if not isinstance(epilogue, Push):
         return
-    _check("epilogue.dst_addr", epilogue.dst_addr, a, (a.shape[:-1].numel(),), (torch.int64,))
+    check_like("epilogue.dst_addr", epilogue.dst_addr, a, (a.shape[:-1].numel(),), (torch.int64,))
     if epilogue.abort_flag is not None:
-        _check("epilogue.abort_flag", epilogue.abort_flag, a, (1,), (torch.int32,))
+        check_like("epilogue.abort_flag", epilogue.abort_flag, a, (1,), (torch.int32,))
         if not epilogue.flag_in_data:
             raise InvalidArgument("Push takes abort_flag only with flag_in_data=True")
     if _dtype(a, epilogue) not in OUT_DTYPES:
@@ -253,8 +235,8 @@ def _results(
             raise InvalidArgument(
                 f"out is {shown(out)}; with GatedQuant it must be a pair, numbers and scales"
             )
-        _check("out[0]", out[0], a, size, (FP8,), aligned=16)
-        _check("out[1]", out[1], a, blocks, (torch.float32,))
+        check_like("out[0]", out[0], a, size, (FP8,), aligned=16)
+        check_like("out[1]", out[1], a, blocks, (torch.float32,))
         return out
     if out is None:
         return torch.empty(size, dtype=_dtype(a, epilogue), device=a.device), None
@@ -262,5 +244,5 @@ def _results(
         raise InvalidArgument(
             f"out is {shown(out)}; it must be one tensor, or None: only GatedQuant makes a pair"
         )
-    _check("out", out, a, size, OUT_DTYPES, aligned=16)
+    check_like("out", out, a, size, OUT_DTYPES, aligned=16)
     return out, None

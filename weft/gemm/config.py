@@ -293,22 +293,23 @@ def fastest_plan(
         instance("device", device, torch.device)
     experts, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
     if dtype == MXFP4:
-        return _mxfp4_plan(experts, rows, n, device)
-    served = _wgmma_serves(experts, n, dtype, gated, biased, out)
-    measured = dtype == FP8 or experts > 1  # one expert alone was measured only in FP8
-    if not is_hopper(device) or not served or not (measured or flag_in_data):
-        mean = -(-rows // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows
-        return plan(experts, mean, n, k, dtype, gated=gated)
+        _check_mxfp4(device)
+    else:
+        served = not wgmma_lacks(experts, n, dtype, gated=gated, biased=biased, out=out)
+        measured = dtype == FP8 or experts > 1  # one expert alone was measured only in FP8
+        if not is_hopper(device) or not served or not (measured or flag_in_data):
+            mean = -(-rows // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows
+            return plan(experts, mean, n, k, dtype, gated=gated)
     if experts == 1:
-        return WgmmaPlan(_one_expert_block_m(rows, n // CLUSTER_N))
-    fullest = _fullest(rows)
-    if dtype != FP8:
-        return WgmmaPlan(next((m for m in BLOCK_MS if m >= fullest), BLOCK_MS[-1]))
-    for block_m in FP8_BLOCK_MS:
-        max_mean = FP8_MAX_MEAN.get(block_m)
-        if fullest <= block_m if max_mean is None else rows <= max_mean:
+        return WgmmaPlan(_one_expert_block_m(rows, -(-n // CLUSTER_N)))
+    # Most experts have fewer rows than three deviations above the mean: they are one tile.
+    fullest = rows + 3 * math.sqrt(rows)
+    max_mean = FP8_MAX_MEAN if dtype == FP8 else {}
+    heights = {FP8: FP8_BLOCK_MS, MXFP4: MXFP4_BLOCK_MS}.get(dtype, BLOCK_MS)
+    for block_m in heights:
+        if rows <= max_mean[block_m] if block_m in max_mean else fullest <= block_m:
             return WgmmaPlan(block_m)
-    return WgmmaPlan(FP8_BLOCK_MS[-1])
+    return WgmmaPlan(heights[-1])
 
 
 def _checked_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
@@ -320,32 +321,29 @@ def _checked_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, i
     )
 
 
-def _fullest(mean: int) -> float:
-    """Most experts have fewer rows than three deviations above the mean: they are one tile."""
-    return mean + 3 * math.sqrt(mean)
-
-
-def _mxfp4_plan(experts: int, rows: int, n: int, device: torch.device | None) -> WgmmaPlan:
-    """Where weights are MXFP4. Raises InvalidArgument for a GPU that is not Hopper."""
+def _check_mxfp4(device: torch.device | None) -> None:
+    """Raises InvalidArgument for a GPU that has no kernel for MXFP4 weights."""
     if device is not None and device.type == "cuda" and not is_hopper(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise InvalidArgument(
             f"MXFP4 weights need compute capability 9.0, {device} has {major}.{minor}: use FP8 "
             "weights"
         )
-    if experts == 1:
-        return WgmmaPlan(_one_expert_block_m(rows, -(-n // CLUSTER_N)))
-    return WgmmaPlan(next((m for m in MXFP4_BLOCK_MS if m >= _fullest(rows)), MXFP4_BLOCK_MS[-1]))
 
 
-def _wgmma_serves(
-    experts: int, n: int, dtype: torch.dtype, gated: bool, biased: bool, out: torch.dtype
-) -> bool:
+def wgmma_lacks(
+    experts: int, n: int, dtype: torch.dtype, *, gated: bool, biased: bool, out: torch.dtype
+) -> str:
+    """Why the kernel for Hopper does not serve weights of these sizes and dtype, or ""."""
+    if dtype == FP8 and n % CLUSTER_N:
+        return f"takes n in multiples of {CLUSTER_N} for FP8; it is {n}"
     if experts > MAX_EXPERTS:
-        return False
-    if dtype == FP8:
-        return n % CLUSTER_N == 0 and not biased and (gated or out in DTYPES_16BIT)
-    return dtype in DTYPES_16BIT and out in DTYPES_16BIT
+        return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
+    if dtype == FP8 and biased:
+        return "takes no bias for FP8"
+    if out not in DTYPES_16BIT and not (gated and dtype in (FP8, MXFP4)):
+        return f"stores bfloat16 or float16; out is {out}"
+    return ""
 
 
 @functools.cache

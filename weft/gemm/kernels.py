@@ -21,7 +21,6 @@ from weft.gemm.config import (
     DTYPES_16BIT,
     FP8,
     FP8_BLOCK_MS,
-    MAX_EXPERTS,
     MXFP4,
     MXFP4_BLOCK_MS,
     NORMAL_M,
@@ -30,6 +29,7 @@ from weft.gemm.config import (
     GatedQuant,
     Push,
     WgmmaPlan,
+    wgmma_lacks,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
 from weft.jit import CUDA_OPTIONS, CudaModule, Function, Launcher, compile_cubin, current_arch
@@ -167,41 +167,18 @@ def instruction(n: int, operand: str) -> str:
     )
 
 
-def cuda_source(shape: str, block_m: int, operand: str) -> str:
-    """The entry of one `GemmShape`, given as a C++ literal.
-
-    block_m: most rows of a tile.   operand: a key of INSTRUCTIONS.
-    """
-    return SOURCE.format(
-        instructions="".join(instruction(n, operand) for n in wgmma_ns(block_m)),
-        shape=shape,
-        layout=assertions((GemmArgs,), NUMBERS),
-        name=NAME,
-        shared=SHARED,
-        threads=THREADS,
-        ctas_per_sm=WgmmaPlan(block_m).ctas_per_sm(operand),
-    )
-
-
 def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
     """Why the kernel does not serve a call by its plan, or "". Knows nothing of the GPU."""
     experts, n, _ = call.sizes
     fp8, mxfp4 = call.a.dtype == FP8, call.b.dtype == MXFP4
-    if fp8 and not mxfp4 and n % CLUSTER_N:
-        return f"takes n in multiples of {CLUSTER_N} for FP8; it is {n}"
     block_ms = MXFP4_BLOCK_MS if mxfp4 else FP8_BLOCK_MS
     if fp8 and plan.block_m not in block_ms:
         kind = "MXFP4" if mxfp4 else "FP8"
         return f"has tiles of {block_ms} rows for {kind}; block_m is {plan.block_m}"
-    if experts > MAX_EXPERTS:
-        return f"takes at most {MAX_EXPERTS} experts; b has {experts}"
-    if fp8 and call.bias is not None and not mxfp4:
-        return "takes no bias for FP8"
     if call.gated and isinstance(call.epilogue, GatedQuant) != fp8:
         return f"gates FP8 with GatedQuant, other dtypes with Gated; a is {call.a.dtype}"
-    if call.out_dtype not in DTYPES_16BIT and not (call.gated and fp8):
-        return f"stores bfloat16 or float16; out is {call.out_dtype}"
-    return ""
+    biased, out = call.bias is not None, call.out_dtype
+    return wgmma_lacks(experts, n, call.b.dtype, gated=call.gated, biased=biased, out=out)
 
 
 def check_plan(call: GemmCall, plan: WgmmaPlan) -> None:
@@ -260,14 +237,23 @@ class GemmShape:
         last = ", ".join(str(flag).lower() for flag in flags)
         return f"{{{sizes}, {', '.join(words)}, {last}}}"
 
-    def compile(self, arch: str, *, options: Sequence[str] = ()) -> bytes:
-        """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
-        return compile_cubin(
-            cuda_source(self.literal, self.plan.block_m, self.operand),
-            name="grouped_gemm",
-            arch=arch,
-            options=(*CUDA_OPTIONS, *options),
+    @property
+    def source(self) -> str:
+        """The generated entry."""
+        names = wgmma_ns(self.plan.block_m)
+        return SOURCE.format(
+            instructions="".join(instruction(n, self.operand) for n in names),
+            shape=self.literal,
+            layout=assertions((GemmArgs,), NUMBERS),
+            name=NAME,
+            shared=SHARED,
+            threads=THREADS,
+            ctas_per_sm=self.plan.ctas_per_sm(self.operand),
         )
+
+    def compile(self, arch: str) -> bytes:
+        """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
+        return compile_cubin(self.source, name="grouped_gemm", arch=arch, options=CUDA_OPTIONS)
 
 
 _functions: dict[tuple[int, GemmShape], Function] = {}  # by device; of all threads
@@ -425,8 +411,6 @@ def preload(shapes: Iterable[GemmShape]) -> None:
     wanted = [shape for shape in shapes if (device, shape) not in _functions]
     if not wanted:
         return
-    if torch.cuda.is_current_stream_capturing():
-        raise OutOfOrder("kernels are loaded before a graph is captured, not in it")
     with loading(device):
         arch = current_arch()
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:

@@ -45,7 +45,7 @@ def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     block with an Inf or a NaN has the scale 255, a NaN. Raises InvalidArgument.
     """
     wide = (torch.float32, *DTYPES_16BIT)
-    _check("weights", weights, weights, ("experts", "n", "k"), wide)
+    check_like("weights", weights, weights, ("experts", "n", "k"), wide)
     experts, n, k = weights.shape
     _check_columns(k)
     packed = torch.empty((experts, n, k // 2), dtype=torch.uint8, device=weights.device)
@@ -90,13 +90,13 @@ def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     blocks of a row that are not zero have powers at most 14 apart; else, and for a scale that is
     NaN, raises InvalidArgument naming the expert and the row. Waits for the device.
     """
-    _check("values", values, values, ("experts", "n", "k / 2"), PACKED)
+    check_like("values", values, values, ("experts", "n", "k / 2"), PACKED)
     device = values.device
     experts, n, k = values.shape[0], values.shape[1], values.shape[2] * 2
     _check_columns(k)
     if n % BLOCK_N or not n:
         raise InvalidArgument(f"n is {n}; it must be a positive multiple of {BLOCK_N}")
-    _check("scales", scales, values, (experts, n, k // BLOCK), SCALES)
+    check_like("scales", scales, values, (experts, n, k // BLOCK), SCALES)
     values, scales = values.view(torch.uint8), scales.view(torch.uint8)
     units, k_blocks = n // UNIT_N, -(-k // UNIT_K)
     b = torch.empty((experts, units, k_blocks, UNIT_BYTES), dtype=torch.uint8, device=device)
@@ -129,9 +129,9 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
 
     b, b_scale: as it returns them. Raises InvalidArgument.
     """
-    _check("b", b, b, ("experts", "n / 64", "k / 128", UNIT_BYTES), (MXFP4,))
+    check_like("b", b, b, ("experts", "n / 64", "k / 128", UNIT_BYTES), (MXFP4,))
     experts, n, k = weight_sizes(b)
-    _check("b_scale", b_scale, b, (experts, n), (torch.float32,))
+    check_like("b_scale", b_scale, b, (experts, n), (torch.float32,))
     units, k_blocks = n // UNIT_N, k // UNIT_K
     words = b[..., :VALUE_BYTES].reshape(
         experts, units, k_blocks, _WARPS, _HALVES, _ROWS, _LANES, -1, 2, 2
@@ -149,20 +149,26 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     return (torch.ldexp(numbers, powers.int() // 8 + LOWEST) * b_scale.view(experts, n, 1, 1)).flatten(2)
 
 
-def _check(
+def check_like(
     name: str,
     tensor: torch.Tensor,
     like: torch.Tensor,
     shape: tuple[int | str, ...],
     dtypes: tuple[torch.dtype, ...],
+    *,
+    strided: bool = False,
+    aligned: int = 1,
 ) -> None:
-    """like: on whose device it must be."""
+    """`check_tensor`, on the device of `like`, which is a CPU or a GPU."""
     for given in (tensor, like):
         if not isinstance(given, torch.Tensor):
             refuse_tensor(name, given)
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"{name} is on {tensor.device}; it must be on cpu or cuda")
-    check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=like.device, aligned=1)
+    device = like.device
+    check_tensor(
+        name, tensor, shape=shape, dtypes=dtypes, device=device, strided=strided, aligned=aligned
+    )
 
 
 def _check_columns(k: int) -> None:

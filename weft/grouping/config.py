@@ -11,7 +11,7 @@ from weft.alltoall.config import AllToAllConfig
 from weft.arguments import integer, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.fields import Choice, literal
-from weft.runtime.args import Site
+from weft.memory.header import Site
 from weft.shape import MAX_PLANES, Shape
 
 Layout = Literal["contiguous", "masked"]
@@ -42,9 +42,6 @@ class GroupArgs(ctypes.Structure):
     )
 
 
-PACKINGS = ("contiguous", "masked")  # weft::Packing
-
-
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
     """What specialises grouping beside the Shape; `weft::Grouping` in grouping/layout.cuh.
@@ -54,7 +51,7 @@ class GroupConfig:
     rows: contiguous: rows that all groups share; otherwise rows of each group.
     """
 
-    packing: Annotated[str, Choice("packing", PACKINGS, "weft::Packing")]
+    packing: Annotated[str, Choice("packing", get_args(Layout), "weft::Packing")]
     groups: int
     rows: int
     align: int

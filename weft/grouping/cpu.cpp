@@ -8,8 +8,7 @@
 
 namespace weft {
 
-constexpr u32 scatter_columns = 256;  // of one partial sum, which stays in the L1 cache
-constexpr u32 send_columns = 128;     // the same in `send`: one block of FP8
+constexpr u32 sum_columns = 128;  // of one partial sum: a block of FP8
 
 template <Shape S> const Route<S>& route_of(const GroupArgs& a, u32 source, u32 token) {
     return own_share<S>(a.site).inbox.route[slot_of(a.source_rows, source, token)];
@@ -122,9 +121,10 @@ template <Shape S, Grouping G> void gather(const GroupArgs& a) {
     pad_groups<S, G>(a);
 }
 
-// Columns `at` .. `at` + count of the sum of one token's rows, in top-k order.
-template <Shape S, Grouping G, u32 count>
-void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> (&out)[count]) {
+// Stores columns `at` .. `at` + count of the sum of one token's rows, in top-k order, in the row
+// `to`.
+template <Shape S, Grouping G, bool as_fp8, u32 count>
+void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, u8* to) {
     const i32* position = a.position + (u64(source) * S.tokens + token) * S.top_k;
     float sum[count] = {};
     for_entries<S, G>(a, source, token, [&](u32 k, u32, float weight) {
@@ -132,7 +132,23 @@ void sum_block(const GroupArgs& a, u32 source, u32 token, u32 at, Bits<S.dtype> 
         const u64 first = u64(position[k]) * S.hidden + at;
         add_weighted<S.dtype>(sum, weight, static_cast<const Bits<S.dtype>*>(a.y) + first);
     });
-    for (u32 i = 0; i < count; ++i) out[i] = narrow<S.dtype>(sum[i]);
+    Bits<S.dtype> rounded[count];
+    for (u32 i = 0; i < count; ++i) rounded[i] = narrow<S.dtype>(sum[i]);
+    if constexpr (as_fp8) {
+        for (u32 i = 0; i < count; ++i) sum[i] = widen<S.dtype>(rounded[i]);
+        post_block<S>(sum, at / count, to);
+    } else {
+        std::memcpy(to + u64(at) * S.element_bytes(), rounded, sizeof rounded);
+    }
+}
+
+// Stores the whole sum.
+template <Shape S, Grouping G, bool as_fp8>
+void sum_row(const GroupArgs& a, u32 source, u32 token, u8* to) {
+    constexpr u32 rest = S.hidden % sum_columns, whole = S.hidden - rest;
+    for (u32 at = 0; at < whole; at += sum_columns)
+        sum_block<S, G, as_fp8, sum_columns>(a, source, token, at, to);
+    if constexpr (rest != 0) sum_block<S, G, as_fp8, rest>(a, source, token, whole, to);
 }
 
 // Calls visit(source, token) for every token that has an entry here.
@@ -146,36 +162,12 @@ void for_tokens_with_entries(const GroupArgs& a, Visit visit) {
 }
 
 template <Shape S, Grouping G> void scatter(const GroupArgs& a) {
-    constexpr u32 rest = S.hidden % scatter_columns, whole = S.hidden - rest;
     Share<S>& own = own_share<S>(a.site);
     if (own.header.state.failed != 0) return;
     for_tokens_with_entries<S, G>(a, [&](u32 source, u32 token) {
-        using Element = Bits<S.dtype>;
-        Element* out =
-            reinterpret_cast<Element*>(own.outbox.row[slot_of(a.source_rows, source, token)]);
-        for (u32 at = 0; at < whole; at += scatter_columns)
-            sum_block<S, G>(a, source, token, at,
-                            reinterpret_cast<Element(&)[scatter_columns]>(out[at]));
-        if constexpr (rest != 0)
-            sum_block<S, G>(a, source, token, whole,
-                            reinterpret_cast<Element(&)[rest]>(out[whole]));
+        u8* to = own.outbox.row[slot_of(a.source_rows, source, token)];
+        sum_row<S, G, false>(a, source, token, to);
     });
-}
-
-// Sends columns `at` .. `at` + count of one token's sum to its owner, as the Shape's combine wants
-// them.
-template <Shape S, Grouping G, u32 count>
-void send_block(const GroupArgs& a, u32 source, u32 token, u32 at) {
-    u8* to = share<S>(a.site, source).inbox.returned.row[a.site.rank][token];
-    Bits<S.dtype> sum[count];
-    sum_block<S, G>(a, source, token, at, sum);
-    if constexpr (S.combine == Combine::push_fp8) {
-        float x[count];
-        for (u32 i = 0; i < count; ++i) x[i] = widen<S.dtype>(sum[i]);
-        post_block<S>(x, at / count, to);
-    } else {
-        std::memcpy(to + u64(at) * S.element_bytes(), sum, sizeof sum);
-    }
 }
 
 // Copies each row of one token to its entry's slot.
@@ -186,14 +178,6 @@ template <Shape S> void copy_rows(const GroupArgs& a, u32 source, u32 token) {
         const u8* row = static_cast<const u8*>(a.y) + u64(position[k]) * S.out_bytes();
         std::memcpy(dst_addr_of<S>(a.site, source, token, k), row, S.out_bytes());
     }
-}
-
-// Sends one token's sum to its owner.
-template <Shape S, Grouping G> void send_sum(const GroupArgs& a, u32 source, u32 token) {
-    constexpr u32 rest = S.hidden % send_columns, whole = S.hidden - rest;
-    for (u32 at = 0; at < whole; at += send_columns)
-        send_block<S, G, send_columns>(a, source, token, at);
-    if constexpr (rest != 0) send_block<S, G, rest>(a, source, token, whole);
 }
 
 // Stores every token's rows or sum into its owner's inbox, then publishes the flags.
@@ -207,7 +191,8 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
         if constexpr (S.combine == Combine::gemm_push)
             copy_rows<S>(a, source, token);
         else
-            send_sum<S, G>(a, source, token);
+            sum_row<S, G, S.combine == Combine::push_fp8>(
+                a, source, token, share<S>(a.site, source).inbox.returned.row[a.site.rank][token]);
     });
     publish<S>(Solo{}, a.site, header.living, Phase::combine, state.epoch, 0);
 }

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 
 from weft.grouping.config import MAX_GROUPS, GroupArgs, GroupConfig
-from weft.jit import Launcher
 from weft.runtime.kernels import (
     Build,
     CpuKernels,
     CudaKernels,
+    EntryPoints,
     Kernels,
     Launch,
     Program,
-    cpu_entry,
-    cuda_entry,
 )
-from weft.runtime.layout import Numbers, vector_bytes
+from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import current_stream, loading
 from weft.shape import Shape
 
@@ -36,43 +35,36 @@ BOUNDS = {
 }
 
 
-def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
-    """The generated CUDA entries."""
-    names = ("group", "gather", *results(shape, sends))
-    entries = "".join(
-        cuda_entry(f"weft_grouping_{name}", GroupArgs, f"{name}<S, G>", *BOUNDS[name])
-        for name in names
-    )
-    numbers = [("weft::group_threads", COUNTING), ("weft::vectors_in_flight", IN_FLIGHT)]
-    numbers.append(("weft::warp_lanes * sizeof(uint4)", STRIP_BYTES))
-    return _program("send.cuh", shape, config, entries, names, numbers)
-
-
 def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """The generated C++ entries."""
-    names = ("gather", *results(shape, sends))
-    entries = "".join(cpu_entry(name, GroupArgs, f"{name}<S, G>") for name in names)
-    return _program("cpu.cpp", shape, config, entries, names, ())
-
-
-def _program(
-    file: str,
-    shape: Shape,
-    config: GroupConfig,
-    entries: str,
-    names: tuple[str, ...],
-    numbers: Numbers,
-) -> Program:
     constants = f"constexpr weft::Shape S = {shape.literal()};\n"
-    constants += f"constexpr weft::Grouping G = {config.literal()};\n"
     return Program(
         name="grouping",
         what="grouping",
         ranks=shape.ranks,
-        body=f"#include <weft/grouping/{file}>\n{constants}{entries}",
-        entry_points=dict.fromkeys(names, GroupArgs),
-        offsets=(("weft::max_groups", MAX_GROUPS), *numbers),
+        headers=("grouping/cpu.cpp",),
+        constants=f"{constants}constexpr weft::Grouping G = {config.literal()};\n",
+        entry_points=_entry_points("gather", *results(shape, sends)),
+        offsets=(("weft::max_groups", MAX_GROUPS),),
     )
+
+
+def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
+    """The generated CUDA entries."""
+    program = cpu_program(shape, config, sends=sends)
+    numbers = [("weft::group_threads", COUNTING), ("weft::vectors_in_flight", IN_FLIGHT)]
+    numbers.append(("weft::warp_lanes * sizeof(uint4)", STRIP_BYTES))
+    return replace(
+        program,
+        headers=("grouping/send.cuh",),
+        entry_points=_entry_points("group", *program.entry_points),
+        bounds=BOUNDS,
+        offsets=(*program.offsets, *numbers),
+    )
+
+
+def _entry_points(*names: str) -> EntryPoints:
+    return {name: (GroupArgs, f"{name}<S, G>") for name in names}
 
 
 class CudaGroupKernels(CudaKernels):
@@ -105,18 +97,12 @@ class CudaGroupKernels(CudaKernels):
             copied = max(size // vector_bytes(size) for size in shape.row_bytes)
             threads = _threads(-(-copied // IN_FLIGHT), GATHERING)
             padding = config.groups * (config.align - 1)
-            ctas = min(max(slots, padding), self._resident(name, threads))
+            ctas = min(max(slots, padding), self._sms * self._per_sm(name, threads))
         else:
             threads, warps = SUMMING, slots * -(-shape.out_bytes // STRIP_BYTES)
-            ctas = min(-(-warps * 32 // threads), self._resident(name, threads))
-        function, early = (
-            self._module.function(self._program.kernel(name)),
-            self._build.programmatic,
-        )
-        return Launch(Launcher(function, GroupArgs, programmatic=early), (ctas, 1, 1), threads)
-
-    def _resident(self, name: str, threads: int) -> int:
-        return self._sms * max(1, self._module.occupancy(self._program.kernel(name), threads))
+            ctas = min(-(-warps * 32 // threads), self._sms * self._per_sm(name, threads))
+        launcher = self._launcher(name, programmatic=self._build.programmatic)
+        return Launch(launcher, (ctas, 1, 1), threads)
 
 
 def load_kernels(

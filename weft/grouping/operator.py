@@ -62,10 +62,6 @@ class Grouped:
     dst_addr: torch.Tensor | None = None
 
     @property
-    def abort_flag(self) -> None:
-        """None: no owner polls these rows; `sent` says when all are stored."""
-
-    @property
     def x(self) -> torch.Tensor:
         """The first payload's rows."""
         return self.rows[0]

@@ -1,7 +1,8 @@
 """Which error came first: between hosts a rank that leaves for it can tell nobody but the store.
 
-The store is that of torch.distributed's default group. It may be on the host that is gone, and then
-answers nobody: every question has a limit, after which the rank goes on without an answer.
+Ranks of other hosts ask while they wait. The store is that of torch.distributed's default group. It
+may be on the host that is gone, and then answers nobody: every question has a limit, after which
+the rank goes on without an answer.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ class FirstCause:
     def __init__(self, group: Group) -> None:
         self._store = distributed_c10d._get_default_store()
         self._key = f"weft/first-cause/{group.token}"
+        self._silent = False  # a question had no answer in time
 
     def tell(self, text: str) -> None:
         """Leave an error, unless there is one."""
         self._within(lambda: self._store.compare_set(self._key, "", text).decode())
 
     def ask(self) -> str:
-        """The first error; nothing where there is none, or no answer."""
-        return self._within(self._look)
+        """The first error; nothing where there is none, or no answer now or before."""
+        return "" if self._silent else self._within(self._look)
 
     def _look(self) -> str:
         return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
@@ -51,6 +53,7 @@ class FirstCause:
         _asking.add(thread)
         thread.start()
         thread.join(LIMIT)
+        self._silent = thread.is_alive()
         return said[0]
 
 

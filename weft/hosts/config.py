@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from weft.fields import by_argument
+from weft.memory.wire import JSON
 from weft.placement import Placement
 
 
@@ -76,11 +78,13 @@ class Span:
 class HostsConfig:
     """What the config of an operator says where its group has several hosts: its part on one.
 
-    shape: of that part, with the tokens of all hosts.   placement: of all experts on all ranks.
+    shape: of that part, with the tokens of all hosts.   offsets: of its share.
+    placement: of all experts on all ranks.
     """
 
     __slots__ = ()
     shape: Any
+    offsets: Any
     placement: Placement
     span: Span | None
 
@@ -98,6 +102,29 @@ class HostsConfig:
     def local_placement(self) -> Placement:
         """The experts of this host, on its ranks."""
         return self.placement if self.span is None else self.span.local_placement
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of one rank's share."""
+        return int(self.offsets.share_bytes)
+
+    @property
+    def descriptor(self) -> int:
+        """Eight bits of the shape's hash, as flags carry them."""
+        return int(self.shape.descriptor)
+
+    def manifest(self) -> dict[str, JSON]:
+        """What the ranks compare at creation, name by name."""
+        found = {**by_argument(self.shape), "expert_map": list(self.placement.ranks)}
+        if self.span is not None:  # not the sizes of one host, which differ from host to host
+            found.pop("local", None)
+            found |= {
+                "ranks": self.shape.ranks * self.hosts,
+                "max_tokens": self.max_tokens,
+                "num_experts": len(self.placement.ranks),
+                "mapped": self.placement.explicit,
+            }
+        return found
 
 
 @functools.cache

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from weft.errors import Aborted, GroupError
-from weft.hosts.config import Span
+from weft.hosts.config import HostsConfig
 from weft.hosts.rail import Rail
 from weft.memory.header import ErrorRecord
 from weft.runtime.operator import Operator
@@ -15,10 +13,17 @@ from weft.runtime.report import DUPLICATE_EXPERT, refusal
 class AcrossHosts(Operator):
     """An operator whose rows also travel between hosts, where its group has several."""
 
+    config: HostsConfig
     _rail: Rail | None = None
 
-    def _open_rail(self, span: Span | None) -> None:
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one rank in one call."""
+        return self.config.max_tokens
+
+    def _open_rail(self) -> None:
         """Make the rail of an operator that exists on every host. Collective over all of them."""
+        span = self.config.span
         if span is None:
             return
         timeout, first_timeout = self._limits
@@ -34,8 +39,8 @@ class AcrossHosts(Operator):
             self.close()
             raise
 
-    def _own_bytes(self, config: Any) -> int:
-        return 0 if config.span is None else int(config.span.bytes)
+    def _own_bytes(self) -> int:
+        return 0 if self.config.span is None else self.config.span.bytes
 
     def abort(self) -> None:
         super().abort()

@@ -11,7 +11,6 @@ Both are point-to-point messages of torch.distributed: NCCL on GPUs, gloo on CPU
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,11 +70,10 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Messages on their way, the host of each where each has a handle, and their deadline."""
+    """Messages on their way, and the host of each where each has a handle."""
 
     works: list[dist.Work]
     whom: list[int]
-    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,23 +103,23 @@ class Rail:
         on_failure: Callable[[GroupError], None],
     ) -> None:
         self._group, self._span, self._device = group, span, group.device
-        self._timeout, self._first_timeout = timeout, first_timeout
-        self._exchanges = 0
+        self._on_gpu = group.device.type == "cuda"
+        self._timeout = timeout
+        self._longest = timedelta(seconds=1 + first_timeout + timeout)  # the watch ends it earlier
         self._out: Pending | None = None  # rows that are on their way
         self._home: Home | None = None  # sums that are
         self._hosts, self._own = group.hosts, group.host
         self._others = [h for h in range(self._hosts) if h != self._own]
+        self._awaited = self._others  # hosts that an exchange may wait for now
         self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
         self._failed: GroupError | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
         self._first_cause = FirstCause(group)
         self._allocate()
-        self._watch: Watch | None = None
-        self._first = 2  # exchanges: those of the first round, whose peers may still compile
-        if self._device.type == "cuda":
-            self._first = 3
-            limits = {"timeout": timeout, "first_timeout": first_timeout}
-            self._watch = Watch(self._device, self._late, first=self._first, **limits)
+        # Exchanges of the first round, whose peers may still compile; on GPUs one comes before it.
+        limits = {"timeout": timeout, "first_timeout": first_timeout}
+        self._watch = Watch(self._device, self._look, first=3 if self._on_gpu else 2, **limits)
+        if self._on_gpu:
             # NCCL connects two ranks at their first message, which no graph can capture.
             self._finish(self._start(self._slots(span.max_tokens).out))
 
@@ -282,8 +280,7 @@ class Rail:
 
     def close(self) -> None:
         """Give the memory back, and stop watching."""
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._out = self._home = None
         self._views.clear()
         del self._planes, self._meta, self._sums, self._returned, self._total
@@ -348,35 +345,30 @@ class Rail:
                 ops.append(dist.P2POp(dist.isend, sent, self._peers[right], rail, size))
                 ops.append(dist.P2POp(dist.irecv, came, self._peers[left], rail, size))
                 whom += [right, left]
-        self._exchanges += 1
-        if self._watch is not None:
+        if self._on_gpu:
             self._watch.begin()
         try:
-            return Pending(dist.batch_isend_irecv(ops), whom, self._limit)
+            return Pending(dist.batch_isend_irecv(ops), whom)
         except RuntimeError as error:
             raise self._fail(self._broken(f"one of {self._names(self._others)}", error)) from error
 
     def _finish(self, pending: Pending) -> None:
         """Wait for what was started: on CPUs in this thread, on GPUs in the stream."""
         self.raise_if_failed()
-        if self._watch is not None:
+        if self._on_gpu:
             for work in pending.works:
                 work.wait()
-            self._watch.end()
-            return
-        deadline = time.monotonic() + pending.limit
-        for work, host in zip(pending.works, pending.whom, strict=True):
-            try:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            except RuntimeError as error:
-                late = time.monotonic() >= deadline
-                # What is late asks nobody: the store may be on the host that is gone.
-                text = (
-                    self._overdue([host], pending.limit)
-                    if late
-                    else self._broken(self._names([host]), error)
-                )
-                raise self._fail(text) from error
+        else:
+            self._watch.begin()
+            for work, host in zip(pending.works, pending.whom, strict=True):
+                self._awaited = [host]
+                try:
+                    work.wait(self._longest)
+                except RuntimeError as error:
+                    self._watch.close()
+                    self.raise_if_failed()
+                    raise self._fail(self._broken(self._names([host]), error)) from error
+        self._watch.end()
 
     def end(self, error: GroupError) -> None:
         """From now on every exchange raises this; whom this rank exchanges with learns it at once.
@@ -408,14 +400,22 @@ class Rail:
         self._first_cause.tell(str(error))
         break_rail(self._group.rail)
 
-    def _late(self) -> None:
-        """An exchange on the GPU is overdue: its kernels end by the abort."""
-        self._fail(self._overdue(self._others, self._limit))
+    def _look(self, overdue: float | None) -> bool:
+        """End an exchange that is overdue, or that waits although an error elsewhere came first.
 
-    @property
-    def _limit(self) -> float:
-        """Seconds that the exchange that was started last may take."""
-        return self._first_timeout if self._exchanges <= self._first else self._timeout
+        Its connections need not break then: a child that a dead rank forked keeps them, and a rank
+        that left an operator may live on. On a GPU its kernels end by the abort.
+        """
+        whom = self._awaited
+        # What is late asks nobody: the store may be on the host that is gone.
+        if overdue is not None:
+            self._fail(self._overdue(whom, overdue))
+        elif first := self._first_cause.ask():
+            names = self._names(whom)
+            self._fail(
+                f"rank {self._group.rank}: left its wait for {names}. What came first: {first}"
+            )
+        return self._failed is not None
 
     def _overdue(self, hosts: Sequence[int], limit: float) -> str:
         option = "timeout" if limit == self._timeout else "first_timeout"

@@ -1,7 +1,9 @@
-"""Watch: the deadline of exchanges on GPUs, whose kernels wait for ever and whom no host waits for.
+"""Watch: ends exchanges that are overdue, or that wait for a rank which an error elsewhere stopped.
 
-The stream itself counts an exchange in before it starts and out when it has ended, in host memory,
-so a replayed CUDA graph is watched as well as an eager call. A thread compares the two counts.
+A thread compares two counts: of exchanges that have begun, and of those that have ended. On CPUs
+the caller counts, before and after it waits. On GPUs the kernels would wait for ever and no host
+thread waits for them, so the stream itself counts, in host memory, before an exchange starts and
+when it has ended: a replayed CUDA graph is watched as well as an eager call.
 """
 
 from __future__ import annotations
@@ -13,35 +15,42 @@ from collections.abc import Callable
 
 import torch
 
-INTERVAL = 0.05  # seconds between two looks: what a deadline may be late by
+from weft.hosts.cause import LIMIT
+
+INTERVAL = 0.1  # seconds between two looks: what a deadline may be late by
+
+# Given the limit in seconds of an exchange that has overrun it, else None. True: look no more.
+Look = Callable[[float | None], bool]
 
 
 class Watch:
-    """Calls `late`, once, when an exchange lasts longer than its limit.
+    """Calls `look` at every interval in which the same exchange is still under way.
 
-    late: a bound method, held weakly.   timeout, first_timeout: seconds; the second of the `first`
-    exchanges.
+    look: a bound method, held weakly.   timeout, first_timeout: limits in seconds; the second of
+    the `first` exchanges.
     """
 
     def __init__(
         self,
         device: torch.device,
-        late: Callable[[], None],
+        look: Look,
         *,
         timeout: float,
         first_timeout: float,
         first: int,
     ) -> None:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # begun, ended
-        self._seen = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._seen = self._counts
+        if device.type == "cuda":
+            self._seen = torch.zeros(2, dtype=torch.int64).pin_memory()
         self._stop = threading.Event()
-        run = threading.Thread(
-            target=_look,
-            args=(self._seen, weakref.WeakMethod(late), timeout, first_timeout, first, self._stop),
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(self._seen, weakref.WeakMethod(look), timeout, first_timeout, first, self._stop),
             name="weft-rail",
             daemon=True,
         )
-        run.start()
+        self._thread.start()
         weakref.finalize(self, self._stop.set).atexit = False
 
     def begin(self) -> None:
@@ -53,17 +62,19 @@ class Watch:
         self._count(1)
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more, and wait for a look that is under way: Python must not end meanwhile."""
         self._stop.set()
+        self._thread.join(3 * LIMIT)
 
     def _count(self, place: int) -> None:
         self._counts[place] += 1
-        self._seen.copy_(self._counts, non_blocking=True)
+        if self._seen is not self._counts:
+            self._seen.copy_(self._counts, non_blocking=True)
 
 
-def _look(
+def _watch(
     seen: torch.Tensor,
-    late: weakref.WeakMethod[Callable[[], None]],
+    look: weakref.WeakMethod[Look],
     timeout: float,
     first_timeout: float,
     first: int,
@@ -75,8 +86,7 @@ def _look(
         now = time.monotonic()
         if begun != under_way:
             under_way, since = begun, now
-        elif ended < begun and now - since > (first_timeout if begun <= first else timeout):
-            found = late()
-            if found is not None:
-                found()
-            return
+        elif ended < begun:
+            limit, found = first_timeout if begun <= first else timeout, look()
+            if found is None or found(limit if now - since > limit else None):
+                return

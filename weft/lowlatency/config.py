@@ -14,13 +14,12 @@ import torch
 
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
-from weft.fields import Choice, Size, by_argument, check_fields, checked, hash_byte, literal
+from weft.fields import Choice, Size, check_fields, checked, hash_byte, literal
 from weft.hosts.config import HostsConfig, Span, host_placement
-from weft.memory.header import RING_TIMELINES, header_bytes, most_ranks, rank_words
+from weft.memory.header import RING_TIMELINES, Site, header_bytes, most_ranks, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
-from weft.runtime.args import Site
-from weft.runtime.check import check_alignment, check_choices, check_tensor, check_tokens
+from weft.runtime.check import check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
@@ -366,32 +365,9 @@ class LowLatencyConfig(HostsConfig):
             )
         return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile, span)
 
-    @property
-    def share_bytes(self) -> int:
-        """Bytes of one rank's share."""
-        return self.offsets.share_bytes
-
-    @property
-    def descriptor(self) -> int:
-        """Eight bits of the shape's hash, as flags carry them."""
-        return self.shape.descriptor
-
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        found: dict[str, JSON] = {
-            **by_argument(self.shape),
-            "slots": self.slots,
-            "expert_map": list(self.placement.ranks),
-        }
-        if self.span is None:
-            return found
-        del found["local"]
-        return found | {  # not those of one host, which differ from host to host
-            "ranks": self.shape.ranks * self.hosts,
-            "max_tokens": self.max_tokens,
-            "num_experts": len(self.placement.ranks),
-            "mapped": self.placement.explicit,
-        }
+        return HostsConfig.manifest(self) | {"slots": self.slots}
 
     def check_dispatch(
         self,
@@ -406,9 +382,8 @@ class LowLatencyConfig(HostsConfig):
         """
         tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
-        shape = (tokens, self.shape.hidden)
-        check_tensor("x", x, shape=shape, dtypes=(self.dtype,), device=device)
-        check_alignment("x", x, 16)
+        size, dtypes = (tokens, self.shape.hidden), (self.dtype,)
+        check_tensor("x", x, shape=size, dtypes=dtypes, device=device, aligned=16)
         return tokens
 
     def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

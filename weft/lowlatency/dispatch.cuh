@@ -61,7 +61,7 @@ WEFT_FN void for_destinations(const Site& site, u32 token, RankSet destinations,
                               const Visit& visit) {
 #pragma unroll
     for (u32 i = 0; i < S.ranks; ++i) {
-        const u32 peer = site.rank + i < S.ranks ? site.rank + i : site.rank + i - S.ranks;
+        const u32 peer = next_rank<S>(site.rank, i);
         if (has(destinations, peer))
             visit(share_of<S>(site, peer).inbox.sent_row(site.rank, token));
     }

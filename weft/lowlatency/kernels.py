@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from weft.errors import InvalidArgument
-from weft.jit import Launcher
 from weft.lowlatency.config import (
     CHUNK_TOKENS,
     LowLatencyCombineArgs,
@@ -25,8 +24,6 @@ from weft.runtime.kernels import (
     Kernels,
     Launch,
     Program,
-    cpu_entry,
-    cuda_entry,
     in_parts,
 )
 from weft.runtime.stream import loading
@@ -52,50 +49,40 @@ class LowLatencyPlan:
         return 1 + self.metadata + self.senders + self.receivers
 
 
-def entry_points(*, split_phase: bool) -> EntryPoints:
-    """The entries by name; split_phase: also each phase as send and receive."""
-    phases = {
-        "dispatch": (LowLatencyDispatchArgs, "low_latency_dispatch<S, {}>"),
-        "combine": (LowLatencyCombineArgs, "low_latency_combine<S, {}>"),
-    }
-    return in_parts(phases, split_phase=split_phase)
+PHASES: EntryPoints = {
+    "dispatch": (LowLatencyDispatchArgs, "low_latency_dispatch<S, {}>"),
+    "combine": (LowLatencyCombineArgs, "low_latency_combine<S, {}>"),
+}
+
+
+def cpu_program(shape: LowShape) -> Program:
+    """The generated C++ entries of a shape; both halves of a phase included, they cost nothing."""
+    return Program(
+        name="lowlatency",
+        what="all-to-all",
+        ranks=shape.ranks,
+        headers=("lowlatency/dispatch_cpu.hpp", "lowlatency/combine_cpu.hpp"),
+        constants=f"constexpr weft::LowLatencyShape S = {shape.literal()};\n",
+        entry_points=in_parts(PHASES, split_phase=True),
+        offsets=LowOffsets.of(shape).asserted(),
+        structs=(RoutingRecord, trace_record(shape.ranks)),
+    )
 
 
 def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
     """The generated CUDA entries of a shape."""
-    found = entry_points(split_phase=split_phase)
+    entries = in_parts(PHASES, split_phase=split_phase)
     # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
     rows = shape.ranks if shape.reduce == "sender" else shape.top_k
     per_sm = {
         "dispatch": 2 if shape.ranks > 16 else 3,
         "combine": 2 if shape.combine_fp8 and rows > 4 else 3,
     }
-    entries = "".join(
-        cuda_entry(f"weft_lowlatency_{name}", *entry, THREADS, per_sm[name.partition("_")[0]])
-        for name, entry in found.items()
-    )
-    return _program(shape, ("combine.cuh", "dispatch.cuh"), entries, found)
-
-
-def cpu_program(shape: LowShape) -> Program:
-    """The generated C++ entries of a shape; both halves of a phase included, they cost nothing."""
-    found = entry_points(split_phase=True)
-    entries = "".join(cpu_entry(name, *entry) for name, entry in found.items())
-    return _program(shape, ("dispatch_cpu.hpp", "combine_cpu.hpp"), entries, found)
-
-
-def _program(
-    shape: LowShape, headers: tuple[str, str], entries: str, found: EntryPoints
-) -> Program:
-    included = "".join(f"#include <weft/lowlatency/{header}>\n" for header in headers)
-    return Program(
-        name="lowlatency",
-        what="all-to-all",
-        ranks=shape.ranks,
-        body=f"{included}constexpr weft::LowLatencyShape S = {shape.literal()};\n{entries}",
-        entry_points={name: struct for name, (struct, _) in found.items()},
-        offsets=LowOffsets.of(shape).asserted(),
-        structs=(RoutingRecord, trace_record(shape.ranks)),
+    return replace(
+        cpu_program(shape),
+        headers=("lowlatency/combine.cuh", "lowlatency/dispatch.cuh"),
+        entry_points=entries,
+        bounds={name: (THREADS, per_sm[name.partition("_")[0]]) for name in entries},
     )
 
 
@@ -105,23 +92,14 @@ class CudaLowLatency(CudaKernels):
     def __init__(self, shape: LowShape, build: Build) -> None:
         super().__init__(cuda_program(shape, split_phase=build.split_phase), build)
         self._shape = shape
-        self._launchers = {
-            name: Launcher(
-                self._module.function(self._program.kernel(name)),
-                struct,
-                programmatic=build.programmatic,
-            )
-            for name, struct in self._program.entry_points.items()
-        }
 
     def _find(self, name: str, tokens: int) -> Launch:
         """All of a launch fits on the GPU at once."""
         threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
-        kernel = self._program.kernel(name)
-        resident = self._sms * max(1, self._module.occupancy(kernel, threads))
+        resident = self._sms * self._per_sm(name, threads)
         p = plan_low(self._shape, name, tokens, threads, self._sms, resident)
-        fields = (("senders", p.senders),)
-        return Launch(self._launchers[name], (p.ctas, 1, 1), p.threads, fields)
+        launcher = self._launcher(name, programmatic=self._build.programmatic)
+        return Launch(launcher, (p.ctas, 1, 1), p.threads, (("senders", p.senders),))
 
 
 def plan_low(

@@ -200,15 +200,6 @@ template <LowLatencyShape S> WEFT_FN LowLatencyShare<S>& own_share(const Site& s
     return share_of<S>(site, site.rank);
 }
 
-template <LowLatencyShape S> WEFT_FN ExpertLocation locate_expert(const i32* table, u32 expert) {
-    if constexpr (S.mapped) {
-        const u32 entry = u32(table[expert]);
-        return {entry >> 16, entry & 0xffffu};
-    } else {
-        return block_location<S.experts, S.ranks>(expert);
-    }
-}
-
 // The id as an index; -1 for none, and for an id that is no expert.
 template <LowLatencyShape S>
 WEFT_FN i32 known_id(const LowLatencyDispatchArgs& a, u32 token, u32 k) {

@@ -98,8 +98,7 @@ WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, RankSet living, u64 w
     if (lane < S.top_k)
 #pragma unroll 8
         for (u32 i = 0; i < S.ranks; ++i) {
-            const u32 peer =
-                a.site.rank + i < S.ranks ? a.site.rank + i : a.site.rank + i - S.ranks;
+            const u32 peer = next_rank<S>(a.site.rank, i);
             if (!has(living, peer)) continue;
             store_relaxed(&share_of<S>(a.site, peer).inbox.choices[a.site.rank][token][lane],
                           tagged(wanted, location.rank == peer ? location.local + 1 : 0));

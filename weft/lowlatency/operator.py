@@ -33,7 +33,7 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import mirrors
 from weft.placement import Placed
-from weft.runtime.check import check_alignment, check_choices, check_tensor
+from weft.runtime.check import check_choices, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import one_call
@@ -94,6 +94,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     GeometryMismatch (when ranks pass different sizes).
     """
 
+    config: LowLatencyConfig
     _drops_repeats = True  # a row is among an expert's once
 
     @in_relaxed_mode
@@ -151,7 +152,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             self._build = Build(num_sms, programmatic_launch, split_phase, defines)
             return config, load_kernels(group.device, config.shape, self._build)
 
-        self.config = config = self._create(
+        self._create(
             group,
             "a low-latency all-to-all",
             prepare,
@@ -159,6 +160,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             first_timeout=first_timeout,
             first_epoch=_first_epoch,
         )
+        config = self.config
         self.dtype, self.placement = config.dtype, config.placement
         # May a dispatch be dropped, and combined again? Then a slot keeps its result until a later
         # dispatch needs it.
@@ -176,14 +178,9 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             self._dispatch_args.placement = self._table.data_ptr()
             self._combine_args.placement = self._table.data_ptr()
         self._traced_handles = traced.TracedHandles(config.slots)
-        self._open_rail(config.span)
+        self._open_rail()
 
     memory_bytes = staticmethod(memory_bytes)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
-        return self.config.max_tokens
 
     @property
     def memory(self) -> Memory:
@@ -409,8 +406,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             out = torch.empty(size, dtype=self.dtype, device=device)
         for name, tensor in (("out", out), ("add", add)):
             if tensor is not None:
-                check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device)
-                check_alignment(name, tensor, 16)
+                check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
         self._check_outside("out", out)
         args = self._combine_args
         args.y = 0 if y is None else y.data_ptr()
@@ -459,12 +455,16 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     @property
     def _mid_round(self) -> bool:
         """Is a result alive that has not been combined?"""
-        return any(slot.alive is not None for slot in self._slots)
+        return bool(self._alive)
+
+    @property
+    def _alive(self) -> list[Handle]:
+        """The dispatches whose results are alive."""
+        return [slot.alive for slot in self._slots if slot.alive is not None]
 
     def _handle_of(self, number: int) -> Handle | None:
         """The handle of dispatch `number`, as long as its result is alive."""
-        alive = (slot.alive for slot in self._slots)
-        return next((h for h in alive if h is not None and h.number == number), None)
+        return next((h for h in self._alive if h.number == number), None)
 
     def _drop(self, handle: Handle) -> None:
         """Give up a result that nobody will combine."""
@@ -477,8 +477,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
         Not the dispatch's number: graphs replay dispatches that no host counts.
         """
-        alive = (slot.alive for slot in self._slots)
-        return 1 + sum(h is not None and h.number < handle.number for h in alive)
+        return 1 + sum(h.number < handle.number for h in self._alive)
 
     def _free_slot(self, entry: str) -> int:
         """The next slot in turn that no result lives in; results may be combined in any order.
@@ -491,8 +490,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             slot = (self._number + turn) % slots
             if self._slots[slot].alive is None:
                 return slot
-        alive = [slot.alive for slot in self._slots if slot.alive is not None]
-        oldest = min(alive, key=lambda handle: handle.number)
+        oldest = min(self._alive, key=lambda handle: handle.number)
         if self._allow_handle_reuse and oldest is not self._returned:
             return oldest.slot
         raise OutOfOrder(
@@ -510,9 +508,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             return
         if y is None:
             raise InvalidArgument("y is None; pass the results of the dispatch's rows")
-        dtypes = (self.dtype,)
-        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=self.group.device)
-        check_alignment("y", y, 16)
+        device, dtypes = self.group.device, (self.dtype,)
+        check_tensor("y", y, shape=slot.x.shape, dtypes=dtypes, device=device, aligned=16)
 
     def _check_handle(self, handle: Handle, entry: str) -> None:
         if not isinstance(handle, Handle):
@@ -534,7 +531,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
                 f"{entry} of dispatch {handle.number}: {why}; {len(self._slots)} results are kept: "
                 "combine before that dispatch"
             )
-        alive = any(slot.alive is handle for slot in self._slots)
+        alive = any(h is handle for h in self._alive)
         if not alive or handle is self._sent:
             why = "it has not been received" if alive else "it is not alive"
             raise OutOfOrder(
@@ -544,8 +541,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
     # The share's first contents, and this rank's own memory.
 
-    def _own_bytes(self, config: LowLatencyConfig) -> int:
-        return super()._own_bytes(config) + config.memory.ordinary
+    def _own_bytes(self) -> int:
+        return super()._own_bytes() + self.config.memory.ordinary
 
     def _start_anew(self) -> None:
         self._sent = self._returned = None
@@ -553,15 +550,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         for slot in self._slots:
             slot.start_anew()
 
-    def _write_contents(self, config: LowLatencyConfig, header: ctypes.Structure) -> None:
-        at, heap = config.offsets, self.heap
+    def _write_contents(self, header: ctypes.Structure) -> None:
+        at, heap = self.config.offsets, self.heap
         heap.tensor((at.tokens - at.progress,), torch.uint8, offset=at.progress).zero_()
-        blank = config.share_bytes - at.tokens
+        blank = at.share_bytes - at.tokens
         heap.tensor((blank,), torch.uint8, offset=at.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
 
-    def _make_views(self, config: LowLatencyConfig) -> None:
-        heap, device = self.heap, self.group.device
+    def _make_views(self) -> None:
+        config, heap, device = self.config, self.heap, self.group.device
         own = len(config.placement.experts_of(self.group.rank))
         failed = mirrors(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)

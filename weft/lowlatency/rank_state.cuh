@@ -85,8 +85,7 @@ WEFT_FN void send_credits(const Block& team, const Site& site, const RankState& 
     if constexpr (first + warp_lanes < S.ranks)
         send_credits<S, first + warp_lanes>(team, site, state);
     if (team.warp() > 1 || first + team.warp_lane() >= S.ranks) return;
-    const u32 rank = site.rank + first + team.warp_lane(),
-              peer = rank < S.ranks ? rank : rank - S.ranks;
+    const u32 peer = next_rank<S>(site.rank, first + team.warp_lane());
     if (!has(state.living, peer)) return;
     send_credit<S>(site, state.progress, team.warp() == 0 ? Phase::dispatch : Phase::combine, peer);
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.fp8 import dequantize, quantize
+from weft.fp8 import block_amax, dequantize, power_above, power_of_two, quantize
 from weft.placement import Placement
 from weft.reference import combine as add_hosts
 
@@ -69,19 +69,16 @@ def _sent_as(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 rows and scales by the arithmetic of another library."""
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
-    amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
-    broken = amax.isinf()
-    amax = torch.where(broken, 1.0, amax)
+    amax, broken = block_amax(blocks)
     if recipe == "deep_ep":
         amax = torch.maximum(amax, torch.full_like(amax, 1e-4))
     scales = amax * torch.full_like(amax, 1 / 448)
     if recipe == "triton_dist":
         q = blocks / torch.where(scales == 0, torch.inf, scales)[..., None]
     elif scale == "ue8m0":
-        mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa from 0.5
-        power = (exponent - 9 + (mantissa > 0.875).int()).double()
-        scales = torch.ldexp(torch.ones_like(power), power).float()
-        q = blocks * torch.ldexp(torch.ones_like(power), -power).float()[..., None]
+        power = power_above(amax)
+        scales = power_of_two(power)
+        q = blocks * power_of_two(-power)[..., None]
     else:
         q = blocks * (torch.full_like(amax, 448.0) / amax)[..., None]
     q = torch.where(broken[..., None], torch.nan, q).clamp(-448.0, 448.0)

@@ -24,27 +24,26 @@ from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import synchronize_device
 from weft.runtime.timeline import read_timeline
 
-METADATA, SENDER, RECEIVER = 0, 1, 2  # weft::CtaRole in device/header.cuh
-ROLES = ("metadata", "sender", "receiver")
+ROLES = ("metadata", "sender", "receiver")  # by the numbers of weft::CtaRole in device/header.cuh
 # What a team does: (name, begin, end) by phase and role; stamps by their names in TraceRecord.
 STEPS = {
-    ("dispatch", METADATA): (
+    ("dispatch", "metadata"): (
         ("wait for credits", "start", "credited"),
         ("send metadata", "credited", "end"),
     ),
-    ("dispatch", SENDER): (
+    ("dispatch", "sender"): (
         ("load, wait for credits", "start", "credited"),
         ("quantise and send", "credited", "end"),
     ),
-    ("dispatch", RECEIVER): (
+    ("dispatch", "receiver"): (
         ("receive metadata", "start", "learned"),
         ("receive rows", "learned", "end"),
     ),
-    ("combine", SENDER): (
+    ("combine", "sender"): (
         ("load, wait for credits", "start", "credited"),
         ("copy", "credited", "end"),
     ),
-    ("combine", RECEIVER): (("wait and reduce", "start", "end"),),
+    ("combine", "receiver"): (("wait and reduce", "start", "end"),),
 }
 Event = dict[str, Any]
 
@@ -168,7 +167,7 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
         "learned": work.learned_ns,
         "end": work.end_ns,
     }
-    for name, begin, end in STEPS[work.phase, ROLES.index(work.role)]:
+    for name, begin, end in STEPS[work.phase, work.role]:
         if not stamps[begin] or stamps[end] <= stamps[begin]:
             continue
         args: Event = {"epoch": work.epoch, "role": work.role, "units": work.units}

@@ -114,9 +114,8 @@ class ControlPlane:
         self._broken = self._broken or why
         if os.getpid() != self._owner:  # its parent's sockets are the child's, too
             return
-        for connection in self.peers.values():
-            with contextlib.suppress(OSError):  # the other end may have gone
-                connection.shutdown(socket.SHUT_RDWR)
+        for rank in self.peers:
+            self.end(rank)
 
     def end(self, rank: int) -> None:
         """Hear no more from a peer whose process has ended, once what it sent has been read.
@@ -151,10 +150,11 @@ class ControlPlane:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() == self._owner:  # a forked child must not speak for its parent
-            self._tell({"bye": None if why is None else text_of(why)})
-        for connection in self.peers.values():
-            connection.close()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as last:
+            for connection in self.peers.values():
+                last.callback(connection.close)  # an error if somebody has closed its descriptor
+            if os.getpid() == self._owner:  # a forked child must not speak for its parent
+                self._tell({"bye": None if why is None else text_of(why)})
 
     def _swap(
         self, op: str, part: bytes, timeout: float, *, fd: int | None = None

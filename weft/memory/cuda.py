@@ -175,14 +175,15 @@ class DeviceShares:
 
         One of a process that has ended is unmapped first, when this GPU has done all its work.
         """
-        with self._current(), contextlib.ExitStack() as last:
-            replaced = self.ranks.intersection(shared)
-            if replaced:
-                last.callback(self._renew_fence)
+        with self._current():
+            if replaced := self.ranks.intersection(shared):
                 call("cuMemFree", self._fence)
                 self._fence = 0
-            for rank in replaced:
-                self._unmap(rank)
+                try:
+                    for rank in replaced:
+                        self._unmap(rank)
+                finally:
+                    self._fence = fence()
             for rank, each in shared.items():
                 try:
                     self._map(rank, each)
@@ -258,10 +259,6 @@ class DeviceShares:
         where = self.base + rank * self.stride
         handle = self._own if rank == self._rank else self._import(shared)
         try:
-            if (
-                rank in self.ranks
-            ):  # of a process that has ended: a replacement's comes in its place
-                self._unmap(rank)
             call("cuMemMap", where, self._mapped, 0, handle, 0)
             self.ranks.add(rank)
         finally:
@@ -272,9 +269,6 @@ class DeviceShares:
         access.location.id = self._ordinal
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         call("cuMemSetAccess", where, self._mapped, [access], 1)
-
-    def _renew_fence(self) -> None:
-        self._fence = fence()
 
     def _unmap(self, rank: int) -> None:
         self.ranks.remove(rank)

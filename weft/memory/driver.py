@@ -125,10 +125,8 @@ def in_relaxed_mode(init: Init) -> Init:
 
     @functools.wraps(init)
     def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
-        noted = getattr(
-            group, "creation", None
-        )  # what is no group is for the constructor to refuse
-        if noted is None:
+        noted = getattr(group, "creation", None)
+        if noted is None:  # what is no group is for the constructor to refuse
             init(self, group, *args, **given)
             return
         with relaxed(group.device), plain_tensors(), noted() as creation:

@@ -50,7 +50,7 @@ class Group(Recovering):
         self._own: OwnProcessGroup | None = None
         self._threads = threads
         self._hosts: Hosts | None = None  # where there are several
-        self._machines = 1
+        self._machines = self._job_machines = 1
         super().__init__(control, device=device, timeout=timeout, watched=not threads)
 
     @classmethod
@@ -145,7 +145,7 @@ class Group(Recovering):
             reached = cuda.reached(where, exchange, [machine[0] for machine in machines])
         ranks, names = by_host(said, reached)
         made = cls(over_torch, device=where, timeout=timeout, process_group=group)
-        made._machines = len(machines)
+        made._machines = made._job_machines = len(machines)
         if len(ranks) > 1:
             made._find_hosts(ranks, names, said)
         else:
@@ -186,6 +186,7 @@ class Group(Recovering):
                     f"the ranks of {names[index]} could map each other's memory and now cannot: "
                     "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and start anew"
                 )
+            local._job_machines = self._machines
             return Hosts(ranks, names, index, local, rail, said[0]["token"])
 
         doing = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"

@@ -1,8 +1,7 @@
 """Mirrors of the structs in device/header.cuh that the host reads or writes.
 
-Their sizes and the offset of every field are compared with the numbers that every compiled entry
-exports (runtime/layout.py). Types are not: a field that changes its type and keeps its place is to
-be changed here by hand.
+Every generated source asserts their sizes and the offset of every field (runtime/layout.py), but no
+types: a field that changes its type and keeps its place is to be changed here by hand.
 """
 
 from __future__ import annotations
@@ -68,6 +67,18 @@ class Fault(ctypes.Structure):
         ("reserved", c_uint32),
         ("epoch", c_uint64),
         ("argument", c_uint64),
+    )
+
+
+class Site(ctypes.Structure):
+    """Where the shares are and which rank this is."""
+
+    _fields_ = (
+        ("base", c_uint64),
+        ("stride", c_uint64),
+        ("mailbox", c_uint64),
+        ("rank", c_uint32),
+        ("descriptor", c_uint32),
     )
 
 

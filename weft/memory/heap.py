@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
 from weft.arguments import instance, integer, integers
 from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
-from weft.memory import posix
+from weft.memory import cuda, posix
 from weft.memory.group import Group
 from weft.memory.header import MAILBOX_BYTES, header_bytes
 from weft.memory.room import require_room
@@ -20,22 +20,7 @@ from weft.memory.room import require_room
 _log = logging.getLogger(__name__)
 INT64 = -(1 << 63), (1 << 63) - 1
 MAX_BYTES = 1 << 48  # of a share: what a process can address
-
-
-class Shares(Protocol):
-    """What a backend (posix.py, cuda.py) gives a heap."""
-
-    base: int
-    stride: int
-    mailbox: tuple[int, int]
-    ranks: set[int]
-
-    @property
-    def stream(self) -> int: ...
-    def view(self, address: int, count: int, keeper: object) -> torch.Tensor: ...
-    def read(self, address: int, count: int) -> bytes: ...
-    def write(self, address: int, data: bytes) -> None: ...
-    def free(self) -> None: ...
+Shares: TypeAlias = posix.HostShares | cuda.DeviceShares
 
 
 class _Keeper:
@@ -208,13 +193,9 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
         group.agree({"size": size}, what="the heap's size")
         require_room(group, size, what="a heap")
         generation = group.next_generation()
-        shares: Shares
-        if group.device.type == "cuda":
-            from weft.memory import cuda
-
-            shares = cuda.create(group, size)
-        else:
-            shares = posix.create(group, size)
+        create: Callable[[Group, int], Shares]
+        create = cuda.create if group.device.type == "cuda" else posix.create
+        shares = create(group, size)
         _log.info(
             "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
             *(generation, size, group.size, group.device.type, group.size * shares.stride),

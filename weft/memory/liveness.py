@@ -50,15 +50,10 @@ class Liveness:
         self._pipes = dict(pipes)
         self._mine = mine
         self._tell = ended
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="weft-liveness", daemon=True)
-        try:
-            self._thread.start()
-        except BaseException:  # the descriptors stay the caller's
-            os.close(self._wake)
-            raise
+        self._thread.start()
 
     def ended(self, rank: int) -> bool:
         """Has the process of a rank ended? Nothing that it did is under way then."""
@@ -74,43 +69,37 @@ class Liveness:
             signal.pidfd_send_signal(self._fds[rank], signal.SIGKILL)
 
     def close(self) -> None:
-        """End the thread and close all descriptors. Idempotent; a forked child does nothing."""
+        """End the thread, which closes all descriptors. Idempotent; a forked child does nothing."""
         with self._lock:
             if self._closed or os.getpid() != self._owner:
                 return
             self._closed = True
-        reader, writer = self._mine
-        os.write(writer, b".")  # a pipe that ends with something in it tells of no death
-        os.close(writer)
-        os.close(reader)
-        os.eventfd_write(self._wake, 1)
+            try:
+                # To the thread, and to peers: a pipe with something in it tells of no death.
+                os.write(self._mine[1], b".")
+            except OSError:  # closed by somebody else, and with it what would wake the thread
+                return
         if self._thread is not threading.current_thread():
             self._thread.join()
-        os.close(self._wake)
 
     def _watch(self) -> None:
         poller = select.poll()
         ranks = {fd: rank for each in (self._fds, self._pipes) for rank, fd in each.items()}
-        for fd in (self._wake, *ranks):
+        for fd in (self._mine[0], *ranks):
             poller.register(fd, select.POLLIN)
         told: set[int] = set()
-        try:
-            while True:
-                ready = dict(poller.poll())
-                if self._wake in ready:
-                    return
-                # One at a time: `ended` may close this, and then no other is called.
-                fd, events = next(iter(ready.items()))
-                poller.unregister(fd)
-                rank = ranks[fd]
-                left = fd == self._pipes.get(rank) and events & select.POLLIN
-                if not left and rank not in told:
-                    told.add(rank)
-                    self._tell(rank)
-        finally:
-            for fd in ranks:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+        while self._mine[0] not in (ready := dict(poller.poll())):
+            # One at a time: `ended` may close this, and then no other is called.
+            fd, events = next(iter(ready.items()))
+            poller.unregister(fd)
+            rank = ranks[fd]
+            left = fd == self._pipes.get(rank) and events & select.POLLIN
+            if not left and rank not in told:
+                told.add(rank)
+                self._tell(rank)
+        for fd in (*ranks, *self._mine):
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def lifelong_pipe() -> tuple[int, int]:

@@ -128,9 +128,9 @@ class Meeting:
         with contextlib.suppress(OSError):  # no descriptor is free, or a copy has been shut down
             for connection in self.accept():
                 refuse(connection, why)
-        with contextlib.suppress(OSError):  # a copy of it in another process has been shut down
+        # A copy of it in another process has been shut down, or somebody has closed this one.
+        with contextlib.suppress(OSError), self.listener:
             self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
 
     def accept(self) -> Iterator[socket.socket]:
         """What has connected and, as the kernel says, is of this user. Raises OSError."""
@@ -260,9 +260,9 @@ class _Hub:
             poller.register(each, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poller.poll(milliseconds(deadline))}
+        poller.poll(milliseconds(deadline))
         ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
-        for rank in [r for r, each in members.items() if each.fileno() in ready or r in ended]:
+        for rank in members:
             while (message := self.control.hear(rank, _OP)) is not None:
                 message.drop()
                 self.met.add(rank)

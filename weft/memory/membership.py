@@ -83,13 +83,13 @@ class Membership:
                     f"rank {control.rank} cannot watch the other ranks: {error}; it needs free "
                     "descriptors (ulimit -n) and a thread (ulimit -u)"
                 ) from error
-            undo.pop_all()
+            undo.callback(self.agreement.close)
+            self._held = undo.pop_all()
 
     def close(self, why: str | None = None) -> None:
         """Give everything back. Idempotent; peers that wait for this rank get the reason."""
-        self.control.close(why)
-        self.liveness.close()
-        self.agreement.close()
+        with self._held:
+            self.control.close(why)
 
 
 def _own_pidfd() -> int:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-from weft.arguments import function, instance, integer, seconds, shown
+from weft.arguments import function, instance, integer, seconds
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
@@ -19,7 +19,7 @@ from weft.errors import (
     UsageError,
     WeftError,
 )
-from weft.memory.wire import JSON, encode
+from weft.memory.wire import JSON
 
 T = TypeVar("T")
 Step = Callable[[Any], object]  # with the group that says it again
@@ -83,7 +83,6 @@ class Messages:
         JSON cannot say and RendezvousFailed when a rank died, closed its group or did not come in
         time.
         """
-        _check_json(value)
         return self.noted(lambda group: group._gather("all_gather", value, timeout))
 
     def barrier(self, *, timeout: float | None = None) -> None:
@@ -164,7 +163,6 @@ class Messages:
         for dicts, both values.
         """
         instance("what", what, str)
-        _check_json(value)
         self.noted(lambda group: group._agree(value, what))
 
     def _agree(self, value: JSON, what: str) -> None:
@@ -264,14 +262,6 @@ class Messages:
 
     def _deadline(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else seconds("timeout", timeout)
-
-
-def _check_json(value: JSON) -> None:
-    """Raises InvalidArgument for what no message can carry."""
-    try:
-        encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
 
 
 def _difference(other: Any, first: Any) -> tuple[str, str]:

@@ -15,7 +15,6 @@ import torch
 
 from weft.arguments import instance, integers, seconds
 from weft.errors import (
-    CreationFailed,
     InvalidArgument,
     OutOfOrder,
     RecoveryFailed,
@@ -32,6 +31,8 @@ from weft.memory.messages import Control, Messages
 
 class Recovering(Messages):
     """Ranks that have met, and the operators that share their fate: a group that survives ranks."""
+
+    _job_machines: int  # of this group, or of the one whose host it is
 
     def __init__(
         self, control: Control, *, device: torch.device, timeout: float, watched: bool
@@ -104,19 +105,26 @@ class Recovering(Messages):
 
     def _move(self, fresh: Membership) -> None:
         """Go on with all ranks, on new sockets."""
-        old, self._control, self._membership = self._membership, fresh.control, fresh
-        with self._fate:
-            self._living = (1 << self.size) - 1
-            others = set(range(self.size)) - {self.rank}
-            self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
-        if old is not None:
-            old.close()
+        with contextlib.ExitStack() as last:
+            if self._membership is not None:
+                last.callback(self._membership.close)
+            self._control, self._membership = fresh.control, fresh
+            with self._fate:
+                self._living = (1 << self.size) - 1
+                others = set(range(self.size)) - {self.rank}
+                self._ended = {rank for rank in others if fresh.liveness.ended(rank)}
 
     def _recoverable(self) -> Membership:
         """What a recovery needs. Raises OutOfOrder and InvalidArgument."""
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
-        if self._membership is None or self._membership.control is not self._control:
+        if self._job_machines > 1:
+            raise InvalidArgument(
+                f"a group of {self._job_machines} machines cannot recover, nor can the local "
+                "group of one of its hosts: end the job on all of them, start it anew and make new "
+                "process groups and a new group"
+            )
+        if self._membership is None:
             raise InvalidArgument(
                 "this group cannot recover: it needs two ranks or more, each a process, of one "
                 "machine"
@@ -154,8 +162,8 @@ class Recovering(Messages):
         Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
         then end its process and call this again. Raises what an operator raises that cannot go on
         without the dead, when all others have recovered: the same on every rank, or CreationFailed
-        naming those that did. Raises InvalidArgument for ranks that are threads or of several
-        machines, and OutOfOrder in a forked child, or while another thread of this rank recovers.
+        naming those that did. Raises InvalidArgument for ranks that are threads, or of a job on
+        several machines, and OutOfOrder in a forked child, or while another thread recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
@@ -301,30 +309,31 @@ class Recovering(Messages):
             here.control.leave(f"rank {self.rank} could not take in new processes; call recover")
             return False
         assert fresh is not None
-        with self._fate:
-            members = self._attached()
-        for member in members:  # before its memory changes
-            member._quiesce()
-        self._move(fresh)
+        with contextlib.ExitStack() as last:
+            last.callback(self._move, fresh)  # as all have decided, whatever is raised here
+            with self._fate:
+                members = self._attached()
+            for member in members:  # before its memory changes
+                member._quiesce()
         return True
 
     def _go_on(self, deadline: float) -> dict[str, int]:
-        """Make the living equal, and resume the operators that all of them still have."""
+        """Make the living equal, and resume the operators that all of them still have.
+
+        No process but theirs can store into their memory now. Raises what the first operator raised
+        that cannot go on, when the others have recovered.
+        """
 
         def left() -> float:
             return max(0.001, deadline - time.monotonic())
 
-        heard: list[Exception] = []  # of a peer
-
-        def barrier() -> None:
-            try:
-                self._vote(None, "recovering", left())
-            except (RendezvousFailed, CreationFailed) as error:
-                heard.append(error)
-                raise
+        def barrier(problems: list[Exception]) -> None:
+            problem = problems[0] if problems else None
+            self._vote(problem, "recovering", left(), alike=WeftError)
 
         with self._fate:
-            own = {name: member._finished() for name, member in self._members.items()}
+            members = dict(self._members)
+            own = {name: member._finished() for name, member in members.items()}
         said = self._gather("recover", own, left())
         states = [said[rank] for rank in self.living]
         finished = {
@@ -332,48 +341,26 @@ class Recovering(Messages):
             for name in own
             if all(name in state for state in states)
         }
-        problem: Exception | None = None
-        try:
-            self._resume(self._living, barrier, finished)
-        except Exception as error:
-            if error in heard:
-                raise
-            problem = error
-        self._vote(problem, "recovering", left(), alike=WeftError)
+        both = [members[name] for name in finished]
+        barrier(_tried([member._quiesce for member in both]))  # then none stores into a share
+        problems = _tried([partial(member._recover, self._living) for member in both])
+        with self._fate:
+            for rank in self._taking_part(self._ended):  # `_recover` has forgotten that it ended
+                for member in both:
+                    member._peer_ended(rank)
+        barrier(problems)  # every share is as at creation: calls may store into it
         return finished
 
-    def _resume(
-        self, living: int, barrier: Callable[[], None], names: Collection[str] | None = None
-    ) -> None:
-        """Let operators start anew among the ranks of `living`, bit r for rank r.
 
-        Collective over the living, when no process but theirs can store into their memory.
-        barrier: returns when all of the living have called it.
-        names: of the operators that all of them have; all where nobody says.
-
-        Raises what the first operator raised that cannot go on, when the others have recovered.
-        """
-        with self._fate:
-            items = list(self._members.items())
-        members = [member for name, member in items if names is None or name in names]
-        for member in members:
-            member._quiesce()
-        barrier()  # no kernel of the living runs: none stores into a share
-        self._living = living
-        failures: list[Exception] = []
-        for member in members:
-            try:
-                member._recover(living)
-            except Exception as error:  # the peers wait in the barrier
-                failures.append(error)
-        barrier()  # every share is as at creation: calls may store into it
-        with self._fate:
-            for rank in self._ended:
-                if living >> rank & 1:  # ended meanwhile: `_recover` has forgotten it
-                    for member in members:
-                        member._peer_ended(rank)
-        if failures:
-            raise failures[0]
+def _tried(steps: list[Callable[[], None]]) -> list[Exception]:
+    """Take every step, and return what they raised: peers wait in a barrier."""
+    problems: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            problems.append(error)
+    return problems
 
 
 def _close_in(process: int, meeting: Meeting) -> None:

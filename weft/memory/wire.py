@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+from weft.arguments import shown
 from weft.errors import InvalidArgument
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
@@ -66,9 +67,12 @@ def encode(value: JSON) -> bytes:
 def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
     """What a control message of `op` carries. `larger`: what large data takes instead.
 
-    Raises InvalidArgument for more than VALUE_LIMIT bytes, and what `encode` raises.
+    Raises InvalidArgument for more than VALUE_LIMIT bytes, and for what JSON cannot say.
     """
-    body = encode(value)
+    try:
+        body = encode(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
     if len(body) > VALUE_LIMIT:
         raise InvalidArgument(
             f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_LAYER = 999_999
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
-SCALES = ("F32", "BF16", "F16")
 PACKED = ("U8", "I8")  # MXFP4, two numbers a byte
 INT4 = "I32"  # eight numbers a word
 POWERS = ("U8", "F8_E8M0")  # scales that are powers of two
@@ -62,6 +61,13 @@ class Part:
     values: torch.Tensor
     scale: torch.Tensor | None = None
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
+
+    def padded(self, columns: int) -> Part:
+        """MXFP4, or a bias beside it, with zeros for the rows and columns that it lacks."""
+        missing = self.rows.stop - self.rows.start - len(self.values)
+        values = _padded(self.values, missing, columns // 2)
+        scale = None if self.scale is None else _padded(self.scale, missing, columns // MX_BLOCK)
+        return replace(self, values=values, scale=scale)
 
 
 @contextmanager
@@ -135,13 +141,10 @@ class LayerReader:
         columns: int = 0,
         block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK),
     ) -> Part:
-        """A part of as many rows and columns as the config has; what MXFP4 lacks is zero."""
-        if self.mxfp4:
-            missing = rows.stop - rows.start - len(values)
-            values = padded(values, missing, columns // 2)
-            scale = None if scale is None else padded(scale, missing, columns // MX_BLOCK)
+        """A part of as many rows and columns as the config has."""
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
-        return Part(name, field, rows, values, scale, block)
+        part = Part(name, field, rows, values, scale, block)
+        return part.padded(columns) if self.mxfp4 else part
 
     def _separate(self, expert: int) -> Iterator[Part]:
         inner, hidden = self._config.intermediate, self._config.hidden
@@ -196,7 +199,7 @@ class LayerReader:
         allowed: shapes that they may have; errors name the first.
         """
         have = tuple(self._opened(name)[1].get_shape())
-        found = self._read(name, have if have in allowed else allowed[0], dtypes=SCALES + POWERS)
+        found = self._read(name, have if have in allowed else allowed[0], dtypes=PLAIN + POWERS)
         if found.dtype == torch.uint8:
             found = found.view(torch.float8_e8m0fnu)
         scale = found.float().reshape(have if len(have) == 2 else (-1, 1))
@@ -353,7 +356,7 @@ def _int4(words: torch.Tensor) -> torch.Tensor:
     return ((words.unsqueeze(-1) >> shifts & 15) - 8).to(torch.int8).flatten(1)
 
 
-def padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """With so many rows of zeros after the last, and zeros up to so many columns."""
     across = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
     return functional.pad(tensor, (*across, 0, rows))

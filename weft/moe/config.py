@@ -18,7 +18,6 @@ from weft.gemm.config import FP8, fastest_plan
 from weft.gemm.triton_launch import installed, is_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
-from weft.memory import Group
 from weft.moe.choice import AUTO, MODES, OVERLAPS
 from weft.moe.models import MoEConfig
 from weft.moe.replicas import Replicas
@@ -55,8 +54,8 @@ class LayerOptions:
         """The options among a constructor's arguments."""
         return cls(**{each.name: given[each.name] for each in fields(LayerOptions)})
 
-    def check(self, config: MoEConfig) -> None:
-        """Raises InvalidArgument for what no layer has."""
+    def check(self, config: MoEConfig, hosts: int) -> None:
+        """Raises InvalidArgument for what no layer over so many hosts has."""
         one_of("dtype", config.dtype, DTYPE_NAMES)
         one_of("mode", self.mode, (AUTO, *MODES))
         one_of("overlap", self.overlap, (AUTO, *OVERLAPS))
@@ -73,9 +72,9 @@ class LayerOptions:
         seconds("first_timeout", self.first_timeout)
         flags(fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile)
         if self.replicas is not None:
-            self._check_replicas(self.replicas, config.routing.num_experts)
+            self._check_replicas(self.replicas, config.routing.num_experts, hosts)
 
-    def _check_replicas(self, replicas: Replicas, experts: int) -> None:
+    def _check_replicas(self, replicas: Replicas, experts: int, hosts: int) -> None:
         instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
         if self.expert_map is not None:
             raise InvalidArgument(
@@ -85,6 +84,11 @@ class LayerOptions:
         if replicas.num_experts != experts:
             raise InvalidArgument(
                 f"replicas are of {replicas.num_experts} experts, the config has {experts}"
+            )
+        if hosts > 1:
+            raise InvalidArgument(
+                f"replicas are given in a group of {hosts} hosts: a rank that takes one does not "
+                "know its host yet; leave them out, or give experts an expert_map"
             )
 
     def num_physical(self, config: MoEConfig) -> int:
@@ -125,7 +129,6 @@ class LayerPlan:
     overlap: str
     gemm: str
     quantize: str | None
-    combine_dtype: str | None
 
     @property
     def gemm_push(self) -> bool:
@@ -134,36 +137,30 @@ class LayerPlan:
 
 
 def plans_of(
-    group: Group, config: MoEConfig, options: LayerOptions
+    config: MoEConfig, options: LayerOptions, device: torch.device, *, hosts: int = 1
 ) -> dict[tuple[str, str], LayerPlan]:
-    """The plans that serve on this rank, by mode and overlap, whatever overlap was asked for.
+    """The plans that serve on this device, by mode and overlap, whatever overlap was asked for.
 
     Raises InvalidArgument where none serves that was asked for.
     """
-    options.check(instance("config", config, MoEConfig))
-    if options.replicas is not None and group.hosts > 1:
-        raise InvalidArgument(
-            f"replicas are given in a group of {group.hosts} hosts: a rank that takes one does not "
-            "know its host yet; leave them out, or give experts an expert_map"
-        )
+    options.check(instance("config", config, MoEConfig), hosts)
     modes = MODES if options.mode == AUTO else (options.mode,)
     found: dict[tuple[str, str], LayerPlan] = {}
-    refused: dict[tuple[str, str], InvalidArgument] = {}
+    refused: dict[tuple[str, str], str] = {}
     for mode, overlap in itertools.product(modes, OVERLAPS):
         if overlap == "shared_expert" and not config.shared and options.overlap != overlap:
             continue  # there would be nothing to overlap
         asked = replace(options, mode=mode, overlap=overlap)
         try:
-            found[mode, overlap] = plan_for(asked, config, group.device)
+            found[mode, overlap] = plan_for(asked, config, device)
         except InvalidArgument as error:
-            # Without its traceback: that holds this frame, which holds the error.
-            refused[mode, overlap] = error.with_traceback(None)
+            refused[mode, overlap] = str(error)
     if options.overlap != AUTO:
         serve = {mode for mode, overlap in found if overlap == options.overlap}
         found = {key: plan for key, plan in found.items() if key[0] in serve}
     if not found:
         first = options.overlap if options.overlap != AUTO else OVERLAPS[0]
-        raise InvalidArgument(str(refused[modes[0], first]))
+        raise InvalidArgument(refused[modes[0], first])
     return found
 
 
@@ -174,7 +171,7 @@ def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> 
         _check_low_latency(options)
     quantize = options.quantize or ("fp8" if options.fp8 else None)
     gemm = choose_gemm(options.gemm, device, config, fp8=options.fp8, quantize=quantize)
-    plan = LayerPlan(options.mode, options.overlap, gemm, quantize, options.combine_dtype)
+    plan = LayerPlan(options.mode, options.overlap, gemm, quantize)
     if not plan.gemm_push:
         return plan
     if options.combine_dtype is not None:
@@ -211,7 +208,7 @@ def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) ->
         # of AllToAll on 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169
         # against 201 at 512 (2026-11-21).
         "combine": "gemm_push" if plan.gemm_push else "push",
-        "combine_dtype": plan.combine_dtype,
+        "combine_dtype": options.combine_dtype,
     }
     return sizes | {"slots": 1} if plan.mode == "low_latency" else sizes
 
@@ -237,11 +234,9 @@ def choose_gemm(
     return "torch"
 
 
-def pushes_in_place(
-    config: MoEConfig, experts: int, *, fp8: bool, device: torch.device | None
-) -> bool:
+def pushes_in_place(config: MoEConfig, experts: int, *, fp8: bool, device: torch.device) -> bool:
     """Can the down projection of so many experts store rows whose arrival their owner polls?"""
-    if device is None or device.type == "cpu":
+    if device.type == "cpu":
         return True
     dtype, out = FP8 if fp8 else config.dtype, config.dtype
     sizes = experts, 1, config.hidden, config.intermediate, dtype

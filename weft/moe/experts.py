@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -30,7 +30,7 @@ from weft.gemm.mxfp4 import (
     quantize_mxfp4,
 )
 from weft.memory.discovery import default_device
-from weft.moe.checkpoint import MAX_LAYER, Part, open_layer, padded
+from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
 from weft.runtime.check import check_tensor, refuse_tensor
@@ -55,16 +55,6 @@ class Expert(nn.Module):
     ) -> None:
         super().__init__()
         instance("gating", gating, Gating)
-        for name, tensor in (
-            ("gate_up", gate_up),
-            ("down", down),
-            ("gate_up_bias", gate_up_bias),
-            ("down_bias", down_bias),
-        ):
-            if tensor is None and name.endswith("bias"):
-                continue
-            if not isinstance(tensor, torch.Tensor):
-                refuse_tensor(name, tensor)
         _check_expert(gate_up, down, gate_up_bias, down_bias)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
@@ -165,11 +155,7 @@ class ExpertWeights:
 
         Raises InvalidArgument for sizes that are no multiples of 128.
         """
-        gate_up, gate_up_scale = to_blocks(self.gate_up)
-        down, down_scale = to_blocks(self.down)
-        return replace(
-            self, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
-        )
+        return self._stored_by(to_blocks)
 
     def to_mxfp4(self) -> ExpertWeights:
         """The same experts in MXFP4 (`weft.gemm.quantize_mxfp4`), packed for `grouped_gemm`.
@@ -181,8 +167,13 @@ class ExpertWeights:
             raise InvalidArgument(
                 f"weights are {self.gate_up.dtype} with scales; MXFP4 is made of weights without"
             )
-        gate_up, gate_up_scale = pack_mxfp4(*quantize_mxfp4(self.gate_up))
-        down, down_scale = pack_mxfp4(*quantize_mxfp4(self.down))
+        return self._stored_by(lambda weights: pack_mxfp4(*quantize_mxfp4(weights)))
+
+    def _stored_by(
+        self, convert: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    ) -> ExpertWeights:
+        gate_up, gate_up_scale = convert(self.gate_up)
+        down, down_scale = convert(self.down)
         return replace(
             self, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale
         )
@@ -204,25 +195,18 @@ class ExpertWeights:
             refuse("experts", experts, "a list of weft.moe.Expert")
         for place, expert in enumerate(experts):
             instance(f"experts[{place}]", expert, Expert)
-        wide, hidden = 2 * config.intermediate, config.hidden
-
-        def join(name: str, *shape: int) -> torch.Tensor:
-            whole = torch.empty((len(experts), *shape), dtype=config.dtype, device=device)
+        joined: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in _tensors_of(config, config.dtype).items():
+            joined[name] = torch.empty((len(experts), *shape), dtype=dtype, device=device)
             for place, expert in enumerate(experts):
-                part = getattr(expert, name)
+                part = getattr(expert, name, None)
                 if part is None or part.shape != shape:
                     have = None if part is None else list(part.shape)
                     raise InvalidArgument(
                         f"expert {place} has {name} {have}; the config wants {list(shape)}"
                     )
-                whole[place] = part
-            return whole
-
-        gate_up = join("gate_up", wide, hidden)
-        down = join("down", hidden, config.intermediate)
-        if not config.biased:
-            return cls(gate_up, down)
-        return cls(gate_up, down, join("gate_up_bias", wide), join("down_bias", hidden))
+                joined[name][place] = part
+        return cls(**joined)
 
     @classmethod
     def from_safetensors(
@@ -301,15 +285,18 @@ class ExpertWeights:
         """
         instance("config", config, MoEConfig)
         flags(interleaved=interleaved, packed=packed)
-        inner, hidden = gate_up.shape[1] // 2, down.shape[1]
-        experts, device = gate_up.shape[0], gate_up.device
-        for name, tensor, shape, dtypes in (
+        device = getattr(gate_up, "device", torch.device("cpu"))
+        for name, tensor in (("gate_up", gate_up), ("down", down)):  # their sizes say the others'
+            shape = ("local_experts", "rows", "columns")
+            check_tensor(name, tensor, shape=shape, dtypes=(torch.uint8,), device=device)
+        experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, down.shape[1]
+        for name, tensor, sizes, dtypes in (
             ("gate_up", gate_up, (experts, 2 * inner, hidden // 2), (torch.uint8,)),
             ("down", down, (experts, hidden, inner // 2), (torch.uint8,)),
             ("gate_up_scale", gate_up_scale, (experts, 2 * inner, hidden // BLOCK), SCALES),
             ("down_scale", down_scale, (experts, hidden, inner // BLOCK), SCALES),
         ):
-            check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=device)
+            check_tensor(name, tensor, shape=sizes, dtypes=dtypes, device=device)
         if not (0 <= config.intermediate - inner < UNIT_K and 0 <= config.hidden - hidden < UNIT_K):
             raise InvalidArgument(
                 f"the weights have intermediate {inner} and hidden {hidden}, the config "
@@ -334,15 +321,12 @@ class ExpertWeights:
         for place in range(experts):
             for field, target, taken, columns in places:
                 values, scale = (each[place].view(torch.uint8)[taken] for each in stored[field])
-                missing = target.stop - target.start - len(values)
-                values = padded(values, missing, columns // 2)
-                scale = padded(scale, missing, columns // BLOCK)
                 name = f"expert {place}, {field} of rows {target.start}.."
-                weights._put(place, Part(name, field, target, values, scale))
+                weights._put(place, Part(name, field, target, values, scale).padded(columns))
                 bias = biases[field]
                 if config.biased and bias is not None:
-                    bias = padded(bias[place][taken], missing, 0)
-                    weights._put(place, Part(name, f"{field}_bias", target, bias))
+                    part = Part(name, f"{field}_bias", target, bias[place][taken])
+                    weights._put(place, part.padded(0))
         return weights
 
     @classmethod
@@ -350,31 +334,17 @@ class ExpertWeights:
         cls, config: MoEConfig, experts: int, device: torch.device, stored: torch.dtype
     ) -> ExpertWeights:
         """Weights of a config's sizes, not yet written."""
-        wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
-        scaled = stored in (FP8, MXFP4)
-        if scaled and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
+        inner, hidden = config.intermediate, config.hidden
+        if stored in (FP8, MXFP4) and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
             raise InvalidArgument(
                 f"fp8 is True for intermediate {inner} and hidden {hidden}; blocks are {FP8_BLOCK} "
                 f"x {FP8_BLOCK}: both must be multiples of {FP8_BLOCK}"
             )
-
-        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty((experts, *shape), dtype=dtype, device=device)
-
-        def matrix(rows: int, columns: int) -> torch.Tensor:
-            return empty(*_stored_shape(stored, rows, columns), dtype=stored)
-
-        def scales(rows: int, columns: int) -> torch.Tensor | None:
-            shape = _scale_shape(stored, rows, columns)
-            return empty(*shape, dtype=torch.float32) if scaled else None
-
         return cls(
-            gate_up=matrix(wide, hidden),
-            down=matrix(hidden, inner),
-            gate_up_bias=empty(wide, dtype=config.dtype) if config.biased else None,
-            down_bias=empty(hidden, dtype=config.dtype) if config.biased else None,
-            gate_up_scale=scales(wide, hidden),
-            down_scale=scales(hidden, inner),
+            **{
+                name: torch.empty((experts, *shape), dtype=dtype, device=device)
+                for name, (shape, dtype) in _tensors_of(config, stored).items()
+            }
         )
 
     def _put(self, place: int, part: Part) -> None:
@@ -419,7 +389,6 @@ class ExpertWeights:
         local_experts = integer("local_experts", local_experts, 0, config.routing.num_experts)
         instance("device", device, torch.device)
         flags(fp8=fp8)
-        wide, hidden, inner = 2 * config.intermediate, config.hidden, config.intermediate
         stored = config.dtype
         if fp8:
             is_mxfp4 = isinstance(self.gate_up, torch.Tensor) and self.gate_up.dtype == MXFP4
@@ -428,51 +397,49 @@ class ExpertWeights:
             raise InvalidArgument(
                 f"the layer is {config.dtype}; MXFP4 weights are for bfloat16 and float16"
             )
-        sizes = {"gate_up": (wide, hidden), "down": (hidden, inner)}
-        shapes: dict[str, tuple[int, ...]] = {
-            name: (local_experts, *_stored_shape(stored, *size)) for name, size in sizes.items()
-        }
-        dtypes = dict.fromkeys(shapes, stored)
-        if config.biased:
-            shapes |= {
-                "gate_up_bias": (local_experts, wide),
-                "down_bias": (local_experts, hidden),
-            }
-        elif self.gate_up_bias is not None or self.down_bias is not None:
-            raise InvalidArgument(
-                "the weights have biases, the config has biased=False; leave them out, or set it"
-            )
-        for name in ("gate_up", "down"):
-            if not fp8 and getattr(self, f"{name}_scale") is not None:
+        wanted = _tensors_of(config, stored)
+        for field in dataclass_fields(self):
+            if field.name in wanted or getattr(self, field.name) is None:
+                continue
+            if field.name.endswith("_bias"):
                 raise InvalidArgument(
-                    f"{name}_scale is given, the layer's weights are {config.dtype}: leave it out, "
-                    "or build the layer with fp8=True"
+                    "the weights have biases, the config has biased=False; leave them out, or set "
+                    "it"
                 )
-            if fp8:
-                shapes[f"{name}_scale"] = (local_experts, *_scale_shape(stored, *sizes[name]))
-                dtypes[f"{name}_scale"] = torch.float32
-        for name, shape in shapes.items():
+            raise InvalidArgument(
+                f"{field.name} is given, the layer's weights are {config.dtype}: leave it out, or "
+                "build the layer with fp8=True"
+            )
+        for name, (shape, dtype) in wanted.items():
             check_tensor(
                 name,
                 getattr(self, name),
-                shape=shape,
-                dtypes=(dtypes.get(name, config.dtype),),
+                shape=(local_experts, *shape),
+                dtypes=(dtype,),
                 device=device,
                 kept=True,
                 aligned=1,
             )
 
 
-def _stored_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...]:
-    """A matrix of an expert."""
-    if dtype == MXFP4:
-        return rows // UNIT_N, columns // UNIT_K, UNIT_BYTES
-    return rows, columns
-
-
-def _scale_shape(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, ...]:
-    """The scales of such a matrix."""
-    return (rows,) if dtype == MXFP4 else (rows // FP8_BLOCK, columns // FP8_BLOCK)
+def _tensors_of(
+    config: MoEConfig, stored: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """One expert's sizes, and the dtype, of each tensor that such weights have."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    inner, hidden = config.intermediate, config.hidden
+    for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        if stored == MXFP4:
+            found[name] = (rows // UNIT_N, columns // UNIT_K, UNIT_BYTES), stored
+            found[f"{name}_scale"] = (rows,), torch.float32
+        else:
+            found[name] = (rows, columns), stored
+        if stored == FP8:
+            blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
+            found[f"{name}_scale"] = blocks, torch.float32
+        if config.biased:
+            found[f"{name}_bias"] = (rows,), config.dtype
+    return found
 
 
 def _expanded(
@@ -569,6 +536,9 @@ def _check_expert(
     down_bias: torch.Tensor | None,
 ) -> None:
     """Raises InvalidArgument for tensors that are no MLP together."""
+    for name, matrix in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(matrix, torch.Tensor):
+            refuse_tensor(name, matrix)
     fits = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
     if not fits or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
         raise InvalidArgument(
@@ -583,6 +553,8 @@ def _check_expert(
     ):
         if tensor is None:
             continue
+        if not isinstance(tensor, torch.Tensor):
+            refuse_tensor(name, tensor)
         given = (tensor.shape, tensor.dtype, tensor.device)
         if given != (like, gate_up.dtype, gate_up.device):
             raise InvalidArgument(

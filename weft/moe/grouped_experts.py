@@ -35,6 +35,8 @@ class Plans(NamedTuple):
 class GroupedExperts:
     """Two grouped GEMMs; the first gates and quantises in its epilogue, the second may push.
 
+    Calls are those of `TorchExperts`.
+
     FP8 and MXFP4 weights take rows as FP8 off the wire. Every plan of a GEMM gives the same bits;
     which is fastest depends on the weights' dtype and on how many rows an expert has, and is looked
     up once for each number of tokens.
@@ -65,34 +67,18 @@ class GroupedExperts:
         kind = GatedQuant if fp8 else Gated
         self._epilogue = kind(**asdict(config.gating))
         self._pushes = gemm_push
-        self._act, self._scales, self._y = self.make_buffers(
-            config, rows, fp8=fp8, gemm_push=gemm_push, device=device
-        )
+        kept = (0,) if gemm_push else rows
+        inner, blocks = config.intermediate, config.intermediate // FP8_BLOCK if fp8 else 0
+        gated = FP8 if fp8 else config.dtype
+        # What gating makes, its scales, and the results where they are kept.
+        self._act = torch.empty((*rows, inner), dtype=gated, device=device)
+        self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
+        self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
         self._grouped: RowsByExpert | None = None
-        self._pushed_rows: RowsByExpert | None = None
         self._push: Push | None = None
         self._ranks, self._max_tokens = ranks, max_tokens
         self._plans: dict[tuple[int, torch.dtype], Plans] = {}
         self._prepared: set[torch.dtype] = set()
-
-    @staticmethod
-    def make_buffers(
-        config: MoEConfig,
-        rows: tuple[int, ...],
-        *,
-        fp8: bool,
-        gemm_push: bool,
-        device: torch.device,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What gating makes, its scales, and the results where they are kept."""
-        dtype = FP8 if fp8 else config.dtype
-        blocks = config.intermediate // FP8_BLOCK if fp8 else 0
-        kept = (0,) if gemm_push else rows
-        return (
-            torch.empty((*rows, config.intermediate), dtype=dtype, device=device),
-            torch.empty((*rows, blocks), dtype=torch.float32, device=device),
-            torch.empty((*kept, config.hidden), dtype=config.dtype, device=device),
-        )
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -156,7 +142,7 @@ class GroupedExperts:
     ) -> None:
         self._grouped, self._plan = rows, self._plans_for(tokens, weights.gate_up.dtype)
         grouped_gemm(
-            rows.x,
+            rows.rows[0],
             weights.gate_up,
             counts=rows.counts,
             offsets=None if self._masked else rows.offsets,
@@ -182,8 +168,7 @@ class GroupedExperts:
                 "these rows have no addresses at their owners; build the layer with "
                 "overlap='gemm_push'"
             )
-        if rows is not self._pushed_rows:  # else as in the last call
-            self._pushed_rows = rows
+        if self._push is None or rows.dst_addr is not self._push.dst_addr:
             self._push = Push(
                 rows.dst_addr,
                 self._config.dtype,
@@ -193,11 +178,7 @@ class GroupedExperts:
         self._multiply(weights, self._plan.push, epilogue=self._push)
 
     def forget(self) -> None:
-        self._grouped = self._pushed_rows = self._push = None
-
-    def close(self) -> None:
-        self.forget()  # its abort_flag is a word of the heap
-        self._act, self._scales, self._y = (t.new_empty(0) for t in self.buffers)
+        self._grouped = self._push = None
 
     def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
         grouped = self._grouped

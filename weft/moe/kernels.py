@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import c_float, c_int64, c_uint32, c_uint64
 
 import torch
@@ -83,12 +83,6 @@ class StatelessKernel(threading.local):
         """The generated entry of one rule, with the layout of its arguments."""
         return self._text(rule) + assertions((self.args,))
 
-    def compile(self, rule: str, arch: str, *, options: Sequence[str] = ()) -> bytes:
-        """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
-        return compile_cubin(
-            self.source(rule), name=self.name, arch=arch, options=(*CUDA_OPTIONS, *options)
-        )
-
     def enqueue(
         self, rule: str, args: ctypes.Structure, device: torch.device, ctas: int, threads: int
     ) -> None:
@@ -116,7 +110,8 @@ class StatelessKernel(threading.local):
                 "call it once before capturing, with zero tokens if you like"
             )
         with loading(torch.cuda.current_device()):
-            cubin = self.compile(rule, current_arch())
+            source, arch = self.source(rule), current_arch()
+            cubin = compile_cubin(source, name=self.name, arch=arch, options=CUDA_OPTIONS)
             module = CudaModule(cubin, name=self.name, stays=True)
             return Launcher(module.function(self.name), self.args, programmatic=True)
 

@@ -114,7 +114,8 @@ class MoE:
         options = LayerOptions.of(locals())
         check_group(group)
         plans = group.together(
-            lambda: plans_of(group, config, options), doing="preparing an MoE layer"
+            lambda: plans_of(config, options, group.device, hosts=group.hosts),
+            doing="preparing an MoE layer",
         )
         group.agree(options.manifest(config), what="MoE layer")
         choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
@@ -260,6 +261,7 @@ class MoE:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of ordinary memory that this rank holds for the layer and its siblings."""
+        self._check_open()
         return self._workspace.bytes
 
     def __call__(
@@ -412,6 +414,7 @@ class MoE:
         self.exchange._on_recovery(self._find_experts)
 
         def check() -> ExpertWeights:
+            self.exchange._check_open()
             if replicas is not None:
                 self._check_replicas(replicas)
             mine = weights(self.local_experts) if callable(weights) else weights

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from weft.arguments import instance
@@ -12,7 +10,7 @@ from weft.lowlatency.results import ExpertRows
 from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
 from weft.moe.router import Routed
-from weft.moe.torch_experts import torch_layout
+from weft.moe.torch_experts import RowsByExpert, torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
 # Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
@@ -20,25 +18,6 @@ from weft.moe.workspace import LayerWorkspace, Shared
 # GEMMs run after the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
 # 12 us more, from 64 on 2 to 6 (DeepSeek-V3, 4 x H200, 2026-11-22).
 YIELDS_FROM = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Rows as experts take them (`weft.moe.torch_experts.RowsByExpert`); nothing was copied.
-
-    offsets: int32 `[local_experts + 1]`: of blocks that follow each other.
-    """
-
-    rows: tuple[torch.Tensor, ...]
-    offsets: torch.Tensor
-    counts: torch.Tensor
-    dst_addr: torch.Tensor | None
-    abort_flag: torch.Tensor | None
-
-    @property
-    def x(self) -> torch.Tensor:
-        """The numbers, without their scales."""
-        return self.rows[0]
 
 
 def packs(plan: LayerPlan, device: torch.device) -> bool:
@@ -78,39 +57,30 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
         None where the rows were pushed.
         """
-        self.exchange._check_open()
         instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
-        experts = len(self._offsets) - 1
-        if experts:
-            yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
-            rows = self._blocks(received)
-            self.experts.up(weights, rows, tokens=self._tokens, early=not yields)
+        yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
+        rows = self._blocks(received)
+        self.experts.up(weights, rows, tokens=self._tokens, early=not yields)
         if received.dst_addr is not None:
-            if experts:
-                self.experts.push(weights)
+            self.experts.push(weights)
             return None
-        size = (*received.x.shape[:2], self.config.hidden)
-        if not experts:
-            return torch.empty(size, dtype=self.config.dtype, device=self.group.device)
-        return self.experts.down(weights).view(size)
+        return self.experts.down(weights).view(*received.x.shape[:2], self.config.hidden)
 
-    @property
-    def _packed(self) -> bool:
-        return packs(self.plan, self.group.device)
-
-    def _blocks(self, received: ExpertRows) -> Blocks:
+    def _blocks(self, received: ExpertRows) -> RowsByExpert:
+        """Nothing is copied: blocks follow each other."""
         scales = () if received.scales is None else (received.scales,)
         rows: tuple[torch.Tensor, ...] = (received.x, *scales)
         if self._packed:
             rows = tuple(part.flatten(0, 1) for part in rows)
         dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
-        return Blocks(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
+        return RowsByExpert(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 
     def _open_exchange(self) -> LowLatencyAllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
         return LowLatencyAllToAll(self.group, **sizes, **self.options.of_exchange())
 
     def _open_rows(self) -> tuple[int, ...]:
+        self._packed = packs(self.plan, self.group.device)
         exchange = self.exchange
         experts, rows = exchange.num_local_experts, exchange.ep_size * exchange.max_tokens
         starts = torch.arange(experts + 1, dtype=torch.int32, device=self.group.device)

@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from weft.alltoall.config import AllToAllConfig
-from weft.arguments import instance, integer
+from weft.arguments import integer
 from weft.errors import InvalidArgument
 from weft.grouping.config import by_expert
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
 from weft.memory.discovery import default_device
-from weft.moe.choice import AUTO, MODES, OVERLAPS
-from weft.moe.config import (
-    LayerOptions,
-    LayerPlan,
-    MemoryQuery,
-    exchange_sizes,
-    plan_for,
-)
-from weft.moe.grouped_experts import GroupedExperts
+from weft.moe.choice import AUTO
+from weft.moe.config import LayerOptions, LayerPlan, MemoryQuery, exchange_sizes, plans_of
 from weft.moe.low_latency import packs
 from weft.moe.models import MoEConfig
 from weft.moe.throughput import layout_of
-from weft.moe.torch_experts import TorchExperts
+from weft.moe.workspace import make_experts
 from weft.runtime.layout import Memory, sizes_of
 from weft.shape import MAX_RANKS
 
-META = torch.device("meta")
-
 
 def _memory(query: MemoryQuery) -> Memory:
-    config = instance("config", query.config, MoEConfig)
     ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
     device = default_device(query.device)
-    query.check(config)
-    modes = MODES if query.mode == AUTO else (query.mode,)
-    overlaps = OVERLAPS if query.overlap == AUTO else (query.overlap,)
     found, refused = [], []
-    for mode in modes:
-        for overlap in overlaps:
-            asked = replace(query, mode=mode, overlap=overlap)
+    for (_, overlap), plan in plans_of(query.config, query, device).items():
+        if query.overlap in (AUTO, overlap):
             try:
-                plan = plan_for(asked, config, device)
-                found.append(_memory_of(config, asked, plan, ranks, device))
+                found.append(_memory_of(query.config, query, plan, ranks, device))
             except InvalidArgument as error:
                 refused.append(error)
     if not found:
@@ -86,13 +69,6 @@ def _memory_of(
         grouping = by_expert(exchange, experts, options.max_rows, 1, layout)
         ordinary += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
-    buffers: tuple[torch.Tensor, ...]
-    if plan.gemm == "grouped":
-        pushes = plan.gemm_push and plan.mode == "low_latency"
-        buffers = GroupedExperts.make_buffers(
-            config, rows, fp8=options.fp8, gemm_push=pushes, device=META
-        )
-    else:
-        buffers = TorchExperts.make_buffers(config, rows, quantize=plan.quantize, device=META)
-    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
+    made = make_experts(config, options, plan, rows, experts, ranks, torch.device("meta"))
+    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in made.buffers)
     return Memory(shared, ordinary)

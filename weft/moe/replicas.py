@@ -91,7 +91,7 @@ class Replicas:
             raise InvalidArgument(
                 f"loads has {len(known)} entries; these are replicas of {self.num_experts} experts"
             )
-        count = self._counts()
+        count = [len(found) for found in self.on()]
         by_rank = [
             math.fsum(known[expert] / count[expert] for expert in self.local(rank))
             for rank in range(self.ranks)
@@ -99,12 +99,13 @@ class Replicas:
         mean = math.fsum(by_rank) / self.ranks
         return max(by_rank) / mean if mean else 1.0
 
-    def on(self, living: int) -> list[list[int]]:
+    def on(self, living: int | None = None) -> list[list[int]]:
         """The replicas of each logical expert on the ranks of `living`, bit r for rank r; rising.
 
-        Raises InvalidArgument for what is no such mask.
+        living: default all. Raises InvalidArgument for what is no such mask.
         """
-        living, each = integer("living", living, 1, (1 << self.ranks) - 1), self._each
+        every, each = (1 << self.ranks) - 1, self._each
+        living = every if living is None else integer("living", living, 1, every)
         physical: list[list[int]] = [[] for _ in range(self.num_experts)]
         for p, expert in enumerate(self.logical):
             if living >> p // each & 1:
@@ -118,8 +119,7 @@ class Replicas:
             ids of it become ids of no expert.
         """
         instance("device", device, torch.device)
-        physical = self.on((1 << self.ranks) - 1 if living is None else living)
-        physical = [found or [-1] for found in physical]
+        physical = [found or [-1] for found in self.on(living)]
         count = [len(found) for found in physical]
         most = max(count)
         padded = [found + [-1] * (most - len(found)) for found in physical]
@@ -132,12 +132,6 @@ class Replicas:
     def _each(self) -> int:
         """Physical experts of a rank."""
         return len(self.logical) // self.ranks
-
-    def _counts(self) -> list[int]:
-        count = [0] * self.num_experts
-        for expert in self.logical:
-            count[expert] += 1
-        return count
 
 
 def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0) -> Replicas:

@@ -391,10 +391,8 @@ def normalize_topk(
     call on a device, which loads the kernel. Raises InvalidArgument and OutOfOrder.
     """
     flags(skip_zero_weights=skip_zero_weights)
-    padding_id, rank = (
-        integer("padding_id", padding_id, *INT64),
-        integer("rank", rank, 0, MAX_EP_SIZE - 1),
-    )
+    padding_id = integer("padding_id", padding_id, *INT64)
+    rank = integer("rank", rank, 0, MAX_EP_SIZE - 1)
     check_topk(topk_ids, topk_weights, num_tokens)
     if replicas is not None:
         size, whole, device = (None, None), (torch.int32,), topk_ids.device

@@ -7,13 +7,12 @@ import torch
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import instance
-from weft.errors import OutOfOrder
 from weft.grouping.config import Layout
-from weft.grouping.operator import ExpertGroups
+from weft.grouping.operator import ExpertGroups, buffer_bytes
 from weft.moe.config import LayerPlan, exchange_sizes
 from weft.moe.experts import ExpertWeights
 from weft.moe.router import Routed
-from weft.moe.torch_experts import torch_layout
+from weft.moe.torch_experts import RowsByExpert, torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
 
@@ -26,7 +25,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     """Every overlap, and everything that AllToAll can carry."""
 
     exchange: AllToAll
-    _groups: ExpertGroups | None = None
+    _groups: ExpertGroups
 
     def run(
         self,
@@ -38,7 +37,7 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        exchange, groups, experts = self.exchange, self._open_groups(), self.experts
+        exchange, experts = self.exchange, self.experts
         if out is not None:
             exchange._check_outside("out", out)  # combine would, when tokens are away
         sent, scale = self._sent(x, routed.weights)
@@ -48,64 +47,43 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         most = None if rows is None or self.group.hosts == 1 else max(rows, 1)
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=most)
         add = self._run_shared(shared, x)
-        by_expert = groups.gather(received)
-        some = bool(exchange.local_experts)
-        if some:
-            experts.up(weights, by_expert, tokens=len(x))
+        experts.up(weights, self._gather(received), tokens=len(x))
         if self.plan.gemm_push:
-            if some:
-                experts.push(weights)
+            experts.push(weights)
             self.side_stream.join()
             return exchange.combine(out=out, add=add)
-        if some:
-            groups.send(experts.down(weights))
-        else:
-            exchange.combine_send()
+        self._groups.send(experts.down(weights))
         self.side_stream.join()
         return exchange.combine_recv(out=out, add=add)
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write the exchange's output: every row's weighted sum over this rank's experts."""
-        groups = self._open_groups()
         instance("received", received, Received, "pass what dispatch of layer.exchange returned")
-        if self.exchange.num_local_experts:
-            self.experts.up(weights, groups.gather(received), tokens=self._tokens)
-            groups.scatter(self.experts.down(weights))
+        self.experts.up(weights, self._gather(received), tokens=self._tokens)
+        self._groups.scatter(self.experts.down(weights))
+
+    def _gather(self, received: Received) -> RowsByExpert:
+        found = self._groups.gather(received)
+        return RowsByExpert(found.rows, found.offsets, found.counts, found.dst_addr)
 
     def close(self) -> None:
-        if self._groups is not None:
+        if hasattr(self, "_groups"):  # else opening it failed
             self._groups.close()
-            self._groups = None
         super().close()
-
-    def _open_groups(self) -> ExpertGroups:
-        if self._groups is None:
-            raise OutOfOrder("this MoE layer was closed; make a new one")
-        return self._groups
 
     def _open_exchange(self) -> AllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
         # Halves, because sends are calls of their own.
         return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
-    @property
-    def _layout(self) -> Layout:
-        return layout_of(self.plan, self.group.device)
-
     def _open_rows(self) -> tuple[int, ...]:
-        self._groups = groups = ExpertGroups(
+        self._groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
-            layout=self._layout,
+            layout=layout_of(self.plan, self.group.device),
             programmatic_launch=self.options.programmatic_launch,
         )
-        self._max_rows = groups.max_rows
-        experts = self.exchange.num_local_experts
-        if self._layout == "masked":
-            return (experts, groups.max_rows)
-        return (groups.max_rows if experts else 0,)
+        return self._groups._y_shape[:-1]
 
     def _rows_bytes(self) -> int:
-        return ExpertGroups.memory_bytes(
-            self.exchange, max_rows=self._max_rows, layout=self._layout
-        )
+        return buffer_bytes(self.exchange.config, self._groups.config, self.group.device)

@@ -6,7 +6,7 @@ nothing and can be captured. On a CPU each expert that has rows has a product of
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,67 +16,21 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.models import MoEConfig
 
 
-class RowsByExpert(Protocol):
-    """What experts need to know of rows: a `Grouped`, or an expert-major dispatch's blocks."""
+class RowsByExpert(NamedTuple):
+    """Rows as experts take them: packed, or in a block for each expert.
 
-    @property
-    def rows(self) -> tuple[torch.Tensor, ...]:
-        """Numbers `[*rows, hidden]`, and scales where they are FP8."""
-
-    @property
-    def x(self) -> torch.Tensor:
-        """The first of `rows`."""
-
-    @property
-    def offsets(self) -> torch.Tensor:
-        """int32 `[local_experts + 1]`: where each expert's rows begin, counted through."""
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """int32 `[local_experts]`."""
-
-    @property
-    def dst_addr(self) -> torch.Tensor | None:
-        """int64, one for each row, or None: where `push` stores it at the token's owner."""
-
-    @property
-    def abort_flag(self) -> torch.Tensor | None:
-        """int32 `[1]` where owners poll the rows themselves: not 0, and none may be stored."""
-
-
-class Experts(Protocol):
-    """The experts of one layer after the other, in buffers of their own.
-
-    up, then down or push; all only enqueue.
+    rows: numbers `[*rows, hidden]`, and scales where they are FP8.
+    offsets: int32 `[local_experts + 1]`: where each expert's rows begin, counted through.
+    counts: int32 `[local_experts]`.
+    dst_addr: int64, one for each row, or None: where `push` stores it at the token's owner.
+    abort_flag: int32 `[1]` where owners poll the rows themselves: not 0, and none may be stored.
     """
 
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Everything that was allocated."""
-
-    def prepare(self, weights: ExpertWeights) -> None:
-        """Get ready for calls with weights of such a dtype. Raises InvalidArgument."""
-
-    def up(
-        self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-    ) -> None:
-        """The gate and up projections, and the gating.
-
-        tokens: a hint: each rank has about as many.   early: the kernel may take its place on the
-        GPU while the one in front still runs.
-        """
-
-    def down(self, weights: ExpertWeights) -> torch.Tensor:
-        """The down projection: `[*rows, hidden]`."""
-
-    def push(self, weights: ExpertWeights) -> None:
-        """The down projection, every row of it stored at its `dst_addr`. weft.gemm only."""
-
-    def forget(self) -> None:
-        """Let go of the rows of the last call, which may be a graph's to give away."""
-
-    def close(self) -> None:
-        """Let go of the buffers, and of what came with the last rows; nothing is called after."""
+    rows: tuple[torch.Tensor, ...]
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    dst_addr: torch.Tensor | None = None
+    abort_flag: torch.Tensor | None = None
 
 
 def torch_layout(device: torch.device) -> Layout:
@@ -85,7 +39,9 @@ def torch_layout(device: torch.device) -> Layout:
 
 
 class TorchExperts:
-    """Torch's products; rows that come as FP8 are widened to the layer's dtype.
+    """The experts of one layer after the other, in buffers of their own, by torch's products.
+
+    up, then down or push; all only enqueue. Rows that come as FP8 are widened to the layer's dtype.
 
     rows: `[max_rows]` where they are packed, or `[experts, max_rows]`.
     """
@@ -99,17 +55,6 @@ class TorchExperts:
         device: torch.device,
     ) -> None:
         self._gating, self._quantize, self._packed = config.gating, quantize, len(rows) == 1
-        self._wide, self._scales, self._h, self._act, self._y = self.make_buffers(
-            config, rows, quantize=quantize, device=device
-        )
-        self._used = 0
-        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
-
-    @staticmethod
-    def make_buffers(
-        config: MoEConfig, rows: tuple[int, ...], *, quantize: str | None, device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        """Widened rows and scales where they come as FP8, both products, and what gating makes."""
 
         def room(columns: int, wanted: bool = True) -> torch.Tensor:
             size = (*rows, columns) if wanted else (0, columns)
@@ -117,25 +62,28 @@ class TorchExperts:
 
         hidden, inner = config.hidden, config.intermediate
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
-        scales = torch.empty(powers, dtype=torch.float32, device=device)
-        return (
-            room(hidden, quantize is not None),
-            scales,
-            room(2 * inner),
-            room(inner),
-            room(hidden),
-        )
+        self._scales = torch.empty(powers, dtype=torch.float32, device=device)
+        self._wide = room(hidden, quantize is not None)
+        self._h, self._act, self._y = room(2 * inner), room(inner), room(hidden)
+        self._used = 0
+        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Everything that was allocated."""
         return (self._wide, self._scales, self._h, self._act, self._y)
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Torch needs nothing."""
+        """Get ready for calls with weights of such a dtype; torch needs nothing."""
 
     def up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
+        """The gate and up projections, and the gating.
+
+        tokens: a hint: each rank has about as many.   early: the kernel may take its place on the
+        GPU while the one in front still runs.
+        """
         self._used = used = self._begin(rows)
         x = self._widened(rows.rows)[:used]
         h = self._h[:used]
@@ -143,25 +91,22 @@ class TorchExperts:
         self._gating.apply(h, out=self._act[:used])
 
     def down(self, weights: ExpertWeights) -> torch.Tensor:
+        """The down projection: `[*rows, hidden]`."""
         act, y = self._act[: self._used], self._y[: self._used]
         self._multiply(act, weights.down, weights.down_bias, y)
         return self._y
 
     def push(self, weights: ExpertWeights) -> None:
+        """The down projection, every row of it stored at its `dst_addr`. weft.gemm only."""
         raise InvalidArgument("torch's products store no rows at peers; use gemm='grouped'")
 
     def forget(self) -> None:
-        """Nothing of the rows is kept: their offsets are the layer's own."""
-
-    def close(self) -> None:
-        self._wide, self._scales, self._h, self._act, self._y = (
-            t.new_empty(0) for t in self.buffers
-        )
+        """Let go of the rows of the last call, which may be a graph's to give away."""
 
     def _begin(self, rows: RowsByExpert) -> int:
         """How many leading rows, or blocks, the products fill; reads the counts of a CPU rank."""
         if not self._packed:
-            return len(rows.x)
+            return len(rows.rows[0])
         starts, counts = rows.offsets.tolist(), rows.counts.tolist()
         self._spans = [
             (expert, slice(start, start + count))
@@ -195,5 +140,6 @@ class TorchExperts:
         if self._scales.numel():
             scales = self._scales.copy_(scales)
         wide = self._wide.copy_(q)  # exact: every e4m3 number is one of the wider type
-        wide.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+        columns = wide.shape[-1] // scales.shape[-1]  # that share a scale
+        wide.view(*scales.shape, columns).mul_(scales.unsqueeze(-1))
         return wide

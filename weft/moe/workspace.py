@@ -24,10 +24,11 @@ from weft.moe.experts import ExpertWeights
 from weft.moe.grouped_experts import GroupedExperts
 from weft.moe.models import MoEConfig
 from weft.moe.router import Routed
-from weft.moe.torch_experts import Experts, TorchExperts
+from weft.moe.torch_experts import TorchExperts
 from weft.runtime.stream import synchronize_stream
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll
+Experts: TypeAlias = GroupedExperts | TorchExperts  # the same calls; TorchExperts documents them
 Shared: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Rows = TypeVar("Rows", Received, ExpertRows)
 
@@ -72,6 +73,31 @@ class SideStream:
         if self._stream is not None and self._busy:
             self._busy = False
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def make_experts(
+    config: MoEConfig,
+    options: LayerOptions,
+    plan: LayerPlan,
+    rows: tuple[int, ...],
+    experts: int,
+    ranks: int,
+    device: torch.device,
+) -> Experts:
+    """A rank's experts, with buffers for so many rows."""
+    if plan.gemm == "torch":
+        return TorchExperts(config, rows, quantize=plan.quantize, device=device)
+    return GroupedExperts(
+        config,
+        rows,
+        experts,
+        fp8=options.fp8,
+        ranks=ranks,
+        max_tokens=options.max_tokens,
+        programmatic=options.programmatic_launch,
+        device=device,
+        gemm_push=plan.gemm_push and plan.mode == "low_latency",
+    )
 
 
 class LayerWorkspace(ABC, Generic[Rows]):
@@ -192,9 +218,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
         self.exchange.close()
-        if hasattr(self, "experts"):  # else opening it failed
-            self.experts.close()
-            self._weighed = self._weighed.new_empty(0)
+        for buffers in ("experts", "_weighed"):
+            vars(self).pop(buffers, None)
 
     def _sent(
         self, x: torch.Tensor, weights: torch.Tensor
@@ -236,20 +261,8 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def _open_buffers(self) -> None:
         config, plan, options, device = self.config, self.plan, self.options, self.group.device
         rows = self._open_rows()
-        if plan.gemm == "grouped":
-            self.experts = GroupedExperts(
-                config,
-                rows,
-                self.exchange.num_local_experts,
-                fp8=options.fp8,
-                ranks=self.exchange.ep_size,
-                max_tokens=options.max_tokens,
-                programmatic=options.programmatic_launch,
-                device=device,
-                gemm_push=plan.gemm_push and plan.mode == "low_latency",
-            )
-        else:
-            self.experts = TorchExperts(config, rows, quantize=plan.quantize, device=device)
+        experts, ranks = self.exchange.num_local_experts, self.exchange.ep_size
+        self.experts = make_experts(config, options, plan, rows, experts, ranks, device)
         self.side_stream = SideStream(device)
         weighs = config.routing.weigh == "input"
         held = (options.max_tokens if weighs else 0, config.hidden)

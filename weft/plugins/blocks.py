@@ -125,7 +125,7 @@ class Blocks:
             layer,
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
-            experts.tensors,
+            (experts.gate_up, experts.down),
         )
 
     def has(self, module: Any) -> bool:
@@ -134,7 +134,13 @@ class Blocks:
 
     def check_tensors(self, module: Any) -> None:
         """Raise OutOfOrder where the engine has put other tensors in the place of the loaded."""
-        self._served[id(module)].check_tensors()
+        served = self._served[id(module)]
+        now = (module.w13_weight, module.w2_weight)
+        if any(a.data_ptr() != b.data_ptr() for a, b in zip(served.tensors, now, strict=True)):
+            raise OutOfOrder(
+                f"{served.layer.name} has other weight tensors than when it was loaded, "
+                "and graphs hold the old ones' addresses: write weights in place, or start anew"
+            )
 
     def exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
         """The all-to-all of a layer whose experts the engine multiplies. Collective if new.
@@ -165,7 +171,7 @@ class Blocks:
         module: the layer's.   ids, weights: `[tokens, top_k]`, of physical experts, -1 for none.
         """
         served = self._served[id(module)]
-        served.check_tensors()
+        self.check_tensors(module)
         if most == 0:
             return torch.empty_like(x)
         moe = served.decode if most <= self.limits.decode else served.prefill
@@ -186,10 +192,8 @@ class Blocks:
         """Raise what broke the group; log what a device refused, which harmed nobody."""
         for operator in self.operators():
             try:
-                operator.check()
-            except GroupError as error:
-                _log_fault(error)
-                raise
+                with self.logged():
+                    operator.check()
             except UsageError as error:
                 self._refusals += 1
                 if self._refusals & (self._refusals - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
@@ -207,11 +211,11 @@ class Blocks:
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Log what breaks the group in here, and raise it."""
+        """Log what breaks the group in here, which the engine shows in a traceback among many."""
         try:
             yield
         except GroupError as error:
-            _log_fault(error)
+            _log.critical("%s: %s", type(error).__name__, error)
             raise
 
     def operators(self) -> list[Any]:
@@ -233,11 +237,6 @@ class Blocks:
         self.group.close()
 
 
-def _log_fault(error: GroupError) -> None:
-    """The engine shows it too, in a traceback among many."""
-    _log.critical("%s: %s", type(error).__name__, error)
-
-
 @dataclass(frozen=True, slots=True)
 class _Served:
     """One layer: its module is kept, so that the module's id stays its own."""
@@ -245,14 +244,4 @@ class _Served:
     layer: Layer
     decode: MoE
     prefill: MoE
-    tensors: tuple[torch.Tensor, ...]
-
-    def check_tensors(self) -> None:
-        """Raise OutOfOrder where the engine has put other tensors in the place of the loaded."""
-        held = self.tensors[:2]
-        now = (self.layer.module.w13_weight, self.layer.module.w2_weight)
-        if any(a.data_ptr() != b.data_ptr() for a, b in zip(held, now, strict=True)):
-            raise OutOfOrder(
-                f"{self.layer.name} has other weight tensors than when it was loaded, "
-                "and graphs hold the old ones' addresses: write weights in place, or start anew"
-            )
+    tensors: tuple[torch.Tensor, torch.Tensor]

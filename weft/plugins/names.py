@@ -9,25 +9,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weft.errors import SetupError
 
 # What `listed` makes of a signature; None where that is not relied on. A mapping has one for each
 # version where weft relies on the name.
 Parameters = str | Mapping[str, str | None] | None
-
-
-class Entry(Protocol):
-    """A row of a table of names."""
-
-    @property
-    def target(self) -> str:
-        """The whole dotted path, down to a method."""
-
-    @property
-    def parameters(self) -> Parameters:
-        """The signature that is relied on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +32,7 @@ class Known:
     names: str = ""
 
 
-E = TypeVar("E", bound=Entry)
+K = TypeVar("K", bound=Known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +61,12 @@ class Engine:
                 return each
         return None
 
-    def check(self, entries: Iterable[Entry]) -> None:
+    def here(self, entries: Iterable[K]) -> list[K]:
+        """The entries of the installed version, which is among those that are served."""
+        release = self.release(self.installed())
+        return [] if release is None else [entry for entry, _ in relied_on(entries, release)]
+
+    def check(self, entries: Iterable[Known]) -> None:
         """Raise SetupError for a version that is not served, with all that differs there."""
         entries, installed = tuple(entries), self.installed()
         release = self.release(installed)
@@ -106,7 +99,7 @@ def listed(signature: inspect.Signature) -> str:
     return ", ".join(found)
 
 
-def relied_on(entries: Iterable[E], release: str) -> Iterator[tuple[E, str | None]]:
+def relied_on(entries: Iterable[K], release: str) -> Iterator[tuple[K, str | None]]:
     """The entries of one version, each with its parameters there."""
     for entry in entries:
         if not isinstance(entry.parameters, Mapping):
@@ -115,7 +108,7 @@ def relied_on(entries: Iterable[E], release: str) -> Iterator[tuple[E, str | Non
             yield entry, entry.parameters[release]
 
 
-def differences(entries: Iterable[Entry], release: str) -> Iterator[str]:
+def differences(entries: Iterable[Known], release: str) -> Iterator[str]:
     """A line for each entry that the imported engine lacks, or whose signature is another.
 
     release: a version that is served, whose signatures are expected.
@@ -126,8 +119,7 @@ def differences(entries: Iterable[Entry], release: str) -> Iterator[str]:
         except (ImportError, AttributeError, ValueError) as error:
             yield f"there is no {entry.target} ({error})"
             continue
-        names = getattr(entry, "names", "")
-        if names and (lost := set(names.split()) - _names_of(found)):
+        if entry.names and (lost := set(entry.names.split()) - _names_of(found)):
             yield f"{entry.target} has no {', '.join(sorted(lost))}"
         if parameters is None:
             continue

@@ -153,18 +153,16 @@ def check(layer: Layer, form: str, own: Iterable[str] = ()) -> None:
     form: "block", in which weft multiplies, or the engine's own experts do.   own: what else is
     wrong, which the engine's plug-in found.
     """
-    wrong = [*own, *_of_placement(layer), *(_of_tensors(layer) if form == "block" else ())]
-    if wrong:
-        raise refusal(layer.name, form, *wrong)
-
-
-def _of_placement(layer: Layer) -> Iterator[str]:
-    """What is wrong where ranks have unequal parts."""
+    wrong = list(own)
     if layer.local * layer.ranks != layer.num_experts:
-        yield (
+        wrong.append(
             f"num_experts is {layer.num_experts}, num_local_experts {layer.local} on "
             f"{layer.ranks} ranks; served are equal parts"
         )
+    if form == "block":
+        wrong += _of_tensors(layer)
+    if wrong:
+        raise refusal(layer.name, form, *wrong)
 
 
 def _of_tensors(layer: Layer) -> Iterator[str]:

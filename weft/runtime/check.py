@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.arguments import instance, integer, shown
+from weft.arguments import instance, integer, kind_of, shown
 from weft.errors import InvalidArgument, TokenOverflow
 from weft.memory import Group
 from weft.runtime.layout import vector_bytes
@@ -135,7 +135,8 @@ def refuse_tensor(name: str, given: object) -> NoReturn:
         fix = f": pass torch.from_numpy({name})"
     elif isinstance(given, list | tuple | int | float):
         fix = f": pass torch.tensor({name})"
-    raise InvalidArgument(f"{name} is {_a(given)}; it must be a torch.Tensor{fix}")
+    value = f", {shown(given)}" if isinstance(given, str | int | float) else ""
+    raise InvalidArgument(f"{name} is {kind_of(given)}{value}; it must be a torch.Tensor{fix}")
 
 
 def tensors_of(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -223,18 +224,6 @@ def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
     raise InvalidArgument(
         f"{name} has strides {tensor.stride()} for shape {list(tensor.shape)}; "
         f"pass {name}.contiguous()"
-    )
-
-
-def _a(given: object) -> str:
-    """None and short values as they are, objects by their type."""
-    kind = type(given)
-    plain = kind.__module__ == "builtins"
-    named = kind.__name__ if plain else f"{kind.__module__}.{kind.__name__}"
-    return (
-        f"a {named}"
-        if given is None or not isinstance(given, str | int | float)
-        else (f"a {named}, {shown(given)}")
     )
 
 

@@ -46,12 +46,18 @@ class Build:
     defines: Sequence[str] = ()
 
 
+# Of each entry: its argument struct, and the template that it calls.
+EntryPoints = Mapping[str, tuple[type[ctypes.Structure], str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """The generated source of one operator on one kind of device.
 
     name: of its files in the cache.   what: it is, in errors.   ranks: of its domain.
-    entry_points: the argument struct of each entry.
+    headers: of weft, with the templates.   constants: C++ that these are made for.
+    entry_points: of each entry, the argument struct and the template that it calls.
+    bounds: of each kernel, threads of a CTA and CTAs that fit on an SM; None for a CPU's functions.
     offsets: C++ expressions, for instance of sizes and offsets in a share, and their values in
         Python: the source asserts them, and so the layout of every argument struct.
     structs: further mirrors that the source asserts.   options: of NVRTC.
@@ -60,8 +66,10 @@ class Program:
     name: str
     what: str
     ranks: int
-    body: str
-    entry_points: Mapping[str, type[ctypes.Structure]]
+    headers: Sequence[str]
+    constants: str
+    entry_points: EntryPoints
+    bounds: Mapping[str, tuple[int, int]] | None = None
     offsets: Numbers = ()
     structs: Sequence[type[ctypes.Structure]] = ()
     options: Sequence[str] = CUDA_OPTIONS
@@ -69,10 +77,25 @@ class Program:
     @property
     def source(self) -> str:
         """The entries, and after them the assertions that Python and C++ agree on every layout."""
-        structs = dict.fromkeys((*self.entry_points.values(), *self.structs))
         wide = "#define WEFT_WIDE 1\n" if self.ranks > NARROW_RANKS else ""
+        headers = "".join(f"#include <weft/{header}>\n" for header in self.headers)
+        entries = "".join(map(self._entry, self.entry_points))
+        arguments = (struct for struct, _ in self.entry_points.values())
+        structs = dict.fromkeys((*arguments, *self.structs))
         layout = common_assertions(self.ranks) + assertions(structs, self.offsets)
-        return wide + self.body + layout
+        return wide + headers + self.constants + entries + layout
+
+    def _entry(self, name: str) -> str:
+        """The source of an entry, which only calls its template."""
+        struct, call = self.entry_points[name]
+        args = f"weft::{struct.__name__}"
+        if self.bounds is None:
+            return f'extern "C" void {name}(const {args}* a) {{ weft::{call}(*a); }}\n'
+        threads, per_sm = self.bounds[name]
+        return (
+            f'extern "C" __global__ void __launch_bounds__({threads}, {per_sm})\n'
+            f"{self.kernel(name)}(const __grid_constant__ {args} a) {{ weft::{call}(a); }}\n"
+        )
 
     def kernel(self, entry: str) -> str:
         """The name of an entry's kernel, as a profiler shows it."""
@@ -88,8 +111,6 @@ def _macros(defines: Sequence[str]) -> list[str]:
     return [f"-D{define}" for define in defines]
 
 
-# Of each entry: its argument struct, and the template that it calls.
-EntryPoints = Mapping[str, tuple[type[ctypes.Structure], str]]
 PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # of an entry's name: weft::PhasePart
 
 
@@ -101,21 +122,6 @@ def in_parts(phases: EntryPoints, *, split_phase: bool) -> EntryPoints:
         if split_phase or not part
         for phase, (struct, template) in phases.items()
     }
-
-
-def cuda_entry(
-    kernel: str, struct: type[ctypes.Structure], call: str, threads: int, per_sm: int
-) -> str:
-    """The source of a kernel that only calls a template; `per_sm` CTAs of it fit on an SM."""
-    return (
-        f'extern "C" __global__ void __launch_bounds__({threads}, {per_sm})\n'
-        f"{kernel}(const __grid_constant__ weft::{struct.__name__} a) {{ weft::{call}(a); }}\n"
-    )
-
-
-def cpu_entry(name: str, struct: type[ctypes.Structure], call: str) -> str:
-    """The source of a function that only calls a template."""
-    return f'extern "C" void {name}(const weft::{struct.__name__}* a) {{ weft::{call}(*a); }}\n'
 
 
 def numbers_of(raw: bytes) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ class CpuKernels:
         options = (*HOST_OPTIONS, *_macros(build.defines))
         library = compile_shared(program.source, name=program.name, options=options)
         self._functions: dict[str, Any] = {}
-        for name, struct in program.entry_points.items():
+        for name, (struct, _) in program.entry_points.items():
             function = getattr(library, name)
             function.restype = None
             function.argtypes = (ctypes.POINTER(struct),)
@@ -183,6 +189,11 @@ class CudaKernels:
         self._module = CudaModule(
             program.cubin(current_arch(), defines=build.defines), name=program.name
         )
+        # All of them now: none could be loaded while a peer's kernel spins.
+        self._functions = {
+            name: self._module.function(program.kernel(name)) for name in program.entry_points
+        }
+        self._launchers: dict[tuple[str, bool, int], Launcher] = {}
         self._launches: dict[tuple[str, int], Launch] = {}
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
@@ -208,3 +219,17 @@ class CudaKernels:
     def _find(self, name: str, tokens: int) -> Launch:
         """How an entry runs on so many tokens; asked once for each number."""
         raise NotImplementedError
+
+    def _launcher(self, name: str, *, programmatic: bool, cluster: int = 1) -> Launcher:
+        """The launcher of an entry, which launches of all sizes share."""
+        key = (name, programmatic, cluster)
+        if key not in self._launchers:
+            function, (struct, _) = self._functions[name], self._program.entry_points[name]
+            self._launchers[key] = Launcher(
+                function, struct, programmatic=programmatic, cluster=cluster
+            )
+        return self._launchers[key]
+
+    def _per_sm(self, name: str, threads: int) -> int:
+        """CTAs of an entry, of so many threads, that fit on an SM."""
+        return max(1, self._module.occupancy(self._program.kernel(name), threads))

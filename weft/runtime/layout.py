@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from weft.memory.header import ABI, ErrorRecord, Fault, Record, mirrors
-from weft.runtime.args import Site
+from weft.memory.header import ABI, ErrorRecord, Fault, Record, Site, mirrors
 
 P = ParamSpec("P")
 G = TypeVar("G")

@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
@@ -30,13 +30,13 @@ from weft.memory.header import (
     LAST_WORDS_BYTES,
     ErrorRecord,
     Record,
+    Site,
     mirrors,
     words_of,
 )
 from weft.memory.room import require_room
 from weft.memory.wire import JSON
 from weft.runtime import library
-from weft.runtime.args import Site
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.report import (
@@ -69,9 +69,6 @@ class Config(Protocol):
         """What the ranks compare at creation, name by name."""
 
 
-C = TypeVar("C", bound=Config)
-
-
 class Operator(ABC):
     """An object of all ranks: checked, compiled, agreed on and allocated once, on all or on none.
 
@@ -79,6 +76,7 @@ class Operator(ABC):
     """
 
     group: Group
+    config: Config
     heap: Heap
     _build: Build
     _kernels: Kernels
@@ -91,13 +89,13 @@ class Operator(ABC):
         self,
         group: Group,
         what: str,
-        prepare: Callable[[], tuple[C, Kernels]],
+        prepare: Callable[[], tuple[Config, Kernels]],
         *,
         timeout: float,
         first_timeout: float,
         first_epoch: int = 0,
-    ) -> C:
-        """Everything that ranks do together to make an operator; returns its config.
+    ) -> None:
+        """Everything that ranks do together to make an operator; sets its config.
 
         what: its name in errors, with its article: "an all-to-all".
         prepare: check the arguments and load the kernels; what it raises, every rank hears of.
@@ -111,7 +109,7 @@ class Operator(ABC):
         problem: Exception | None = None
         try:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
-            config, self._kernels = prepare()
+            self.config, self._kernels = prepare()
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
@@ -119,33 +117,32 @@ class Operator(ABC):
         self._living = group.local._living
         self._mirrors = mirrors(group.local.size)
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
-        manifest = self._manifest(config)
+        manifest = self._manifest()
         try:
             group.agree(dict(manifest), what=f"{self._what} geometry")
             if group.hosts == 1:
-                self._allocate(config, what)
+                self._allocate(what)
             else:
-                group.together(lambda: self._allocate(config, what), doing=f"making {what}")
+                group.together(lambda: self._allocate(what), doing=f"making {what}")
         except BaseException:
             self._kernels.close()
             raise
         self._order = library.order_of(group.device)
         self._handle = library.register(self, manifest)
-        return config
 
-    def _allocate(self, config: Any, what: str) -> None:
+    def _allocate(self, what: str) -> None:
         """Make and initialise this host's heap. Collective over its ranks."""
-        local, own_bytes = self.group.local, self._own_bytes(config)
+        local, share_bytes, own_bytes = self.group.local, self.config.share_bytes, self._own_bytes()
         if own_bytes:
-            require_room(local, config.share_bytes + own_bytes, what=what)
-        self.heap = Heap.create(local, config.share_bytes)
+            require_room(local, share_bytes + own_bytes, what=what)
+        self.heap = Heap.create(local, share_bytes)
         # A vote: no peer may write into this share before it is initialised.
-        local.together(lambda: self._initialise(config), doing=f"initialising {what}")
+        local.together(self._initialise, doing=f"initialising {what}")
 
-    def _header(self, share_bytes: int) -> ctypes.Structure:
+    def _header(self) -> ctypes.Structure:
         header, local = self._mirrors.Header(), self.group.local
         header.abi, header.rank, header.ranks = ABI, local.rank, local.size
-        header.share_bytes, header.generation = share_bytes, self.heap.generation
+        header.share_bytes, header.generation = self.config.share_bytes, self.heap.generation
         header.first_epoch = header.epoch = self._first_epoch
         # A peer may wait for another host first: whose fault it is, is known there.
         waits = 1 if self.group.hosts == 1 else 2
@@ -158,10 +155,9 @@ class Operator(ABC):
         ]
         return header
 
-    def _initialise(self, config: Any) -> None:
+    def _initialise(self) -> None:
         """Open the mailbox, then write what this rank's share holds before the first call."""
         self._mailbox = self._mirrors.Mailbox.from_address(self.heap.mailbox.host)
-        self._config = config
         self._starts_anew: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._busy = threading.Lock()  # taken by a call, and by close for good
         self._caller = 0  # the thread that has taken it
@@ -175,35 +171,34 @@ class Operator(ABC):
             stride=self.heap.stride,
             mailbox=self.heap.mailbox.device,
             rank=self.group.local.rank,
-            descriptor=config.descriptor,
+            descriptor=self.config.descriptor,
         )
         self.group.local.attach(self)
-        self._make_views(config)
+        self._make_views()
         self._write_share()
 
     def _write_share(self) -> None:
         """Write what this rank's share holds before the first call, at creation and recovery."""
-        header = self._header(self._config.share_bytes)
-        self._write_contents(self._config, header)
+        header = self._header()
+        self._write_contents(header)
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self.heap.tensor((len(raw),), torch.uint8).copy_(raw)
         synchronize_stream(self.group.device)
 
-    def _manifest(self, config: Any) -> Mapping[str, JSON]:
+    def _manifest(self) -> Mapping[str, JSON]:
         """What the ranks compare at creation, and what tells compiled graphs apart."""
-        manifest: Mapping[str, JSON] = config.manifest()
-        return manifest
+        return self.config.manifest()
 
-    def _own_bytes(self, config: Any) -> int:
+    def _own_bytes(self) -> int:
         """Bytes that `_make_views` allocates beside the heap."""
         return 0
 
     @abstractmethod
-    def _make_views(self, config: Any) -> None:
+    def _make_views(self) -> None:
         """Make views of this rank's share, and its memory beside the heap."""
 
     @abstractmethod
-    def _write_contents(self, config: Any, header: ctypes.Structure) -> None:
+    def _write_contents(self, header: ctypes.Structure) -> None:
         """Write what the share holds before the first call, whatever it holds now.
 
         May change `header`, which is written after it.
@@ -455,7 +450,7 @@ class Operator(ABC):
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._last_words(ranks.index(rank)),
             first_epoch=self._first_epoch,
-            machines=self.group.machines,
+            machines=self.group._job_machines,
         )
 
     def _fail(self, error: GroupError) -> None:

@@ -87,6 +87,14 @@ def _go_on(machines: int) -> str:
     return "call group.recover() or make a new group" if machines == 1 else "make a new group"
 
 
+def _late(option: str, machines: int) -> str:
+    """Why a rank was waited for in vain, and what helps."""
+    return (
+        "It is dead, stopped, slower than the deadline, or did not make this call; raise "
+        f"{option}= if it was only slow, then {_go_on(machines)}."
+    )
+
+
 def _seen_by_peer(record: ErrorRecord, who: str, option: str, machines: int) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
     reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
@@ -98,19 +106,12 @@ def _seen_by_peer(record: ErrorRecord, who: str, option: str, machines: int) -> 
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
-            f"{who}: {reporter} waited in vain for {culprit} and left the group. It is stopped, "
-            f"slower than the deadline, or did not make the same call; raise {option}= if it was "
-            f"only slow, then {_go_on(machines)}."
+            f"{who}: {reporter} waited in vain for {culprit} and left the group. "
+            f"{_late(option, machines)}"
         )
-    if record.code in (GEOMETRY_MISMATCH, OTHER_RESULT, OTHER_ROWS):
-        return GeometryMismatch(
-            f"{who}: {reporter} found that {culprit} called with other arguments or combined "
-            "another dispatch, and left the group. Make the same calls on every rank."
-        )
-    asker = "this rank" if own else f"rank {record.peer}"
-    return Aborted(
-        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort(); make "
-        "a new group."
+    return GeometryMismatch(
+        f"{who}: {reporter} found that {culprit} called with other arguments or combined "
+        "another dispatch, and left the group. Make the same calls on every rank."
     )
 
 
@@ -148,9 +149,7 @@ def _in_all_reduce(record: ErrorRecord, who: str, option: str, machines: int) ->
         return PeerTimeout(
             f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
             f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
-            f"within {record.elapsed_ns / 1e9:.2f} s. It is dead, stopped, slower than the "
-            f"deadline, or did not make this call; raise {option}= if it was only slow, then "
-            f"{_go_on(machines)}."
+            f"within {record.elapsed_ns / 1e9:.2f} s. {_late(option, machines)}"
         )
     return GeometryMismatch(
         f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
@@ -183,16 +182,15 @@ def breakage(
             f"{who}: rank {record.peer} is gone, and this all-reduce sums over all ranks. Build it "
             "with missing='drop' to go on with the living, or make a new group of them."
         )
-    if record.reported_by:
+    if record.reported_by and record.code != ABORTED:
         return _seen_by_peer(record, who, option, machines)
     if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
         return _in_all_reduce(record, who, option, machines)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
-            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). It is dead, "
-            f"stopped, slower than the deadline, or did not make this call; raise {option}= if it "
-            f"was only slow, then {_go_on(machines)}."
+            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). "
+            f"{_late(option, machines)}"
         )
     if record.code == GEOMETRY_MISMATCH:
         return GeometryMismatch(

@@ -119,19 +119,15 @@ PY
     cp "$shared/sitecustomize.py" "$site/"
 }
 
-# models FOLDER...: shapes of models with a tokenizer of bytes.
+# models FOLDER...: shapes of models with the tokenizer of `weft demo`, of bytes.
 models() {
-    step=tokenizer
+    local folder
     rm -rf "$out/model"
     mkdir "$out/model"
-    for folder in "$@"; do cp -r "$shared/model/$folder" "$out/model/"; done
-    tokenizers() {
-        rm -rf "$work/tok"
-        python3 -m pip install -q --no-deps --only-binary=:all: --target "$work/tok" \
-            "$(grep "^tokenizers==" "$shared/packages-machine.txt")"
-    }
-    once tokenizers "$shared/packages-machine.txt" -- tokenizers
-    PYTHONPATH=$work/tok python3 "$shared/make_tokenizer.py" "$out"/model/*/ >>"$log" 2>&1
+    for folder in "$@"; do
+        cp -r "$shared/model/$folder" "$out/model/"
+        cp "$root"/weft/cli/checkpoint/tokenizer*.json "$out/model/$folder/"
+    done
 }
 
 # machine: a Python 3.12 with the GPU machine's packages, and CUDA libraries that do nothing.

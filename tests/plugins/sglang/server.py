@@ -78,13 +78,14 @@ class Server:
         import importlib
 
         from sglang.srt import server_args
-        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.distributed.parallel_state import GroupCoordinator
+        from sglang.srt.model_executor.model_runner import Model, ModelRunner
         from sglang.srt.runtime_context import STATE
 
         size = group.size
         dp = str(size // attention_ranks)
         args = server_args.parse("--tp-size", str(size), "--dp-size", dp, *flags, **more)
-        STATE.processes = group.process_group()
+        STATE.groups["ep"] = GroupCoordinator(list(range(size)), group.process_group())
         STATE.redundant, STATE.logical = redundant, 8
         STATE.parallel = SimpleNamespace(
             tp_size=size,
@@ -96,7 +97,7 @@ class Server:
         module, name = BLOCKS[block]
         kind = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
         self.group, self.block, self.layers = group, block, layers
-        self.runner = ModelRunner(args, kind, layers)
+        self.runner = ModelRunner(args, lambda: Model(kind, layers, torch.float32))
         self.runner.load_model()
 
     def step(

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 import weft
-from tests.plugins.sglang.server import Server, alone, leave, tokens
 from tests.plugins.sglang.test_allreduce import refused
 from tests.plugins.sglang.test_elastic import unfit
-from tests.plugins.sglang.test_served import EITHER, bereaved, replicas, told_of_the_end
-from tests.plugins.standins import CLOSE, Kept, far
-
-# Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
-BATCHES = {2: ([3, 1], [0, 0], [70, 0]), 4: ([1, 2, 3, 4], [0, 0, 0, 1], [9, 0, 50, 2])}
+from tests.plugins.sglang.test_served import (
+    BATCHES,
+    EITHER,
+    bereaved,
+    replicas,
+    serve,
+    told_of_the_end,
+)
+from tests.plugins.standins import CLOSE, Kept
 
 
 def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
@@ -26,30 +29,20 @@ def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
     return body(group, *args)
 
 
-def serve(group: weft.Group, form: str, release: str) -> dict[str, Any]:
+def logged(group: weft.Group, form: str, release: str) -> tuple[float, list[str]]:
     kept = Kept()
     logging.getLogger("weft").setLevel(logging.INFO)
-    server, errors = Server(group, "deepseek", release=release, form=form), []
-    for seed, counts in enumerate(BATCHES[group.size]):
-        x = tokens(counts[group.rank], 10 * seed + group.rank)
-        errors.append(far(server.step(x, counts), alone(x, "deepseek")))
-    from weft.plugins.sglang import engine
-
-    assert engine._blocks is not None
-    found = {"far": max(errors), "hosts": engine._blocks.group.hosts, "lines": kept.lines}
-    leave()
-    return found
+    found, _ = serve(group, "deepseek", BATCHES[group.size], release=release, form=form)
+    return found, kept.lines
 
 
 @EITHER
 @pytest.mark.parametrize("count", [2, 4])
 def test_two_hosts_are_served(ranks: Any, count: int, form: str, release: str) -> None:
     """Idle ranks, rounds and a shared expert; one rank on each host, and two."""
-    first, *others = ranks(count, "cpu")(on_two_hosts, serve, form, release)
-    for found in (first, *others):
-        assert found["hosts"] == 2
-        assert found["far"] < CLOSE
-    assert any(line.endswith("hosts: 2") for line in first["lines"])
+    found = ranks(count, "cpu")(on_two_hosts, logged, form, release)
+    assert max(each for each, _ in found) < CLOSE
+    assert any(line.endswith("hosts: 2") for line in found[0][1])
 
 
 @EITHER

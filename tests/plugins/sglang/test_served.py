@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import signal
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +28,29 @@ BATCHES = {
 }
 
 
-def serve(group: weft.Group, block: str, form: str, release: str) -> list[float]:
-    server, found = Server(group, block, release=release, form=form), []
-    for seed, counts in enumerate(BATCHES[group.size]):
-        x = tokens(counts[group.rank], 10 * seed + group.rank)
-        found.append(far(server.step(x, counts), alone(x, block)))
-    found += [float(len(server.workspaces))]
+def serve(
+    group: weft.Group,
+    block: str,
+    batches: Sequence[list[int]],
+    *,
+    said: int | None = None,
+    real: int | None = None,
+    attention_ranks: int = 1,
+    **more: Any,
+) -> tuple[float, int]:
+    """How far a model's passes are from one process's, and how many workspaces it has.
+
+    batches: tokens of each attention group, which its ranks share evenly.   real, said: rows that
+    are no padding, and how many SGLang says there are.
+    """
+    server, found = Server(group, block, attention_ranks=attention_ranks, **more), []
+    for seed, counts in enumerate(batches):
+        mine = counts[group.rank // attention_ranks] // attention_ranks
+        x = tokens(mine, 10 * seed + group.rank)
+        found.append(far(server.step(x, counts, said), alone(x, block, real=real)))
+    workspaces = len(server.workspaces)
     leave()
-    return found
+    return max(found), workspaces
 
 
 @pytest.mark.parametrize("form", ["block", "dispatcher"])
@@ -43,66 +60,39 @@ def test_idle_ranks_rounds_and_shared_experts(
     ranks: Any, count: int, release: str, block: str, form: str
 ) -> None:
     """Every size of batch, on every rank, with workspaces that the layers share."""
-    for *found, workspaces in ranks(count, "cpu")(serve, block, form, release):
-        assert max(found) < CLOSE
+    body = partial(serve, release=release, form=form)
+    for found, workspaces in ranks(count, "cpu")(body, block, BATCHES[count]):
+        assert found < CLOSE
         assert workspaces == (2 if form == "block" else 1)
 
 
-def attention_groups(group: weft.Group) -> list[float]:
-    """Two ranks share each attention group's tokens: counts are of groups, padded to even."""
-    server, found = Server(group, "glm4", attention_ranks=2), []
-    for counts in ([4, 2], [0, 6], [64, 70]):
-        x = tokens(counts[group.rank // 2] // 2, group.rank)
-        found.append(far(server.step(x, counts), alone(x, "glm4")))
-    leave()
-    return found
-
-
-def test_tokens_of_an_attention_group_are_split_over_its_ranks(ranks: Any) -> None:
-    """Counts that SGLang tells are of attention groups, not of ranks."""
-    assert max(max(found) for found in ranks(4, "cpu")(attention_groups)) < CLOSE
-
-
-def without_dp(group: weft.Group) -> list[float]:
-    """All ranks are one attention group: there is one count."""
-    server, found = Server(group, "qwen3", attention_ranks=2), []
-    for whole in (2, 8, 130):
-        x = tokens(whole // 2, group.rank)
-        found.append(far(server.step(x, [whole]), alone(x, "qwen3")))
-    leave()
-    return found
-
-
-def test_tensor_parallel_attention_alone(ranks: Any) -> None:
-    """Without DP attention each rank brings its part of one batch."""
-    assert max(max(found) for found in ranks(2, "cpu")(without_dp)) < CLOSE
-
-
-def padded(group: weft.Group, form: str, release: str) -> float:
-    server = Server(group, "deepseek", release=release, form=form)
-    x = tokens(4, group.rank)
-    found = far(server.step(x, [4, 4], real=2), alone(x, "deepseek", real=2))
-    leave()
-    return found
+@pytest.mark.parametrize(
+    ("count", "block", "batches"),
+    [(4, "glm4", ([4, 2], [0, 6], [64, 70])), (2, "qwen3", ([2], [8], [130]))],
+    ids=["two groups", "without DP attention"],
+)
+def test_tokens_of_an_attention_group_are_split_over_its_ranks(
+    ranks: Any, count: int, block: str, batches: tuple[list[int], ...]
+) -> None:
+    """Counts that SGLang tells are of attention groups, not of ranks, and padded to even."""
+    for found, _ in ranks(count, "cpu")(partial(serve, attention_ranks=2), block, batches):
+        assert found < CLOSE
 
 
 @EITHER
 def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: str) -> None:
     """Their ids are -1; the shared expert has them all the same."""
-    assert max(ranks(2, "cpu")(padded, form, release)) < CLOSE
-
-
-def stale(group: weft.Group, form: str, release: str) -> float:
-    server, x = Server(group, "qwen3", release=release, form=form), tokens(4, 0)
-    found = far(server.step(x, [4], real=1), alone(x, "qwen3"))
-    leave()
-    return found
+    body = partial(serve, release=release, form=form, said=2, real=2)
+    for found, _ in ranks(2, "cpu")(body, "deepseek", ([4, 4],)):
+        assert found < CLOSE
 
 
 @pytest.mark.parametrize("form", ["block", "dispatcher"])
 def test_one_rank_whose_padding_sglang_does_not_keep(ranks: Any, form: str) -> None:
     """0.5.17 writes num_token_non_padded of a graph for several ranks only."""
-    assert max(ranks(1, "cpu")(stale, form, "0.5.17")) < CLOSE
+    body = partial(serve, release="0.5.17", form=form, said=1)
+    ((found, _),) = ranks(1, "cpu")(body, "qwen3", ([4],))
+    assert found < CLOSE
 
 
 def replicas(group: weft.Group, form: str, release: str) -> tuple[float, float]:
@@ -233,18 +223,12 @@ def test_flags_that_go_around_the_hooks_are_refused(ranks: Any, release: str) ->
         assert {name: text for name, (_, text) in REFUSED.items() if text not in said[name]} == {}
 
 
-def adapted(group: weft.Group, release: str) -> float:
-    more: dict[str, Any] = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
-    server, x = Server(group, "qwen3", release=release, **more), tokens(6, group.rank)
-    found = far(server.step(x, [6, 6]), alone(x, "qwen3"))
-    leave()
-    return found
-
-
 @pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
 def test_adapters_of_attention_are_served(ranks: Any, release: str) -> None:
     """Blocks do not know of them."""
-    assert max(ranks(2, "cpu")(adapted, release)) < CLOSE
+    lora: dict[str, Any] = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
+    for found, _ in ranks(2, "cpu")(partial(serve, release=release, **lora), "qwen3", ([6, 6],)):
+        assert found < CLOSE
 
 
 def drafting(group: weft.Group, form: str, release: str) -> dict[str, Any]:
@@ -281,10 +265,8 @@ def test_a_draft_layer_takes_logical_experts(ranks: Any, form: str, release: str
 def overlapping(group: weft.Group, release: str) -> tuple[float, str]:
     """On a Hopper, which the stand-in is, SGLang itself has no such overlap."""
     flag = "--enable-single-batch-overlap"
-    server = Server(group, "glm4", release=release, flags=("--moe-a2a-backend", "weft", flag))
-    x = tokens(6, group.rank)
-    found = far(server.step(x, [6, 6]), alone(x, "glm4"))
-    leave()
+    flags = ("--moe-a2a-backend", "weft", flag)
+    found, _ = serve(group, "glm4", ([6, 6],), release=release, flags=flags)
     try:
         Server(group, "glm4", release=release, flags=(flag,))
     except ValueError as error:

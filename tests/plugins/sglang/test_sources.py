@@ -1,48 +1,36 @@
 """The hooks beside SGLang's own sources, which are parsed and never imported.
 
-WEFT_SGLANG_SITE is a folder with `sglang/` of a wheel. The stand-in goes through the same check, so
-it cannot drift away from the table either.
+WEFT_SGLANG_SITE is a folder with a wheel's `sglang/` and metadata. The stand-in goes through the
+same check, so it cannot drift away from the table either.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.plugins.sglang.server import STANDIN
-from tests.plugins.sources import differences
+from tests.plugins.sources import differences, version_of
 from weft.plugins.names import Known
 from weft.plugins.sglang import allreduce, engine
-from weft.plugins.sglang.hooks import SGLANG, Hook
+from weft.plugins.sglang.hooks import SGLANG
 
-ENTRIES: tuple[Hook | Known, ...] = (*engine.HOOKS, *engine.KNOWN)
-
-
-def release(site: Path) -> str:
-    """What the wheel's own `_version.py` says; without one, the oldest that is served."""
-    file = site / "sglang" / "_version.py"
-    if not file.is_file():
-        return SGLANG.served[-1]
-    found = re.search(r"^__version__ = .*'([^']+)'$", file.read_text(), re.MULTILINE)
-    assert found is not None
-    known = SGLANG.release(found[1])
-    assert known is not None, f"{found[1]} is not among {SGLANG.served}"
-    return known
+ENTRIES = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
 
 
-SITES = [pytest.param(Path(STANDIN), ENTRIES, id="stand-in")]
+SITES = [pytest.param(Path(STANDIN), id="stand-in")]
 if "WEFT_SGLANG_SITE" in os.environ:
-    wheel, sums = Path(os.environ["WEFT_SGLANG_SITE"]), (*allreduce.HOOKS, *allreduce.KNOWN)
-    SITES.append(pytest.param(wheel, (*ENTRIES, *sums), id="sources"))
+    SITES.append(pytest.param(Path(os.environ["WEFT_SGLANG_SITE"]), id="sources"))
 
 
-@pytest.mark.parametrize(("site", "entries"), SITES)
-def test_every_entry_is_in_the_sources(site: Path, entries: tuple[Hook | Known, ...]) -> None:
+@pytest.mark.parametrize("site", SITES)
+def test_every_entry_is_in_the_sources(site: Path) -> None:
     """Names, signatures and attributes."""
-    assert differences(site, entries, release(site)) == []
+    release = SGLANG.release(version_of(site, "sglang"))
+    assert release is not None
+    assert differences(site, ENTRIES, release) == []
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.plugins.sources import Function, Sources, names, parameters
+from tests.plugins.sources import Function, Sources, names, parameters, version_of
 from weft.plugins.names import relied_on
 from weft.plugins.vllm import allreduce, engine
 
@@ -29,18 +29,13 @@ def row(takes: str | None, has: Iterable[str]) -> str:
 def read(site: Path) -> dict[str, str]:
     """The rows of one wheel."""
     sources, found = Sources(site), {}
-    for entry, expected in relied_on(ENTRIES, release(site)):
+    for entry, expected in relied_on(ENTRIES, version_of(site, "vllm")):
         node = sources.find(entry.target)
         if node is not None:
             relied = expected is not None and isinstance(node, Function)
             takes = parameters(node) if relied else None
             found[entry.target] = row(takes, names(node) & set(entry.names.split()))
     return found
-
-
-def release(site: Path) -> str:
-    """A wheel's version, by the name of its metadata."""
-    return next(site.glob("vllm-*.dist-info")).name.removeprefix("vllm-").removesuffix(".dist-info")
 
 
 def merged(versions: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -66,5 +61,5 @@ def known() -> dict[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    rows_of = {release(each): read(each) for each in map(Path, sys.argv[1:])}
+    rows_of = {version_of(each, "vllm"): read(each) for each in map(Path, sys.argv[1:])}
     TABLE.write_text(json.dumps(merged(rows_of), indent=1) + "\n")

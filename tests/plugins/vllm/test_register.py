@@ -17,7 +17,7 @@ from weft.errors import InvalidArgument, SetupError
 from weft.plugins.names import Engine
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def vllm() -> Iterator[None]:
     """The stand-in, with weft's plug-in off."""
     enter("")
@@ -35,7 +35,6 @@ EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"
 REGISTRY = "vllm.model_executor.custom_op.op_registry_oot"
 
 
-@pytest.mark.usefixtures("vllm")
 def test_nothing_is_registered_unless_it_is_asked_for() -> None:
     """And twice is once."""
     assert name(REGISTRY) == {}
@@ -51,7 +50,6 @@ def test_nothing_is_registered_unless_it_is_asked_for() -> None:
 DERIVED = ("gpt_oss.GptOssRoutedExperts", "transformers.moe.TransformersRoutedExperts")
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("path", [*DERIVED, "dbrx.DbrxExperts"])
 def test_layers_that_models_derive_are_wefts_too(path: str) -> None:
     """vLLM's registry goes by a class's own name: without an entry the stock one would run."""
@@ -65,7 +63,6 @@ def test_layers_that_models_derive_are_wefts_too(path: str) -> None:
         stock("experts", config_of(), on_input=True)
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("form", ["block", "exchange"])
 def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """vLLM 0.33 has a layer of its own for them, which would run without weft unless taken."""
@@ -83,7 +80,6 @@ def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch,
         SubstitutedRoutedExperts("layer", config_of(), expert_substitution=object())
 
 
-@pytest.mark.usefixtures("vllm")
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error lists all that differs."""
     monkeypatch.setattr(name(EXPERTS), "__init__", lambda self: None)
@@ -105,7 +101,6 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         enter("block")
 
 
-@pytest.mark.usefixtures("vllm")
 def test_a_layer_of_another_plug_in_is_refused() -> None:
     """vLLM takes one, and would end with an assertion."""
     name(REGISTRY)["RoutedExperts"] = type("Other", (), {"__module__": "another.plugin"})
@@ -113,7 +108,6 @@ def test_a_layer_of_another_plug_in_is_refused() -> None:
         enter("block")
 
 
-@pytest.mark.usefixtures("vllm")
 def test_limits() -> None:
     """Of the largest graph, or the largest batch without; split over sequence-parallel ranks."""
     from weft.plugins.blocks import Limits
@@ -141,7 +135,6 @@ FLAGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("form", ["block", "exchange"])
 @pytest.mark.parametrize("what", FLAGS)
 def test_flags_that_are_refused(monkeypatch: pytest.MonkeyPatch, what: str, form: str) -> None:
@@ -163,7 +156,6 @@ RANKS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("what", RANKS)
 def test_ranks_that_are_refused(what: str) -> None:
     """They have no tokens of their own, or no whole experts."""
@@ -187,7 +179,6 @@ ARITHMETIC: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("what", ARITHMETIC)
 def test_experts_that_are_refused(what: str) -> None:
     """In form block, which the error says; vLLM's own experts may do all of it."""
@@ -199,7 +190,6 @@ def test_experts_that_are_refused(what: str) -> None:
     name(EXPERTS)("experts", config_of(**config), **more)
 
 
-@pytest.mark.usefixtures("vllm")
 def test_methods_and_tensors_that_are_refused() -> None:
     """Other quantisations by their name, and other layouts by their shapes."""
     enter("block")
@@ -219,7 +209,6 @@ def test_methods_and_tensors_that_are_refused() -> None:
     assert "w2_weight is [4, 32, 128] torch.float32, served is [4, 128, 128]" in said
 
 
-@pytest.mark.usefixtures("vllm")
 def test_rows_that_weft_does_not_carry_are_refused() -> None:
     """Quantised by token, say."""
     from weft.plugins.vllm.engine import travels_as_fp8
@@ -238,7 +227,6 @@ def test_rows_that_weft_does_not_carry_are_refused() -> None:
         travels_as_fp8(experts, kernel(fp8, None))
 
 
-@pytest.mark.usefixtures("vllm")
 def test_the_fused_all_reduce_is_wefts() -> None:
     """Both attributes, or none."""
     import weft.compat.flashinfer

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.sources import differences
-from tests.plugins.vllm.tables import ENTRIES, known, read, release, row
+from tests.plugins.sources import differences, version_of
+from tests.plugins.vllm.tables import ENTRIES, known, read, row
 from tests.plugins.vllm.workers import STANDIN
 from weft.plugins.names import relied_on
 from weft.plugins.vllm.engine import VLLM
@@ -41,4 +41,4 @@ if "WEFT_VLLM_SITE" in os.environ:
     def test_the_table_is_of_the_wheel() -> None:
         """What tables.py wrote is what it would write now."""
         site = Path(os.environ["WEFT_VLLM_SITE"])
-        assert NAMES[release(site)] == read(site)
+        assert NAMES[version_of(site, "vllm")] == read(site)

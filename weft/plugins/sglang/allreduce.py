@@ -321,42 +321,42 @@ _STATE = SRT + "distributed.parallel_state."
 _NORMS = SRT + "layers.layernorm."
 _BOUNDARY = SRT + "layers.layer_boundary."
 HOOKS = (
-    Hook(RUNNER + "load_model", loaded, "self", "AFTER"),
-    Hook(RUNNER + "forward", forwarded, FORWARD, "AFTER"),
+    Hook(RUNNER + "load_model", "self", function=loaded, kind="AFTER"),
+    Hook(RUNNER + "forward", FORWARD, function=forwarded, kind="AFTER"),
     Hook(
         SRT + "layers.communicator.apply_flashinfer_allreduce_fusion",
-        may_fuse,
         {"0.5.17": "batch_size"},
+        function=may_fuse,
     ),
     Hook(
         _BOUNDARY + "residual.add_norm.flashinfer_ar_fusion_applies",
-        may_fuse,
         {"0.5.23": "batch_size"},
+        function=may_fuse,
     ),
     Hook(
         _STATE + "GroupCoordinator._can_use_flashinfer_allreduce",
-        before_flashinfer,
         {"0.5.23": "self, input_"},
+        function=before_flashinfer,
     ),
     Hook(
         _NORMS + "_forward_with_allreduce_fusion",
-        sum_and_norm,
         "norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=",
+        function=sum_and_norm,
     ),
     Hook(
         _STATE + "GroupCoordinator._resolve_outplace_all_reduce_method",
-        choose,
         "self, input_, should_use_pymscclpp_allreduce=",
+        function=choose,
     ),
     Hook(
         _STATE + "GroupCoordinator._all_reduce_out_place",
-        sum_rows,
         "self, input_, outplace_all_reduce_method",
+        function=sum_rows,
     ),
     Hook(
         SRT + "layers.flashinfer_comm_fusion.pre_initialize_workspaces",
-        skip_workspaces,
         "max_token_num, hidden_dim, dtype, use_oneshot=",
+        function=skip_workspaces,
     ),
 )
 KNOWN = (

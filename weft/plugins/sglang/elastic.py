@@ -371,19 +371,19 @@ _MANAGERS = SRT + "managers."
 HOOKS = (
     Hook(
         _MANAGERS + "scheduler_components.dp_attn.exchange_sync_rows",
-        exchange_rows,
         {"0.5.23": "global_flat, local_row, group"},
+        function=exchange_rows,
     ),
     Hook(
         _MANAGERS + "scheduler.Scheduler.get_next_batch_to_run",
-        planned,
         {"0.5.23": "self, running_batch, last_batch"},
-        "AFTER",
+        function=planned,
+        kind="AFTER",
     ),
     Hook(
         _MANAGERS + "tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
-        dispatched,
         {"0.5.23": "self, obj"},
+        function=dispatched,
     ),
 )
 # What the hooks call and read.

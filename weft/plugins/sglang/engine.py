@@ -486,6 +486,7 @@ def _exchanged(block: Any, dispatcher: Any, x: torch.Tensor, chosen: Any, most: 
 
 _BLOCK = "self, hidden_states, forward_batch="
 _MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
+_PLAIN_MLP = {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="}
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
 # Forwards of the MoE blocks that are served: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
 # MiniMax-M2, GPT-OSS.
@@ -504,69 +505,59 @@ FORWARDS: dict[str, Parameters] = {
     },
 }
 HOOKS = (
-    Hook(SRT + "layers.moe.utils.MoeA2ABackend._missing_", alias, "cls, value"),
-    Hook(SRT + "arg_groups.overrides._a2a_ep_size", expert_parallel_size, "view"),
+    Hook(SRT + "layers.moe.utils.MoeA2ABackend._missing_", "cls, value", function=alias),
+    Hook(SRT + "arg_groups.overrides._a2a_ep_size", "view", function=expert_parallel_size),
     Hook(
-        SRT + "arg_groups.overrides._a2a_fusion_adjustments",
-        shared_expert_fusion,
-        "view",
+        SRT + "arg_groups.overrides._a2a_fusion_adjustments", "view", function=shared_expert_fusion
     ),
     Hook(
         SRT + "layers.moe.utils.initialize_moe_config",
-        without_overlap,
         {"0.5.17": "server_args", "0.5.23": ""},
+        function=without_overlap,
     ),
     Hook(
         SRT + "server_args.ServerArgs._disable_breakable_cudagraph_if_incompatible",
-        prefill_graphs,
         {"0.5.17": "self"},
+        function=prefill_graphs,
     ),
     Hook(
         SRT + "arg_groups.cuda_graph_hook.disable_breakable_cudagraph_if_incompatible",
-        prefill_graphs,
         {"0.5.23": "server_args"},
+        function=prefill_graphs,
     ),
     Hook(
         SRT + "utils.common.require_mlp_tp_gather",
-        agrees_on_counts,
         {"0.5.17": "server_args", "0.5.23": "*, moe_a2a_backend="},
+        function=agrees_on_counts,
     ),
     Hook(
         SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
-        count_of_none,
         {"0.5.17": "self, device, dtype="},
+        function=count_of_none,
     ),
     Hook(
         SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
-        make_dispatcher,
         {"0.5.17": "moe_runner_config", "0.5.23": "moe_runner_config, quant_method"},
+        function=make_dispatcher,
     ),
-    Hook(
-        SRT + "models.glm4_moe.Glm4MoeMLP.__init__",
-        whole_shared_expert,
-        {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
-    ),
-    Hook(
-        SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__",
-        whole_shared_expert,
-        {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="},
-    ),
+    Hook(SRT + "models.glm4_moe.Glm4MoeMLP.__init__", _PLAIN_MLP, function=whole_shared_expert),
+    Hook(SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", _PLAIN_MLP, function=whole_shared_expert),
     Hook(
         SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
-        keep_mxfp4,
         "self, layer",
+        function=keep_mxfp4,
     ),
     Hook(
         SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
-        whole_shared_expert,
         {
             "0.5.17": _MLP + ", tp_rank=, tp_size=, swiglu_limit=",
             "0.5.23": _MLP + ", swiglu_limit=, allow_fused_down=, *, parallel_group=",
         },
+        function=whole_shared_expert,
     ),
-    *(Hook(name, serve, parameters) for name, parameters in FORWARDS.items()),
-    Hook(RUNNER + "load_model", loaded, "self", "AFTER"),
-    Hook(RUNNER + "forward", forward, FORWARD),
+    *(Hook(name, parameters, function=serve) for name, parameters in FORWARDS.items()),
+    Hook(RUNNER + "load_model", "self", function=loaded, kind="AFTER"),
+    Hook(RUNNER + "forward", FORWARD, function=forward),
     *elastic.HOOKS,
 )
 # What the hooks call and read.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from weft.errors import SetupError
-from weft.plugins.names import Engine, Parameters, relied_on
+from weft.plugins.names import Engine, Known
 
 SGLANG = Engine("SGLang", ("sglang",), ("0.5.23", "0.5.17"))
 Kind = Literal["AROUND", "AFTER"]  # names of SGLang's HookType
@@ -25,30 +25,22 @@ FORWARD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Hook:
+class Hook(Known):
     """A function or method of SGLang, and what weft hangs on it.
 
     kind: AROUND: function(original, *args, **kwargs) returns the result; AFTER: function(result,
         *args, **kwargs) returns another result or None.
     """
 
-    target: str
-    function: Callable[..., Any]
-    parameters: Parameters
-    kind: Kind = "AROUND"
-
-
-def there(hooks: Iterable[Hook]) -> list[Hook]:
-    """Those for the installed SGLang; all of them where its version is not one that is served."""
-    release = SGLANG.release(SGLANG.installed())
-    return list(hooks) if release is None else [hook for hook, _ in relied_on(hooks, release)]
+    function: Callable[..., Any] = field(kw_only=True)
+    kind: Kind = field(default="AROUND", kw_only=True)
 
 
 def install(hooks: Iterable[Hook]) -> None:
     """Hand the hooks to SGLang's registry, which applies them when all plug-ins have registered."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in there(hooks):
+    for hook in SGLANG.here(hooks):
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
 
 
@@ -56,7 +48,8 @@ def check_applied(hooks: Iterable[Hook]) -> None:
     """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [hook.target for hook in there(hooks) if hook.target not in HookRegistry._patched]
+    patched = HookRegistry._patched
+    missing = [hook.target for hook in SGLANG.here(hooks) if hook.target not in patched]
     if missing:
         raise SetupError(
             f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"

@@ -18,7 +18,7 @@ from weft.errors import OutOfOrder, SetupError
 from weft.memory import Group
 from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
-from weft.plugins.names import Engine, Known, relied_on
+from weft.plugins.names import Engine, Known
 from weft.plugins.settings import Settings
 from weft.plugins.vllm.weights import check_server, layer_of
 from weft.plugins.weights import check, refusal
@@ -48,8 +48,7 @@ def check_vllm() -> bool:
 
 def derived() -> list[Any]:
     """The layers of experts that models of the installed vLLM derive from its own."""
-    release = VLLM.release(VLLM.installed()) or VLLM.served[-1]
-    return [pkgutil.resolve_name(entry.target) for entry, _ in relied_on(DERIVED, release)]
+    return [pkgutil.resolve_name(entry.target) for entry in VLLM.here(DERIVED)]
 
 
 def end_worker() -> None:

@@ -1,9 +1,10 @@
 """What 0.5.23 has otherwise; the modules themselves are 0.5.17's."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from sglang.srt import runtime_context, server_args
 from sglang.srt.arg_groups import arg_utils, cuda_graph_hook
 from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
+from sglang.srt.layers import communicator
 from sglang.srt.layers.moe import topk, utils
 from sglang.srt.layers.moe.fused_moe_triton import layer
 from sglang.srt.model_executor import model_runner
@@ -28,11 +30,8 @@ class ServerArgs:
 
 
 class Bag(SimpleNamespace):
-    """Published flags."""
-
     @contextmanager
     def override(self, **given: Any) -> Iterator[None]:
-        """Other values for a while."""
         kept = {name: getattr(self, name) for name in given}
         vars(self).update(given)
         yield
@@ -40,7 +39,6 @@ class Bag(SimpleNamespace):
 
 
 def get_exec() -> Any:
-    """The flags of this process."""
     return STATE.exec
 
 
@@ -52,7 +50,6 @@ def initialize_moe_config() -> None:
 
 
 def seed(flags: Any) -> None:
-    """Publish, then seed."""
     STATE.exec = SimpleNamespace(
         moe=Bag(moe_a2a_backend=flags.moe_a2a_backend, elastic_ep_backend=flags.elastic_ep_backend),
         overlap=Bag(enable_single_batch_overlap=flags.enable_single_batch_overlap),
@@ -63,12 +60,10 @@ def seed(flags: Any) -> None:
 
 
 def require_mlp_tp_gather(*, moe_a2a_backend: Any = None) -> bool:
-    """As 0.5.17's."""
     return False
 
 
 def create_moe_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
-    """As 0.5.17's."""
     return older_dispatcher(moe_runner_config)
 
 
@@ -88,7 +83,6 @@ def plain_mlp(
     *,
     parallel_group: str = "tp",
 ) -> None:
-    """Its constructor."""
     shared_mlp(self, quant_config, intermediate_size, parallel_group)
 
 
@@ -105,7 +99,6 @@ def deepseek_mlp(
     *,
     parallel_group: str = "tp",
 ) -> None:
-    """Its constructor."""
     shared_mlp(self, quant_config, intermediate_size, parallel_group)
 
 
@@ -120,19 +113,16 @@ def deepseek_forward(
     return_moe_output: bool = False,
     leave_output_sum: bool = False,
 ) -> torch.Tensor:
-    """SGLang's own way."""
     raise AssertionError("the stock forward ran")
 
 
 def qwen2_forward(
     self: Any, hidden_states: torch.Tensor, forward_batch: Any = None, defer_finalize: bool = False
 ) -> torch.Tensor:
-    """SGLang's own way."""
     raise AssertionError("the stock forward ran")
 
 
 def init_new(cls: Any, layer_id: int, *, is_draft: bool = False) -> Any:
-    """As 0.5.17's."""
     return older_init_new(layer_id)
 
 
@@ -169,7 +159,6 @@ older_init_new = ExpertLocationDispatchInfo.init_new
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """As this version adds them."""
     arg_utils.add_cli_args_from_dataclass(parser, ServerArgs)
 
 
@@ -196,3 +185,8 @@ def become() -> None:
     deepseek_v2.DeepseekV2MoE.forward = deepseek_forward
     ExpertLocationDispatchInfo.init_new = classmethod(init_new)
     topk.TopK.routing_inputs, topk.TopK.forward_cuda = routing_inputs, forward_cuda
+    boundary: Any = ModuleType("sglang.srt.layers.layer_boundary")
+    boundary.FUSE_ALLREDUCE_MAX_BATCH_SIZE = communicator.FUSE_ALLREDUCE_MAX_BATCH_SIZE
+    boundary.flashinfer_ar_fusion_applies = communicator.apply_flashinfer_allreduce_fusion
+    for part in ("", ".residual", ".residual.add_norm"):
+        sys.modules[boundary.__name__ + part] = boundary

@@ -12,11 +12,14 @@ STATE = SimpleNamespace(
     backend=None,
     counts=None,
     real=None,
-    processes=None,
     redundant=0,
+    groups={},  # GroupCoordinators of "tp", "attn", "ep" and "moe"
+    ways=[],  # how each sum of this rank was made, by SGLang's own ways
+    workspaces=0,
+    flashinfer=False,
+    dp_attention=False,
 )
 
 
 def get_parallel() -> Any:
-    """Sizes and ranks."""
     return STATE.parallel

@@ -13,8 +13,6 @@ MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
 
 
 class ServerArgs:
-    """What the flags' own class decides."""
-
     def _disable_breakable_cudagraph_if_incompatible(self) -> None:
         flags: Any = self
         rules = [
@@ -27,17 +25,14 @@ class ServerArgs:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """As this version adds them."""
     parser.add_argument("--moe-a2a-backend", choices=MOE_A2A_BACKEND_CHOICES, default="none")
 
 
 def resolve_graphs(args: Any) -> None:
-    """As this version does."""
     ServerArgs._disable_breakable_cudagraph_if_incompatible(args)
 
 
 def parse(*argv: str, **more: object) -> SimpleNamespace:
-    """Server arguments of a command line."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     parser.add_argument("--tp-size", type=int, default=1)
@@ -55,6 +50,7 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         enable_lora=False,
         lora_target_modules=None,
         enable_pdmux=False,
+        flashinfer_allreduce_fusion_backend=None,
         elastic_ep_backend=None,
         disable_overlap_schedule=False,
         enable_dp_lm_head=False,

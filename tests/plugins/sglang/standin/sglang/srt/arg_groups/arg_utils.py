@@ -9,15 +9,12 @@ from typing import Any, get_type_hints
 
 @dataclass
 class Arg:
-    """Metadata of a field."""
-
     choices: list[str] | None = None
 
 
 def add_cli_args_from_dataclass(
     parser: argparse.ArgumentParser, cls: Any, *, fields: list[str] | None = None
 ) -> None:
-    """A flag for each field."""
     for name, hint in get_type_hints(cls, include_extras=True).items():
         flag, choices = "--" + name.replace("_", "-"), hint.__metadata__[0].choices
         parser.add_argument(flag, choices=choices, default=getattr(cls, name, "none"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
 _SPANNING = frozenset({"deepep", "flashinfer"})
 
 

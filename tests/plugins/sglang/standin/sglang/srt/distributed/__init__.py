@@ -1,13 +1,5 @@
 """Groups of ranks."""
 
-from __future__ import annotations
+from sglang.srt.distributed.parallel_state import get_moe_ep_group
 
-from types import SimpleNamespace
-from typing import Any
-
-from sglang.srt.runtime_context import STATE
-
-
-def get_moe_ep_group() -> Any:
-    """The expert-parallel ranks."""
-    return SimpleNamespace(cpu_group=STATE.processes)
+__all__ = ["get_moe_ep_group"]

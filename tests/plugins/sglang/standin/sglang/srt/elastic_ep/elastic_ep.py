@@ -8,30 +8,23 @@ from sglang.srt.runtime_context import STATE
 
 
 class ElasticEPState:
-    """Of one process."""
-
     def __init__(self, ranks: int) -> None:
         self.active_ranks = torch.ones(ranks, dtype=torch.int32)
         self.last_active_ranks = self.active_ranks.clone()
         self.active_ranks_cpu = self.active_ranks.clone()
 
     def snapshot_active_to_last(self) -> None:
-        """What has changed is known."""
         self.last_active_ranks = self.active_ranks.clone()
 
     def sync_active_to_cpu(self) -> None:
-        """Tell the host."""
         self.active_ranks_cpu = self.active_ranks.clone()
 
 
 class ElasticEPStateManager:
-    """The process's one."""
-
     _instance: ElasticEPState | None = None
 
     @classmethod
     def instance(cls) -> ElasticEPState:
-        """That one."""
         if cls._instance is None:
             cls._instance = ElasticEPState(STATE.parallel.tp_size)
         return cls._instance

@@ -20,12 +20,10 @@ class ExpertLocationMetadata:
 
     @property
     def num_local_physical_experts(self) -> int:
-        """Of each rank."""
         return self.physical_to_logical_map_cpu.shape[1] // self.ep_size
 
     @property
     def num_logical_experts(self) -> int:
-        """Of the model."""
         return self.logical_to_all_physical_map.shape[1]
 
 
@@ -48,5 +46,4 @@ def place(physical_to_logical: torch.Tensor, ranks: int, logical: int, static: b
 
 
 def get_global_expert_location_metadata() -> ExpertLocationMetadata:
-    """What was published."""
     return _kept[0]

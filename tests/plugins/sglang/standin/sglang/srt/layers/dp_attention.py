@@ -9,3 +9,7 @@ def get_dp_global_num_tokens() -> list[int]:
     """One number for each group; padded as the batch is."""
     counts: list[int] = STATE.counts
     return counts
+
+
+def is_dp_attention_enabled() -> bool:
+    return bool(STATE.dp_attention)

@@ -14,7 +14,6 @@ class Scheduler:
         self.reported: list[list[int]] = []
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> str:
-        """What comes next."""
         return "batch"
 
     def _maybe_report_active_ranks(self) -> None:

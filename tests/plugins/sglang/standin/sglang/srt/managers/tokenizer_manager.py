@@ -17,7 +17,6 @@ class TokenizerManager(TokenizerControlMixin):
         self.answers: dict[str, dict[str, Any]] = {}
 
     def ask(self, *requests: Any) -> None:
-        """Requests of clients, sent to the ranks."""
         for request in requests:
             self.rid_to_state[request.rid] = SimpleNamespace()
             self._dispatch_to_scheduler(request)

@@ -6,5 +6,4 @@ from typing import Any
 
 
 def is_health_check_generate_req(recv_req: Any) -> bool:
-    """Is it SGLang's own question?"""
     return str(recv_req.rid).startswith("HEALTH_CHECK")

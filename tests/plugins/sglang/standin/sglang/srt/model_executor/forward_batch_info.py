@@ -6,5 +6,4 @@ from sglang.srt.runtime_context import get_parallel
 
 
 def enable_num_token_non_padded() -> bool:
-    """Is a batch's num_token_non_padded kept up to date?"""
     return bool(get_parallel().moe_ep_size > 1)

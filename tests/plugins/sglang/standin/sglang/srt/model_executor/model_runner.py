@@ -21,33 +21,34 @@ class Model(nn.Module):
     def __init__(self, kind: Callable[..., nn.Module], layers: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind(layer, dtype) for layer in range(layers))
+        for block in self.blocks:
+            fill(block.experts)
 
     def forward(self, x: torch.Tensor, forward_batch: Any) -> torch.Tensor:
-        """`[tokens, hidden]`."""
         for block in self.blocks:
             x = x + block(x, forward_batch)
         return x
 
 
 def seed(server_args: Any) -> None:
-    """As this version calls it."""
     initialize_moe_config(server_args)
 
 
 class ModelRunner:
-    """One rank's."""
+    """make: what load_model gets its model from.   config: fields of model_config."""
 
-    def __init__(self, server_args: Any, kind: Callable[..., nn.Module], layers: int) -> None:
-        self.server_args, self.kind, self.layers = server_args, kind, layers
-        self.dtype, self.device, self.gpu_id = torch.float32, "cpu", 0
+    def __init__(self, server_args: Any, make: Callable[[], nn.Module], **config: Any) -> None:
+        self.server_args, self.make, self.model_config = (
+            server_args,
+            make,
+            SimpleNamespace(**config),
+        )
+        self.device, self.gpu_id = "cpu", 0
         self.eplb_manager = EPLBManager()
         seed(server_args)
 
     def load_model(self) -> None:
-        """Make it and fill its weights."""
-        self.model = Model(self.kind, self.layers, self.dtype)
-        for block in self.model.blocks:
-            fill(block.experts)
+        self.model = self.make()
 
     def forward(
         self,
@@ -57,7 +58,6 @@ class ModelRunner:
         reinit_attn_backend: bool = False,
         split_forward_count: int = 1,
     ) -> torch.Tensor:
-        """One pass."""
         STATE.counts, STATE.real = forward_batch.counts, forward_batch.num_token_non_padded
         out: torch.Tensor = self.model(forward_batch.x, forward_batch)
         return out

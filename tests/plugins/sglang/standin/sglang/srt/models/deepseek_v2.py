@@ -22,8 +22,6 @@ from sglang.srt.models.parts import (
 
 
 class DeepseekV2MLP(SharedMLP):
-    """The shared expert."""
-
     def __init__(
         self,
         hidden_size: int,
@@ -41,17 +39,12 @@ class DeepseekV2MLP(SharedMLP):
 
 
 class DeepseekGate(Gate):
-    """Reads the batch."""
-
     def forward(self, x: torch.Tensor, forward_batch: Any = None) -> Any:
-        """`[tokens, experts]`."""
         assert forward_batch is not None
         return super().forward(x)
 
 
 class DeepseekV2MoE(nn.Module):
-    """Router, experts and the shared one."""
-
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.is_nextn, self.is_hash = False, False
@@ -78,7 +71,6 @@ class DeepseekV2MoE(nn.Module):
         input_ids_global: torch.Tensor | None = None,
         skip_shared_experts: bool = False,
     ) -> torch.Tensor:
-        """SGLang's own way."""
         raise AssertionError("the stock forward ran")
 
 

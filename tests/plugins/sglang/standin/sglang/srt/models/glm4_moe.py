@@ -19,13 +19,10 @@ from sglang.srt.models.parts import (
 )
 
 
-class Glm4MoeMLP(PlainMLP):
-    """The shared expert."""
+class Glm4MoeMLP(PlainMLP): ...
 
 
 class Glm4MoeSparseMoeBlock(Block):
-    """Router, experts and the shared one."""
-
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk, self.gate = layer_id, TopK(TOP_K), Gate(layer_id, dtype)

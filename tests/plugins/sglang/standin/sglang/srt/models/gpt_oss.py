@@ -10,8 +10,6 @@ from sglang.srt.models.parts import HIDDEN, INTERMEDIATE, TOP_K, Block, Gate, ph
 
 
 class GptOssSparseMoeBlock(Block):
-    """Router and experts."""
-
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk = layer_id, TopK(TOP_K)

@@ -12,17 +12,12 @@ from sglang.srt.models.parts import HIDDEN, INTERMEDIATE, TOP_K, Block, Gate, ph
 
 
 class Float32Gate(Gate):
-    """Takes float32 alone."""
-
     def forward(self, x: torch.Tensor, forward_batch: Any = None) -> Any:
-        """`[tokens, experts]`."""
         assert x.dtype == torch.float32
         return super().forward(x)
 
 
 class MiniMaxM2MoE(Block):
-    """Router and experts."""
-
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk = layer_id, TopK(TOP_K)

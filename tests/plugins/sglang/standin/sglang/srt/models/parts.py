@@ -62,7 +62,6 @@ class Gate(nn.Module):
         self.weight, self.pair = drawn((EXPERTS, HIDDEN), 1000 * layer + 999, dtype), pair
 
     def forward(self, x: torch.Tensor, forward_batch: Any = None) -> Any:
-        """`[tokens, experts]`."""
         logits = functional.linear(x.float(), self.weight.float())
         return (logits, None) if self.pair else logits
 
@@ -84,7 +83,6 @@ class SharedMLP(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[tokens, hidden]`."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: torch.Tensor = self.down_proj(functional.silu(gate) * up)
         return out
@@ -112,7 +110,6 @@ class Block(nn.Module):
     """A MoE block, whose own forward is weft's to replace."""
 
     def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
-        """SGLang's own way."""
         raise AssertionError("the stock forward ran")
 
 

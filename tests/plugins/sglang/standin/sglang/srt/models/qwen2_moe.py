@@ -21,13 +21,10 @@ from sglang.srt.models.parts import (
 )
 
 
-class Qwen2MoeMLP(PlainMLP):
-    """The shared expert."""
+class Qwen2MoeMLP(PlainMLP): ...
 
 
 class Qwen2MoeSparseMoeBlock(Block):
-    """Router, experts, and the shared one."""
-
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk = layer_id, TopK(TOP_K)
@@ -48,6 +45,5 @@ class Qwen2MoeSparseMoeBlock(Block):
     def _forward_shared_experts(
         self, hidden_states: torch.Tensor, apply_gate: bool = True
     ) -> torch.Tensor:
-        """`[tokens, hidden]`."""
         out: torch.Tensor = self.shared_expert(hidden_states)
         return functional.sigmoid(self.shared_expert_gate(hidden_states)) * out

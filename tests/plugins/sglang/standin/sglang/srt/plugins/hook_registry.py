@@ -14,8 +14,6 @@ logger = logging.getLogger(__name__)
 
 
 class HookType(Enum):
-    """When a hook runs."""
-
     BEFORE = "before"
     AFTER = "after"
     AROUND = "around"
@@ -23,8 +21,6 @@ class HookType(Enum):
 
 
 class HookRegistry:
-    """All hooks of the process."""
-
     _hooks: dict[str, list[tuple[HookType, Callable[..., Any]]]] = {}
     _patched: set[str] = set()
 

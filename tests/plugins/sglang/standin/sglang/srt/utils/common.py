@@ -6,5 +6,4 @@ from typing import Any
 
 
 def require_mlp_tp_gather(server_args: Any) -> bool:
-    """Do all ranks replay graphs of one size?"""
     return False

@@ -9,8 +9,6 @@ from torch import nn
 
 
 class StandardTopKOutput(NamedTuple):
-    """Chosen experts."""
-
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
     router_logits: torch.Tensor
@@ -24,7 +22,6 @@ class TopK(nn.Module):
         self.top_k, self.is_draft = top_k, False
 
     def forward(self, *args: Any, **given: Any) -> StandardTopKOutput:
-        """As `forward_cuda`."""
         return self.forward_cuda(*args, **given)
 
     def forward_cuda(
@@ -48,6 +45,5 @@ class TopK(nn.Module):
     def empty_topk_output(
         self, device: torch.device, *, layer_id: int | None = None
     ) -> StandardTopKOutput:
-        """Of a rank without tokens."""
         none = torch.empty((0, self.top_k), device=device)
         return StandardTopKOutput(none, none.int(), none)

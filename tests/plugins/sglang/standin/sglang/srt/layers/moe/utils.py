@@ -9,8 +9,6 @@ from sglang.srt.runtime_context import STATE
 
 
 class MoeA2ABackend(Enum):
-    """Those that --moe-a2a-backend names."""
-
     NONE = "none"
     DEEPEP = "deepep"
     FLASHINFER = "flashinfer"
@@ -22,8 +20,10 @@ class MoeA2ABackend(Enum):
             return cls.NONE
         raise ValueError(f"No {cls.__name__} member for value {value}")
 
+    def is_none(self) -> bool:
+        return self is MoeA2ABackend.NONE
+
     def is_customized(self) -> bool:
-        """Is it a plug-in's?"""
         return self is MoeA2ABackend.CUSTOMIZED
 
 
@@ -35,5 +35,4 @@ def initialize_moe_config(server_args: Any) -> None:
 
 
 def get_moe_a2a_backend() -> MoeA2ABackend:
-    """The backend of this process."""
     return MoeA2ABackend(STATE.backend)

@@ -8,8 +8,6 @@ import torch
 
 
 class MLPSyncBatchInfo:
-    """What one rank tells."""
-
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 

@@ -19,14 +19,12 @@ from sglang.srt.runtime_context import get_parallel
 
 
 def create_moe_dispatcher(moe_runner_config: Any) -> Any:
-    """The dispatcher of the backend."""
     if get_moe_a2a_backend().is_customized():
         raise NotImplementedError("Unsupported a2a backend: customized")
     return StandardDispatcher()
 
 
 def dispatcher_of(layer: FusedMoE) -> Any:
-    """As this version calls it."""
     return create_moe_dispatcher(layer.moe_runner_config)
 
 
@@ -53,7 +51,6 @@ class Method:
         self.runner = SimpleNamespace(runner_backend=triton)
 
     def apply(self, layer: FusedMoE, dispatch_output: Any) -> StandardCombineInput:
-        """`[rows, hidden]`, each row's weighted sum."""
         x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
         ids, weights = packed(chosen.topk_ids), packed(chosen.topk_weights)
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -72,8 +69,6 @@ class Method:
 
 
 class FusedMoE(nn.Module):
-    """Experts of this rank."""
-
     def __init__(
         self,
         num_experts: int,
@@ -120,13 +115,11 @@ class FusedMoE(nn.Module):
         self.dispatcher = dispatcher_of(self)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
-        """As `forward_impl`."""
         return self.forward_impl(hidden_states, topk_output)
 
     def forward_impl(
         self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None
     ) -> torch.Tensor:
-        """Dispatch, multiply, combine."""
         sent = self.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
         made = self.quant_method.apply(layer=self, dispatch_output=sent)
         out: torch.Tensor = self.dispatcher.combine(combine_input=made)

@@ -9,15 +9,11 @@ import torch
 
 
 class BaseDispatcher(ABC):
-    """Tokens to experts and back."""
-
     def __init__(self) -> None:
         self.quant_config: dict[str, Any] = {}
 
     @abstractmethod
-    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        """To the experts."""
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any: ...
 
     @abstractmethod
-    def combine(self, combine_input: Any) -> torch.Tensor:
-        """Back."""
+    def combine(self, combine_input: Any) -> torch.Tensor: ...

@@ -1,4 +1,7 @@
-"""How tests run the scripts that measure inside engines, on a stand-in of an engine."""
+"""How tests run the scripts that measure inside engines, on a stand-in of an engine.
+
+They say which by a fixture `engine`, or a parameter of this name.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,20 @@ from typing import Any
 
 import pytest
 
+from tests.bench import stand_in_sglang, stand_in_vllm
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = BENCHMARKS / "engines"
-Ran = tuple[int, str, list[dict[str, Any]]]
+TREES = {"sglang": stand_in_sglang.write_tree, "vllm": stand_in_vllm.write_tree}
 
 
-def measuring(engine: str, write_tree: Callable[[Path], None], folder: Path) -> Callable[..., Ran]:
+@pytest.fixture
+def measure(engine: str, tmp_path: Path) -> Callable[..., tuple[int, str, list[dict[str, Any]]]]:
     """`measure("decode", *options, NAME=value)` -> exit status, what was printed, the results."""
-    write_tree(folder / "pack")
+    TREES[engine](tmp_path / "pack")
 
-    def run(*arguments: str, **environment: str) -> Ran:
-        places = {"PACK": folder / "pack", "PACK_SITE": folder / "pack"}
-        places |= {"OUT": folder / "out", "PACK_HOME": folder / "home"}
+    def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
+        places = {"PACK": tmp_path / "pack", "PACK_SITE": tmp_path / "pack"}
+        places |= {"OUT": tmp_path / "out", "PACK_HOME": tmp_path / "home"}
         set_ = {name: str(place) for name, place in places.items()}
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         ended = subprocess.run(
@@ -36,21 +41,22 @@ def measuring(engine: str, write_tree: Callable[[Path], None], folder: Path) -> 
             timeout=1200,
             check=False,
         )
-        results = folder / "out" / "results.jsonl"
+        results = tmp_path / "out" / "results.jsonl"
         lines = results.read_text().splitlines() if results.exists() else []
         return ended.returncode, ended.stdout + ended.stderr, [json.loads(one) for one in lines]
 
     return run
 
 
-def importing(
-    monkeypatch: pytest.MonkeyPatch, out: Path, *folders: Path
+@pytest.fixture
+def script(
+    engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], types.ModuleType]]:
     """`script("report")` imports a script as its folder's modules import each other."""
-    monkeypatch.setenv("OUT", str(out))
-    monkeypatch.setenv("PACK_SITE", str(out))
-    for place in (*folders, SHARED):
-        monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("PACK_SITE", str(tmp_path))
+    for place in (engine, f"{engine}/plugins", f"{engine}/pack", "engines"):
+        monkeypatch.syspath_prepend(str(BENCHMARKS / place))
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
