@@ -387,51 +387,51 @@ MUTATIONS = {
         bf16=True,
     ),
     # MXFP4.
-    "registers are loaded while wgmma reads them": Mutation(
+    "registers are written while wgmma reads them": Mutation(
         {
-            "multiply([&] { load(next); });\n            weights = next;": (
-                "multiply([&] { load(weights); });"
-            )
+            "packed.expand(a[i], i, smem.magnitudes)": "packed.expand(a[0], i, smem.magnitudes)",
+            "rows>(block.acc, a[i],": "rows>(block.acc, a[0],",
         },
         WRONG,
         mxfp4=True,
     ),
     "a stage is released before its rows are multiplied": Mutation(
         {
-            "        hold_registers(weights.a);\n        release_stage(smem, stage, rank);\n": "",
-            "meanwhile();": "release_stage(smem, stage, rank);\n        meanwhile();",
+            "        release_stage(smem, stage, rank);\n": "",
+            "if (ahead &&": "release_stage(smem, stage, rank);\n            if (ahead &&",
         },
         WRONG,
         mxfp4=True,
     ),
     "two CTAs an SM: sums and registers do not wait for wgmma": Mutation(
         {
-            "block.template promote<0>(sum + first_row / 2)": (
-                "block.template promote<1>(sum + first_row / 2)"
+            "block.template promote<0>(sum + rows / 2);": (
+                "block.template promote<1>(sum + rows / 2);\n        wgmma_wait<0>();"
             )
         },
         WRONG,
-        block_m=64,
+        block_m=96,
         mxfp4=True,
     ),
     "two CTAs an SM: the other rows have the scales of the first": Mutation(
-        {"read_scales(operands, smem, stage, first_row)": "read_scales(operands, smem, stage, 0)"},
+        {"read_scales(operands, smem, stage, rows)": "read_scales(operands, smem, stage, 0)"},
         WRONG,
         block_m=96,
         mxfp4=True,
     ),
     "packed weights are not awaited": Mutation(
-        {
-            "smem.full[pipeline.stage].wait(pipeline.parity);\n        to.load": "to.load",
-        },
+        {"smem.full[pipeline.stage].wait(pipeline.parity);\n        next.read": "next.read"},
         "overrun",
         mxfp4=True,
+    ),
+    "the next k block's weights are multiplied twice": Mutation(
+        {"        packed = next;\n": "        if (k == 0) packed = next;\n"}, WRONG, mxfp4=True
     ),
     "both rows have the exponents of one": Mutation(
         {"r == 0 ? exponents.x : exponents.y": "exponents.x"}, WRONG, mxfp4=True
     ),
     "signs are those of the other half": Mutation(
-        {"(words[i] << 4 & 0x80808080)": "(words[i] & 0x80808080)"}, WRONG, mxfp4=True
+        {"(packed << 4 & 0x80808080)": "(packed & 0x80808080)"}, WRONG, mxfp4=True
     ),
     "both columns have the power of one": Mutation(
         {"__fmaf_rn(sum[i], scale[i / 2 % 2]": "__fmaf_rn(sum[i], scale[0]"}, WRONG, mxfp4=True

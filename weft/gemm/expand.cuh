@@ -6,70 +6,63 @@
 // 2^6, with which every number of E2M1 is one of E4M3, subnormals included. A unit has
 //
 //   values     [4 warps][2 rows, 8 apart][32 lanes][4 words]: a word for each 32 columns of k
-//   exponents  [4 warps][8 rows][2 rows, 8 apart][4 bytes]: each power + 8, 0 to 14
+//   exponents  [4 warps][8 rows][2 rows, 8 apart][4 bytes]: each power + 8, times 8 (0 to 112)
 //
 // so that every lane reads what its registers of A are made of. A word has eight numbers: those of
 // columns 4 (lane % 4) + i are `first`, those sixteen further on `second`. Nibble i has the
 // magnitude (its code, 0 to 7) of first[i], nibble 4 + i that of second[i]; bit 8 i + 7 is the sign
 // of first[i], bit 8 i + 3 that of second[i]. (gemm/mxfp4.py packs them)
 #pragma once
-#include <weft/gemm/math_warps.cuh>
 #include <weft/gemm/shape.cuh>
 #include <weft/gemm/wgmma.cuh>
 
 namespace weft {
 
 // The magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times 2^(exponent - 8) as E4M3, a byte each.
-struct Magnitudes {
+struct alignas(8) Magnitudes {
     u32 low, high;
-
-    // Adds the exponent to all bytes but that of 0. Exponents below normal_from make subnormals.
-    template <bool subnormal> WEFT_FN static Magnitudes times(u32 exponent) {
-        Magnitudes all{exponent * 0x08080800u + 0xfbf7f000u, exponent * 0x08080808u + 0x0c080400u};
-        if constexpr (subnormal) {
-            if (exponent == 2) all.low = 0x0c080400;
-            if (exponent == 1) all.low = 0x06040200;
-            if (exponent == 0) all = {0x03020100, 0x0c080604};
-        }
-        return all;
-    }
 };
-constexpr u32 normal_from = 3;
+constexpr u32 magnitude_tables = 16;  // one more than exponents
 
-// A thread's numbers of one k block: registers of A for each 32 columns of k.
-struct WeightFragments {
-    u32 a[block_k_bytes / 32][4];
+// An exponent is added to all bytes but that of 0. The lowest three make subnormal numbers.
+WEFT_FN Magnitudes magnitudes_times(u32 exponent) {
+    Magnitudes all{exponent * 0x08080800u + 0xfbf7f000u, exponent * 0x08080808u + 0x0c080400u};
+    if (exponent == 2) all.low = 0x0c080400;
+    if (exponent == 1) all.low = 0x06040200;
+    if (exponent == 0) all = {0x03020100, 0x0c080604};
+    return all;
+}
 
-    // unit: of the warpgroup, in shared memory.
-    WEFT_FN void load(const u8* unit) {
+// A thread's numbers of one k block, as they are in shared memory.
+struct PackedWeights {
+    uint4 rows[2];
+    uint2 exponents;
+
+    // unit: of the warpgroup.
+    WEFT_FN void read(const u8* unit) {
         const u32 lane = threadIdx.x % warp_lanes;
-        const u32 warp = threadIdx.x / warp_lanes % math_warps_per_group;
+        const u32 warp = threadIdx.x / warp_lanes % (warpgroup_threads / warp_lanes);
         const uint4* const values = reinterpret_cast<const uint4*>(unit) + warp * 2 * warp_lanes;
-        const uint4 rows[2] = {values[lane], values[warp_lanes + lane]};
-        const uint2 exponents =
-            reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
-        // A byte keeps its highest bit where it is at least normal_from.
-        constexpr u32 highest = 0x80808080, add = highest - normal_from * 0x01010101;
-        const u32 normal = (exponents.x + add) & (exponents.y + add) & highest;
-        if (__any_sync(all_lanes, normal != highest))
-            expand<true>(rows, exponents);
-        else
-            expand<false>(rows, exponents);
+        exponents = reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
+        // Bytes that are no exponents read another table, not beside them all.
+        exponents.x &= 0x78787878;
+        exponents.y &= 0x78787878;
+        rows[0] = values[lane];
+        rows[1] = values[warp_lanes + lane];
     }
-    template <bool subnormal> WEFT_FN void expand(const uint4 (&rows)[2], uint2 exponents) {
+    WEFT_FN u32 word(u32 r, u32 i) const {
+        return i == 0 ? rows[r].x : i == 1 ? rows[r].y : i == 2 ? rows[r].z : rows[r].w;
+    }
+    // Registers of A for the i-th 32 columns of k.   tables: the magnitudes of each exponent.
+    WEFT_FN void expand(u32 (&a)[4], u32 i, const Magnitudes* tables) const {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            const u32 words[4] = {rows[r].x, rows[r].y, rows[r].z, rows[r].w};
-            const u32 powers = r == 0 ? exponents.x : exponents.y;
-#pragma unroll
-            for (u32 i = 0; i < block_k_bytes / 32; ++i) {
-                const Magnitudes by =
-                    Magnitudes::times<subnormal>(permute_bytes(powers, 0, 0x4440 | i));
-                const u32 codes = words[i] & 0x77777777;
-                a[i][r] = permute_bytes(by.low, by.high, codes) | (words[i] & 0x80808080);
-                a[i][2 + r] =
-                    permute_bytes(by.low, by.high, codes >> 16) | (words[i] << 4 & 0x80808080);
-            }
+            const u32 offset = permute_bytes(r == 0 ? exponents.x : exponents.y, 0, 0x4440 | i);
+            const Magnitudes by =
+                *reinterpret_cast<const Magnitudes*>(reinterpret_cast<const u8*>(tables) + offset);
+            const u32 packed = word(r, i), codes = packed & 0x77777777;
+            a[r] = permute_bytes(by.low, by.high, codes) | (packed & 0x80808080);
+            a[2 + r] = permute_bytes(by.low, by.high, codes >> 16) | (packed << 4 & 0x80808080);
         }
     }
 };

@@ -33,6 +33,8 @@ template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
     const u32 rank = Cluster{}.rank();
 
     if (cta.lane() == 0) init_mbarriers(smem);
+    if (S.is_mxfp4() && cta.lane() < magnitude_tables)
+        smem.magnitudes[cta.lane()] = magnitudes_times(cta.lane());
     if constexpr (!S.prefetch_weights) pdl_wait();
     if (cta.warp() == 0) schedule_tiles(a, smem, cta.warp_lane());
     __syncthreads();

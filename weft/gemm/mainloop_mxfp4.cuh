@@ -41,64 +41,66 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
-// Multiplies a k block where two CTAs share an SM. Of more than 64 rows, for which a thread has no
-// registers beside its sums, the last 48 come after the others.
-template <GemmShape S, u32 N, u32 first_row = 0>
-WEFT_FN void multiply_in_parts(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
-                               const WeightFragments& weights, float (&sum)[N / 2]) {
-    constexpr u32 left = N - first_row, rows = N > 64 && first_row == 0 ? N - 48 : left;
-    SwapAbKBlock<S, rows, (N <= 64 ? 2 : 1)> block;
-    issue_k_block<S.row_operand(), rows>(
-        block.acc, weights.a,
-        operands.swap_b + descriptor_offset<S>(stage) + first_row * (block_k_bytes / 16));
-    block.read_scales(operands, smem, stage, first_row);
-    block.template promote<0>(sum + first_row / 2);
-    if constexpr (rows < left)
-        multiply_in_parts<S, N, first_row + rows>(smem, stage, operands, weights, sum);
+// Whether a thread has registers for the packed weights of one more k block.
+template <GemmShape S, u32 N> constexpr bool reads_ahead() {
+    return S.ctas_per_sm() == 1 || N <= 48;
 }
 
-// Alone on its SM, a warp expands the next k block's weights while the tensor cores multiply one.
-// Two CTAs on an SM have registers for the weights of one k block each: while one expands, the
-// tensor cores work for the other.
+// Multiplies a k block: the tensor cores multiply 32 columns of k while the next ones are expanded.
+// Where two CTAs share an SM and a tile has more than 64 rows, a thread has no registers for all
+// products beside its sums: the last 48 rows come after the others.
+template <GemmShape S, u32 N>
+WEFT_FN void multiply_expanding(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
+                                const PackedWeights& packed, float (&sum)[N / 2],
+                                auto&& meanwhile) {
+    constexpr bool alone = S.ctas_per_sm() == 1;
+    constexpr u32 rows = alone || N <= 64 ? N : N - 48;
+    constexpr u32 ahead = !alone ? (N <= 64 ? 2 : 1) : N <= normal_m ? scales_read_ahead : 1;
+    const u32 b = operands.swap_b + descriptor_offset<S>(stage);
+    u32 a[block_k_bytes / 32][4];
+    {
+        SwapAbKBlock<S, rows, ahead> block;
+#pragma unroll
+        for (u32 i = 0; i < block_k_bytes / 32; ++i) {
+            packed.expand(a[i], i, smem.magnitudes);
+            wgmma_fence();
+            wgmma<S.row_operand(), rows>(block.acc, a[i], smem_descriptor(b + i * 2), i != 0);
+        }
+        wgmma_commit();
+        block.read_scales(operands, smem, stage);
+        meanwhile();
+        block.template promote<0>(sum);
+    }
+    if constexpr (rows < N) {
+        SwapAbKBlock<S, N - rows, 1> block;
+        issue_k_block<S.row_operand(), N - rows>(block.acc, a, b + rows * (block_k_bytes / 16));
+        block.read_scales(operands, smem, stage, rows);
+        block.template promote<0>(sum + rows / 2);
+    }
+    hold_registers(a);
+}
+
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
-    constexpr u32 ahead = N <= normal_m ? scales_read_ahead : 1;  // what registers are left for
-    WeightFragments weights;
-    const auto load = [&](WeightFragments& to) {
+    constexpr bool ahead = reads_ahead<S, N>();
+    PackedWeights packed, next;
+    const auto read = [&] {
         smem.full[pipeline.stage].wait(pipeline.parity);
-        to.load(operands.unit + pipeline.stage * S.stage_bytes());
+        next.read(operands.unit + pipeline.stage * S.stage_bytes());
     };
-    const auto multiply = [&](auto&& meanwhile) {
-        const u32 stage = pipeline.stage;
-        SwapAbKBlock<S, N, ahead> block;
-        issue_k_block<S.row_operand(), N>(block.acc, weights.a,
-                                          operands.swap_b + descriptor_offset<S>(stage));
-        block.read_scales(operands, smem, stage);
-        pipeline.advance();
-        meanwhile();
-        block.template promote<0>(sum);
-        hold_registers(weights.a);
-        release_stage(smem, stage, rank);
-    };
-    if constexpr (S.ctas_per_sm() == 2) {
+    if constexpr (ahead) read();
 #pragma unroll 1
-        for (u32 k = 0; k < S.k_blocks(); ++k, pipeline.advance()) {
-            load(weights);
-            multiply_in_parts<S, N>(smem, pipeline.stage, operands, weights, sum);
-            hold_registers(weights.a);
-            release_stage(smem, pipeline.stage, rank);
-        }
-    } else {
-        load(weights);
-#pragma unroll 2
-        for (u32 k = 1; k < S.k_blocks(); ++k) {
-            WeightFragments next;
-            multiply([&] { load(next); });
-            weights = next;
-        }
-        multiply([] {});
+    for (u32 k = 0; k < S.k_blocks(); ++k) {
+        if constexpr (!ahead) read();
+        packed = next;
+        const u32 stage = pipeline.stage;
+        pipeline.advance();
+        multiply_expanding<S, N>(smem, stage, operands, packed, sum, [&] {
+            if (ahead && k + 1 < S.k_blocks()) read();
+        });
+        release_stage(smem, stage, rank);
     }
 }
 

@@ -23,8 +23,10 @@ UNIT_BYTES = VALUE_BYTES + UNIT_N * UNIT_K // BLOCK
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_EXPONENT = 2  # of its largest numbers
 NAN, BIAS = 255, 127  # of UE8M0
-# 2^-8 to 2^6 times any number of E2M1 is a number of E4M3. Stored as 0 to 14.
+# 2^-8 to 2^6 times any number of E2M1 is a number of E4M3. Stored is how far the table of these
+# numbers is from that of 2^-8, eight bytes each.
 LOWEST, HIGHEST = -8, 6
+_TABLE_BYTES = 8
 MIN_EXPONENT, MAX_EXPONENT = -126, 127  # of normal float32 numbers
 # In a unit: warps of 16 rows, of which a lane has two, eight apart; of each 32 columns it has four,
 # and four more sixteen further on.
@@ -118,7 +120,7 @@ def pack_matrix(
     exponents, power = _relative(at, values, scales)
     missing = b.shape[1] * UNIT_K - values.shape[1] * 2
     values = functional.pad(values, (0, missing // 2))
-    exponents = functional.pad(exponents, (0, missing // BLOCK), value=HIGHEST - LOWEST)
+    exponents = functional.pad(exponents, (0, missing // BLOCK))  # of zeros
     b[..., :VALUE_BYTES] = _values_of_units(values).flatten(2)
     b[..., VALUE_BYTES:] = _exponents_of_units(exponents).flatten(2)
     b_scale.copy_(torch.ldexp(torch.ones_like(power, dtype=torch.float32), power))
@@ -146,7 +148,8 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     numbers = numbers.permute(order).reshape(experts, n, k // BLOCK, BLOCK)
     powers = b[..., VALUE_BYTES:].reshape(experts, units, k_blocks, _WARPS, _ROWS, _HALVES, -1)
     powers = powers.permute(0, 1, 3, 5, 4, 2, 6).reshape(experts, n, -1, 1)
-    return (torch.ldexp(numbers, powers.int() + LOWEST) * b_scale.view(experts, n, 1, 1)).flatten(2)
+    numbers = torch.ldexp(numbers, powers.int() // _TABLE_BYTES + LOWEST)
+    return (numbers * b_scale.view(experts, n, 1, 1)).flatten(2)
 
 
 def check_like(
@@ -201,7 +204,7 @@ def _relative(
             "the smaller blocks anew, or use FP8 weights"
         )
     exponents = torch.where(some, power - row.unsqueeze(1) - LOWEST, HIGHEST - LOWEST)
-    return exponents.byte(), row
+    return exponents.byte() * _TABLE_BYTES, row
 
 
 def _values_of_units(values: torch.Tensor) -> torch.Tensor:

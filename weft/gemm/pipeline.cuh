@@ -2,6 +2,7 @@
 // the epilogues. The tiles of the stages lie in front of it, on a boundary of 1024 bytes.
 #pragma once
 #include <weft/device/tma.cuh>
+#include <weft/gemm/expand.cuh>
 #include <weft/gemm/shape.cuh>
 
 namespace weft {
@@ -24,6 +25,8 @@ WEFT_FN u32 scale_slot(u32 row) {
 constexpr u32 staging_bytes = 1280;  // per math warp, for results on their way to global memory
 
 template <GemmShape S> struct GemmShared {
+    // MXFP4: of each exponent, in a row of all banks.
+    alignas(S.is_mxfp4() ? 128 : 16) Magnitudes magnitudes[S.is_mxfp4() ? magnitude_tables : 1];
     StageScales<S> scales[S.has_fp8_rows() ? S.stages : 1];
     alignas(16) u8 staging[math_warps * staging_bytes];
     u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
