@@ -15,7 +15,6 @@ from weft.gemm.config import (
     FP8_BLOCK_MS,
     MXFP4_BLOCK_MS,
     SHARED_BYTES,
-    SHARED_BYTES_OF_TWO,
     WgmmaPlan,
 )
 from weft.gemm.kernels import SHARED, GemmShape, wgmma_ns
@@ -69,8 +68,8 @@ def test_every_shape_compiles_into_registers_and_shared_memory(
     cubin, log = compiled(fp8_shape(epilogue, block_m), tmp_path)
     (shared,) = numbers_of(cubin, SHARED.encode())
     stage = 128 * (128 + block_m) + 8 * block_m + 32
-    assert shared <= SHARED_BYTES
-    assert WgmmaPlan(block_m).stages(32) == 10 or shared + stage > SHARED_BYTES - 8 * 1024
+    assert shared <= SHARED_BYTES[0]
+    assert WgmmaPlan(block_m).stages(32) == 10 or shared + stage > SHARED_BYTES[0] - 8 * 1024
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
     # NVRTC 13.0 spills 32 with SiTU.
     assert sum(spills) <= (0 if block_m <= 128 else 40), log
@@ -83,19 +82,18 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
     """They go from shared memory to wgmma's registers, and one copy brings each unit."""
     cubin, log = compiled(mxfp4_shape(epilogue, block_m), tmp_path)
     (shared,) = numbers_of(cubin, SHARED.encode())
-    two = WgmmaPlan(block_m).ctas_per_sm("mxfp4") == 2
-    room = SHARED_BYTES_OF_TWO if two else SHARED_BYTES
+    ctas = WgmmaPlan(block_m).ctas_per_sm("mxfp4")
+    room = SHARED_BYTES[ctas - 1]
     assert room - 10 * 1024 < shared + 9 * 1024 + 132 * block_m <= room + 9 * 1024 + 132 * block_m
-    assert (re.findall(r"Used (\d+) registers", log) == ["80"]) == two, log
+    assert re.findall(r"Used (\d+) registers", log) == [{1: "168", 2: "80", 3: "56"}[ctas]], log
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    # NVRTC 13.0 spills 12 to 28 for tiles of 96 rows, which have 80 registers a thread, and 88 to
-    # 132 for gated ones of 160, whose weights of two k blocks are in registers too.
-    assert sum(spills) <= {96: 32, 160: 144}.get(block_m, 0), log
+    # Outside the mainloop: where CTAs share an SM, a thread starts with few registers.
+    assert sum(spills) <= (32 if ctas > 1 else 0), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
     found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)
-    # Two CTAs multiply tiles of more than 64 rows in two parts.
-    assert {int(n) for n in found} == set(wgmma_ns(min(block_m, 64) if two else block_m))
+    # Where CTAs share an SM, tiles of more than 64 rows are multiplied in two parts.
+    assert {int(n) for n in found} == set(wgmma_ns(min(block_m, 64) if ctas > 1 else block_m))
     assert not re.search(r"QGMMA\S* R\d+, gdesc", code), "no weights from shared memory"
     assert "UBLKCP" in code
     assert "UTMALDG.2D.MULTICAST" in code
@@ -111,8 +109,8 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
     operand, type_ = ("fp16", "") if block_m == 160 else ("bf16", "BF16")
     cubin, log = compiled(shape_16bit(epilogue, block_m, operand), tmp_path)
     (shared,) = numbers_of(cubin, SHARED.encode())
-    assert shared <= SHARED_BYTES
-    full = shared + 128 * (128 + block_m) > SHARED_BYTES - 8 * 1024
+    assert shared <= SHARED_BYTES[0]
+    full = shared + 128 * (128 + block_m) > SHARED_BYTES[0] - 8 * 1024
     assert WgmmaPlan(block_m).stages(32, operand) == 10 or full
     assert set(re.findall(r"(\d+) bytes spill stores", log)) == {"0"}, log
     assert "serialized" not in log, log
@@ -138,8 +136,7 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
 )
 def test_shared_memory_suffices_for_any_number_of_experts(shape: GemmShape, tmp_path: Path):
     cubin, _ = compiled(shape, tmp_path)
-    two = shape.plan.ctas_per_sm(shape.operand) == 2
-    room = SHARED_BYTES_OF_TWO if two else SHARED_BYTES
+    room = SHARED_BYTES[shape.plan.ctas_per_sm(shape.operand) - 1]
     assert numbers_of(cubin, SHARED.encode())[0] <= room
 
 

@@ -405,8 +405,8 @@ MUTATIONS = {
     ),
     "two CTAs an SM: sums and registers do not wait for wgmma": Mutation(
         {
-            "block.template promote<0>(sum + rows / 2);": (
-                "block.template promote<1>(sum + rows / 2);\n        wgmma_wait<0>();"
+            "block.template promote<0>(sum + first / 2);": (
+                "block.template promote<1>(sum + first / 2);\n        wgmma_wait<0>();"
             )
         },
         WRONG,
@@ -414,7 +414,7 @@ MUTATIONS = {
         mxfp4=True,
     ),
     "two CTAs an SM: the other rows have the scales of the first": Mutation(
-        {"read_scales(operands, smem, stage, rows)": "read_scales(operands, smem, stage, 0)"},
+        {"read_scales(operands, smem, stage, first)": "read_scales(operands, smem, stage, 0)"},
         WRONG,
         block_m=96,
         mxfp4=True,

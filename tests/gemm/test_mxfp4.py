@@ -185,5 +185,5 @@ def test_plans_hold_most_experts_in_one_tile():
     assert found == {m: WgmmaPlan(block_m) for m, block_m in wanted.items()}
     for block_m in set(wanted.values()):
         stages = WgmmaPlan(block_m).stages(512, "mxfp4")
-        assert 4 <= stages <= 16
-        assert stages * (9 * 1024 + 132 * block_m) < SHARED_BYTES
+        assert 3 <= stages <= 16
+        assert stages * (9 * 1024 + 132 * block_m) < SHARED_BYTES[0]

@@ -29,10 +29,9 @@ CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 1024
 MAX_STAGES = 10
 MXFP4_MAX_STAGES = 16  # its stages are smaller
-MXFP4_TWO_CTAS_M = 96  # up to here two CTAs share an SM
+MXFP4_CTAS = {32: 3, 96: 2}  # that share an SM, by the highest block_m
 UNIT_PAIR_BYTES = 9 * 1024
-SHARED_BYTES = 227 * 1024  # of a CTA that has an SM to itself
-SHARED_BYTES_OF_TWO = 113 * 1024  # of each of two
+SHARED_BYTES = (227 * 1024, 113 * 1024, 75 * 1024)  # of a CTA alone on its SM, of each of two, ...
 
 # One H200, 2026-11-21: with one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
 # number of rows; those of 256 take 1 % less from 4096 rows on.
@@ -213,11 +212,13 @@ class WgmmaPlan:
         adopt(self, block_m=one_of("block_m", self.block_m, BLOCK_MS))
 
     def ctas_per_sm(self, operand: str = "fp8") -> int:
-        """CTAs that fit on an SM: two where tiles of MXFP4 weights are low.
+        """CTAs that fit on an SM: two or three where tiles of MXFP4 weights are low.
 
         operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
-        return 2 if operand == "mxfp4" and self.block_m <= MXFP4_TWO_CTAS_M else 1
+        if operand != "mxfp4":
+            return 1
+        return next((n for m, n in MXFP4_CTAS.items() if self.block_m <= m), 1)
 
     def stages(self, experts: int, operand: str = "fp8") -> int:
         """Pipeline stages, as many as fit beside what the epilogues need.
@@ -230,7 +231,7 @@ class WgmmaPlan:
         weights, most = 128 * BLOCK_N, MAX_STAGES
         if operand == "mxfp4":
             weights, most = UNIT_PAIR_BYTES, MXFP4_MAX_STAGES
-        shared = SHARED_BYTES if self.ctas_per_sm(operand) == 1 else SHARED_BYTES_OF_TWO
+        shared = SHARED_BYTES[self.ctas_per_sm(operand) - 1]
         return min(most, (shared - spare) // (weights + 128 * m + scales + 32))
 
     def max_m_blocks(self, rows: int, experts: int) -> int:

@@ -5,7 +5,7 @@
 // and its own 128 columns of weights. In the highest FP8 tiles it is the other way round: each has
 // half of the rows, and loads half of the weights for both. One warpgroup loads, k blocks ahead of
 // the two that multiply and across tile boundaries, so memory never waits for the end of a tile.
-// Two CTAs share an SM where tiles of MXFP4 weights are low.
+// Two or three CTAs share an SM where tiles of MXFP4 weights are low.
 // With PDL, weights are prefetched before griddepcontrol.wait, where counts and weights were
 // written early enough: the ring is full of weights when the first rows may be read.
 //
@@ -25,6 +25,10 @@
 
 namespace weft {
 
+// Of a thread, with one, two or three CTAs on an SM.
+constexpr u32 loading_registers[] = {40, 32, 24};
+constexpr u32 math_registers[] = {232, 104, 72};
+
 template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
     extern __shared__ __align__(1024) u8 memory[];
     u8* const tiles = memory;
@@ -41,13 +45,13 @@ template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
     sync_cluster_relaxed();  // no CTA arrives at the other's mbarriers before they are initialised
 
     if (cta.lane() < warpgroup_threads) {
-        setmaxnreg_dec<S.ctas_per_sm() == 1 ? 40 : 32>();
+        setmaxnreg_dec<loading_registers[S.ctas_per_sm() - 1]>();
         if (cta.lane() == 0)
             load_tiles(a, smem, tiles, rank);
         else if constexpr (S.has_fp8_rows())
             if (cta.warp() != 0) load_scales(a, smem, rank);
     } else {
-        setmaxnreg_inc<S.ctas_per_sm() == 1 ? 232 : 104>();
+        setmaxnreg_inc<math_registers[S.ctas_per_sm() - 1]>();
         compute_tiles(a, smem, tiles, rank);
     }
 

@@ -325,7 +325,7 @@ class HopperLaunch:
         self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
         self._arguments = Arguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
-        # A second CTA on an SM may get another SM: with num_sms there are no more CTAs than SMs.
+        # Another CTA on an SM may get another SM: with num_sms there are no more CTAs than SMs.
         most = num_sms or _sms(self._device) * plan.ctas_per_sm(shape.operand)
         self._grid = min(max(most, 2) // 2, clusters) * 2, 1, 1
 

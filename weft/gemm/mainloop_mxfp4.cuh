@@ -41,50 +41,54 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
-// Whether a thread has registers for the packed weights of one more k block.
-template <GemmShape S, u32 N> constexpr bool reads_ahead() {
-    return S.ctas_per_sm() == 1 || N <= 48;
-}
-
-// Multiplies a k block: the tensor cores multiply 32 columns of k while the next ones are expanded.
-// Where two CTAs share an SM and a tile has more than 64 rows, a thread has no registers for all
-// products beside its sums: the last 48 rows come after the others.
+// Multiplies a k block. A CTA alone on its SM multiplies 32 columns of k while the next ones are
+// expanded. Of CTAs that share one, the tensor cores work for one while the others expand; where
+// their tiles have more than 64 rows, a thread has no registers for all products beside its sums,
+// and the last 48 rows come after the others.
 template <GemmShape S, u32 N>
-WEFT_FN void multiply_expanding(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
-                                const PackedWeights& packed, float (&sum)[N / 2],
-                                auto&& meanwhile) {
+WEFT_FN void multiply_packed(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
+                             const PackedWeights& packed, u32 rows, float (&sum)[N / 2],
+                             auto&& meanwhile) {
     constexpr bool alone = S.ctas_per_sm() == 1;
-    constexpr u32 rows = alone || N <= 64 ? N : N - 48;
+    constexpr u32 first = alone || N <= 64 ? N : N - 48;
     constexpr u32 ahead = !alone ? (N <= 64 ? 2 : 1) : N <= normal_m ? scales_read_ahead : 1;
-    const u32 b = operands.swap_b + descriptor_offset<S>(stage);
     u32 a[block_k_bytes / 32][4];
     {
-        SwapAbKBlock<S, rows, ahead> block;
+        SwapAbKBlock<S, first, ahead> block;
 #pragma unroll
         for (u32 i = 0; i < block_k_bytes / 32; ++i) {
             packed.expand(a[i], i, smem.magnitudes);
-            wgmma_fence();
-            wgmma<S.row_operand(), rows>(block.acc, a[i], smem_descriptor(b + i * 2), i != 0);
+            if constexpr (alone) {
+                wgmma_fence();
+                wgmma<S.row_operand(), first>(block.acc, a[i], smem_descriptor(rows + i * 2),
+                                              i != 0);
+            }
         }
-        wgmma_commit();
+        if constexpr (alone)
+            wgmma_commit();
+        else
+            issue_k_block<S.row_operand(), first>(block.acc, a, rows);
         block.read_scales(operands, smem, stage);
         meanwhile();
         block.template promote<0>(sum);
     }
-    if constexpr (rows < N) {
-        SwapAbKBlock<S, N - rows, 1> block;
-        issue_k_block<S.row_operand(), N - rows>(block.acc, a, b + rows * (block_k_bytes / 16));
-        block.read_scales(operands, smem, stage, rows);
-        block.template promote<0>(sum + rows / 2);
+    if constexpr (first < N) {
+        SwapAbKBlock<S, N - first, 1> block;
+        issue_k_block<S.row_operand(), N - first>(block.acc, a,
+                                                  rows + first * (block_k_bytes / 16));
+        block.read_scales(operands, smem, stage, first);
+        block.template promote<0>(sum + first / 2);
     }
     hold_registers(a);
 }
 
+// Alone on its SM, a CTA reads the next k block's packed weights while one is multiplied.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
-    constexpr bool ahead = reads_ahead<S, N>();
+    constexpr bool ahead = S.ctas_per_sm() == 1;
+    const u32 first_rows = warp_uniform(operands.swap_b);
     PackedWeights packed, next;
     const auto read = [&] {
         smem.full[pipeline.stage].wait(pipeline.parity);
@@ -97,9 +101,10 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
         packed = next;
         const u32 stage = pipeline.stage;
         pipeline.advance();
-        multiply_expanding<S, N>(smem, stage, operands, packed, sum, [&] {
-            if (ahead && k + 1 < S.k_blocks()) read();
-        });
+        multiply_packed<S, N>(smem, stage, operands, packed,
+                              first_rows + descriptor_offset<S>(stage), sum, [&] {
+                                  if (ahead && k + 1 < S.k_blocks()) read();
+                              });
         release_stage(smem, stage, rank);
     }
 }

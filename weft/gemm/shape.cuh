@@ -59,9 +59,11 @@ struct GemmShape {
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
     constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
     constexpr bool has_fp8_rows() const { return is_fp8() || is_mxfp4(); }
-    // MXFP4 takes so many instructions a byte that one CTA leaves memory idle. A second one, half a
-    // step apart, has room beside it where tiles are low.
-    constexpr u32 ctas_per_sm() const { return is_mxfp4() && block_m <= 96 ? 2 : 1; }
+    // MXFP4 takes so many instructions a byte that one CTA leaves memory idle. Where tiles are low,
+    // others have room beside it.
+    constexpr u32 ctas_per_sm() const {
+        return !is_mxfp4() || block_m > 96 ? 1 : block_m > 32 ? 2 : 3;
+    }
     constexpr Operand row_operand() const { return is_mxfp4() ? Operand::fp8 : operand; }
     constexpr u32 n_blocks() const { return (n + cluster_n - 1) / cluster_n; }
     constexpr u32 k_blocks() const {
