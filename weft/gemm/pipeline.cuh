@@ -11,7 +11,7 @@ namespace weft {
 // blocks of weights where they are gate and up, and in split tiles. With MXFP4 weights each row's
 // alone. The order of rows is that of scale_slot; those of a pair's second k block come after
 // max_paired_m of the first.
-template <GemmShape S> struct StageScales {
+template <GemmShape S> struct alignas(16) StageScales {
     float rows[S.scales_of_row()][S.has_fp8_rows() ? S.cta_m() : 1];
 };
 
