@@ -17,6 +17,7 @@ _KERNEL = re.compile(r'^\s*\.section\s+\.text\."?(?:weft_[a-z]+_)?([\w$]+)', re.
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^\n]*;")
 FRAME_SIZE = 0x11  # attribute of a kernel in .nv.info: bytes of local memory, where spills go
 _ACCESS = re.compile(r"(LD|ST|ATOM|RED)G?\.(.*)")
+_VECTOR = re.compile(r"\b(?:LD|ST)[GS]?\.\S*?(64|128)\b[^\n\[]*\[[^\]\n]*\+-?(0x[0-9a-f]+)\]")
 
 
 def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
@@ -59,7 +60,11 @@ def _text(raw: bytes, at: int) -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """A cubin's instructions, as nvdisasm writes them; it comes with triton, or a toolkit."""
+    """A cubin's instructions, as nvdisasm writes them; it comes with triton, or a toolkit.
+
+    Asserts that vectors lie on boundaries of their size, as far as the code tells it: their
+    constant offsets. The emulator takes vectors anywhere, a GPU refuses them.
+    """
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     if not tool.exists():
@@ -69,7 +74,10 @@ def disassemble(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         command = [str(tool), "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    crooked = [m[0] for m in _VECTOR.finditer(code) if int(m[2], 16) % (int(m[1]) // 8)]
+    assert not crooked, crooked[:4]
+    return code
 
 
 def strong_accesses(cubin: bytes) -> dict[str, list[str]]:
