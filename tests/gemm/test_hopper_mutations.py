@@ -123,7 +123,7 @@ MUTATIONS = {
     "mbarriers are not published": Mutation({"    fence_mbarrier_init();\n": ""}, "unmade"),
     "the copy engine is not fenced": Mutation({"    fence_for_bulk();  // the": "// the"}, "unord"),
     "wgmma is not fenced": Mutation({"    wgmma_fence();\n": ""}, "unordered"),
-    "wgmma is not committed": Mutation({"    wgmma_commit();\n": ""}, WRONG),
+    "wgmma is not committed": Mutation({"    wgmma_commit();\n}": "}"}, WRONG),
     # The exchange of amax.
     "one exchange buffer": Mutation(
         {"amax_full[turn % 2]": "amax_full[0]", "peer_amax[turn % 2]": "peer_amax[0]"}
@@ -390,9 +390,10 @@ MUTATIONS = {
     "registers are written while wgmma reads them": Mutation(
         {
             "packed.expand(a[i], i, smem.magnitudes)": "packed.expand(a[0], i, smem.magnitudes)",
-            "rows>(block.acc, a[i],": "rows>(block.acc, a[0],",
+            "first>(block.acc, a[i],": "first>(block.acc, a[0],",
         },
         WRONG,
+        block_m=128,
         mxfp4=True,
     ),
     "a stage is released before its rows are multiplied": Mutation(
@@ -515,7 +516,7 @@ def test_the_kernel_as_it_is_passes(
 ):
     bf16, mxfp4 = weights == "bf16", weights == "mxfp4"
     name = "gated_fp8" if epilogue == "gated" and not bf16 else epilogue
-    for block_m in {"fp8": (128, 256), "mxfp4": (64, 96, 128), "bf16": (256,)}[weights]:
+    for block_m in {"fp8": (128, 256), "mxfp4": (32, 64, 96, 128), "bf16": (256,)}[weights]:
         mutation = Mutation({}, "", name, block_m, bf16=bf16, mxfp4=mxfp4)
         make(mutation, tmp_path / str(block_m), monkeypatch, 3)
 
