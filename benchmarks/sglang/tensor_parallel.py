@@ -1,6 +1,6 @@
 """Latency of one batch under tensor parallelism: who makes the all-reduces.
 
-GLM-4.5-Air's shape in bf16, 256 tokens in and 32 out, by sglang.benchmark.one_batch.
+GLM-4.5-Air's shape in bf16, 256 tokens in and out, by sglang.benchmark.one_batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     parser = arguments(str(__doc__), "glm-4.5-air", ["stock", "weft", "flashinfer"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--input", type=int, default=256)
-    parser.add_argument("--output", type=int, default=32)
+    parser.add_argument("--output", type=int, default=256)
     given = parser.parse_args()
     most = str(max(given.batches))
     flags = ("--tp", str(given.gpus), "--cuda-graph-max-bs-decode", most, NO_PREFILL_GRAPHS)
