@@ -180,10 +180,8 @@ constexpr u32 polls_per_check = 32;
 // short spin they yield: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and
 // 11.6 ms without it (2026-11-20). After more polls they sleep: beside one busy thread of another
 // program each yield may last a whole time slice, and a round then took 700 us; with sleeps it took
-// 16 us (2026-11-21). On GPUs polls without a pause seem to hold up what they wait for: with pauses
-// from 4096 polls on, calls that take 5.4 us took 548, the time of 4096 polls, in every replay of a
-// graph (all-reduce of 32 tokens of 7168, 2 x H200, 2026-11-26). 512 polls take some 70 us, beside
-// which a pause of 64 ns is nothing.
+// 16 us (2026-11-21). On GPUs they pause from 512 polls on, some 70 us, beside which 64 ns are
+// nothing: a rank that comes up to 600 us late costs no more than it is late (2026-11-27).
 WEFT_FN void relax(u32 polls) {
 #if defined(__CUDA_ARCH__)
     if (polls > 512) __nanosleep(64);
