@@ -14,7 +14,7 @@ from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, literal
 from weft.memory.header import Site, header_bytes
 from weft.memory.wire import JSON
-from weft.runtime.layout import Numbers, offset, sizes_of, up
+from weft.runtime.layout import Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
 MIN_RANKS = 2
@@ -192,15 +192,4 @@ class ReduceConfig:
         return literal(self, "weft::Reduction")
 
 
-def _share_bytes(config: ReduceConfig) -> int:
-    return config.share_bytes
-
-
-memory_bytes = sizes_of(
-    ReduceConfig.of,
-    _share_bytes,
-    """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
-
-    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
-    """,
-)
+memory_bytes = share_bytes_of(ReduceConfig.of)

@@ -18,7 +18,7 @@ from weft.memory.header import Site, header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.check import check_choices, check_tensor, check_tokens
-from weft.runtime.layout import LINE, Numbers, offset, sizes_of, up
+from weft.runtime.layout import LINE, Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 
@@ -364,18 +364,7 @@ def combine_of(combine: str | None, combine_dtype: str | None) -> str:
     return "push_fp8"
 
 
-def _share_bytes(config: AllToAllConfig) -> int:
-    return config.share_bytes
-
-
-memory_bytes = sizes_of(
-    AllToAllConfig.of,
-    _share_bytes,
-    """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
-
-    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
-    """,
-)
+memory_bytes = share_bytes_of(AllToAllConfig.of)
 
 
 def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:

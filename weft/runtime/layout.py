@@ -10,7 +10,7 @@ import ctypes
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from weft.memory.header import ABI, ErrorRecord, Fault, Record, Site, mirrors
 
@@ -93,3 +93,24 @@ def sizes_of(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable
     signature = inspect.signature(make, eval_str=True).replace(return_annotation=returned)
     memory_bytes.__signature__ = signature  # type: ignore[attr-defined]
     return memory_bytes
+
+
+class ShareConfig(Protocol):
+    """What takes memory that is shared."""
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of one rank's share of the heap."""
+
+
+def share_bytes_of(make: Callable[P, ShareConfig]) -> Callable[P, int]:
+    """A function that takes what `make` takes, and returns the bytes of a share."""
+
+    def share_bytes(config: ShareConfig) -> int:
+        return config.share_bytes
+
+    doc = """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
+
+    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    """
+    return sizes_of(make, share_bytes, doc)

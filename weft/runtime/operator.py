@@ -39,6 +39,7 @@ from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.check import check_group
 from weft.runtime.kernels import Build, Kernels
+from weft.runtime.layout import ShareConfig
 from weft.runtime.report import (
     ABORTED,
     ALL_REDUCE,
@@ -54,12 +55,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Config(Protocol):
+class Config(ShareConfig, Protocol):
     """What an operator is made from: its checked arguments, and what follows from them."""
-
-    @property
-    def share_bytes(self) -> int:
-        """Bytes of one rank's share of the heap."""
 
     @property
     def descriptor(self) -> int:
