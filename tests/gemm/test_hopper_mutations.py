@@ -390,7 +390,7 @@ MUTATIONS = {
     "registers are written while wgmma reads them": Mutation(
         {
             "packed.expand(a[i], i, smem.magnitudes)": "packed.expand(a[0], i, smem.magnitudes)",
-            "first>(block.acc, a[i],": "first>(block.acc, a[0],",
+            "first_rows>(block.acc, a[i],": "first_rows>(block.acc, a[0],",
         },
         WRONG,
         block_m=128,
@@ -406,8 +406,8 @@ MUTATIONS = {
     ),
     "two CTAs an SM: sums and registers do not wait for wgmma": Mutation(
         {
-            "block.template promote<0>(sum + first / 2);": (
-                "block.template promote<1>(sum + first / 2);\n        wgmma_wait<0>();"
+            "block.template promote<0>(sum + first_rows / 2);": (
+                "block.template promote<1>(sum + first_rows / 2);\n        wgmma_wait<0>();"
             )
         },
         WRONG,
@@ -415,7 +415,7 @@ MUTATIONS = {
         mxfp4=True,
     ),
     "two CTAs an SM: the other rows have the scales of the first": Mutation(
-        {"read_scales(operands, smem, stage, first)": "read_scales(operands, smem, stage, 0)"},
+        {"read_scales(operands, smem, stage, first_rows)": "read_scales(operands, smem, stage, 0)"},
         WRONG,
         block_m=96,
         mxfp4=True,

@@ -22,7 +22,7 @@ namespace weft {
 struct alignas(8) Magnitudes {
     u32 low, high;
 };
-constexpr u32 magnitude_tables = 16;  // one more than exponents
+constexpr u32 magnitude_tables = 16;  // for exponents 0 to 14, and one for bytes that are none
 
 // An exponent is added to all bytes but that of 0. The lowest three make subnormal numbers.
 WEFT_FN Magnitudes magnitudes_times(u32 exponent) {
@@ -44,7 +44,8 @@ struct PackedWeights {
         const u32 warp = threadIdx.x / warp_lanes % (warpgroup_threads / warp_lanes);
         const uint4* const values = reinterpret_cast<const uint4*>(unit) + warp * 2 * warp_lanes;
         exponents = reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
-        // Bytes that are no exponents read another table, not beside them all.
+        // Any byte leads to a table, also those that `pack_mxfp4` never writes: a GPU refuses eight
+        // bytes on another boundary.
         exponents.x &= 0x78787878;
         exponents.y &= 0x78787878;
         rows[0] = values[lane];

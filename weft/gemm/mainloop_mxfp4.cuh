@@ -50,34 +50,34 @@ WEFT_FN void multiply_packed(GemmShared<S>& smem, u32 stage, const Operands<S>& 
                              const PackedWeights& packed, u32 rows, float (&sum)[N / 2],
                              auto&& meanwhile) {
     constexpr bool alone = S.ctas_per_sm() == 1;
-    constexpr u32 first = alone || N <= 64 ? N : N - 48;
+    constexpr u32 first_rows = alone || N <= 64 ? N : N - 48;
     constexpr u32 ahead = !alone ? (N <= 64 ? 2 : 1) : N <= normal_m ? scales_read_ahead : 1;
     u32 a[block_k_bytes / 32][4];
     {
-        SwapAbKBlock<S, first, ahead> block;
+        SwapAbKBlock<S, first_rows, ahead> block;
 #pragma unroll
         for (u32 i = 0; i < block_k_bytes / 32; ++i) {
             packed.expand(a[i], i, smem.magnitudes);
             if constexpr (alone) {
                 wgmma_fence();
-                wgmma<S.row_operand(), first>(block.acc, a[i], smem_descriptor(rows + i * 2),
-                                              i != 0);
+                wgmma<S.row_operand(), first_rows>(block.acc, a[i], smem_descriptor(rows + i * 2),
+                                                   i != 0);
             }
         }
         if constexpr (alone)
             wgmma_commit();
         else
-            issue_k_block<S.row_operand(), first>(block.acc, a, rows);
+            issue_k_block<S.row_operand(), first_rows>(block.acc, a, rows);
         block.read_scales(operands, smem, stage);
         meanwhile();
         block.template promote<0>(sum);
     }
-    if constexpr (first < N) {
-        SwapAbKBlock<S, N - first, 1> block;
-        issue_k_block<S.row_operand(), N - first>(block.acc, a,
-                                                  rows + first * (block_k_bytes / 16));
-        block.read_scales(operands, smem, stage, first);
-        block.template promote<0>(sum + first / 2);
+    if constexpr (first_rows < N) {
+        SwapAbKBlock<S, N - first_rows, 1> block;
+        issue_k_block<S.row_operand(), N - first_rows>(block.acc, a,
+                                                       rows + first_rows * (block_k_bytes / 16));
+        block.read_scales(operands, smem, stage, first_rows);
+        block.template promote<0>(sum + first_rows / 2);
     }
     hold_registers(a);
 }
@@ -88,7 +88,7 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
     static_assert(S.stages >= 2);  // one is read while the next is awaited
     constexpr bool ahead = S.ctas_per_sm() == 1;
-    const u32 first_rows = warp_uniform(operands.swap_b);
+    const u32 rows = warp_uniform(operands.swap_b);  // of the first stage
     PackedWeights packed, next;
     const auto read = [&] {
         smem.full[pipeline.stage].wait(pipeline.parity);
@@ -101,8 +101,8 @@ WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeli
         packed = next;
         const u32 stage = pipeline.stage;
         pipeline.advance();
-        multiply_packed<S, N>(smem, stage, operands, packed,
-                              first_rows + descriptor_offset<S>(stage), sum, [&] {
+        multiply_packed<S, N>(smem, stage, operands, packed, rows + descriptor_offset<S>(stage),
+                              sum, [&] {
                                   if (ahead && k + 1 < S.k_blocks()) read();
                               });
         release_stage(smem, stage, rank);

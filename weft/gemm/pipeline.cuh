@@ -25,7 +25,8 @@ WEFT_FN u32 scale_slot(u32 row) {
 constexpr u32 staging_bytes = 1280;  // per math warp, for results on their way to global memory
 
 template <GemmShape S> struct GemmShared {
-    // MXFP4: of each exponent, in a row of all banks.
+    // MXFP4: those of each exponent. Together they fill all banks once, so lanes that read
+    // different ones do not wait for each other.
     alignas(S.is_mxfp4() ? 128 : 16) Magnitudes magnitudes[S.is_mxfp4() ? magnitude_tables : 1];
     StageScales<S> scales[S.has_fp8_rows() ? S.stages : 1];
     alignas(16) u8 staging[math_warps * staging_bytes];
