@@ -397,7 +397,8 @@ class Rail:
         return error
 
     def _tell_hosts(self, error: GroupError) -> None:
-        self._first_cause.tell(str(error))
+        host = self._group._host_name(self._group.host)
+        self._first_cause.tell(f"on {host}: {error}")
         break_rail(self._group.rail)
 
     def _look(self, overdue: float | None) -> bool:
@@ -413,7 +414,7 @@ class Rail:
         elif first := self._first_cause.ask():
             names = self._names(whom)
             self._fail(
-                f"rank {self._group.rank}: left its wait for {names}. What came first: {first}"
+                f"rank {self._group.rank}: left its wait for {names}. What came first, {first}"
             )
         return self._failed is not None
 
@@ -429,7 +430,7 @@ class Rail:
     def _broken(self, whom: str, error: Exception) -> str:
         first, said = self._first_cause.ask(), " ".join(str(error).split())
         if first:
-            return f"rank {self._group.rank}: {whom} left. What came first: {first}"
+            return f"rank {self._group.rank}: {whom} left. What came first, {first}"
         return (
             f"rank {self._group.rank}: the connection to {whom} broke: that rank died, or left "
             f"after an error that it names itself. Make a new group. ({said})"
