@@ -61,6 +61,12 @@ def _ranks_are_ready() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Tests draw the same numbers in every run, and so do their ranks (ready.py)."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def ranks() -> Callable[[int, str], RunRanks]:
     """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks; it returns a list.

@@ -12,6 +12,7 @@ import contextlib
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import sympy  # noqa: F401
+import torch
 import torch.distributed.tensor  # noqa: F401
 
 from tests import patience, rounds, sums  # noqa: F401
@@ -24,3 +25,5 @@ header_digest()
 cpu_identity()
 with contextlib.suppress(CompileError):  # without a compiler, tests say so
     compiler_identity(find_compiler())
+# As in conftest.py: torch starts with another seed in every process.
+torch.manual_seed(0)
