@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import faulthandler
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -614,10 +613,7 @@ def one_run(seed: int) -> Counter[str]:
 
 def fork_server() -> ForkServerContext:
     """What starts processes, with everything imported that they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*processes._PRELOAD, *IMPORTED])
-    forkserver.ensure_running()
-    return context
+    return processes.fork_server([*processes._PRELOAD, *IMPORTED])
 
 
 def in_shared_memory() -> set[str]:

@@ -95,6 +95,33 @@ def test_ranks_see_the_environment_of_the_call(monkeypatch):
         assert launch(environment, ranks=1)[0][0] == value
 
 
+WHERE = """
+import weft
+
+def where(group):
+    return weft.__file__
+
+if __name__ == "__main__":
+    assert weft.launch(where, ranks=2) == [weft.__file__] * 2
+    print("the same")
+"""
+
+
+def test_ranks_take_the_weft_of_their_launcher(tmp_path):
+    """Not one of the working directory, which `python a/script.py` does not look into."""
+    for folder, name, text in (("here/weft", "__init__", "1 / 0"), ("there", "script", WHERE)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{name}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "there/script.py"],
+        cwd=tmp_path / "here",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "the same\n", done.stderr
+
+
 class OddError(Exception):
     """Cannot be rebuilt from its pickle."""
 

@@ -200,7 +200,8 @@ struct alignas(128) Header {
     u32 sending;                          // tokens of a dispatch that is sent and not yet received
     RankSet reported;                     // ranks that are gone, and reported as such
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
-    alignas(128) u64 waiting_ns;          // a wait's last check of its deadline; peers read it
+    alignas(128) u64 waiting_ns;          // when a wait last looked round; peers read it
+    u32 looked;                           // its tick, which one wait claims (wait.cuh)
     alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];

@@ -168,8 +168,8 @@ WEFT_FN u32 bits_in(u32 word) {
 #endif
 }
 
-// Polls between two checks of what may end a wait. On a GPU that is about a millisecond. On a CPU
-// it is so few that the clock of a wait starts before the thread first yields its core.
+// Polls between two checks of what may end a wait. On a GPU that is 0.3 ms and more. On a CPU it
+// is so few that the clock of a wait starts before the thread first yields its core.
 #if defined(__CUDACC__)
 constexpr u32 polls_per_check = 1024;
 #else

@@ -8,12 +8,14 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
@@ -51,8 +53,7 @@ class _Rank:
 
 def run_processes(job: Job, timeout: float) -> list[Report]:
     """Run every rank of `job` in a process of its own; one report a rank, in rank order."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_server()
     deadline = time.monotonic() + timeout
     ranks: list[_Rank] = []
     try:
@@ -67,7 +68,28 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
         _end(ranks)
 
 
-def _start(context: multiprocessing.context.ForkServerContext, job: Job, rank: int) -> _Rank:
+def fork_server(preload: Sequence[str] = _PRELOAD) -> ForkServerContext:
+    """The fork server, started if need be; its modules come from where this process finds them.
+
+    CPython runs it as `python -c` and ignores this process's sys.path while it imports `preload`,
+    so a `weft` in the working directory would be taken before the installed one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    before = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
+            del os.environ[name]
+            if name in before:
+                os.environ[name] = before[name]
+    return context
+
+
+def _start(context: ForkServerContext, job: Job, rank: int) -> _Rank:
     mine, theirs = context.Pipe(duplex=False)
     if rank != job.meeting.hub:  # the listener is for that one alone
         job = replace(job, meeting=Meeting.at(job.meeting.address))
