@@ -1,0 +1,51 @@
+"""A rank that comes late costs its peers that once, however many of their threads wait for it."""
+
+import statistics
+import time
+
+import pytest
+import torch
+
+import weft
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="times a GPU for each rank"),
+]
+
+CALLS = 20
+LATE_US = (600, 1200)  # about as long as a GPU's threads took to read their host's memory at once
+
+
+def milliseconds(group, tokens):
+    """Medians of CALLS all-reduces, of which rank 0 begins the first one late by LATE_US."""
+    x = torch.randn(tokens, 7168, device=group.device).bfloat16()
+    found = []
+    with weft.AllReduce(group, max_tokens=tokens, hidden=7168, timeout=20.0) as allreduce:
+        allreduce.fused(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                allreduce.fused(x)
+        for late in LATE_US:
+            times = []
+            for _ in range(11):
+                group.barrier()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                if group.rank == 0:
+                    time.sleep(late / 1e6)
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end))
+            found.append(statistics.median(times))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [32, 384])
+def test_a_late_rank_is_waited_for_once(tokens):
+    """Each call took 0.5 to 1 ms for the rest of a graph, 10 to 20 ms for 20 calls."""
+    for rank in weft.launch(milliseconds, tokens, ranks=2, device="cuda"):
+        assert all(took < 4.0 for took in rank), rank
