@@ -117,21 +117,11 @@ class CudaReduceKernels(CudaKernels):
             )
         return self._resident[key]
 
-    def _overlaps(self, name: str, tokens: int, p: ReducePlan) -> bool:
-        """May a launch take its place while its predecessor runs?
-
-        One shot only where three launches fit on the GPU. Where two hardly do, their clusters get
-        in each other's way (7168, 2 x H200): 448 CTAs on a GPU that holds 660 took 907 us instead
-        of 6.8 (64 tokens, 2026-11-20), 256 CTAs 1663 us instead of 11.8 (128, 2026-11-22).
-        """
-        if tokens * self._config.vectors >= LONG * self._config.ranks:
-            return False
-        return name != "oneshot" or 3 * p.ctas <= self.resident(name, p.threads, p.cluster)
-
     def _find(self, name: str, tokens: int) -> Launch:
         backend = name.removesuffix(MOE)
         p = self._plan(backend, tokens)
-        early = self._build.programmatic and self._overlaps(backend, tokens, p)
+        short = tokens * self._config.vectors < LONG * self._config.ranks
+        early = self._build.programmatic and short
         stays = backend == "oneshot" and _larger_stays(self._config)
         if stays and p.ctas > self.resident(backend, p.threads, p.cluster):
             p = self._plan("oneshot_resident", tokens)
