@@ -27,7 +27,7 @@ SMALL = {name: replace(c, hidden=256, intermediate=128) for name, c in CONFIGS.i
 ALL = SMALL | {
     "deepseek-v4.1": MoEConfig(
         256,
-        2304,  # 18 blocks
+        768,  # 6 blocks: an odd number of pairs, as the 18 of its size
         Routing(EXPERTS, 3, score="sqrtsoftplus", correction=True, scale=1.5),
         gating=Gating(limit=1.0),
         shared=48,
