@@ -8,6 +8,8 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from weft.errors import (
     PeerTimeout,
     RankFailed,
 )
+from weft.memory import processes
 from weft.memory.launch import launch
 
 DEVICES = ("threads", "cpu")
@@ -120,6 +123,18 @@ def test_ranks_take_the_weft_of_their_launcher(tmp_path):
         check=False,
     )
     assert done.stdout == "the same\n", done.stderr
+
+
+def test_launches_of_several_threads_leave_the_environment_alone(monkeypatch):
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: time.sleep(0.1))
+    before = dict(os.environ)
+    with ThreadPoolExecutor(3) as threads:
+        started = [threads.submit(processes.fork_server) for _ in range(2)]
+        time.sleep(0.05)
+        assert threads.submit(processes._environment).result() == before
+        for each in started:
+            each.result()
+    assert dict(os.environ) == before
 
 
 class OddError(Exception):

@@ -201,7 +201,7 @@ struct alignas(128) Header {
     RankSet reported;                     // ranks that are gone, and reported as such
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
     alignas(128) u64 waiting_ns;          // when a wait last looked round; peers read it
-    u32 looked;                           // its tick, which one wait claims (wait.cuh)
+    u32 looked;                           // in which 16 us that was: one wait claims them
     alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];

@@ -28,6 +28,12 @@ from weft.memory.reports import Report, report_of
 GRACE = 10.0  # seconds for the other ranks to end after one failed
 GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
 _PRELOAD = ["torch", "weft.public", "weft.memory.processes"]
+_ENVIRON = threading.Lock()  # held while os.environ is that of the fork server
+
+
+def _environment() -> dict[str, str]:
+    with _ENVIRON:
+        return dict(os.environ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Job:
     device: str
     group_timeout: float
     tolerate_deaths: bool = False
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: dict[str, str] = field(default_factory=_environment)
 
 
 @dataclass(slots=True)
@@ -76,16 +82,20 @@ def fork_server(preload: Sequence[str] = _PRELOAD) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    before = dict(os.environ)
-    os.environ["PYTHONSAFEPATH"] = "1"
-    os.environ["PYTHONPATH"] = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
-            del os.environ[name]
-            if name in before:
-                os.environ[name] = before[name]
+    there = {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
+    }
+    with _ENVIRON:
+        before = {name: os.environ.get(name) for name in there}
+        os.environ.update(there)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
     return context
 
 
