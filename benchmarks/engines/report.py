@@ -25,6 +25,7 @@ SERVING = ("decode", "deepseek")
 COLUMNS = (  # of serving: a heading, the field, and decimals
     ("between tokens, median, ms", "median_itl_ms", 2),
     ("p99, ms", "p99_itl_ms", 2),
+    ("decode step, ms", "step_ms", 2),
     ("first token, median, ms", "median_ttft_ms", 0),
     ("output tokens/s", "output_throughput", 0),
 )

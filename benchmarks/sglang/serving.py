@@ -2,13 +2,17 @@
 
 decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8, few layers. 1024 tokens
 in and 128 out, so many requests at once on every rank; each level is warmed up by a run before.
+step_ms is a decode step by the server's log: at 256 streams SGLang's client, one Python process,
+may fall behind, and what it counts between tokens then says nothing of the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
+from statistics import median
 from typing import Any
 
 from job import OUT, Job, Variant, chosen, in_servers, last_line, run
@@ -31,6 +35,28 @@ KEPT = (
     "total_throughput",
     "duration",
 )
+# [date time DP0 TP0 EP0] Decode batch, #running-req: 8, ..., gen throughput (token/s): 1144.0, ...
+BATCH = re.compile(
+    r"\[\S+ [^ \]]+([^\]]*)\] (?:(Prefill) batch|"
+    r"Decode batch, #running-req: (\d+),.*gen throughput \(token/s\): ([\d.]+))"
+)
+
+
+def decode_steps(log: str, requests: int) -> list[float]:
+    """Milliseconds of a decode step of a full batch: a mean for each line that a rank logs.
+
+    A line counts the tokens since the rank's last one, so one after a prefill is left out.
+    """
+    steps, prefilled = [], set()
+    for found in filter(None, map(BATCH.match, log.splitlines())):
+        rank, prefill, running, rate = found.groups()
+        if prefill:
+            prefilled.add(rank)
+        elif rank in prefilled:
+            prefilled.remove(rank)
+        elif int(running) == requests:
+            steps.append(1e3 * requests / float(rate))
+    return steps
 
 
 def measure(
@@ -52,10 +78,15 @@ def measure(
             command += ["--random-output-len", str(given.output), "--disable-tqdm"]
             command += ["--tokenize-prompt"]  # as text, most ids would be several tokens
             command += ["--num-prompts", str(at_once * waves), "--max-concurrency", str(at_once)]
+            logged = job.log(server).stat().st_size
             if not run(job, name, [*command, "--output-file", str(raw)], 200):
                 return
         found = last_line(raw)
         result: dict[str, Any] = {key: found[key] for key in KEPT if key in found}
+        if steps := decode_steps(
+            job.log(server).read_bytes()[logged:].decode(errors="replace"), each
+        ):
+            result["step_ms"] = median(steps)
         if found["completed"] != at_once * given.waves:
             job.fail(f"{name}: {found['completed']} of {at_once * given.waves} requests were done")
         sizes = {"requests": each, "input": given.input, "output": given.output}

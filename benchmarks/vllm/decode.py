@@ -83,7 +83,7 @@ def main() -> int:
     engine |= {"max_model_len": given.input + given.output, "max_num_seqs": most}
     engine |= {"max_num_batched_tokens": 2048}
     engine |= {} if given.cpu else {"cudagraph_capture_sizes": sizes}
-    job = job_of(given, engine)
+    job = job_of(given, engine, gpus=engine.get("data_parallel_size", 1))
     (by_kernel if what == "profile" else time_between_tokens)(job, given, engine, layers)
     return job.done()
 

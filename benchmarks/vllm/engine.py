@@ -105,15 +105,15 @@ def summed(waves: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     """The numbers of some waves, by the names that engines' own benchmarks give them."""
     gaps = [1e3 * gap for each in waves for gap in each["gaps"]]
     firsts = [1e3 * first for each in waves for first in each["firsts"]]
-    seconds, count = sum(each["seconds"] for each in waves), sum(each["count"] for each in waves)
     return {
-        "completed": count // tokens,
+        "completed": sum(each["count"] for each in waves) // tokens,
         "median_itl_ms": median(gaps),
         "mean_itl_ms": mean(gaps),
         "p99_itl_ms": quantiles(gaps, n=100)[-1],
         "median_ttft_ms": median(firsts),
-        "output_throughput": count / seconds,
-        "duration": seconds,
+        # Of the median wave: in the first one kernels may still be compiled.
+        "output_throughput": median(each["count"] / each["seconds"] for each in waves),
+        "wave_s": [each["seconds"] for each in waves],
     }
 
 
@@ -122,7 +122,7 @@ async def decode(asked: Asked, result: Path) -> None:
     length, tokens = asked["input"], asked["output"]
     async with engine(asked["engine"]) as made:
         for requests in asked["requests"]:
-            await wave(made, f"warm-{requests}", requests, length, 16)
+            await wave(made, f"warm-{requests}", requests, length, tokens)
             names = [f"timed-{requests}-{turn}" for turn in range(asked["waves"])]
             waves = [await wave(made, name, requests, length, tokens) for name in names]
             with open(result, "a") as file:

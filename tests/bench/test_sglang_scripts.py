@@ -54,8 +54,8 @@ def test_a_run_of_decode_becomes_a_table(measure, script, tmp_path):
     assert {"./results.jsonl", "./decode-stock.log", "./decode-weft-4.log"} <= set(names)
     text = script("report").report(lines)
     assert "decode: tiny, 16 tokens in, 8 out; " in text
-    assert "| 4 | stock | 8.00 | 24.00 | 80 | 125 | 1.00 |" in text
-    assert "| 8 | weft | 8.00 | 24.00 | 80 | 125 | 2.00 |" in text
+    assert "| 4 | stock | 8.00 | 24.00 | 4.00 | 80 | 125 | 1.00 |" in text
+    assert "| 8 | weft | 8.00 | 24.00 | 4.00 | 80 | 125 | 2.00 |" in text
 
 
 def test_the_newest_line_of_a_case_counts(script, tmp_path):

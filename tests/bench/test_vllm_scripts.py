@@ -29,8 +29,10 @@ SIZES = ("--input", "16", "--output", "24", "--waves", "2")
 
 
 def test_a_run_of_decode_becomes_a_table(measure, script, tmp_path):
-    code, said, lines = measure("decode", *TINY, *SIZES, "--requests", "4", "8")
+    more = ("--more", '{"data_parallel_size": 2}')
+    code, said, lines = measure("decode", *TINY, *SIZES, *more, "--requests", "4", "8")
     assert code == 0, said
+    assert {each["gpus"] for each in lines} == {2}
     found = [(each["variant"], each["requests"], each["result"]["completed"]) for each in lines]
     assert found == [("stock", 4, 8), ("stock", 8, 16), ("block", 4, 8), ("block", 8, 16)]
     assert lines[2]["environment"] == {"WEFT_VLLM": "block"}
