@@ -229,9 +229,10 @@ def without_a_rank(job: Job, clients: Clients, log: Path) -> dict[str, Any]:
     named = gone = None
     while gone is None and time.monotonic() < began + job.left(60):
         after = time.monotonic() - began
+        ended = not listens(clients.address)  # before the log is read: what it said last counts
         if named is None and told(log):
             named = after
-        if not listens(clients.address):
+        if ended:
             gone = after
         time.sleep(0.05)
     line = told(log)

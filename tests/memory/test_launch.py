@@ -227,12 +227,14 @@ def test_an_overrun_names_the_ranks_that_still_run(device):
 def wait_for_a_sleeper(group):
     if group.rank == 1:
         time.sleep(3.0)
-    group.barrier()
+    group.barrier(timeout=600.0)  # longer than the launch: nobody else ends this wait
 
 
 def test_threads_that_wait_for_a_late_rank_are_woken():
+    started = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0, 1, 2 of 3 still ran after 0.5 s"):
         launch(wait_for_a_sleeper, ranks=3, device="threads", timeout=0.5)
+    assert time.monotonic() - started < 100.0
 
 
 def hang_beside_a_failure(group):
