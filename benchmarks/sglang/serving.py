@@ -2,8 +2,8 @@
 
 decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8, few layers. 1024 tokens
 in and 128 out, so many requests at once on every rank; each level is warmed up by a run before.
-step_ms is a decode step by the server's log: at 256 streams SGLang's client, one Python process,
-may fall behind, and what it counts between tokens then says nothing of the server.
+step_ms is a decode step by the server's log (README.md, Steps); it is missing where answers are so
+short that no line follows the one with the prefill.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ def measure(
                 return
         found = last_line(raw)
         result: dict[str, Any] = {key: found[key] for key in KEPT if key in found}
-        if steps := decode_steps(
-            job.log(server).read_bytes()[logged:].decode(errors="replace"), each
-        ):
+        log = job.log(server).read_bytes()[logged:].decode(errors="replace")
+        if steps := decode_steps(log, each):
             result["step_ms"] = median(steps)
         if found["completed"] != at_once * given.waves:
             job.fail(f"{name}: {found['completed']} of {at_once * given.waves} requests were done")

@@ -55,7 +55,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith("/decoded/"):
-            log_decode(int(self.path.rpartition("/")[2]), self.ranks)
+            streams, prompts = map(int, self.path.split("/")[2:])
+            log_decode(streams, prompts, self.ranks)
         self.reply({"weft": weft()})
 
     def do_POST(self) -> None:
@@ -118,19 +119,21 @@ def trace(folder: Path, steps: int, ranks: int) -> str:
     return "Start profiling."
 
 
-def log_decode(streams: int, ranks: int) -> None:
-    """What a server logs of two waves on every rank: 1000 tokens/s, or 2000 with weft."""
-    rate, each = 2000.0 if weft() else 1000.0, streams // ranks
-    for wave in range(2):
+def log_decode(streams: int, prompts: int, ranks: int) -> None:
+    """What a server logs on every rank: 1000 tokens/s, or 2000 with weft.
+
+    A single wave, which warms up, logs more lines than those that count, and slower steps.
+    """
+    warms_up, each = prompts == streams, streams // ranks
+    rate = (2000.0 if weft() else 1000.0) / (4 if warms_up else 1)
+    for wave in range(9 if warms_up else prompts // streams):
         for rank in range(ranks):
             head = f"[2026-11-27 06:03:0{wave} DP{rank} TP{rank} EP{rank}]"
             print(f"{head} Prefill batch, #new-seq: {each}, input throughput (token/s): 30.00")
-            # Of the wave and what read it, of the wave alone, and of its end with fewer requests.
+            # Of a prefill and steps after it, of full steps alone, of steps of fewer requests.
             for running, seen in ((each, rate / 50), (each, rate), (each - 1, rate / 2)):
-                tail = f"gen throughput (token/s): {seen:.2f}, #queue-req: 0"
-                print(
-                    f"{head} Decode batch, #running-req: {running}, #token: 9, {tail}", flush=True
-                )
+                batch = f"{head} Decode batch, #running-req: {running}"
+                print(f"{batch}, #token: 9, gen throughput (token/s): {seen:.2f}", flush=True)
 
 
 def launch() -> None:
@@ -169,9 +172,8 @@ def serving() -> None:
     for name in ("num-prompts", "max-concurrency"):
         parser.add_argument(f"--{name}", type=int)
     given, _ = parser.parse_known_args()
-    with urllib.request.urlopen(
-        f"{given.base_url}/decoded/{given.max_concurrency}", timeout=60
-    ) as said:
+    decoded = f"{given.base_url}/decoded/{given.max_concurrency}/{given.num_prompts}"
+    with urllib.request.urlopen(decoded, timeout=60) as said:
         itl = given.max_concurrency * (0.5 if json.load(said)["weft"] else 1.0)
     line = {"completed": given.num_prompts, "median_itl_ms": itl, "p99_itl_ms": 3 * itl}
     line |= {"median_ttft_ms": 10 * itl, "output_throughput": 1000 / itl, "itls": [1.0] * 1000}
