@@ -36,10 +36,10 @@ def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
 
 
 def test_low_latency_is_for_few_tokens_on_gpus_that_push():
-    assert choose_mode(ALL, max_tokens=8, gpus=True)[0] == "low_latency"
-    assert choose_mode(ALL, max_tokens=9, gpus=True)[0] == "throughput"
-    assert choose_mode(ALL, max_tokens=8, gpus=False)[0] == "throughput"
-    assert choose_mode(ALL[:-1], max_tokens=8, gpus=True)[0] == "throughput"
+    assert choose_mode(ALL, max_tokens=64, gpus=True)[0] == "low_latency"
+    assert choose_mode(ALL, max_tokens=65, gpus=True)[0] == "throughput"
+    assert choose_mode(ALL, max_tokens=64, gpus=False)[0] == "throughput"
+    assert choose_mode(ALL[:-1], max_tokens=64, gpus=True)[0] == "throughput"
     assert choose_mode(ALL[3:], max_tokens=4096, gpus=False)[0] == "low_latency"
 
 

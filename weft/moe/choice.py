@@ -1,7 +1,7 @@
-"""Which mode and overlap "auto" takes: a rule of measured constants, the same on all ranks.
+"""Choose the mode and overlap for "auto" from measured constants, identically on all ranks.
 
-Every overlap of a mode gives the same bits, so an overlap decides about time and memory alone. The
-modes sum in different orders.
+Every overlap of a mode gives the same bits, so it decides time and memory only. The modes sum in
+different orders.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ AUTO = "auto"
 MODES = ("throughput", "low_latency")
 OVERLAPS = ("none", "shared_expert", "gemm_push")
 
-# Tokens a rank up to which mode="auto" is low latency. It takes 2 to 17 % less time than throughput
-# at 1 to 8 tokens and at most 5 % less at 16 to 512, and its memory grows with the tokens of all
-# ranks (DeepSeek-V3 and -V4, Qwen3-30B-A3B in FP8, 1 to 4 x H200, 2026-11-21 to 2026-11-23).
-LOW_LATENCY_TOKENS = 8
+# Largest max_tokens for which mode="auto" is low latency. On 1 and 2 x H100 it takes 0 to 3 % less
+# time than throughput at 8 to 64 tokens a rank, never more than 0.5 % more (DeepSeek-V3, -V4-Flash
+# and -V4-Pro in FP8, 2026-11-27). At 128 tokens it is up to 1.2 % slower on one GPU, at 512 up to
+# 4 %, and its memory grows with the tokens of all ranks.
+LOW_LATENCY_TOKENS = 64
 # Tokens a rank up to which overlap="auto" is gemm_push: the fastest, or within 0.3 % of it, at all
 # of 46 points (DeepSeek-V3, GLM-4.5-Air, gpt-oss-120b, Qwen3-30B-A3B in FP8 and bf16, 2 and 4 x
 # H200, 2026-11-21 and 2026-11-22). Nothing was measured above, where a slot for every expert of a
@@ -68,8 +69,8 @@ def choose_mode(
     mode = "low_latency" if small else "throughput"
     return mode, (
         f"mode {mode} for up to {max_tokens} tokens a rank: low_latency up to "
-        f"{LOW_LATENCY_TOKENS} on GPUs where it has gemm_push, 2 to 17 % faster there (DeepSeek-V3 "
-        "and -V4, Qwen3-30B-A3B, 1 to 4 x H200, 2026-11-23)."
+        f"{LOW_LATENCY_TOKENS} on GPUs where it has gemm_push, up to 3 % faster there (DeepSeek-V3 "
+        "and -V4, 1 and 2 x H100, 2026-11-27)."
     )
 
 

@@ -54,7 +54,7 @@ class MoE:
     shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
     correction: float32 `[num_experts]`, where the routing has one.
     mode: "throughput": AllToAll, rank-major, for any batch; "low_latency": LowLatencyAllToAll,
-        expert-major, for small batches, with more memory; "auto": low latency for up to 8
+        expert-major, for small batches, with more memory; "auto": low latency for up to 64
         max_tokens on GPUs where it has gemm_push, else throughput.
     overlap: "none": one thing after the other; "shared_expert": the shared expert runs beside
         dispatch and the routed experts; "gemm_push": that, and the down projection stores its rows
