@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped, and counted, where there is no GPU."""
     if torch.cuda.is_available():
         return
-    reason = pytest.mark.skip(reason="needs a CUDA GPU; run by hand, see docs/measuring.md")
+    reason = pytest.mark.skip(reason="needs a CUDA GPU; run by hand, see docs/results/index.md")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(reason)

@@ -1,4 +1,4 @@
-"""The tables of docs/sglang.md and docs/vllm.md, of lines that an engine's run.sh wrote.
+"""The tables of docs/user/sglang.md and docs/user/vllm.md, of lines that an engine's run.sh wrote.
 
     report.py results.jsonl [...]
 

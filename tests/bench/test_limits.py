@@ -18,7 +18,7 @@ from weft.bench.limits import (
     why_no_floor,
 )
 
-RECORDS = Path(__file__).parents[2] / "benchmarks"
+RECORDS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3"])
@@ -72,26 +72,28 @@ def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float]
 
 def test_no_recorded_figure_lies_below_its_floor():
     below, seen = [], 0
-    for path in sorted(RECORDS.glob("*.json")):
+    for path in sorted(RECORDS.glob("*/*.json")):
         for settings, row in _rows(json.loads(path.read_text())):
             if (found := _floor(settings, row)) is None:
                 continue
             seen += 1
             if found[1] < found[0]:
-                below.append(f"{path.name}: {row['tokens']} tokens: {found[1]} < {found[0]:.1f}")
+                below.append(
+                    f"{path.parent.name}/{path.name}: {row['tokens']} tokens: {found[1]} < {found[0]:.1f}"
+                )
     assert not below
     assert seen > 400
 
 
 def test_floors_are_no_slower_than_what_was_measured():
-    limits = json.loads((RECORDS / "limits-8xH200-2026-11-20.json").read_text())
+    limits = json.loads((RECORDS / "2026-11-20-8xH200/limits.json").read_text())
     rates = limits["gb_per_s_by_ctas"]
     probed = [max(rates[kind].values()) for kind in rates if kind != "what"]
     assert max(probed) <= link_rate(8)
     assert limits["hbm_read_tb_per_s"] <= HBM_READ_TB_PER_S
-    gemm = json.loads((RECORDS / "gemm-1xH200-2026-11-21.json").read_text())
+    gemm = json.loads((RECORDS / "2026-11-21-1xH200/gemm.json").read_text())
     assert gemm["read_bytes_per_us"] / 1e6 <= HBM_READ_TB_PER_S
-    split = json.loads((RECORDS / "gemm-halves-1xH200-2026-11-21.json").read_text())
+    split = json.loads((RECORDS / "2026-11-21-1xH200/gemm-halves.json").read_text())
     weights = 32 * (4096 * 7168 + 7168 * 2048) * 2  # DeepSeek-V3's, 32 experts in BF16
     times = [row["sustained_us"] for row in split["rows"] if row["model"] == "deepseek-v3"]
     assert weights / min(times) / 1e6 <= HBM_READ_TB_PER_S

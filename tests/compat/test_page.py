@@ -1,4 +1,4 @@
-"""docs/compat.md: every name in its tables exists, and its samples call what exists."""
+"""docs/user/compat.md: every name in its tables exists, and its samples call what exists."""
 
 from __future__ import annotations
 

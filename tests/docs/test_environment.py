@@ -1,4 +1,4 @@
-"""docs/environment.md names every variable that weft reads, and quotes errors that weft has."""
+"""docs/user/environment.md names every variable that weft reads, and quotes errors that weft has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from weft.cli.doctor import VARIABLES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/environment.md").read_text()
+PAGE = (ROOT / "docs/user/environment.md").read_text()
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "weft").rglob("*.py"))}
 REPORT = ROOT / "weft/cli/doctor.py"  # it shows those of a list
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = ROOT / "benchmarks"
-DOCUMENTS = [ROOT / "README.md", RECORDS / "notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECORDS = ROOT / "benchmarks/results"
+DOCUMENTS = [ROOT / "README.md", RECORDS / "../../benchmarks/notebook.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in DOCUMENTS}
-AMONG = re.compile(r"<!-- figures among: ([A-Za-z0-9., -]+) -->")
+AMONG = re.compile(r"<!-- figures among: ([A-Za-z0-9.,/ -]+) -->")
 NO_FIGURES = re.compile(r"<!-- no measurements: [^>]+ -->")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 # A cell that is a number or two, with a unit or without: what a table of results is made of.
@@ -97,7 +97,7 @@ def test_every_figure_is_among_those_of_its_files(name):
 
 
 def test_a_wrong_figure_and_a_table_without_a_source_are_found():
-    text = TEXTS["docs/measuring.md"]
+    text = TEXTS["docs/results/index.md"]
     assert "| bf16 both ways | 8.7 |" in text
     assert _unknown(text.replace("| bf16 both ways | 8.7 |", "| bf16 both ways | 7.13 |")) == [
         "7.13"

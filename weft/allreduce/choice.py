@@ -14,9 +14,9 @@ from weft.errors import InvalidArgument
 
 # KiB of one rank's rows from which on another backend is faster, for a sum alone and for a sum with
 # an epilogue, by ranks. 8 x H200 2026-11-20, 4 x H200 2026-11-21, 2 x H200 2026-11-22; hidden 4096
-# and 7168 in bf16, 1 to 2048 tokens (benchmarks/allreduce-choices-*.json): within 1.7 % of the
-# fastest on 4 and 8 ranks, 5 % on 2 (8.4 % for sums alone of 2048 rows of 4096). More ranks than 8
-# were never measured and take the rule of 8.
+# and 7168 in bf16, 1 to 2048 tokens (benchmarks/results/*/allreduce-choices.json): within 1.7 % of
+# the fastest on 4 and 8 ranks, 5 % on 2 (8.4 % for sums alone of 2048 rows of 4096). More ranks
+# than 8 were never measured and take the rule of 8.
 TWOSHOT_FROM = {2: (7168, 7168), 4: (224, 256), 8: (112, 112)}
 BULK_FROM = {2: (math.inf, 7168), 4: (math.inf, 1792), 8: (28672, 7168)}
 

@@ -5,7 +5,7 @@
 // restores the sentinel. Call words say what each peer has called, so that ranks whose calls differ
 // are detected.
 //
-// docs/protocol.md says why rows that are pushed to be summed need two buffers, and summed rows
+// docs/design/protocol.md says why rows that are pushed to be summed need two buffers, and summed rows
 // one.
 #pragma once
 #include <weft/device/sentinel.cuh>

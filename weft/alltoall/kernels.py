@@ -1,7 +1,7 @@
 """The kernels of an all-to-all: generated entries, and how each is launched.
 
 Launches are local to a rank: peers may choose differently. The numbers are from sweeps on 8 x H200,
-hidden 7168, 2026-11-20 (docs/measuring.md).
+hidden 7168, 2026-11-20 (docs/results/index.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AllToAll: expert-parallel dispatch and combine, rank-major, over symmetric memory.
 
 A round is a dispatch and a combine; each is one call, or a send and a receive with anything between
-them. The order is strict on one object: that is what makes single buffers safe (docs/protocol.md).
+them. The order is strict on one object: that is what makes single buffers safe (docs/design/protocol.md).
 """
 
 from __future__ import annotations

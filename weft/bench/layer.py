@@ -40,7 +40,7 @@ WEIGHT_DTYPES = ("bf16", "fp8", "mxfp4")
 # The same rules with few numbers, for a rehearsal on CPU ranks.
 SMALL_HIDDEN, SMALL_INTERMEDIATE, SMALL_EXPERTS = 256, 128, 32
 SAMPLE = 16  # tokens of a rank that are compared
-# How far from the reference a result may be, in half units of the largest one (docs/moe.md).
+# How far from the reference a result may be, in half units of the largest one (docs/user/moe.md).
 HALF_UNITS, HALF_UNITS_FP8_BACK = 5, 16
 # FP8 experts round the rows between their grouped GEMMs to 4 bits: by up to 1/16 of each number.
 FP8_PART = 1 / 16
@@ -61,7 +61,7 @@ class LayerCase(Case):
 
     operator: ClassVar[str] = "layer"
     checked: ClassVar[str] = (
-        "16 tokens of a rank against weft.reference.moe_layer in float32 (bounds: docs/moe.md)"
+        "16 tokens of a rank against weft.reference.moe_layer in float32 (bounds: docs/user/moe.md)"
     )
 
     model: str = "deepseek-v3"

@@ -8,9 +8,9 @@ graph takes 0.78 us. A barrier of 8 GPUs takes 1.5 us, but the fastest all-reduc
 32 tokens on 4 GPUs, left 1.35 for each of its two ways through the links. A pair of dispatch and
 combine is two kernels and two such ways, an all-reduce one kernel and one or two ways. A figure
 below its floor means that these numbers are wrong: a test looks for one among all that are
-recorded. Sources: `benchmarks/limits-8xH200-2026-11-20.json`,
-`benchmarks/alltoall-4xH200-2026-11-21.json` for fewer GPUs, and
-`benchmarks/gemm-halves-1xH200-2026-11-21.json` for weights.
+recorded. Sources: `benchmarks/results/2026-11-20-8xH200/limits.json`,
+`benchmarks/results/2026-11-21-4xH200/alltoall.json` for fewer GPUs, and
+`benchmarks/results/2026-11-21-1xH200/gemm-halves.json` for weights.
 
 A kind of GPU is known by its whole name: a GH200 or an H200 NVL is no H200 of an SXM board.
 """

@@ -42,7 +42,7 @@ Status: TypeAlias = Literal["ok", "warn", "fail"]
 MIN_PYTHON, GPU_TORCH = (3, 11), (2, 11)
 MIN_FILES = 1024  # open files: sockets and handles of 72 ranks, with room for torch's own
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-# Every variable that weft reads, or that its dependencies read for it: docs/environment.md.
+# Every variable that weft reads, or that its dependencies read for it: docs/user/environment.md.
 VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CXX", "GLOO_SOCKET_IFNAME", "LD_LIBRARY_PATH", "LOCAL_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "NVSHMEM_QP_DEPTH", "RANK", "TMPDIR"),
@@ -194,7 +194,7 @@ def _nvlink(topology: str | None) -> Line:
         return "NVLink", "warn", "unknown: nvidia-smi topo -m does not say", "run it by hand"
     others = [f"{pair} ({path})" for pair, path in paths.items() if not path.startswith("NV")]
     detail = f"none between {', '.join(others)}" if others else ", ".join({*paths.values()})
-    remedy = "over PCIe weft works, far below the speeds in docs/measuring.md"
+    remedy = "over PCIe weft works, far below the speeds in docs/results/index.md"
     return _line("NVLink", not others, detail, remedy, "warn")
 
 

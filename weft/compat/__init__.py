@@ -2,5 +2,5 @@
 
 weft.compat.deep_ep: both modes of its Buffer.   weft.compat.triton_dist: its low-latency layer.
 weft.compat.flashinfer: `MoeAlltoAll` and `allreduce_fusion` as in flashinfer.comm.
-docs/compat.md says where they differ.
+docs/user/compat.md says where they differ.
 """

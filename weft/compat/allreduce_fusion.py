@@ -1,6 +1,6 @@
 """`allreduce_fusion` with the signatures of flashinfer.comm, on weft.AllReduce.
 
-docs/compat.md says what is the same, what is stricter and what is refused, pattern by pattern.
+docs/user/compat.md says what is the same, what is stricter and what is refused, pattern by pattern.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
-docs/compat.md says what is the same, what is stricter and what is refused, call by call.
+docs/user/compat.md says what is the same, what is stricter and what is refused, call by call.
 """
 
 from __future__ import annotations

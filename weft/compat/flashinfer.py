@@ -1,6 +1,6 @@
 """What engines import from flashinfer.comm, under the same names.
 
-docs/compat.md says what is the same, what differs and what is refused, name by name.
+docs/user/compat.md says what is the same, what differs and what is refused, name by name.
 """
 
 from __future__ import annotations

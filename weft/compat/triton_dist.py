@@ -1,6 +1,6 @@
 """`EPLowLatencyAllToAllLayer` with the calls of triton_dist, on weft.LowLatencyAllToAll.
 
-docs/compat.md says what is the same, what is stricter and what is refused, call by call.
+docs/user/compat.md says what is the same, what is stricter and what is refused, call by call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grouped GEMM of experts, in Triton and in CUDA for Hopper. docs/gemm.md."""
+"""Grouped GEMM of experts, in Triton and in CUDA for Hopper. docs/user/gemm.md."""
 
 from weft.gemm.config import (
     STORE,

@@ -107,7 +107,7 @@ class GatedQuant(Gated):
 
     The scales are `[*rows, n / 256]`. Rule and bits are those of
     `weft.reference.quantize(x, "fp8")`, applied to the fp32 result of the gating.
-    (docs/quantisation.md)
+    (docs/user/quantisation.md)
     """
 
 

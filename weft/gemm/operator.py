@@ -79,7 +79,7 @@ def grouped_gemm(
     programmatic_launch: bool = False,
     prefetch_weights: bool = False,
 ) -> Out:
-    """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e. docs/gemm.md
+    """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e. docs/user/gemm.md
 
     a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows, k]`.
     b: the same dtype, `[experts, n, k]`; or for float8_e4m3fn, on Hopper and on CPUs, MXFP4: uint8
@@ -97,7 +97,7 @@ def grouped_gemm(
     programmatic_launch: PDL: start while the previous kernel ends, and let the next one start;
         every later kernel that was launched so must wait for this one, as weft's do.
     prefetch_weights: counts, offsets and weights were written before the previous kernel lets this
-        one start (docs/gemm.md): with PDL, a WgmmaPlan then loads weights while that
+        one start (docs/user/gemm.md): with PDL, a WgmmaPlan then loads weights while that
         kernel ends.
 
     Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. In FP8 each

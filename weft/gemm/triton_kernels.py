@@ -220,7 +220,7 @@ def store(
 def quantize(x):
     """A tile of one block of columns -> (numbers before their rounding to e4m3, scale by row).
 
-    The bits of weft.reference.quantize. (docs/quantisation.md)
+    The bits of weft.reference.quantize. (docs/user/quantisation.md)
     """
     amax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)
     broken = amax == float("inf")

@@ -2,7 +2,7 @@
 
 A `Received` has a slot for every token that could come, most of them empty. `ExpertGroups` packs
 what came, expert after expert. The order follows from the ids alone (source rank, token, place in
-the top k), so equal rounds give equal bits. See docs/grouping.md.
+the top k), so equal rounds give equal bits. See docs/user/grouping.md.
 """
 
 from __future__ import annotations

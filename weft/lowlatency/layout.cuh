@@ -8,7 +8,7 @@
 // was there and has restored the sentinels. Every rank makes the same calls, so no credit waits for
 // a call that waits for it. Dispatched and returned rows have slots of their own: where the two
 // alternate, a credit is one operation old when it is needed, and no rank waits for it
-// (docs/lowlatency.md, models/spin/lowlatency.pml).
+// (docs/design/kernels.md, models/spin/lowlatency.pml).
 #pragma once
 #include <weft/device/quantize.cuh>
 #include <weft/device/sentinel.cuh>

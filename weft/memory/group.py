@@ -118,7 +118,7 @@ class Group(Recovering):
         the current CUDA device where there is one. Ranks of several hosts find out who shares one,
         by boot id and WEFT_HOST, and by fabric handles where NVLink joins machines; between hosts
         the group's control messages and its operators' rows go over torch process groups alone
-        (docs/several-hosts.md).
+        (docs/user/several-hosts.md).
         Raises RendezvousFailed when the ranks do not meet, or hosts have unequal numbers of them.
         """
         timeout, where = seconds("timeout", timeout), default_device(device)

@@ -105,7 +105,7 @@ class MoEConfig:
         config: what config.json holds as a dict, its path or that of its folder, or a config
             object of transformers. A text_config inside is taken, where there is one.
 
-        Serves the model types of docs/moe.md. A config without a dtype is bfloat16;
+        Serves the model types of docs/user/moe.md. A config without a dtype is bfloat16;
         `dataclasses.replace(c, dtype=...)` changes it. Which of a model's layers are MoE layers is
         not told here, nor what the engine does around them: Kimi-K3's hidden is that of the rows
         between its latent projections, without the shared experts. Raises InvalidArgument naming a

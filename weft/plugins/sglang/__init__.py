@@ -1,7 +1,7 @@
 """weft inside SGLang: `--moe-a2a-backend weft`, `--elastic-ep-backend weft` beside it for a server
 that outlives its ranks, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
 
-SGLang finds `register` by its entry point; docs/sglang.md says what is served. Importing this
+SGLang finds `register` by its entry point; docs/user/sglang.md says what is served. Importing this
 package imports nothing of SGLang.
 """
 

@@ -4,7 +4,7 @@
     config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="weft")
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
 
-docs/transformers.md says what is served.
+docs/user/transformers.md says what is served.
 """
 
 from __future__ import annotations
