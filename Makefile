@@ -18,6 +18,7 @@ OUT ?= build/gpu
 BIN := .venv/bin
 RUNS := .venv/.runs
 READY := .venv/.ready
+SITE := .venv-docs/.ready
 CPP_FILES = $(shell find weft tests -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.hpp')
 HAS_GPU_TORCH := import torch; raise SystemExit(not torch.cuda.is_available())
 
@@ -52,9 +53,9 @@ check: $(READY)
 	$(BIN)/python tools/check_house.py
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
-# The site, guides and API reference: build/docs/index.html.
-docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+# The site, guides and API reference: build/docs/index.html. It has an environment of its own, since it needs no torch.
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet
 
 bench: $(READY)
 	$(BIN)/weft bench
@@ -69,7 +70,7 @@ format: $(READY)
 	$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-docs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What weft needs to run, and its demo. A machine whose torch sees a GPU keeps that torch; any other gets $(TORCH). Debian parts
@@ -91,4 +92,13 @@ $(RUNS): pyproject.toml
 # And what its tests need.
 $(READY): $(RUNS)
 	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
+
+# What the site needs: the packages of the extra `docs`, and not weft itself.
+$(SITE): pyproject.toml
+	$(PYTHON) -m venv .venv-docs >/dev/null 2>&1 || \
+	    { $(PYTHON) -m venv --clear --without-pip .venv-docs && $(PYTHON) -m pip --python .venv-docs/bin/python install pip; }
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    >.venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet -r .venv-docs/requirements.txt
 	touch $@

@@ -94,7 +94,14 @@ def test_the_metadata_says_what_it_is(wheel):
     assert found["Name"] == "weft"
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Author"] == "weft developers"
-    assert found.get_all("Provides-Extra") == ["checkpoint", "dev", "gpu", "plot", "transformers"]
+    assert found.get_all("Provides-Extra") == [
+        "checkpoint",
+        "dev",
+        "docs",
+        "gpu",
+        "plot",
+        "transformers",
+    ]
 
 
 def test_the_readme_has_no_link_that_leads_nowhere(wheel):
@@ -103,8 +110,8 @@ def test_the_readme_has_no_link_that_leads_nowhere(wheel):
     targets = re.findall(r"\]\(([^)]*)\)", text)
     assert [target for target in targets if not target.startswith("https://")] == []
     readme = (ROOT / "README.md").read_text()
-    assert "[docs/user/moe.md](docs/user/moe.md)" in readme
-    assert "(docs/user/moe.md)" in text, "a link's text stays"
+    assert "[quickstart](docs/user/quickstart.md)" in readme
+    assert "Read on: quickstart" in text, "a link's text stays"
     headings = re.compile(r"^#+ .*", re.M)
     assert headings.findall(text) == headings.findall(readme), "and so does all the rest"
 

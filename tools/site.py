@@ -1,115 +1,173 @@
-"""The documentation site: pages of the API from docstrings, and two rewrites (mkdocs.yml).
+"""Build the API pages of the documentation site from docstrings, without importing weft.
 
-As an mkdocs hook it adds a page for each entry of API and unlinks what is outside docs/. As a
-griffe extension it makes lists of the parameters in docstrings, `name: what it is` a line.
+mkdocs loads this file as a hook (`mkdocs.yml`) and griffe loads it as an extension. Both read the
+sources only, so `make docs` needs neither torch nor Triton.
 """
 
 from __future__ import annotations
 
-import importlib
+import ast
+import copy
 import inspect
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-# Page: its title, and the modules whose public names it has.
-API = {
-    "operators": ("Operators and groups", ("weft.public",)),
-    "moe": ("MoE layers", ("weft.moe",)),
-    "gemm": ("Grouped GEMM", ("weft.gemm",)),
-    "errors": ("Errors", ("weft.errors",)),
-    "reference": ("Reference results", ("weft.reference",)),
-    "compat": (
-        "Other projects' names",
-        ("weft.compat.flashinfer", "weft.compat.deep_ep", "weft.compat.triton_dist"),
-    ),
-    "plugins": (
-        "Plug-ins",
-        ("weft.plugins.sglang", "weft.plugins.transformers", "weft.plugins.vllm"),
-    ),
+ROOT = Path(__file__).resolve().parents[1]
+# Chapter of the reference -> module and file that lists its public names, and whether every class
+# gets a page of its own. Functions of a chapter share one page.
+CHAPTERS = {
+    "Operators and groups": ("weft", "weft/public.py", True),
+    "MoE layers": ("weft.moe", "weft/moe/__init__.py", True),
+    "Grouped GEMM": ("weft.gemm", "weft/gemm/__init__.py", True),
+    "Errors": ("weft.errors", "weft/errors.py", False),
+    "Reference results": ("weft.reference", "weft/reference.py", False),
 }
-OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]*\)")
-PARAMETER = re.compile(r"(\*{0,2}[a-z_]\w*(?:, \*{0,2}[a-z_]\w*)*): (.*)")
-NEXT_PARAMETER = re.compile(r" {3,}(?=[a-z_]\w*(?:, [a-z_]\w*)*: )")
+# Other pages, object by object.
+PAGES = {
+    "FlashInfer": "weft.compat.flashinfer",
+    "DeepEP": "weft.compat.deep_ep",
+    "Triton-distributed": "weft.compat.triton_dist",
+    "SGLang plug-in": "weft.plugins.sglang",
+    "vLLM plug-in": "weft.plugins.vllm",
+    "transformers plug-in": "weft.plugins.transformers",
+}
+# Names with a page elsewhere: modules of `weft`, and classes that `weft` offers too.
+ELSEWHERE = {"weft.errors", "weft.reference", "weft.moe.MoE", "weft.moe.MoEConfig"}
+OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)]*)\)")
 
 
-def public_names(module: str) -> list[str]:
-    """What a module offers: its __all__, or every public class and function that it defines."""
-    loaded = importlib.import_module(module)
-    named = getattr(loaded, "__all__", None)
-    if named is not None:
-        return [name for name in named if not _is_module(getattr(loaded, name))]
-    return [
-        name
-        for name, value in vars(loaded).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module
-    ]
+def public_names(file: str) -> list[str]:
+    """Return the names that a module lists in `__all__`, or its public classes and functions."""
+    body = ast.parse((ROOT / file).read_text()).body
+    for node in body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    kinds = ast.ClassDef | ast.FunctionDef
+    return [node.name for node in body if isinstance(node, kinds) and node.name[0] != "_"]
 
 
-def page(modules: tuple[str, ...], title: str) -> str:
-    """The Markdown of one page of the API."""
-    lines = [f"# {title}", ""]
-    for module in modules:
-        if len(modules) > 1:
-            lines += [f"## `{module}`", ""]
-        lines += [f"::: {_path(module, name)}\n" for name in public_names(module)]
-    return "\n".join(lines)
+def _source(module: str) -> str:
+    path = module.replace(".", "/")
+    package = f"{path}/__init__.py"
+    return package if (ROOT / package).exists() else f"{path}.py"
+
+
+def reference_pages() -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yield chapter, title, file name and object paths of every page of the reference."""
+    for chapter, (module, file, split) in CHAPTERS.items():
+        paths = [f"{module}.{name}" for name in public_names(file)]
+        paths = [path for path in paths if path not in ELSEWHERE]
+        classes = [path for path in paths if path.rsplit(".", 1)[1][0].isupper()]
+        constants = [path for path in classes if path.rsplit(".", 1)[1].isupper()]
+        stem = module.replace(".", "-")
+        if not split:
+            yield chapter, chapter, f"api/{stem}.md", paths
+            continue
+        for path in sorted(set(classes) - set(constants)):
+            yield chapter, path.rsplit(".", 1)[1], f"api/{path.replace('.', '-')}.md", [path]
+        rest = [path for path in paths if path not in classes] + constants
+        yield chapter, "Functions and constants", f"api/{stem}-functions.md", rest
+    for title, module in PAGES.items():
+        names = [f"{module}.{name}" for name in public_names(_source(module))]
+        yield "Other libraries and engines", title, f"api/{module.replace('.', '-')}.md", names
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the reference to the navigation."""
+    chapters: dict[str, list[dict[str, str]]] = {}
+    for chapter, title, file, _ in reference_pages():
+        chapters.setdefault(chapter, []).append({title: file})
+    nav = [pages[0] if len(pages) == 1 else {chapter: pages} for chapter, pages in chapters.items()]
+    assert config.nav is not None
+    config.nav.append({"API": nav})
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the API."""
-    for name, (title, modules) in API.items():
-        files.append(File.generated(config, f"api/{name}.md", content=page(modules, title)))
+    """Add the pages of the reference."""
+    for _, title, file, paths in reference_pages():
+        text = "\n\n".join([f"# {title}", *(f"::: {path}" for path in paths)])
+        if len(paths) == 1:
+            text = f"::: {paths[0]}\n    options: {{heading_level: 1}}"
+        files.append(File.generated(config, file, content=text + "\n"))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A link to a file of the repository that is no page becomes its text."""
-    return OUTSIDE.sub(r"\1", markdown)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replace a link that leaves docs/ by its text: the site has no page for it."""
+    depth = page.file.src_uri.count("/")
+
+    def text_of(link: re.Match[str]) -> str:
+        return link[1] if link[2].count("../") > depth else link[0]
+
+    return OUTSIDE.sub(text_of, markdown)
 
 
-class ParameterLists(griffe.Extension):
-    """Paragraphs of `name: what it is`, one or more a line, become lists; private ones go."""
+class PublicSignatures(griffe.Extension):
+    """Complete what docstrings alone cannot show.
 
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite one docstring, and one signature."""
-        if obj.docstring is not None:
-            obj.docstring.value = with_lists(obj.docstring.value)
-        if isinstance(obj, griffe.Function):
-            for parameter in [p.name for p in obj.parameters]:
-                if parameter.startswith("_"):
-                    del obj.parameters[parameter]
+    Private parameters are hidden, methods without a docstring get that of their base class, and
+    `memory_bytes = staticmethod(...)` is shown as the function that it is.
+    """
 
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Hide parameters that only weft passes."""
+        for parameter in [each.name for each in func.parameters]:
+            if parameter.startswith("_"):
+                del func.parameters[parameter]
 
-def with_lists(text: str) -> str:
-    """The docstring in Markdown."""
-    return "\n\n".join(_list_of(each) for each in text.split("\n\n"))
-
-
-def _list_of(paragraph: str) -> str:
-    lines = paragraph.splitlines()
-    if not lines or not PARAMETER.fullmatch(lines[0]):
-        return paragraph
-    items: list[str] = []
-    for line in lines:
-        for place, part in enumerate(NEXT_PARAMETER.split(line.strip())):
-            found = PARAMETER.fullmatch(part) if place or not line.startswith(" ") else None
-            if found:
-                names = ", ".join(f"`{name}`" for name in found[1].split(", "))
-                items.append(f"- {names}: {found[2]}")
-            else:
-                items[-1] += f" {part.strip()}"
-    return "\n".join(items)
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Visit every class once all modules are loaded."""
+        for cls in _classes(pkg):
+            for name, member in list(cls.members.items()):
+                if member.is_alias:
+                    continue
+                if member.is_function and not member.has_docstring and name[0] != "_":
+                    bases = (base.members.get(name) for base in cls.mro())
+                    found = [base for base in bases if base is not None and base.has_docstring]
+                    member.docstring = found[0].docstring if found else None
+                elif name == "memory_bytes" and isinstance(member, griffe.Attribute):
+                    cls.set_member(name, _sizes_function(cls, name))
+            # What a class inherits follows what it defines, whatever the line in another file.
+            for number, (name, member) in enumerate(cls.inherited_members.items()):
+                inherited = copy.copy(member.final_target)
+                inherited.lineno, inherited.parent = 10**6 + number, cls
+                cls.set_member(name, inherited)
 
 
-def _path(module: str, name: str) -> str:
-    """Where it is defined, for a function, since a module may have the same name."""
-    value = getattr(importlib.import_module(module), name)
-    return f"{value.__module__}.{name}" if inspect.isfunction(value) else f"{module}.{name}"
+def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
+    for member in module.members.values():
+        if member.is_alias:
+            continue
+        if isinstance(member, griffe.Module):
+            yield from _classes(member)
+        elif isinstance(member, griffe.Class):
+            yield member
 
 
-def _is_module(value: object) -> bool:
-    return type(value).__name__ == "module"
+def _sizes_function(cls: griffe.Class, name: str) -> griffe.Function:
+    """Return `name = sizes_of(make, size, doc)` as a function with the parameters of `make`."""
+    source = cls.module.members[name].final_target
+    call = ast.parse(str(source.value)).body[0]
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    make = source.module
+    for part in ast.unparse(call.value.args[0]).split("."):
+        make = make.members[part].final_target if make.members[part].is_alias else make[part]
+    helper = source.module[call.value.func.id].final_target  # type: ignore[attr-defined]
+    texts = [a.value for a in call.value.args if isinstance(a, ast.Constant)]
+    text = inspect.cleandoc(texts[0]) if texts else helper.docstring.value
+    parameters = make.parameters
+    shown = [p for p in parameters if p.name not in ("self", "cls") and p.name[0] != "_"]
+    function = griffe.Function(
+        name, parameters=griffe.Parameters(*shown), returns="int", parent=cls
+    )
+    function.docstring = griffe.Docstring(text, parent=function, parser="google")
+    function.labels.add("staticmethod")
+    return function

@@ -8,13 +8,17 @@ import torch
 def quantize(
     x: torch.Tensor, kind: str, columns: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block-scaled FP8 of x `[..., hidden]`: (float8_e4m3fn `[..., hidden]`, scales).
+    """Quantise x `[..., hidden]` to FP8 numbers and block scales.
 
-    columns: of a block; default 128 for "fp8" and 32 for "mxfp8".
-    "fp8": float32 `[..., hidden / columns]`; scale = amax / 448, q = round(x * (448 / amax)).
-    "mxfp8": float8_e8m0fnu, as many; the smallest power of two that brings amax to 448.
     A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
-    has a NaN scale and NaN numbers. (device/quantize.cuh)
+    has a NaN scale and NaN numbers.
+
+    Args:
+        columns: Columns of a block. Default: 128 for "fp8", 32 for "mxfp8".
+
+    Returns:
+        float8_e4m3fn `[..., hidden]` and scales `[..., hidden / columns]`. "fp8": float32, amax /
+            448. "mxfp8": float8_e8m0fnu, the smallest power of two that brings amax to at most 448.
     """
     columns = columns or (32 if kind == "mxfp8" else 128)
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
@@ -53,6 +57,6 @@ def power_of_two(power: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """`q * scale` in float32, as combine reads pushed FP8 rows."""
+    """Return `q * scale` in float32, as combine reads pushed FP8 rows."""
     columns = q.shape[-1] // scales.shape[-1]
     return q.float() * scales.float().repeat_interleave(columns, dim=-1)

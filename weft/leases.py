@@ -48,9 +48,10 @@ _of_group: WeakKeyDictionary[Group, _Known] = WeakKeyDictionary()
 
 
 class Lease(Generic[T]):
-    """One layer's part in a workspace; a context manager that gives the operator.
+    """Hold one layer's part in a shared workspace; a context manager that returns the operator.
 
-    operator: what the layer calls: the shared one, or with MoE a layer of its own.
+    Attributes:
+        operator: Operator to call: the shared one, or with MoE a layer of its own.
     """
 
     def __init__(self, operator: T, key: Hashable, shared: _Shared[T], group: Group) -> None:
@@ -60,7 +61,7 @@ class Lease(Generic[T]):
         shared.users += 1
 
     def close(self) -> None:
-        """Give the part back; the last one frees the memory. Local, idempotent."""
+        """Give the part back; the last one frees the memory. Local and idempotent."""
         if not self._open:
             return
         self._open = False
@@ -82,15 +83,23 @@ class Lease(Generic[T]):
 
 
 def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
-    """`kind(group, *args, **options)`, shared by all that ask for the same on this group.
+    """Return `kind(group, *args, **options)`, shared by all layers that ask for the same sizes.
 
-    kind: AllToAll, LowLatencyAllToAll, AllReduce, or MoE, whose layers have weights, a shared
-        expert, a correction and a placement of replicas of their own (`MoE.sibling`).
+    Layers that share must run one after the other, in the same order on every rank. Collective:
+    every rank makes the same sequence of leases and closes.
 
-    Calls of those that share must come one after the other, in the same order on every rank: layers
-    of a model do. Collective: every rank makes the same sequence of leases and closes. Where what
-    was shared has been closed by other means, the next lease makes a new one. Raises what `kind`
-    raises, and InvalidArgument for an option that cannot be compared.
+    Args:
+        group: Ranks of the job.
+        kind: AllToAll, LowLatencyAllToAll, AllReduce or MoE. MoE layers have weights, a shared
+            expert, a correction and a placement of replicas of their own (`MoE.sibling`).
+        *args: Further arguments of `kind`.
+        **options: Options of `kind`.
+
+    Returns:
+        The lease. Call its `operator`.
+
+    Raises:
+        InvalidArgument: an option cannot be compared. Errors of `kind` are raised too.
     """
     check_group(group)
     function("kind", kind, "such as weft.AllToAll")

@@ -20,9 +20,12 @@ MAX_EP_SIZE = 4096  # ranks of all hosts together
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Expert -> (rank, local id). Local ids count a rank's experts in ascending global order.
+    """Map each expert to a rank and a local id; local ids follow ascending global order.
 
-    ranks: owner of each expert.  local: its local id there.  explicit: the caller gave the map.
+    Attributes:
+        ranks: Owner of each expert.
+        local: Local id of each expert at its owner.
+        explicit: Whether the caller passed the map.
     """
 
     ranks: tuple[int, ...]
@@ -31,9 +34,14 @@ class Placement:
 
     @classmethod
     def blocks(cls, num_experts: int, ep_size: int) -> Placement:
-        """Contiguous blocks; the first `num_experts % ep_size` ranks hold one expert more.
+        """Return contiguous blocks; the first `num_experts % ep_size` ranks hold one expert more.
 
-        Raises InvalidArgument for sizes that are not positive.
+        Args:
+            num_experts: Number of experts over all ranks.
+            ep_size: Number of ranks.
+
+        Raises:
+            InvalidArgument: a size is not positive.
         """
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
@@ -47,9 +55,16 @@ class Placement:
     def mapped(
         cls, expert_map: Sequence[int] | torch.Tensor, num_experts: int, ep_size: int
     ) -> Placement:
-        """An explicit map: `expert_map[e]` is the rank of expert e.
+        """Return the placement of an explicit map.
 
-        Raises InvalidArgument for a wrong length, what is no integer, or a rank outside the group.
+        Args:
+            expert_map: Rank of each expert.
+            num_experts: Number of experts.
+            ep_size: Number of ranks.
+
+        Raises:
+            InvalidArgument: the map has another length, holds something other than integers, or
+                names a rank outside the group.
         """
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
@@ -75,15 +90,24 @@ class Placement:
         return cls(ranks=tuple(owners), local=tuple(local), explicit=explicit)
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Global ids of a rank's experts, in local order; none for a rank that holds none.
+        """Return the global ids of a rank's experts in local order; empty for a rank without
+        experts.
 
-        Raises InvalidArgument for what is no rank.
+        Args:
+            rank: Rank of the group.
+
+        Raises:
+            InvalidArgument: there is no such rank.
         """
         rank = integer("rank", rank, 0, MAX_EP_SIZE - 1)
         return tuple(e for e, owner in enumerate(self.ranks) if owner == rank)
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """int32 `[num_experts]` of rank << 16 | local id, as the kernels read it."""
+        """Return int32 `[num_experts]` of `rank << 16 | local id`, as the kernels read it.
+
+        Args:
+            device: Device of the result.
+        """
         instance("device", device, torch.device)
         packed = [rank << 16 | local for rank, local in zip(self.ranks, self.local, strict=True)]
         return torch.tensor(packed, dtype=torch.int32, device=device)
@@ -106,32 +130,36 @@ class Placed:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Rank of this process in the group."""
         return self.group.rank
 
     @property
     def ep_size(self) -> int:
-        """Ranks of the group."""
+        """Number of expert-parallel ranks."""
         return self.group.size
 
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
-        """The rank whose tokens slot s of a dispatch holds: s, unless there are several hosts.
+        """Source rank of each slot of a dispatch: `sources[s] == s` on one host.
 
-        With several, what arrives at this host is ordered by place on the host, then by host: a
-        rank forwards to its own host what came over its rail.
+        With several hosts, slots are ordered by place on the host and then by host, because each
+        rank forwards to its own host what arrived over its rail.
         """
         return tuple(rank for rail in zip(*self.group.host_ranks, strict=True) for rank in rail)
 
     @functools.cached_property
     def local_experts(self) -> tuple[int, ...]:
-        """Global ids of this rank's experts; a LOCAL id indexes this tuple."""
+        """Global ids of this rank's experts. A local id indexes this tuple."""
         return self.placement.experts_of(self.rank)
 
     def global_ids(self, local_ids: torch.Tensor) -> torch.Tensor:
-        """int32, of the same shape: global ids of this rank's experts; -1 stays -1.
+        """Return the global expert ids of local ones.
 
-        local_ids: int32 or int64, such as `Received.ids`. May be captured after a first call.
+        Args:
+            local_ids: int32 or int64 of any shape, such as `Received.ids`. -1 stays -1.
+
+        Returns:
+            int32 of the same shape. The call may be captured after a first eager one.
         """
         instance("local_ids", local_ids, torch.Tensor)
         if local_ids.dtype not in (torch.int32, torch.int64):
@@ -146,5 +174,5 @@ class Placed:
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts this rank holds."""
+        """Number of experts on this rank."""
         return len(self.local_experts)

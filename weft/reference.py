@@ -43,15 +43,17 @@ def dispatch(
     max_tokens: int,
     stats: Sequence[torch.Tensor] | None = None,
 ) -> Received:
-    """What `rank` receives.
+    """Return what `rank` receives.
 
-    payloads: for each rank, its payload tensors `[tokens, ...]`.
-    topk_ids: for each rank, int32 or int64 `[tokens, top_k]`; ids outside the experts count as -1.
-    topk_weights: for each rank, float32 `[tokens, top_k]`, or None for ones.
-    stats: for each rank, int32 `[n]`, or None without statistics.
-
-    Slots that carry no token for the rank hold zeros here; in the real thing their payload is
+    Slots that carry no token for the rank hold zeros here; in a real dispatch their payload is
     undefined.
+
+    Args:
+        payloads: For each rank, its payload tensors `[tokens, ...]`.
+        topk_ids: For each rank, int32 or int64 `[tokens, top_k]`; ids outside the experts count as
+            -1.
+        topk_weights: For each rank, float32 `[tokens, top_k]`, or None for ones.
+        stats: For each rank, int32 `[n]`, or None without statistics.
     """
     ep_size, top_k, device = len(topk_ids), topk_ids[0].shape[1], topk_ids[0].device
     _, local = _tables(placement, device)
@@ -79,12 +81,13 @@ def dispatch(
 
 
 def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int32 `[num_experts]`: how often each expert was chosen, one way to make `stats`.
-
-    topk_ids: int32 or int64 `[tokens, top_k]`; ids outside the experts do not count.
+    """Return int32 `[num_experts]`: how often each expert was chosen.
 
     bincount waits for the device. In a captured graph let `zeros(num_experts + 1).scatter_add_`
     count instead, with the last number for the ids that name no expert.
+
+    Args:
+        topk_ids: int32 or int64 `[tokens, top_k]`; ids outside the experts do not count.
     """
     known = (topk_ids >= 0) & (topk_ids < num_experts)
     return torch.bincount(topk_ids[known], minlength=num_experts).int()
@@ -99,16 +102,17 @@ def combine(
     hosts: Sequence[Sequence[int]] | None = None,
     combine_dtype: str | None = None,
 ) -> torch.Tensor:
-    """`out[t] = round(sum of float(rows[r][t]) over the ranks r that carry t + float(add[t]))`.
-
-    rows: for each rank, `[tokens, hidden]`, what its experts made of one source's tokens.
-    carries: for each rank, bool `[tokens]`: was the token for it? Other rows are not read.
+    """Return the rounded fp32 sum of a token's rows over ranks, plus `add`.
 
     The sum is in fp32, from +0 and in rank order, then `add`, then one rounding to nearest even.
 
-    hosts: the ranks of each host (`Group.host_ranks`), where there are several: first each host
-        sums over its own ranks and rounds to dtype, or, with combine_dtype="fp8", to what FP8 reads
-        back as; the sum of these is in the order of hosts.
+    Args:
+        rows: For each rank, `[tokens, hidden]`, what its experts made of one source's tokens.
+        carries: For each rank, bool `[tokens]`: whether the token was sent to it. Other rows are
+            not read.
+        hosts: The ranks of each host (`Group.host_ranks`), where there are several: first each host
+            sums over its own ranks and rounds to dtype, or, with combine_dtype="fp8", to what FP8
+            reads back as; the sum of these is in the order of hosts.
     """
     result = dtype or rows[0].dtype
     if hosts is not None and len(hosts) > 1:
@@ -129,11 +133,11 @@ def combine(
 
 
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
-    """`y[s, t] = x[s, t] * sum of its local weights`, `[ep_size, max_tokens, hidden]`.
+    """Return the result of experts that copy their token: x times its local weights.
 
-    Experts that return their token: their answer is known exactly. The weights are added in fp32 in
-    top-k order, the product is rounded once. Rows without a token are NaN, so that a combine that
-    reads one shows it.
+    The result is known exactly, which tests use. Weights are added in fp32 in top-k order, the
+    product is rounded once. Rows without a token are NaN, so that a combine that reads one shows
+    it.
     """
     total = torch.zeros(received.ids.shape[:2], dtype=torch.float32, device=received.ids.device)
     for k in range(received.ids.shape[2]):
@@ -154,7 +158,7 @@ def identity_round_trip(
     combine_dtype: str | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """What dispatch, `identity_experts` and combine make of one rank's x `[tokens, hidden]`.
+    """Return the result of dispatch, `identity_experts` and combine for one rank's x.
 
     Needs only that rank's own tensors, so a rank can check itself. Bitwise equal to the exchange.
     """
@@ -191,12 +195,12 @@ def _owned(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`gate * sigmoid(gate) * up`."""
+    """Return `gate * sigmoid(gate) * up`."""
     return gate * gate.sigmoid() * up
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS: `g * sigmoid(1.702 g) * (u + 1)`, g at most 7, u in -7..7."""
+    """Return GPT-OSS's gating: `g * sigmoid(1.702 g) * (u + 1)`, g at most 7, u in -7..7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * (1.702 * gate).sigmoid() * (up + 1.0)
 
@@ -216,20 +220,23 @@ def moe_layer(
     placement: Placement | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """float32 `[tokens, hidden]`: `sum over k of weight[k] * expert[ids[k]](x) + shared`.
-
-    x: `[tokens, hidden]`.   topk_ids: integers `[tokens, top_k]`, -1 for none.
-    topk_weights: float32 `[tokens, top_k]`.
-    gate_up: ALL experts' `[num_experts, 2 * intermediate, hidden]`, the gate's rows first.
-    down: `[num_experts, hidden, intermediate]`.   biases: `[num_experts, columns]`, or None.
-    weigh_input: weights multiply the experts' inputs, not their results.
-    shared: `[tokens, hidden]`, what a shared expert made of x, or None.
-    placement: round each rank's sum to x's dtype, as it goes over the wire; None: round nothing.
-    hosts: with a placement, the ranks of each host: round each host's sum of these, too.
+    """Return the layer's output as float32 `[tokens, hidden]`.
 
         h = x @ gate_up[e].T + gate_up_bias[e];  y = gating(gate(h), up(h)) @ down[e].T + down_bias
 
     All arithmetic is in float32 and in the order of the experts.
+
+    Args:
+        x: `[tokens, hidden]`.
+        topk_ids: Integers `[tokens, top_k]`, -1 for none.
+        topk_weights: float32 `[tokens, top_k]`.
+        gate_up: ALL experts' `[num_experts, 2 * intermediate, hidden]`, the gate's rows first.
+        down: `[num_experts, hidden, intermediate]`.
+        weigh_input: Weights multiply the experts' inputs, not their results.
+        shared: `[tokens, hidden]`, a shared expert's result, or None.
+        placement: Round each rank's sum to x's dtype, as it goes over the wire; None: round
+            nothing.
+        hosts: With a placement, the ranks of each host: round each host's sum of these, too.
     """
     ranks = 1 if placement is None else max(placement.ranks) + 1
     sums = torch.zeros((ranks, *x.shape), dtype=torch.float32, device=x.device)

@@ -79,7 +79,7 @@ def test_no_recorded_figure_lies_below_its_floor():
             seen += 1
             if found[1] < found[0]:
                 below.append(
-                    f"{path.parent.name}/{path.name}: {row['tokens']} tokens: {found[1]} < {found[0]:.1f}"
+                    f"{path.relative_to(RECORDS)}: {row['tokens']} tokens: {found[1]} < {found[0]}"
                 )
     assert not below
     assert seen > 400

@@ -37,9 +37,10 @@ GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FP8Static:
-    """One scale for everything, given: `q = e4m3(norm * (1 / scale))`, saturating at 448.
+    """Quantise with one given scale: `q = e4m3(norm * (1 / scale))`, saturating at 448.
 
-    scale: float32 `[1]` on the device.
+    Attributes:
+        scale: float32 `[1]` on the device.
     """
 
     scale: torch.Tensor
@@ -47,20 +48,23 @@ class FP8Static:
 
 @dataclass(frozen=True, slots=True)
 class FP8Token:
-    """One scale for each row, made of it: float32 `[tokens, 1]`.
+    """Quantise with one computed scale for each row, float32 `[tokens, 1]`.
 
-    `scale = max(amax * fl(1 / 448), 2^-9 / 448)`, `q = e4m3(norm / scale)`, as flashinfer.comm and
-    torch on GPUs have it. A row that holds an Inf or a NaN has scale NaN and NaN numbers.
+    `scale = max(amax * fl(1 / 448), 2^-9 / 448)` and `q = e4m3(norm / scale)`, as in
+    flashinfer.comm and in torch on GPUs. A row that holds an Inf or a NaN has a NaN scale and NaN
+    numbers.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class FP8Group:
-    """One scale for each 128 columns, as dispatch quantises (device/quantize.cuh).
+    """Quantise with one scale for each 128 columns, as dispatch does.
 
-    scale: "fp32": float32 `[tokens, hidden / 128]`; "ue8m0": powers of two from 2^-33 as bytes,
-        four packed into an int32 `[tokens, ceil(hidden / 512)]` with strides
-        `(1, tokens rounded up to 4)`.
+    Attributes:
+        size: Columns that share a scale: 128.
+        scale: "fp32": float32 `[tokens, hidden / 128]`. "ue8m0": powers of two from 2^-33 as bytes,
+            four in an int32 `[tokens, ceil(hidden / 512)]` with strides `(1, tokens rounded up to
+            4)`.
     """
 
     size: int = 128
@@ -76,15 +80,18 @@ Quant = FP8Static | FP8Token | FP8Group
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoEFinalize:
-    """This rank's row as the weighted sum of experts' rows, made on the way into the all-reduce.
+    """Make this rank's rows as weighted sums of experts' rows on the way into the all-reduce.
 
-    `x[t] = routed_scaling_factor * (sum over k of rows[index[t, k]] * scales[t, k]) + shared[t]`:
-    fp32, in the order of k, rounded once.
+    `x[t] = routed_scaling_factor * (sum over k of rows[index[t, k]] * scales[t, k]) + shared[t]`,
+    in fp32, in the order of k, rounded once.
 
-    rows: `[n, hidden]`.   index: int32 `[tokens, top_k]`, -1 for none; others out of range are
-        dropped and raised by `check()`.   scales: float32 or the rows' dtype `[tokens, top_k]`;
-        None means 1.   shared: `[tokens, hidden]`, for example a shared expert's result.
-    routed_scaling_factor: a number, as models with shared experts have it.
+    Attributes:
+        rows: `[n, hidden]`, the experts' results.
+        index: int32 `[tokens, top_k]`, -1 for none. Others out of range are dropped and raised by
+            `check()`.
+        scales: `[tokens, top_k]`, float32 or the rows' dtype. None means 1.
+        shared: `[tokens, hidden]`, such as a shared expert's result, or None.
+        routed_scaling_factor: Factor of the routed sum.
     """
 
     rows: torch.Tensor
@@ -96,11 +103,14 @@ class MoEFinalize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """The outputs of one call; None where nobody wanted one.
+    """Hold the outputs of one call; None for those that were not requested.
 
-    out: `[tokens, hidden]`, the rounded sum.   residual: sum plus residual, rounded.
-    norm: RMSNorm of that.   quant: float8_e4m3fn `[tokens, hidden]` of the norm.   scale: its
-    scales, in the layout of the quant spec.
+    Attributes:
+        out: `[tokens, hidden]`, the rounded sum.
+        residual: `[tokens, hidden]`, the sum plus the residual, rounded.
+        norm: `[tokens, hidden]`, RMSNorm of `residual`.
+        quant: float8_e4m3fn `[tokens, hidden]` of `norm`.
+        scale: Scales of `quant`, in the layout of the quant option.
     """
 
     out: torch.Tensor | None = None

@@ -23,7 +23,12 @@ BULK_FROM = {2: (math.inf, 7168), 4: (math.inf, 1792), 8: (28672, 7168)}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """backend: what was chosen.   text: why, in a sentence."""
+    """Hold a chosen backend and the reason.
+
+    Attributes:
+        backend: Name of the backend.
+        text: Why it is chosen, in a sentence.
+    """
 
     backend: str
     text: str

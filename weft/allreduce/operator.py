@@ -42,28 +42,34 @@ MOST_PREPARED = 512  # kinds of calls that are kept; each takes about 3 KiB
 class AllReduce(Operator):
     """Sum every rank's rows and, in the same launch, add a residual, normalise and quantise.
 
-    Meaning: `weft.reference.allreduce_fused`, bit for bit, whatever the backend, the number of
-    tokens or the launch: sums are fp32 in rank order, and the tree of the norm is fixed. All memory
-    and all kernels are made here; a call allocates nothing but outputs that were not given, waits
-    for no host, and may be captured in CUDA graphs that replay between eager calls. Every rank
-    makes the same calls, with as many tokens and the same eps and weight_bias; residual, weight and
-    the scale of FP8Static are equal on all ranks unless `epilogue_at` says otherwise.
+    `weft.reference.allreduce_fused` specifies the results bit for bit, whatever the backend, the
+    number of tokens or the launch. The constructor allocates all memory, makes all kernels and is
+    collective. A call allocates only outputs that were not passed, waits for no host, and may be
+    captured in CUDA graphs. Every rank passes the same number of tokens, eps and weight_bias.
+    Residuals, weights and the scale of `FP8Static` are equal on all ranks unless `epilogue_at` says
+    otherwise.
 
-    max_tokens: the most rows of one rank in one call.
-    hidden, dtype: a row; bfloat16, float16 or float32, hidden a multiple of 8.
-    backends: some of "oneshot" (every rank sums everything; up to 32 tokens on 8 ranks), "twoshot"
-        and "twoshot_bulk" (each token is summed by one rank; bulk is for prefill). Default: all.
-    epilogue_at: whose residual, weight and FP8Static scale a row of two shots gets. "owner": those
-        of the rank that sums it, which are equal on all ranks; the fastest. "receiver": each rank
-        applies its own, which may differ. "oneshot" always does, with the same bits.
-    missing: what calls do after a recovery without some ranks. "error": they raise; "drop": they
-        sum over the living, in rank order. That takes oneshot alone, with memory for max_tokens.
-    timeout, first_timeout: seconds that a wait for a peer may take, and one of the first call.
-    programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
-        stream still runs; it touches no memory before that one's end.
+    Args:
+        group: Ranks of one host.
+        max_tokens: Maximum rows of one rank in one call.
+        hidden: Columns of a row, a multiple of 8.
+        dtype: bfloat16, float16 or float32.
+        backends: Some of "oneshot" (every rank sums everything), "twoshot" and "twoshot_bulk" (each
+            token is summed by one rank; bulk is for prefill). Default: all.
+        epilogue_at: Whose residual, weight and `FP8Static` scale a row of two shots gets. "owner":
+            those of the rank that sums it, which must be equal on all ranks. "receiver": each rank
+            applies its own.
+        missing: What calls do after a recovery without some ranks. "error": they raise. "drop":
+            they sum over the living ranks in rank order, with the one-shot backend.
+        timeout: Seconds that a wait for a peer may take.
+        first_timeout: Seconds that a wait in the first call may take.
+        programmatic_launch: Let a short kernel become resident while its predecessor in the stream
+            still runs.
 
-    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
-    GeometryMismatch (when ranks pass different sizes).
+    Raises:
+        InvalidArgument: an argument is invalid on every rank.
+        CreationFailed: a rank cannot do its part. Every rank raises it.
+        GeometryMismatch: ranks pass different sizes.
     """
 
     config: ReduceConfig
@@ -118,7 +124,7 @@ class AllReduce(Operator):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one call."""
+        """Maximum number of tokens in one call."""
         return self.config.tokens
 
     def fused(
@@ -138,19 +144,37 @@ class AllReduce(Operator):
         scale_out: Requested = None,
         backend: str = "auto",
     ) -> Reduced:
-        """Sum all ranks' rows and make every wanted output.
+        """Sum all ranks' rows and make the requested outputs.
 
-        x: `[tokens, hidden]`, this rank's rows; or None with a prologue that makes them.
-        residual: `[tokens, hidden]`, added to the rounded sum.
-        weight: `[hidden]` of the rows' dtype or float32, for RMSNorm, plus `weight_bias`.
-        quant: FP8Static(scale), FP8Token() or FP8Group(128, scale=...), of the normed rows.
-        out, residual_out, norm_out, quant_out, scale_out: a tensor to write, True to make one,
-            False for none. None: `out` where there is neither residual nor weight; the residual
-            where there is one; the norm where there is a weight and no quant; quant and scale where
-            there is a quant. Outputs may be exactly x or residual.
-        backend: "auto", or one of `backends`.
+        For each `*_out` argument, pass a tensor to write, True to make one, or False for none. None
+        makes `out` if there is neither residual nor weight, the residual if there is one, the norm
+        if there is a weight and no quant, and quant and scale if there is a quant. Outputs may be
+        exactly x or residual.
 
-        Raises InvalidArgument, TokenOverflow, OutOfOrder, and what broke the group.
+        Args:
+            x: `[tokens, hidden]`, this rank's rows. None with a prologue that makes them.
+            residual: `[tokens, hidden]`, added to the rounded sum.
+            weight: `[hidden]` of the rows' dtype or float32, the weight of RMSNorm.
+            eps: Added to the mean of squares.
+            weight_bias: Added to `weight`; 1 is Gemma's RMSNorm.
+            quant: `FP8Static(scale)`, `FP8Token()` or `FP8Group(128, scale=...)`, of the normed
+                rows.
+            prologue: `MoEFinalize`, which makes this rank's rows from experts' rows.
+            out: The rounded sum.
+            residual_out: The sum plus the residual.
+            norm_out: The normed rows.
+            quant_out: The quantised rows.
+            scale_out: Their scales.
+            backend: "auto" or one of `backends`.
+
+        Returns:
+            All outputs by name, None where there is none.
+
+        Raises:
+            InvalidArgument: a tensor or an option is invalid, or tensors overlap that must not.
+            TokenOverflow: more tokens than `max_tokens`.
+            OutOfOrder: another thread is in a call, or the object is closed.
+            GroupError: the group is broken, or ranks made different calls.
         """
         given = (out, residual_out, norm_out, quant_out, scale_out)
         call = Fused(x, residual, weight, *given, quant, prologue, eps, weight_bias)
@@ -178,11 +202,18 @@ class AllReduce(Operator):
         return reduced
 
     def explain(self, tokens: int, *, norm: bool = True) -> Choice:
-        """What "auto" takes for so many tokens, and why.
+        """Return which backend "auto" takes, and why.
 
-        norm: is there a weight, so that the rows are normed?
+        Args:
+            tokens: Tokens of the call.
+            norm: Whether the call has a weight, so that rows are normed.
 
-        Raises InvalidArgument, TokenOverflow.
+        Returns:
+            The backend and a sentence.
+
+        Raises:
+            InvalidArgument: tokens is no integer.
+            TokenOverflow: more tokens than `max_tokens`.
         """
         self._check_open()
         tokens = integer("tokens", tokens, 0)

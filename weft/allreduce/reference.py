@@ -26,10 +26,12 @@ def allreduce_fused(
     weight_bias: float = 0.0,
     quant: Quant | None = None,
 ) -> Reduced:
-    """All outputs of a fused all-reduce of `xs`, every rank's rows `[tokens, hidden]`.
+    """Return all outputs of a fused all-reduce of every rank's rows.
 
-    residual: `[tokens, hidden]`.   weight: `[hidden]`, of the rows' dtype or float32.
-    quant: needs a weight.   Every NaN is the one NaN that GPUs write, so bytes can be compared.
+    Args:
+        residual: `[tokens, hidden]`.
+        weight: `[hidden]`, of the rows' dtype or float32.
+        quant: Needs a weight.
     """
     dtype = xs[0].dtype
     total = xs[0].float()
@@ -49,7 +51,7 @@ def allreduce_fused(
 
 
 def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
-    """The rows `[tokens, hidden]` that a rank brings into the all-reduce."""
+    """Return the rows `[tokens, hidden]` that a rank brings into the all-reduce."""
     rows, index = prologue.rows, prologue.index.long()
     known = (index >= 0) & (index < rows.shape[0])
     size = (index.shape[0], rows.shape[1])

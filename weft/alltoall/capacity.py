@@ -17,19 +17,26 @@ def tokens_per_rank(
     graph_batch_size: int = 0,
     multiple_of: int = 8,
 ) -> int:
-    """Return `max_tokens` for an all-to-all.
+    """Return `max_tokens` for an all-to-all from a server's settings.
 
-    max_running_requests: sequences decoded at once by the whole server.
-    prefill_tokens: most prompt tokens of one step of one data-parallel rank (chunked prefill size).
-    data_parallel: attention replicas that share the running requests.
-    tensor_parallel: attention ranks that split one replica's tokens before the MoE layer.
-    speculative_tokens: draft tokens verified beside each sequence's own token.
-    graph_batch_size: largest batch size a CUDA graph is padded to, in sequences.
+    The result is `max(ceil(requests / data_parallel) * (1 + speculative), graph * (1 +
+    speculative), prefill) / tensor_parallel`, rounded up to `multiple_of`.
 
-    tokens = max(ceil(requests / data_parallel) * (1 + speculative), graph * (1 + speculative),
-    prefill) / tensor_parallel, rounded up to `multiple_of`.
+    Args:
+        max_running_requests: Sequences that the whole server decodes at once.
+        prefill_tokens: Maximum prompt tokens in one step of one data-parallel rank (the chunked
+            prefill size).
+        data_parallel: Attention replicas that share the running requests.
+        tensor_parallel: Attention ranks that split one replica's tokens before the MoE layer.
+        speculative_tokens: Draft tokens verified beside each sequence's own token.
+        graph_batch_size: Largest batch size that a CUDA graph is padded to, in sequences.
+        multiple_of: Granularity of the result.
 
-    Raises InvalidArgument for what is no integer, and sizes that cannot be.
+    Returns:
+        Tokens per rank.
+
+    Raises:
+        InvalidArgument: a value is no integer or out of range.
     """
     max_running_requests = integer("max_running_requests", max_running_requests, 1, MOST)
     prefill_tokens = integer("prefill_tokens", prefill_tokens, 0, MOST)

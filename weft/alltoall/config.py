@@ -24,9 +24,13 @@ from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One token's row of an opaque payload tensor: its shape after the token axis, and its dtype.
+    """Describe one payload tensor: the shape of a token's row, and its dtype.
 
     `Payload((7168,), torch.float8_e4m3fn)` describes a tensor `[tokens, 7168]`.
+
+    Attributes:
+        shape: Shape after the token axis.
+        dtype: Dtype of the tensor.
     """
 
     shape: tuple[int, ...]

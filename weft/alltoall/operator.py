@@ -1,7 +1,7 @@
 """AllToAll: expert-parallel dispatch and combine, rank-major, over symmetric memory.
 
 A round is a dispatch and a combine; each is one call, or a send and a receive with anything between
-them. The order is strict on one object: that is what makes single buffers safe (docs/design/protocol.md).
+them. The strict order on one object makes single buffers safe (docs/design/protocol.md).
 """
 
 from __future__ import annotations
@@ -42,36 +42,47 @@ class State(Enum):
 
 
 class AllToAll(Placed, AcrossHosts):
-    """Send each token once to every rank that owns one of its experts, and return the sums.
+    """Send each token once to every rank that owns one of its experts, and return the weighted
+    sums.
 
-    Meaning: `weft.reference.dispatch` and `weft.reference.combine`. All memory is allocated here; a
-    call allocates nothing but its result, synchronises with no host, and may be captured in CUDA
-    graphs of any batch size that replay interleaved with eager calls. Every rank makes the same
-    sequence of calls; a rank without tokens calls with zero of them.
+    `weft.reference.dispatch` and `weft.reference.combine` specify the results bit for bit. The
+    constructor allocates all memory and is collective. A call allocates only its result,
+    synchronises with no host, and may be captured in CUDA graphs of any batch size that replay
+    between eager calls. Every rank makes the same sequence of calls; a rank without tokens calls
+    with zero of them.
 
-    max_tokens: most tokens of this rank in one call, equal on all ranks (`weft.tokens_per_rank`).
-    top_k: experts per token, 1..32.
-    num_experts: experts of the layer, on all ranks together.
-    hidden, dtype: a combine row; bfloat16, float16 or float32, a multiple of 16 bytes.
-    payloads: what dispatch carries, up to 8 opaque tensors; default x `[tokens, hidden]` of dtype.
-    expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
-    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
-    quantize: None, or "fp8" (one fp32 scale for 128 columns) or "mxfp8" (one power of two for 32):
-        dispatch takes the first payload as x `[tokens, hidden]` of dtype and delivers FP8 numbers
-        and scales, quantised on the way.
-    combine: "pull": a token's owner reads its rows from the ranks that made them (the default);
-        "push": those ranks store them at the owner; "gemm_push": the kernel that makes an expert's
-        row stores it at the owner (`Grouped.dst_addr`), which weighs and sums. All are exact.
-    combine_dtype: None: rows travel in dtype; "fp8": pushed as FP8, a scale for 128 columns.
-    split_phase: also build `dispatch_send` .. `combine_recv`.
-    stats: int32 numbers of its own that each rank sends to all in every dispatch; default none.
-    num_sms: SMs that the kernels may fill; default all.
-    programmatic_launch: let a short kernel take its place on the GPU while its predecessor in the
-        stream still runs; it touches no memory before that one's end.
-    profile: let kernels keep the times of the last 32 rounds (`timeline`).
+    Args:
+        group: Ranks of the job.
+        max_tokens: Maximum tokens of one rank in one call, equal on all ranks; see
+            `weft.tokens_per_rank`.
+        top_k: Experts per token, 1 to 32.
+        num_experts: Number of experts over all ranks.
+        hidden: Columns of a combine row. A row must be a multiple of 16 bytes.
+        dtype: Dtype of combine rows: bfloat16, float16 or float32.
+        payloads: Up to 8 tensors that dispatch carries. Default: x `[tokens, hidden]` of `dtype`.
+        expert_map: Rank of each expert. Default: contiguous blocks; the first ranks hold one more
+            if needed.
+        timeout: Seconds that a wait for a peer may take.
+        first_timeout: Seconds that a wait in the first round may take.
+        quantize: "fp8" (one fp32 scale for 128 columns) or "mxfp8" (one power of two for 32):
+            dispatch quantises x `[tokens, hidden]` and delivers FP8 numbers and scales. None:
+            payloads travel as they are.
+        combine: "pull": the owner of a token reads its rows from the ranks that made them
+            (default). "push": those ranks store them at the owner. "gemm_push": the kernel that
+            makes a row stores it at the owner (`Grouped.dst_addr`). All are exact.
+        combine_dtype: "fp8": rows are pushed as FP8 with a scale for 128 columns. None: rows travel
+            in `dtype`.
+        split_phase: Also build `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`.
+        stats: Number of int32 values that each rank sends to all in every dispatch.
+        num_sms: SMs that the kernels may fill. Default: all.
+        programmatic_launch: Let a short kernel become resident while its predecessor in the stream
+            still runs. It touches no memory before the predecessor has ended.
+        profile: Record the times of the last 32 rounds for `timeline`.
 
-    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
-    GeometryMismatch (when ranks pass different sizes).
+    Raises:
+        InvalidArgument: an argument is invalid on every rank.
+        CreationFailed: a rank cannot do its part. Every rank raises it.
+        GeometryMismatch: ranks pass different sizes.
     """
 
     config: AllToAllConfig
@@ -155,27 +166,32 @@ class AllToAll(Placed, AcrossHosts):
         stats: torch.Tensor | None = None,
         rows: int | None = None,
     ) -> Received:
-        """Send this rank's tokens; return what all ranks sent here.
+        """Send this rank's tokens and return what all ranks sent here.
 
-        x: the payload tensor `[tokens, ...]`, or one for each declared payload.
-        topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
-        topk_weights: float32 `[tokens, top_k]`; None means ones.
-        num_tokens: int32 `[1]` on the device, how many rows count; those beyond are not sent.
-        stats: int32 `[stats]`, needed if built with stats; for example `reference.expert_load`.
-        rows: slots for each source in the result, `[ep_size, rows, ...]`, and in `output(rows)`:
-            the most tokens that any rank sends in this call, equal on all ranks; default
-            max_tokens. Where ranks differ in it, they raise GeometryMismatch with both numbers.
+        Ids out of range and repeated ids are recorded on the device and raised by `check()`; they
+        never touch anybody's memory. With several hosts, rows cross to each other host once, in
+        `rows` slots. Under torch.compile the result is a copy, because compilers move reads past
+        combine.
 
-        With several hosts, rows cross to each other host once, in `rows` slots, and go on from
-        there; slot s holds the tokens of rank `sources[s]`.
+        Args:
+            x: Payload tensor `[tokens, ...]`, or one tensor for each declared payload.
+            topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
+            topk_weights: float32 `[tokens, top_k]`. None means ones.
+            num_tokens: int32 `[1]` on the device: number of rows that count. Later rows are not
+                sent.
+            stats: int32 `[stats]`, required if the object was built with `stats`.
+            rows: Slots per source in the result and in `output(rows)`: the most tokens that any
+                rank sends in this call, equal on all ranks. Default: `max_tokens`.
 
-        The result shows symmetric memory and is valid until this rank calls combine: peers may
-        overwrite it from then on, so only what comes before combine in the stream may read it.
-        (Under torch.compile it is a copy, because compilers move reads after combine.)
+        Returns:
+            Views of symmetric memory, valid until this rank calls combine.
 
-        Ids out of range and repeated ids are noticed on the device and raised by `check()`; they
-        never touch anybody's memory. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
-        broke the group.
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            TokenOverflow: more tokens than `max_tokens`.
+            OutOfOrder: a round is open, or the object is closed.
+            GeometryMismatch: ranks passed different `rows`.
+            GroupError: the group is broken.
         """
         tensors = tensors_of("x", x)
         if torch.compiler.is_dynamo_compiling():
@@ -187,13 +203,21 @@ class AllToAll(Placed, AcrossHosts):
         return self._views(self._rows)[0]
 
     def output(self, rows: int | None = None) -> torch.Tensor:
-        """`[ep_size, rows, hidden]`, contiguous, in symmetric memory, for experts to write.
+        """Return the buffer that experts write: `[ep_size, rows, hidden]` in symmetric memory.
 
         Row `[s, t]` must hold the sum over this rank's experts of token t of source s, weighted by
-        the received weights; rows whose ids are all -1 are never read. Write it between dispatch
-        and combine only: from combine until the next dispatch has returned (on a GPU: has run in
-        the stream) peers may still be reading it. There is none with combine="gemm_push".
-        rows: those of the round's dispatch; default max_tokens.
+        the received weights. Rows whose ids are all -1 are never read. Write it between dispatch
+        and combine only: peers read it from combine until the next dispatch has returned.
+
+        Args:
+            rows: What the dispatch of this round was called with. Default: `max_tokens`.
+
+        Returns:
+            A contiguous view.
+
+        Raises:
+            InvalidArgument: the object was built with combine="gemm_push", which has no output.
+            OutOfOrder: the object is closed.
         """
         self._check_open()
         if self.config.shape.combine == "gemm_push":
@@ -215,16 +239,23 @@ class AllToAll(Placed, AcrossHosts):
     ) -> torch.Tensor:
         """Sum every token's rows at its owner: `out[t] = sum over ranks + add[t]`.
 
-        Sums are in fp32 and in rank order; with several hosts each host's sum is rounded to what
-        travels, and these are added in the order of hosts.
+        Sums are in fp32 and in rank order. With several hosts, each host's sum is rounded to the
+        dtype that travels, and these are added in the order of hosts.
 
-        y: `[ep_size, rows, hidden]`, with the rows of the dispatch; None, or the `output(rows)`
-        tensor itself, for what was written in place; any other tensor costs one copy.
-        out: `[tokens, hidden]` to write into.
-        add: `[tokens, hidden]`, for example a shared expert's result.
+        Args:
+            y: `[ep_size, rows, hidden]`. None, or the `output(rows)` tensor itself, if the results
+                were written in place. Another tensor costs one copy.
+            out: `[tokens, hidden]` to write into. Default: a new tensor.
+            add: `[tokens, hidden]` added to the sum, such as a shared expert's result.
 
-        Returns `[tokens, hidden]` for the tokens of the last dispatch; tokens without experts get
-        `add`, or zeros. Raises InvalidArgument, OutOfOrder, and what broke the group.
+        Returns:
+            `[tokens, hidden]` for the tokens of the last dispatch. Tokens without experts get
+                `add`, or zeros.
+
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            OutOfOrder: there is no dispatch to combine, or the object is closed.
+            GroupError: the group is broken.
         """
         if torch.compiler.is_dynamo_compiling():
             return traced.combine(self, y, out, add)
@@ -240,23 +271,40 @@ class AllToAll(Placed, AcrossHosts):
         stats: torch.Tensor | None = None,
         rows: int | None = None,
     ) -> None:
-        """The first half of `dispatch`: send, and wait for nobody.
+        """Send this rank's tokens without waiting for a peer: the first half of `dispatch`.
 
-        What follows in the stream runs while peers' tokens arrive, for example a shared expert.
+        Kernels that follow in the stream run while the peers' tokens arrive. Needs
+        split_phase=True.
+
+        Args:
+            x: As in `dispatch`.
+            topk_ids: As in `dispatch`.
+            topk_weights: As in `dispatch`.
+            num_tokens: As in `dispatch`.
+            stats: As in `dispatch`.
+            rows: As in `dispatch`.
         """
         self._check_split_phase("dispatch_send")
         tensors, entry = tensors_of("x", x), "dispatch_send"
         self._dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)
 
     def dispatch_recv(self) -> Received:
-        """The second half of `dispatch`: wait for all peers' tokens."""
+        """Wait for all peers' tokens: the second half of `dispatch`.
+
+        Returns:
+            What `dispatch` returns.
+        """
         self._check_split_phase("dispatch_recv")
         return self._receive()
 
     def combine_send(self, y: torch.Tensor | None = None) -> None:
-        """The first half of `combine`: publish that this rank's rows are ready, or push them.
+        """Publish that this rank's rows are ready, or push them: the first half of `combine`.
 
-        With several hosts: wait for the ranks of this host, sum, and start to return the sums.
+        With several hosts, it waits for the ranks of this host, sums, and starts to return the
+        sums.
+
+        Args:
+            y: As in `combine`.
         """
         self._check_split_phase("combine_send")
         self._combine_send(y)
@@ -264,12 +312,27 @@ class AllToAll(Placed, AcrossHosts):
     def combine_recv(
         self, *, out: torch.Tensor | None = None, add: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The second half of `combine`: wait for all peers' rows and sum them."""
+        """Wait for all peers' rows and sum them: the second half of `combine`.
+
+        Args:
+            out: As in `combine`.
+            add: As in `combine`.
+
+        Returns:
+            What `combine` returns.
+        """
         self._check_split_phase("combine_recv")
         return self._combine("combine_receive", None, out, add)
 
     def timeline(self, rank: int | None = None) -> list[Span]:
-        """A rank's last 32 rounds (built with profile=True; synchronise before reading)."""
+        """Return the last 32 rounds of a rank. Needs profile=True; synchronise before you read.
+
+        Args:
+            rank: Rank to read. Default: this rank.
+
+        Returns:
+            One span for each operation, with times in nanoseconds of that rank's clock.
+        """
         self._check_open()
         return read_timeline(self.heap, rank)
 

@@ -9,22 +9,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What dispatch brought to this rank: views into symmetric memory, valid until its combine.
+    """Hold what dispatch brought to this rank, as views of symmetric memory.
 
-    After combine the peers' next dispatch may overwrite this inbox: what reads these views must
-    come before combine in the stream, and what is needed later must be copied.
+    The views are valid until this rank calls combine. The peers' next dispatch may then overwrite
+    them, so read them before combine in the stream and copy what you need later.
 
-    Slot `[s, t]` belongs to token t of source rank s, always (with several hosts, of rank
-    `sources[s]` of the all-to-all); `rows` are the dispatch's, by default
-    max_tokens. Where all ids of a slot are -1 the token was not for this rank: its payload is
-    what was there before, and must not be read.
+    Slot `[s, t]` belongs to token t of source rank s (with several hosts, of rank `sources[s]`).
+    `rows` is what the dispatch was called with, `max_tokens` by default. If all ids of a slot are
+    -1, the token was not sent here and its payload holds old data.
 
-    payloads: each `[ep_size, rows, *row]` in the dtype that was sent; contiguous where a row is a
-        multiple of 16 bytes.
-    ids: int32 `[ep_size, rows, top_k]`, LOCAL expert ids; -1 where another rank has the expert.
-    weights: float32 `[ep_size, rows, top_k]`, meaningless (not 0) where the id is -1.
-    counts: int32 `[ep_size]`, tokens that each source brought; rows at and above it have ids -1.
-    stats: int32 `[ep_size, stats]`, what each rank passed as `stats`; None without statistics.
+    Attributes:
+        payloads: Tensors `[ep_size, rows, *row]` in the dtype that was sent, contiguous if a row is
+            a multiple of 16 bytes.
+        ids: int32 `[ep_size, rows, top_k]`, local expert ids; -1 if another rank owns the expert.
+        weights: float32 `[ep_size, rows, top_k]`, undefined (not 0) where the id is -1.
+        counts: int32 `[ep_size]`, tokens of each source. Slots from there on have ids of -1.
+        stats: int32 `[ep_size, stats]`, what each rank passed as `stats`, or None.
     """
 
     payloads: tuple[torch.Tensor, ...]

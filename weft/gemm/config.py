@@ -46,7 +46,7 @@ FULL_CLUSTERS = 60  # clusters that nearly fill a GPU of 132 SMs
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """`out[row] = round(a[row] @ b[e].T + bias[e])`, `[*rows, n]`."""
+    """Epilogue: store `round(a[row] @ b[e].T + bias[e])`, `[*rows, n]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,42 +88,45 @@ class GateNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Gated(GateNumbers):
-    """`gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`, rounded once.
+    """Epilogue: `gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`.
 
-    gate: columns 0..n/2 of `a @ b.T`, clamped to at most `limit`.   up: the others, clamped to
-        -limit..limit.
-    limit: above 0, or None for no limit.
+    The gate is columns 0..n/2 of `a @ b.T`, clamped to at most `limit`; up is the others, clamped
+    to -limit..limit. The result is rounded once.
 
     alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS; beta 4 and linear_beta
     25 SiTU of Kimi-K3, which squashes gate and up by tanh (`GateNumbers`). Everything is fp32 until
-    the result. Raises InvalidArgument for a number that is not finite, a limit or a beta that is
-    not positive, and one beta without the other.
+    the result.
+
+    Raises:
+        InvalidArgument: a number is not finite, a limit or beta is not positive, or only one beta
+            is given.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class GatedQuant(Gated):
-    """Gated, then FP8 in blocks of 128 columns: `(float8_e4m3fn [*rows, n / 2], float32 scales)`.
+    """Epilogue: `Gated`, quantised to FP8 in blocks of 128 columns.
 
-    The scales are `[*rows, n / 256]`. Rule and bits are those of
-    `weft.reference.quantize(x, "fp8")`, applied to the fp32 result of the gating.
-    (docs/user/quantisation.md)
+    The scales are `[*rows, n / 256]`. Rule and bits are those of `weft.reference.quantize(x,
+    "fp8")`, applied to the fp32 result of the gating.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Stores each row of Store's result at an address of its own; nothing is returned.
+    """Epilogue: store each row of `Store` at its own address; nothing is returned.
 
-    dst_addr: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere. Rows
-        are flat, also where they are masked. The address may lie in a peer's memory. The stores
-        are weak: signal the peer after this call in stream order.
-    dtype: of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else a's.
-    flag_in_data: the data is its own flag. Stores are relaxed, at system scope, in words of 4 bytes
-        of which none is all ones (a NaN never has all bits set), so an owner that has filled a row
-        with ones may poll it. On GPUs this needs a WgmmaPlan.
-    abort_flag: int32 `[1]` on the device; where it is not 0 when a tile begins, the tile's rows are
-        not stored. With `flag_in_data` only.
+    Attributes:
+        dst_addr: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere.
+            Rows are flat, also where they are masked. The address may lie in a peer's memory. The
+            stores are weak: signal the peer after this call in stream order.
+        dtype: Of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else
+            a's.
+        flag_in_data: The data is its own flag. Stores are relaxed, at system scope, in words of 4
+            bytes of which none is all ones (a NaN never has all bits set), so an owner that has
+            filled a row with ones may poll it. On GPUs this needs a WgmmaPlan.
+        abort_flag: int32 `[1]` on the device; where it is not 0 when a tile begins, the tile's rows
+            are not stored. With `flag_in_data` only.
     """
 
     dst_addr: torch.Tensor
@@ -147,15 +150,20 @@ STORE = Store()
 class GemmPlan:
     """Tiles and threads of the Triton kernel. No field changes the results.
 
-    block_m: rows of a tile: 16, 32, 64 or 128.
-    block_n: rows of the weights per tile: 128 or 256. With gating it must be 256, half of it up.
-    block_k: columns of k per pipeline stage, 64 or 128; 128 for FP8.
-    swap: A and B are swapped, the weights are the first operand, so few rows waste no work; needs
-        at most 64 rows.
-    stages: pipeline stages.   warps: 4, 8 or 16.   ctas_per_sm: of the persistent grid.
-    flatten: loads of the next tile start before this one is stored.
+    Attributes:
+        block_m: Rows of a tile: 16, 32, 64 or 128.
+        block_n: Rows of the weights per tile: 128 or 256. With gating it must be 256, half of it
+            up.
+        block_k: Columns of k per pipeline stage, 64 or 128; 128 for FP8.
+        swap: A and B are swapped, the weights are the first operand, so few rows waste no work;
+            needs at most 64 rows.
+        stages: Pipeline stages.
+        warps: 4, 8 or 16.
+        ctas_per_sm: Of the persistent grid.
+        flatten: Loads of the next tile start before this one is stored.
 
-    Raises InvalidArgument for a number out of its range.
+    Raises:
+        InvalidArgument: a number is out of range.
     """
 
     block_m: int
@@ -184,12 +192,12 @@ class GemmPlan:
             raise InvalidArgument(f"block_m is {self.block_m}: tiles below 64 rows need swap=True")
 
     def n_blocks(self, n: int, gated: bool = False) -> int:
-        """Tiles that n rows of the weights take, for one block of rows."""
+        """Return the number of tiles over n weight rows."""
         step = BLOCK_N if gated else self.block_n
         return -(-(n // 2 if gated else n) // step)
 
     def max_m_blocks(self, rows: int, experts: int) -> int:
-        """The most blocks of rows that `rows` rows of `experts` experts can make."""
+        """Return the largest number of row blocks for `rows` rows of `experts` experts."""
         return rows // self.block_m + min(rows, experts)
 
 
@@ -197,12 +205,17 @@ class GemmPlan:
 class WgmmaPlan:
     """Tiles of the CUDA kernel for Hopper: weights are read once for each block of rows.
 
-    block_m: most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192, too;
-        with MXFP4 weights up to 160. An expert with no more rows is one tile, padded to a multiple
-        of 16, above 160 of 32 or, in FP8, to 256. One with more is cut: in FP8 into tiles of
-        block_m (of 128, where that is 160) and one with the rest, else into tiles of equal height.
+    The plan does not change the results.
 
-    The plan does not change the results. Raises InvalidArgument for a number out of its range.
+    Attributes:
+        block_m: Most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192,
+            too; with MXFP4 weights up to 160. An expert with no more rows is one tile, padded to a
+            multiple of 16, above 160 of 32 or, in FP8, to 256. One with more is cut: in FP8 into
+            tiles of block_m (of 128, where that is 160) and one with the rest, else into tiles of
+            equal height.
+
+    Raises:
+        InvalidArgument: a number is out of range.
     """
 
     block_m: int
@@ -212,18 +225,20 @@ class WgmmaPlan:
         adopt(self, block_m=one_of("block_m", self.block_m, BLOCK_MS))
 
     def ctas_per_sm(self, operand: str = "fp8") -> int:
-        """CTAs that fit on an SM: two or three where tiles of MXFP4 weights are low.
+        """Return the number of CTAs that fit on an SM.
 
-        operand: "fp8", "bf16", "fp16" or "mxfp4".
+        Args:
+            operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
         if operand != "mxfp4":
             return 1
         return next((n for m, n in MXFP4_CTAS.items() if self.block_m <= m), 1)
 
     def stages(self, experts: int, operand: str = "fp8") -> int:
-        """Pipeline stages, as many as fit beside what the epilogues need.
+        """Return the number of pipeline stages that fit beside the epilogue's buffers.
 
-        operand: "fp8", "bf16", "fp16" or "mxfp4".
+        Args:
+            operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
         m = self.block_m
         spare = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
@@ -235,7 +250,7 @@ class WgmmaPlan:
         return min(most, (shared - spare) // (weights + 128 * m + scales + 32))
 
     def max_m_blocks(self, rows: int, experts: int) -> int:
-        """The most blocks of rows that `rows` rows of `experts` experts can make."""
+        """Return the largest number of row blocks for `rows` rows of `experts` experts."""
         return rows // min(self.block_m, NORMAL_M) + min(rows, experts)
 
 
@@ -248,11 +263,20 @@ def plan(
     *,
     gated: bool = False,
 ) -> GemmPlan:
-    """The Triton plan for a mean of about `rows_per_expert` rows over `experts` experts.
+    """Return the Triton plan for a mean of `rows_per_expert` rows.
 
-    n, k: of the weights, `[experts, n, k]`.   dtype: of a and b.   gated: for Gated and GatedQuant.
-    Any plan serves any number of rows. Raises InvalidArgument for impossible sizes and another
-    dtype.
+    Any plan serves any number of rows.
+
+    Args:
+        experts: Number of experts.
+        rows_per_expert: Mean number of rows of an expert.
+        n: Rows of the weights `[experts, n, k]`.
+        k: Columns of the weights.
+        dtype: Dtype of a and b.
+        gated: Whether the epilogue gates.
+
+    Raises:
+        InvalidArgument: a size or the dtype is not supported.
     """
     one_of("dtype", dtype, DTYPES)
     _, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
@@ -278,14 +302,24 @@ def fastest_plan(
     flag_in_data: bool = False,
     device: torch.device | None = None,
 ) -> GemmPlan | WgmmaPlan:
-    """The fastest plan for a mean of about `rows_per_expert` rows; arguments as in `plan`.
+    """Return the fastest plan for a mean of `rows_per_expert` rows.
 
-    dtype: of the weights, too: uint8 for MXFP4, which has WgmmaPlans only.
-    biased: a bias is added.   out: dtype of what is stored, if it is not FP8.
-    flag_in_data: as in Push; a WgmmaPlan wherever there is one.
-    device: where it will run. On Hopper that is a WgmmaPlan wherever there is one, with one expert
-    alone only in FP8; elsewhere what `plan` says. The tiles of one expert are low enough to fill
-    the GPU. Either kernel computes equal bits. Raises InvalidArgument.
+    Args:
+        experts: Number of experts.
+        rows_per_expert: Mean number of rows of an expert.
+        n: Rows of the weights `[experts, n, k]`.
+        k: Columns of the weights.
+        gated: Whether the epilogue gates.
+        dtype: Dtype of the weights: uint8 for MXFP4, which has WgmmaPlans only.
+        biased: A bias is added.
+        out: Dtype of what is stored, if it is not FP8.
+        flag_in_data: As in Push; a WgmmaPlan wherever there is one.
+        device: Where it will run. On Hopper that is a WgmmaPlan wherever there is one, with one
+            expert alone only in FP8; elsewhere what `plan` says. The tiles of one expert are low
+            enough to fill the GPU. Either kernel computes equal bits.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
     one_of("dtype", dtype, WEIGHT_DTYPES)
     flags(gated=gated, biased=biased, flag_in_data=flag_in_data)

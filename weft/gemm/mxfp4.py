@@ -40,11 +40,20 @@ def weight_sizes(b: torch.Tensor) -> tuple[int, int, int]:
 
 
 def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[experts, n, k]` as MXFP4: (uint8 `[experts, n, k / 2]`, uint8 `[experts, n, k / 32]`).
+    """Quantise `[experts, n, k]` to MXFP4 values and scales.
 
-    weights: float32, bfloat16 or float16; k a multiple of 32. The OCP rule: the power of two of a
-    block is that of its largest |x| divided by 4; x is rounded to nearest even, and to 6 at most. A
-    block with an Inf or a NaN has the scale 255, a NaN. Raises InvalidArgument.
+    By the OCP rule, the power of two of a block is that of its largest |x| divided by 4. x is
+    rounded to nearest even and saturates at 6. A block with an Inf or a NaN has the scale 255, a
+    NaN.
+
+    Args:
+        weights: float32, bfloat16 or float16; k a multiple of 32.
+
+    Returns:
+        Values uint8 `[experts, n, k / 2]` and scales uint8 `[experts, n, k / 32]`.
+
+    Raises:
+        InvalidArgument: weights have another shape or dtype.
     """
     wide = (torch.float32, *DTYPES_16BIT)
     check_like("weights", weights, weights, ("experts", "n", "k"), wide)
@@ -82,15 +91,21 @@ def dequantize_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 
 def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """b and b_scale of `grouped_gemm`, from MXFP4 as checkpoints hold it.
+    """Pack MXFP4 values and scales as `grouped_gemm` takes them.
 
-    values: uint8 or int8 `[experts, n, k / 2]`.   scales: uint8 or float8_e8m0fnu
-        `[experts, n, k / 32]`. n a multiple of 128, k of 32.
+    Nothing is rounded. Waits for the device.
 
-    Returns uint8 `[experts, n / 64, ceil(k / 128), 4352]` and float32 `[experts, n]`: in units of
-    64 x 128 numbers, zeros after k, and a power of two for each row. Nothing is rounded: all
-    blocks of a row that are not zero have powers at most 14 apart; else, and for a scale that is
-    NaN, raises InvalidArgument naming the expert and the row. Waits for the device.
+    Args:
+        values: uint8 or int8 `[experts, n, k / 2]`.
+        scales: uint8 or float8_e8m0fnu `[experts, n, k / 32]`. n a multiple of 128, k of 32.
+
+    Returns:
+        uint8 `[experts, n / 64, ceil(k / 128), 4352]` and float32 `[experts, n]`: units of 64 x 128
+            numbers with zeros after k, and a power of two for each row.
+
+    Raises:
+        InvalidArgument: a scale is NaN, or the scales of a row's non-zero blocks are more than 2^14
+            apart. The text names the expert and the row.
     """
     check_like("values", values, values, ("experts", "n", "k / 2"), PACKED)
     device = values.device
@@ -127,9 +142,14 @@ def pack_matrix(
 
 
 def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """float32 `[experts, n, k]`: what the weights of `pack_mxfp4` are, k to a multiple of 128.
+    """Return the numbers of packed weights as float32 `[experts, n, k]`.
 
-    b, b_scale: as it returns them. Raises InvalidArgument.
+    Args:
+        b: Units, as `pack_mxfp4` returns them.
+        b_scale: Row scales, as `pack_mxfp4` returns them.
+
+    Raises:
+        InvalidArgument: a tensor has another shape or dtype.
     """
     check_like("b", b, b, ("experts", "n / 64", "k / 128", UNIT_BYTES), (MXFP4,))
     experts, n, k = weight_sizes(b)

@@ -79,30 +79,37 @@ def grouped_gemm(
     programmatic_launch: bool = False,
     prefetch_weights: bool = False,
 ) -> Out:
-    """`out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e. docs/user/gemm.md
+    """Compute `out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
 
-    a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows, k]`.
-    b: the same dtype, `[experts, n, k]`; or for float8_e4m3fn, on Hopper and on CPUs, MXFP4: uint8
-        `[experts, n / 64, k / 128, 4352]`, from `weft.gemm.pack_mxfp4`.
-    counts: int32 `[experts]`, rows of each expert.   offsets: int32 `[experts + 1]` or `[experts]`,
-        where each expert's rows begin; gaps are not touched. Both are read on the device.
-    a_scale: float32 `[*rows, k / 128]`, in any strides.   b_scale: `[experts, n / 128, k / 128]`;
-        with MXFP4 `[experts, n]`.
-    bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
-    out: where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows of no
-        expert are then undefined). A pair with GatedQuant, None with Push.
-    plan: default `weft.gemm.fastest_plan` for as many rows as a has, spread evenly; where most of a
-        is unused, pass the plan for the mean.
-    num_sms: SMs that the grid may fill; default all.
-    programmatic_launch: PDL: start while the previous kernel ends, and let the next one start;
-        every later kernel that was launched so must wait for this one, as weft's do.
-    prefetch_weights: counts, offsets and weights were written before the previous kernel lets this
-        one start (docs/user/gemm.md): with PDL, a WgmmaPlan then loads weights while that
-        kernel ends.
+    The call allocates only `out` and may be captured in a graph. In FP8 each 128 columns of k are
+    summed by the tensor cores, scaled, and added in fp32 in order of k.
 
-    Returns out. Waits for nobody, allocates only `out`, and may be captured in a graph. In FP8 each
-    128 columns of k are summed by the tensor cores, scaled and added in order of k, in fp32.
-    Raises InvalidArgument.
+    Args:
+        a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows,
+            k]`.
+        b: The same dtype, `[experts, n, k]`; or for float8_e4m3fn, on Hopper and on CPUs, MXFP4:
+            uint8 `[experts, n / 64, k / 128, 4352]`, from `weft.gemm.pack_mxfp4`.
+        counts: int32 `[experts]`, rows of each expert.
+        offsets: int32 `[experts + 1]` or `[experts]`, where each expert's rows begin; gaps are not
+            touched. Both are read on the device.
+        a_scale: float32 `[*rows, k / 128]`, in any strides.
+        b_scale: `[experts, n / 128, k / 128]`; with MXFP4 `[experts, n]`.
+        bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
+        out: Where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows of no
+            expert are then undefined). A pair with GatedQuant, None with Push.
+        plan: Default `weft.gemm.fastest_plan` for as many rows as a has, spread evenly; where most
+            of a is unused, pass the plan for the mean.
+        num_sms: SMs that the grid may fill; default all.
+        programmatic_launch: PDL: start while the previous kernel ends, and let the next one start;
+            every later kernel that was launched so must wait for this one, as weft's do.
+        prefetch_weights: Counts, offsets and weights were written before the previous kernel lets
+            this one start: with PDL, a WgmmaPlan then loads weights while that kernel ends.
+
+    Returns:
+        out.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
     if not isinstance(epilogue, Store | Gated | Push):
         refuse("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
@@ -217,11 +224,18 @@ def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
 def quantize_rows(
     x: torch.Tensor, *, programmatic_launch: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8_e4m3fn `[rows, k]`, float32 scales `[rows, k / 128]`) of x `[rows, k]`.
+    """Quantise rows `[rows, k]` to FP8 with one scale for each 128 columns, in one launch.
 
-    x: bfloat16, float16 or float32, contiguous; k a multiple of 128.   programmatic_launch: as in
-    grouped_gemm. The bits of `weft.reference.quantize(x, "fp8")`, in one launch that may be
-    captured; allocates its results. Raises InvalidArgument.
+    Args:
+        x: bfloat16, float16 or float32, contiguous; k a multiple of 128.
+        programmatic_launch: As in grouped_gemm.
+
+    Returns:
+        float8_e4m3fn `[rows, k]` and float32 scales `[rows, k / 128]`, with the bits of
+            `weft.reference.quantize(x, "fp8")`.
+
+    Raises:
+        InvalidArgument: x has another shape or dtype.
     """
     flags(programmatic_launch=programmatic_launch)
     if not isinstance(x, torch.Tensor):

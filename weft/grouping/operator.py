@@ -37,21 +37,20 @@ OTHER = {
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Rows by expert: views of buffers that the next gather overwrites.
+    """Hold rows by expert: views of buffers that the next gather overwrites.
 
     `R` is `[max_rows]` (contiguous) or `[local_experts, max_rows]` (masked).
 
-    rows: each payload, `[*R, *row]`. Expert e's rows are the `counts[e]` from row `offsets[e]` of
-        the flat buffer on. From there to the next multiple of `align` rows are zero; all others
-        hold what earlier calls left.
-    offsets: int32 `[local_experts + 1]`, multiples of `align`; the last is the end of all rows.
-        `offsets[1:]` is what `torch.nn.functional.grouped_mm` takes for `offs`.
-    counts: int32 `[local_experts]`, rows that carry a token.
-    slot: int32 `[*R]`, `source * max_tokens + token`; -1 where a row carries none.
-    weight: float32 `[*R]`, the token's weight for this expert; 0 where a row carries none.
-    dst_addr: with combine="gemm_push": int64 `[*R]`, where the row's result is stored at the
-        token's owner: an address in this process, for `[hidden]` of the all-to-all's dtype in
-        16-byte vectors; 0 where a row carries none. Any kernel may store the result there.
+    Attributes:
+        rows: Payloads `[*R, *row]`. Expert e has `counts[e]` rows from row `offsets[e]` of the flat
+            buffer on. Rows up to the next multiple of `align` are zero, others hold old data.
+        offsets: int32 `[local_experts + 1]`, multiples of `align`. `offsets[1:]` is what
+            `torch.nn.functional.grouped_mm` takes as `offs`.
+        counts: int32 `[local_experts]`, rows that carry a token.
+        slot: int32 `[*R]`, `source * max_tokens + token`; -1 for a row without a token.
+        weight: float32 `[*R]`, the token's weight for this expert; 0 for a row without a token.
+        dst_addr: int64 `[*R]` with combine="gemm_push": address of `[hidden]` numbers at the
+            token's owner where the row's result is stored; 0 for a row without a token.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -63,7 +62,7 @@ class Grouped:
 
     @property
     def x(self) -> torch.Tensor:
-        """The first payload's rows."""
+        """Rows of the first payload."""
         return self.rows[0]
 
 
@@ -208,21 +207,24 @@ class RowGroups:
 
 
 class ExpertGroups(RowGroups):
-    """Gather the rows of each local expert, and scatter the experts' results into `output()`.
+    """Pack the rows of each local expert, and scatter the experts' results into `output()`.
 
-    All memory is allocated here. A call allocates nothing, synchronises with no host, waits for no
-    peer, and may be captured in a CUDA graph, between the dispatch and the combine of its round.
+    The constructor allocates all memory. A call allocates nothing, synchronises with no host, waits
+    for no peer, and may be captured between the dispatch and the combine of its round. Entries
+    beyond max_rows get no row and count as zero; `a2a.check()` then raises TokenOverflow.
 
-    a2a: the all-to-all whose rounds are grouped; it must stay open.
-    max_rows: contiguous: rows of the buffer, padding included; masked: rows of each expert.
-        Default: the worst case, `ep_size * max_tokens * min(top_k, local_experts)` rows, and
-        `align - 1` more for each expert that can have one; masked: `ep_size * max_tokens`.
-    align: experts start at multiples of it, and max_rows must be one.
-    layout: "contiguous", expert after expert; "masked", a block of max_rows rows for each expert.
-    programmatic_launch: as in AllToAll.
+    Args:
+        a2a: All-to-all whose rounds are grouped. It must stay open.
+        max_rows: Contiguous: rows of the buffer with padding. Masked: rows of each expert. Default:
+            the worst case, `ep_size * max_tokens * min(top_k, local_experts)` rows and `align - 1`
+            more for each expert; masked, `ep_size * max_tokens`.
+        align: Experts start at multiples of it. max_rows must be one.
+        layout: "contiguous": one expert after the other. "masked": max_rows rows for each expert.
+        programmatic_launch: As in AllToAll.
 
-    Entries beyond max_rows get no row and count for nothing in scatter; `a2a.check()` then raises
-    TokenOverflow with both numbers. Raises InvalidArgument, and CompileError.
+    Raises:
+        InvalidArgument: an argument is invalid.
+        CompileError: a kernel does not compile.
     """
 
     def __init__(
@@ -266,19 +268,34 @@ class ExpertGroups(RowGroups):
         align: int = 1,
         layout: Layout = "contiguous",
     ) -> int:
-        """Bytes that an ExpertGroups of these arguments allocates on this rank.
+        """Return the bytes that an ExpertGroups of these arguments allocates on this rank.
 
-        Raises InvalidArgument as the constructor does.
+        Args:
+            a2a: As in the constructor.
+            max_rows: As in the constructor.
+            align: As in the constructor.
+            layout: As in the constructor.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
         """
         _check_a2a(a2a)
         config = by_expert(a2a.config, a2a.num_local_experts, max_rows, align, layout)
         return buffer_bytes(a2a.config, config, a2a.group.device)
 
     def gather(self, received: Received) -> Grouped:
-        """Group what the last dispatch of the all-to-all brought.
+        """Pack the rows that the last dispatch of the all-to-all brought.
 
-        Returns the same tensors at every call. Raises InvalidArgument when `received` is another
-        all-to-all's, OutOfOrder outside of a round, and what broke the group.
+        Args:
+            received: What that dispatch returned.
+
+        Returns:
+            The same tensors at every call.
+
+        Raises:
+            InvalidArgument: `received` belongs to another all-to-all.
+            OutOfOrder: there is no open round.
+            GroupError: the group is broken.
         """
         self._gather_rows(received)
         return self._grouped
@@ -287,12 +304,17 @@ class ExpertGroups(RowGroups):
     def scatter(self, y: torch.Tensor) -> None:
         """Write `output()[s, t] = sum over k of weights[s, t, k] * y[row of (s, t, k)]`.
 
-        y: `[max_rows, hidden]`, masked `[local_experts, max_rows, hidden]`, in the all-to-all's
-            dtype: one result for each row of the last gather; others are not read.
+        Products and sums are rounded to fp32, in top-k order; the sum is rounded once to the
+        output's dtype. Combine reads it there without a copy.
 
-        Products and sums are rounded to fp32, in top-k order from 0; the sum is rounded once to the
-        output's dtype. Combine then takes it from there without a copy. Raises InvalidArgument,
-        OutOfOrder without a gather in this round, and what broke the group.
+        Args:
+            y: `[max_rows, hidden]`, masked `[local_experts, max_rows, hidden]`, in the all-to-all's
+                dtype: one result for each row of the last gather. Other rows are not read.
+
+        Raises:
+            InvalidArgument: y has the wrong shape, dtype or device.
+            OutOfOrder: there was no gather in this round.
+            GroupError: the group is broken.
         """
         kernels = self._running("scatter")
         self._check_combine("scatter", ("pull", "push", "push_fp8"))
@@ -302,14 +324,19 @@ class ExpertGroups(RowGroups):
 
     @one_call("send")
     def send(self, y: torch.Tensor) -> None:
-        """Scatter and `combine_send` in one: every token's sum straight into its owner's inbox, or
-        with combine="gemm_push" every row to its `dst_addr`.
+        """Run scatter and `combine_send` as one kernel that stores sums in their owners' inboxes.
 
-        y: as in scatter.
+        With combine="gemm_push" it stores every row at its `dst_addr`. The bits are those of
+        scatter and `combine_send`; `output()` is not written, and `combine_recv` is the next call.
+        Needs split_phase=True and rows that are pushed.
 
-        Bits are those of scatter, then `combine_send`; `output()` is not written, and
-        `combine_recv` is the next call. Needs `split_phase=True` and rows that are not pulled.
-        Raises InvalidArgument, OutOfOrder without a gather in this round, and what broke the group.
+        Args:
+            y: As in `scatter`.
+
+        Raises:
+            InvalidArgument: y is invalid, or the all-to-all pulls rows.
+            OutOfOrder: there was no gather in this round.
+            GroupError: the group is broken.
         """
         kernels = self._open("send")
         self._check_combine("send", ("push", "push_fp8", "gemm_push"))
@@ -322,9 +349,13 @@ class ExpertGroups(RowGroups):
     def sent(self) -> None:
         """Publish to the peers that every result has been stored at its `Grouped.dst_addr`.
 
-        For kernels that store their rows there themselves, before this call in the stream; then
-        `combine_recv` follows. (`combine` is both in one.) Needs `split_phase=True` and
-        combine="gemm_push". Raises InvalidArgument, OutOfOrder, and what broke the group.
+        Call it after the kernels that stored the rows, in stream order, and then `combine_recv`.
+        (`combine` does both.) Needs split_phase=True and combine="gemm_push".
+
+        Raises:
+            InvalidArgument: the all-to-all was built otherwise.
+            OutOfOrder: there was no gather in this round.
+            GroupError: the group is broken.
         """
         self._running("sent")
         self._check_combine("sent", ("gemm_push",))
@@ -333,7 +364,7 @@ class ExpertGroups(RowGroups):
         self._gathered = 0
 
     def close(self) -> None:
-        """Give memory and kernels back; waits for this rank's own work. Idempotent."""
+        """Free memory and kernels. Waits for this rank's own work. Idempotent."""
         super().close()
         vars(self).pop("_grouped", None)
 

@@ -18,7 +18,7 @@ class AcrossHosts(Operator):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one rank in one call."""
+        """Maximum number of tokens of one rank in one call."""
         return self.config.max_tokens
 
     def _open_rail(self) -> None:

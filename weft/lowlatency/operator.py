@@ -58,40 +58,47 @@ def as_sent(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
 
 
 class LowLatencyAllToAll(Placed, AcrossHosts):
-    """Quantise each token on its way to its experts' ranks, lay it out by expert, and back.
+    """Quantise tokens on their way to their experts, lay them out by expert, and return the sums.
 
-    Meaning: `weft.lowlatency.reference`. All memory is allocated here; a call allocates nothing
-    but its result, synchronises with no host, and may be captured in CUDA graphs. Every rank makes
-    the same sequence of calls; a rank without tokens calls with zero of them.
+    `weft.lowlatency.reference` specifies the results bit for bit. The constructor allocates all
+    memory and is collective. A call allocates only its result, synchronises with no host, and may
+    be captured in CUDA graphs. Every rank makes the same sequence of calls; a rank without tokens
+    calls with zero of them.
 
-    max_tokens: most tokens of this rank in one call, 1..8192, equal on all ranks.
-    top_k: experts per token, 1..32.
-    num_experts: experts of the layer, on all ranks together.
-    hidden: numbers of a token, a multiple of 16 and of group_size.
-    dtype: of x, y and out: bfloat16, float16 or float32.
-    expert_map: rank of each expert; default contiguous blocks, the first ranks holding one more.
-    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
-    quantize: "fp8": dispatch takes x `[tokens, hidden]` of dtype and delivers e4m3 numbers and
-        scales; None: it delivers rows as they are.
-    combine: "push": combine sends the experts' rows to the tokens' owners; "gemm_push": the kernel
-        that makes a row stores it at its owner (`ExpertRows.dst_addr`), and combine sends nothing;
-        with slots=1, reduce="receiver", and without combine_dtype and split_phase.
-    combine_dtype: None: rows travel in dtype; "fp8": as FP8 with a scale for 128 columns.
-    split_phase: also build `dispatch_send` .. `combine_recv`: a dispatch and a combine may then be
-        on their way at once.
-    group_size: columns that share a scale: 32, 64 or 128.
-    scale: "fp32_row", "fp32_col" (column by column, as TMA wants them), "ue8m0" (powers of two,
-        four to an int32, column by column).
-    reduce: "receiver": a token's owner adds its rows, weighted, in fp32 in top-k order; "sender":
-        each rank adds those of its own experts first, and fewer rows travel.
-    slots: results that may be alive at once, 1 or 2.
-    num_sms: SMs that the kernels may fill; default all.
-    programmatic_launch: let a kernel take its place on the GPU while its predecessor in the stream
-        still runs; it touches no memory before that one's end.
-    profile: let kernels keep the times of the last 32 rounds (`dump_trace`).
+    Args:
+        group: Ranks of the job.
+        max_tokens: Maximum tokens of one rank in one call, 1 to 8192, equal on all ranks.
+        top_k: Experts per token, 1 to 32.
+        num_experts: Number of experts over all ranks.
+        hidden: Columns of a token, a multiple of 16 and of `group_size`.
+        dtype: Dtype of x, y and out: bfloat16, float16 or float32.
+        expert_map: Rank of each expert. Default: contiguous blocks; the first ranks hold one more
+            if needed.
+        timeout: Seconds that a wait for a peer may take.
+        first_timeout: Seconds that a wait in the first round may take.
+        quantize: "fp8": dispatch delivers e4m3 numbers and scales. None: it delivers rows as they
+            are.
+        combine: "push": combine sends the experts' rows to the tokens' owners. "gemm_push": the
+            kernel that makes a row stores it at the owner (`ExpertRows.dst_addr`); needs slots=1,
+            reduce="receiver", and neither combine_dtype nor split_phase.
+        combine_dtype: "fp8": rows return as FP8 with a scale for 128 columns. None: in `dtype`.
+        split_phase: Also build `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`.
+            A dispatch and a combine may then be in flight at once.
+        group_size: Columns that share a scale: 32, 64 or 128.
+        scale: "fp32_row", "fp32_col" (column-major, as TMA reads it) or "ue8m0" (powers of two,
+            four in an int32, column-major).
+        reduce: "receiver": the owner adds a token's weighted rows in fp32 in top-k order. "sender":
+            each rank first adds the rows of its own experts, and fewer rows travel.
+        slots: Results that may be alive at once, 1 or 2.
+        num_sms: SMs that the kernels may fill. Default: all.
+        programmatic_launch: Let a kernel become resident while its predecessor in the stream still
+            runs. It touches no memory before the predecessor has ended.
+        profile: Record the times of the last 32 rounds for `dump_trace`.
 
-    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
-    GeometryMismatch (when ranks pass different sizes).
+    Raises:
+        InvalidArgument: an argument is invalid on every rank.
+        CreationFailed: a rank cannot do its part. Every rank raises it.
+        GeometryMismatch: ranks pass different sizes.
     """
 
     config: LowLatencyConfig
@@ -193,15 +200,25 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
     ) -> ExpertRows:
-        """Send this rank's tokens; return what all ranks sent to its experts.
+        """Send this rank's tokens and return what all ranks sent to its experts.
 
-        x: `[tokens, hidden]` of dtype.
-        topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
-        topk_weights: float32 `[tokens, top_k]`; needed where reduce is "sender", None means ones.
+        Ids out of range, and ids that repeat an earlier one of their row, are dropped; `check()`
+        raises them.
 
-        Ids out of range, and those that an earlier one of their row names, are dropped; `check()`
-        raises them. Raises InvalidArgument, TokenOverflow, OutOfOrder (when `slots` results are
-        alive), and what broke the group.
+        Args:
+            x: `[tokens, hidden]` of `dtype`.
+            topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
+            topk_weights: float32 `[tokens, top_k]`. Needed with reduce="sender" and on several
+                hosts. None means ones.
+
+        Returns:
+            Rows by expert, valid until their handle is combined.
+
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            TokenOverflow: more tokens than `max_tokens`.
+            OutOfOrder: `slots` results are alive, or the object is closed.
+            GroupError: the group is broken.
         """
         if torch.compiler.is_dynamo_compiling():
             return traced.dispatch(self, x, topk_ids, topk_weights)
@@ -218,23 +235,27 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     ) -> torch.Tensor:
         """Sum the experts' results at their tokens' owners.
 
-        `out[t] = sum over k of weight * y + add[t]`, in fp32.
+        `out[t] = sum over k of weight * y + add[t]`. Products and sums are rounded to fp32 in top-k
+        order ("sender": a rank's rows in top-k order, rounded to what travels, then by rank); then
+        `add`; then one rounding to `dtype`. With several hosts, pass dispatch the same weights;
+        each host's sum is rounded to what travels.
 
-        y: `[local_experts, ep_size * max_tokens, hidden]` of dtype, a result for each row of the
-            dispatch; rows from `counts` on are not read. Any tensor of this rank; no copy is made.
-            None with combine="gemm_push": every row has been stored at its owner, in stream order.
-        topk_ids, topk_weights: as in the dispatch. reduce="receiver" multiplies with these weights
-            (None: ones); reduce="sender" with those of the dispatch.
-        handle: of the dispatch; its result may be overwritten from now on.
-        out: `[tokens, hidden]` to write into.   add: `[tokens, hidden]`, a shared expert's result.
+        Args:
+            y: `[local_experts, ep_size * max_tokens, hidden]` of `dtype`, a result for each row of
+                the dispatch; rows from `counts` on are not read. None with combine="gemm_push".
+            topk_ids: As in the dispatch.
+            topk_weights: As in the dispatch. None means ones.
+            handle: `ExpertRows.handle`. Its result may be overwritten from now on.
+            out: `[tokens, hidden]` to write into. Default: a new tensor.
+            add: `[tokens, hidden]` added to the sum, such as a shared expert's result.
 
-        With several hosts the weights cross with the rows: pass dispatch the same ones. Each host's
-        sum is rounded to what travels, and these are added in the order of hosts.
+        Returns:
+            `[tokens, hidden]`. Tokens without experts get `add`, or zeros.
 
-        Products and sums are rounded to fp32, in top-k order from 0 ("sender": those of a rank in
-        top-k order, rounded to what travels, then by rank); then `add`; one rounding to dtype. A
-        token without experts gets `add`, or zeros. Raises InvalidArgument, OutOfOrder, and what
-        broke the group.
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            OutOfOrder: the handle was combined before, or the object is closed.
+            GroupError: the group is broken.
         """
         if torch.compiler.is_dynamo_compiling() or traced.is_of_graph(handle):
             return traced.combine(self, y, topk_ids, topk_weights, handle, out, add)
@@ -246,16 +267,26 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
     ) -> tuple[ExpertRows, Hook]:
-        """The first half of `dispatch`: send; what follows in the stream runs meanwhile.
+        """Send this rank's tokens without waiting: the first half of `dispatch`.
 
-        Returns the result, which holds nothing yet, and a function that receives it: call that, or
-        `dispatch_recv`.
+        Args:
+            x: As in `dispatch`.
+            topk_ids: As in `dispatch`.
+            topk_weights: As in `dispatch`.
+
+        Returns:
+            The result, which holds nothing yet, and a function that receives it. Call that function
+                or `dispatch_recv`.
         """
         self._check_split_phase("dispatch_send")
         return self._dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
 
     def dispatch_recv(self) -> ExpertRows:
-        """The second half of `dispatch`: wait for all peers' tokens, and lay them out."""
+        """Wait for all peers' tokens and lay them out: the second half of `dispatch`.
+
+        Returns:
+            What `dispatch` returns.
+        """
         self._check_split_phase("dispatch_recv")
         return self._receive()
 
@@ -268,28 +299,49 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Hook]:
-        """The first half of `combine`: send rows to their owners.
+        """Send rows to their owners: the first half of `combine`.
 
-        With several hosts: wait for the ranks of this host, sum, and start to return the sums.
-        The arguments are the whole call's: `add`, `out`, ids and weights must stay until the second
-        half has run. Returns `out`, which holds nothing yet, and a function that receives: call
-        that, or `combine_recv`.
+        With several hosts, it waits for the ranks of this host, sums, and starts to return the
+        sums. `add`, `out`, ids and weights must stay unchanged until the second half has run.
+
+        Args:
+            y: As in `combine`.
+            topk_ids: As in `combine`.
+            topk_weights: As in `combine`.
+            handle: As in `combine`.
+            out: As in `combine`.
+            add: As in `combine`.
+
+        Returns:
+            `out`, which holds nothing yet, and a function that receives it. Call that function or
+                `combine_recv`.
         """
         self._check_split_phase("combine_send")
         result = self._combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
         return result, self._combine_receive
 
     def combine_recv(self) -> torch.Tensor:
-        """The second half of `combine`: wait for the rows and add them; return `out`."""
+        """Wait for the rows and add them: the second half of `combine`.
+
+        Returns:
+            What `combine` returns.
+        """
         self._check_split_phase("combine_recv")
         return self._combine_receive()
 
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write this rank's last 32 rounds, team by team, as JSON for Perfetto.
+        """Write this rank's last 32 rounds as JSON for Perfetto. Needs profile=True.
 
-        Needs profile=True; waits for this rank's own work. Every rank writes a file of its own, all
-        on rank 0's clock; `weft.lowlatency.trace.merge` joins them. Call it when all ranks have
-        finished the same rounds. Raises InvalidArgument, OutOfOrder.
+        It waits for this rank's own work. Every rank writes its own file, all on rank 0's clock;
+        `weft.lowlatency.trace.merge` joins them. Call it when all ranks have finished the same
+        rounds.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            InvalidArgument: the object was built without profile=True, or path is no path.
+            OutOfOrder: the object is closed.
         """
         self._check_open()
         if not isinstance(path, str | os.PathLike):

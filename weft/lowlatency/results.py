@@ -31,25 +31,28 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """What a dispatch brought to this rank's experts; `R = ep_size * max_tokens` rows for each.
+    """Hold what a dispatch brought to this rank's experts, `R = ep_size * max_tokens` rows for
+    each.
 
-    Expert e's rows are the first `counts[e]`, ordered by source rank, then token; those after hold
-    what earlier calls left. All of it is this rank's own memory, valid until `handle` is combined.
+    The first `counts[e]` rows of expert e are valid, ordered by source rank and then token; later
+    rows hold old data. All of it is this rank's own memory, valid until `handle` is combined.
 
-    x: `[local_experts, R, hidden]`, float8_e4m3fn, or what was sent where quantize is None.
-    scales: float32 `[local_experts, R, hidden / group]` ("fp32_row": contiguous; "fp32_col": column
-        by column, R padded to 4), or int32 `[local_experts, R, hidden / group / 4]` of four UE8M0
-        bytes, column by column ("ue8m0"); None where quantize is None.
-    counts: int32 `[local_experts]`.
-    source: int32 `[local_experts, R]`, source rank * max_tokens + token, of the first counts rows;
-        with several hosts the place in the all-to-all's `sources` instead of the rank.
-    ranges: int32 `[local_experts, ep_size, 2]`: the first row of each source, and how many; with
-        several hosts of each rank of this host, which forwards those of its rail.
-    handle: what `combine` takes.
-    dst_addr: int64 `[local_experts, R]`, with combine="gemm_push": of the first counts rows, the
-        address of hidden numbers at the token's owner, where the kernel that makes the row's result
-        stores it, once, before `combine`: `weft.gemm.Push(dst_addr, flag_in_data=True, ...)`.
-    abort_flag: int32 `[1]`, not 0 once the group is broken: then no row may be stored.
+    Attributes:
+        x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype that was sent if quantize is
+            None.
+        scales: float32 `[local_experts, R, hidden / group_size]` ("fp32_row": contiguous;
+            "fp32_col": column-major, R padded to 4), or int32 `[local_experts, R, hidden /
+            group_size / 4]` of four UE8M0 bytes, column-major ("ue8m0"). None if quantize is None.
+        counts: int32 `[local_experts]`.
+        source: int32 `[local_experts, R]`, `source rank * max_tokens + token`. With several hosts
+            the place in `sources` replaces the rank.
+        ranges: int32 `[local_experts, ep_size, 2]`: first row and number of rows of each source.
+            With several hosts, of each rank of this host, which forwards those of its rail.
+        handle: What `combine` takes.
+        dst_addr: int64 `[local_experts, R]` with combine="gemm_push": the address of the row's
+            place at the token's owner. Pass it to `weft.gemm.Push(dst_addr, flag_in_data=True,
+            ...)`.
+        abort_flag: int32 `[1]`, not 0 once the group is broken. No row may be stored then.
     """
 
     x: torch.Tensor

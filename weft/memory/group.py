@@ -22,19 +22,22 @@ from weft.memory.wire import JSON
 
 
 class Group(Recovering):
-    """Ranks of one job, of one host, which share memory, or of several. A context manager.
+    """Hold the ranks of one job: ranks of one host, which share memory, or of several hosts.
 
-    `rank` of `size` ranks; `device` is the rank's memory, "cpu" or "cuda:i"; `timeout` is the
-    deadline in seconds of every control message that names none. The methods that talk are
-    collective: every rank calls the same ones in the same order, each rank from one thread at a
-    time. When a rank dies they raise RendezvousFailed naming it, until the survivors `recover`.
+    Make a group with `Group.from_torch`, `Group.join`, or inside `weft.launch`. Methods that
+    communicate are collective: every rank calls the same ones in the same order, each from one
+    thread at a time. When a rank dies they raise RendezvousFailed naming it, until the survivors
+    call `recover`. A group is a context manager that closes it.
 
-    Ranks of machines that one NVLink domain joins share memory, and are of one host; there the
-    ranks of a machine see each other's deaths at once, others by their calls, and nobody can
-    `recover`.
+    Machines whose GPUs one NVLink domain joins count as one host. With several hosts
+    (`from_torch`), `local` is the group of this rank's host and `rail` the torch process group of
+    the ranks with the same place on each host.
 
-    With several hosts (`from_torch`), `local` is the group of this rank's host, and `rail` the
-    torch process group of the ranks that have this one's place on each host.
+    Attributes:
+        rank: Rank of this process.
+        size: Number of ranks.
+        device: Device of this rank's memory, "cpu" or "cuda:i".
+        timeout: Seconds that a control message may take if the call names no timeout.
     """
 
     def __init__(
@@ -83,11 +86,22 @@ class Group(Recovering):
         device: torch.device | str,
         timeout: float = 120.0,
     ) -> Group:
-        """The group of a process that takes the number of a rank that is gone, for `replace`.
+        """Join as the replacement of a dead rank, in a new process.
 
-        meeting: what `open_meeting` returned to the survivors, or its `address`. Make the same
-        operators as they have, in the same order, then call `enter`.
-        Raises RendezvousFailed where the ranks do not meet, or have nobody to replace.
+        Make the same operators as the survivors have, in the same order, then call `enter`.
+
+        Args:
+            meeting: What `open_meeting` returned to the survivors, or its `address`.
+            rank: Number of the dead rank.
+            size: Number of ranks of the group.
+            device: Device of this rank's memory.
+            timeout: Seconds to meet, and the group's `timeout`.
+
+        Returns:
+            The group.
+
+        Raises:
+            RendezvousFailed: the ranks do not meet, or there is nobody to replace.
         """
         group = cls.from_meeting(
             Meeting.at(meeting) if isinstance(meeting, str) else meeting,
@@ -112,14 +126,24 @@ class Group(Recovering):
         device: torch.device | str | None = None,
         timeout: float = 120.0,
     ) -> Group:
-        """The ranks of a torch process group (default: the world). Collective.
+        """Make a group of the ranks of a torch process group. Collective.
 
-        The process group only carries where to meet; it stays the caller's. `device` defaults to
-        the current CUDA device where there is one. Ranks of several hosts find out who shares one,
-        by boot id and WEFT_HOST, and by fabric handles where NVLink joins machines; between hosts
-        the group's control messages and its operators' rows go over torch process groups alone
-        (docs/user/several-hosts.md).
-        Raises RendezvousFailed when the ranks do not meet, or hosts have unequal numbers of them.
+        On one host weft uses the process group only to meet. Ranks find out who shares a host by
+        boot id and `WEFT_HOST`, and by fabric handles if NVLink joins machines. Between hosts,
+        control messages and rows travel over torch process groups.
+
+        Args:
+            process_group: Ranks of the group. Default: the world. It stays the caller's.
+            device: Device of this rank's memory. Default: the current CUDA device if there is one,
+                else the CPU.
+            timeout: Seconds to meet, and the group's `timeout`.
+
+        Returns:
+            The group.
+
+        Raises:
+            InvalidArgument: torch.distributed is not initialised, or this process is no member.
+            RendezvousFailed: the ranks do not meet, or hosts have different numbers of ranks.
         """
         timeout, where = seconds("timeout", timeout), default_device(device)
         group = dist.group.WORLD if process_group is None else process_group
@@ -194,32 +218,36 @@ class Group(Recovering):
 
     @property
     def hosts(self) -> int:
-        """How many hosts the ranks are on."""
+        """Number of hosts."""
         return 1 if self._hosts is None else len(self._hosts.ranks)
 
     @property
     def machines(self) -> int:
-        """How many machines the ranks are on: as many as hosts, or more where NVLink joins some."""
+        """Number of machines. It exceeds `hosts` if NVLink joins some."""
         return self._machines
 
     @property
     def host(self) -> int:
-        """This rank's host; hosts are numbered by their first ranks."""
+        """Index of this rank's host. Hosts are numbered by their first ranks."""
         return 0 if self._hosts is None else self._hosts.index
 
     @property
     def host_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host."""
+        """Ranks of each host."""
         return (tuple(range(self.size)),) if self._hosts is None else self._hosts.ranks
 
     @property
     def local(self) -> Group:
-        """The ranks of this rank's host, which share memory; on one host this group itself."""
+        """Group of this rank's host; on one host the group itself."""
         return self if self._hosts is None else self._hosts.local
 
     @property
     def rail(self) -> dist.ProcessGroup:
-        """The ranks that have this one's place on each host, by host. Raises InvalidArgument."""
+        """Process group of the ranks with this rank's place on each host, ordered by host.
+
+        Raises:
+            InvalidArgument: the group is on one host.
+        """
         if self._hosts is None:
             raise InvalidArgument("this group is on one host, and has no rail to another")
         return self._hosts.rail
@@ -259,7 +287,7 @@ class Group(Recovering):
 
     @property
     def ended(self) -> frozenset[int]:
-        """The ranks whose processes have ended, as far as this one has heard; of those `living`.
+        """Ranks whose processes have ended, as far as this rank knows, among those that take part.
 
         With several hosts, those of this rank's host.
         """
@@ -269,12 +297,13 @@ class Group(Recovering):
             return frozenset(self._taking_part(self._ended))
 
     def process_group(self) -> dist.ProcessGroup:
-        """The torch process group of these ranks. Collective at the first call.
+        """Return the torch process group of these ranks. Collective at the first call.
 
-        A group from from_torch returns the one it was made from. Else the process's default group
-        is made: NCCL for CUDA ranks that each have a GPU, gloo for CPU ranks and for ranks that
-        share a GPU. Raises InvalidArgument for ranks that are threads, because torch.distributed
-        needs processes.
+        A group from `from_torch` returns the one it was made from. Otherwise the process's default
+        group is made: NCCL if each rank has a GPU of its own, else gloo.
+
+        Raises:
+            InvalidArgument: the ranks are threads, or torch.distributed is already initialised.
         """
         if self._process_group is not None:
             return self._process_group
@@ -296,14 +325,20 @@ class Group(Recovering):
         return self._process_group
 
     def abort(self, why: str) -> None:
-        """Make every later or blocked control call of this rank raise. Callable from any thread."""
+        """Make every later or blocked control message of this rank raise. Any thread may call it.
+
+        Args:
+            why: Reason for the error.
+        """
         instance("why", why, str)
         stop = getattr(self._control, "abort", None)
         if stop is not None:
             stop(why)
 
     def close(self) -> None:
-        """Give up sockets and an own torch group. Local and idempotent; never waits for a peer."""
+        """Close sockets and an own torch process group. Local and idempotent; never waits for a
+        peer.
+        """
         self._leave(None)
 
     def _leave(self, why: str | None) -> None:

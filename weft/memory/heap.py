@@ -46,11 +46,11 @@ class Mailbox:
 
 
 class Heap:
-    """`size` bytes per rank that every rank of `group` can address. A context manager.
+    """Symmetric memory: `size` bytes per rank that every rank of `group` can address.
 
-    Rank r's share is at `base + r * stride` in this process and is zero at first; after each
-    share a guard is left unmapped. `generation` is the same on every rank and differs from the
-    group's other heaps.
+    Rank r's share is at `base + r * stride` in this process and is zero at first; after each share
+    a guard is left unmapped. `generation` is the same on every rank and differs from the group's
+    other heaps.
     """
 
     def __init__(self, group: Group, size: int, generation: int, shares: Shares) -> None:
@@ -68,11 +68,12 @@ class Heap:
 
     @classmethod
     def create(cls, group: Group, size: int) -> Heap:
-        """Make a heap of `size` bytes a rank. Collective: all ranks get it or all raise.
+        """Allocate a heap of `size` bytes per rank. Collective.
 
-        Raises InvalidArgument for a size that cannot be, or that all CPU ranks together have no
-        memory for, CreationFailed with the same text on every rank when one rank could not do its
-        part or died, and GeometryMismatch when the sizes differ.
+        Raises:
+            InvalidArgument: the size is invalid or exceeds the memory of this host.
+            CreationFailed: a rank cannot do its part. Every rank raises it.
+            GeometryMismatch: the sizes differ.
         """
         instance("group", group, Group)
         with group.creation() as creation:
@@ -82,23 +83,28 @@ class Heap:
 
     @property
     def closed(self) -> bool:
-        """Has `close` been called?"""
+        """Whether the heap is closed."""
         return self._shares is None
 
     @property
     def mailbox(self) -> Mailbox:
-        """This rank's page that its kernels and the host both write."""
+        """Page of host memory that this rank's kernels and the host both write."""
         if self._mailbox is None:
             raise self._closed()
         return self._mailbox
 
     @property
     def stream(self) -> int:
-        """A CUstream of this heap's own, which is never captured; 0 on CPU ranks."""
+        """A CUstream of this heap, which is never captured; 0 on CPU ranks."""
         return self._open().stream
 
     def address(self, rank: int) -> int:
-        """Where rank `rank`'s share is in this process. Raises InvalidArgument, OutOfOrder."""
+        """Return the address of a rank's share in this process.
+
+        Raises:
+            InvalidArgument: there is no such rank.
+            OutOfOrder: the heap is closed.
+        """
         shares = self._open()
         rank = integer("rank", rank, 0, self.group.size - 1)
         if rank not in shares.ranks:
@@ -114,10 +120,14 @@ class Heap:
         rank: int | None = None,
         stride: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A view [shape] of `dtype` at `offset` bytes into a rank's share (default: the own).
+        """Return a view of `dtype` at `offset` bytes into a rank's share (default: this rank's).
 
         `stride` is in elements (default: contiguous). The view keeps the memory alive, also past
-        close(). Raises InvalidArgument when it is not inside the share, OutOfOrder after close().
+        close().
+
+        Raises:
+            InvalidArgument: the view is not inside the share.
+            OutOfOrder: the heap is closed.
         """
         shares = self._open()
         address = self.address(self.group.rank if rank is None else rank)
@@ -138,9 +148,11 @@ class Heap:
         return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
 
     def header(self, rank: int | None = None) -> bytes:
-        """A copy of the header at the start of a rank's share, also of a rank that has died.
+        """Return a copy of the header of a rank's share, also of a dead rank.
 
-        Raises InvalidArgument when the share is smaller than a header, OutOfOrder after close().
+        Raises:
+            InvalidArgument: the share is smaller than a header.
+            OutOfOrder: the heap is closed.
         """
         shares = self._open()
         size = header_bytes(self.group.size)
@@ -159,10 +171,9 @@ class Heap:
         self._open().write(self.address(rank) + offset, data)
 
     def close(self) -> None:
-        """Give the memory back, as soon as no view of it is left. Local, idempotent.
+        """Free the memory once no view of it is left. Local and idempotent.
 
-        Never waits for a peer: what a peer still maps stays valid there. Raises DriverError or
-        OSError when the memory cannot be given back.
+        Never waits for a peer: what a peer still maps stays valid there.
         """
         self._shares = self._keeper = self._mailbox = None
         if self._failures:

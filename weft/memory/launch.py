@@ -35,22 +35,29 @@ def launch(
     timeout: float = 600.0,
     tolerate_deaths: bool = False,
 ) -> list[T]:
-    """Run `fn(group, *args)` on `ranks` ranks and return what it returned, in rank order.
+    """Run `fn(group, *args)` on several ranks of this machine and return their results.
 
-    `device` is "cpu" (processes, one torch thread each), "cuda" (processes, rank i on GPU
-    i modulo their number) or "threads" (CPU ranks as threads of this process). For processes, `fn`
-    must be a function that a new process can import, and it returns plain values or CPU tensors.
-    With `tolerate_deaths` a process that dies after all have met ends nobody else: the survivors go
-    on (`Group.recover`), and None stands for what it would have returned.
+    If a rank fails, the error names the rank that failed first, with its traceback; its exception
+    is the `__cause__`. Ranks that wait for it in weft end at once; the others have 10 s and are
+    then killed.
 
-    Raises InvalidArgument for a function that a new process cannot import, and in a process that
-    is a rank itself (torchrun's); SetupError where this process may not open enough files.
+    Args:
+        fn: Function that a new process can import. It returns plain values or CPU tensors.
+        *args: Further arguments of `fn`.
+        ranks: Number of ranks.
+        device: "cpu" (processes with one torch thread each), "cuda" (processes, rank i on GPU i
+            modulo the number of GPUs) or "threads" (CPU ranks as threads of this process).
+        timeout: Seconds that all ranks may take.
+        tolerate_deaths: A process that dies after all have met ends nobody else. Its result is
+            None.
 
-    Raises RankFailed when a rank raises, dies or runs longer than `timeout` seconds. It names the
-    rank that failed first and by itself, with its traceback; that rank's exception is its
-    `__cause__`. Ranks that wait for it in weft get the reason and end at once. Those that do
-    something else have 10 s to end and are then killed (threads: their groups are broken). Where
-    ranks waited for one that had returned, the text says so.
+    Returns:
+        Results in rank order.
+
+    Raises:
+        InvalidArgument: a new process cannot import `fn`, or this process is itself a rank.
+        SetupError: this process may not open enough files.
+        RankFailed: a rank raised, died or ran longer than `timeout` seconds.
     """
     function("fn", fn, "which every rank calls with its group and args")
     ranks = integer("ranks", ranks, 1, MAX_RANKS)

@@ -70,23 +70,34 @@ class Messages:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The ranks that take part: all, until a recovery goes on without the dead."""
+        """Ranks that take part: all of them until a recovery continues without the dead."""
         return tuple(self._taking_part(range(self.size)))
 
     def _taking_part(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if self._living >> rank & 1]
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
-        """Every rank's `value`, in rank order; at most 1 MiB of JSON a rank.
+        """Return every rank's value in rank order; None for a dead rank. Collective.
 
-        None for a rank that is gone. Tuples come back as lists. Raises InvalidArgument for what
-        JSON cannot say and RendezvousFailed when a rank died, closed its group or did not come in
-        time.
+        Args:
+            value: At most 1 MiB of JSON. Tuples return as lists.
+            timeout: Seconds to wait. Default: the group's `timeout`.
+
+        Raises:
+            InvalidArgument: JSON cannot represent the value.
+            RendezvousFailed: a rank died, closed its group or did not come in time.
         """
         return self.noted(lambda group: group._gather("all_gather", value, timeout))
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Return when every rank is here. Raises RendezvousFailed as all_gather does."""
+        """Return when every rank has called it. Collective.
+
+        Args:
+            timeout: Seconds to wait. Default: the group's `timeout`.
+
+        Raises:
+            RendezvousFailed: a rank died, closed its group or did not come in time.
+        """
         self.noted(lambda group: group._gather("barrier", None, timeout))
 
     def vote(

@@ -146,24 +146,28 @@ class Recovering(Messages):
             self._recovering.release()
 
     def recover(self, *, suspects: Sequence[int] = (), timeout: float = 10.0) -> Recovery:
-        """Go on without the ranks that died. Collective over those that live.
+        """Continue without the ranks that died. Collective over the living ranks.
 
-        To be called on every rank after one of them died, or stalled, under a call. The survivors
-        agree on who is gone, wait for their own calls to end, write the memory of all operators as
-        at creation, and take calls again. The control messages go on among the living; where they
-        return a value of each rank, a rank that is gone has None.
+        Call it on every survivor after a `GroupError` or `RendezvousFailed`, while no call and no
+        replay runs. The survivors agree on who is dead, end their own calls, and reset the memory
+        of all operators to its state at creation, at the same addresses. Control messages continue
+        among the living; where they return a value of each rank, a dead rank has None.
 
-        suspects: ranks to kill if they do not call this, too, within half a second. Those that an
-        operator waited for in vain (PeerTimeout) are among them without being named. One that
-        waits in a control message raises RendezvousFailed at once, so that it can come. Nobody
-        else is killed, and no living rank is left out.
-        timeout: seconds, in all.
+        Args:
+            suspects: Ranks to kill unless they call `recover` within half a second. Ranks that an
+                operator timed out on (PeerTimeout) are included. No other rank is killed.
+            timeout: Seconds in all.
 
-        Raises RecoveryFailed where a rank neither came nor ended, or cannot be killed, naming it;
-        then end its process and call this again. Raises what an operator raises that cannot go on
-        without the dead, when all others have recovered: the same on every rank, or CreationFailed
-        naming those that did. Raises InvalidArgument for ranks that are threads, or of a job on
-        several machines, and OutOfOrder in a forked child, or while another thread recovers.
+        Returns:
+            The dead and living ranks, the rounds that all survivors finished, and the seconds it
+                took.
+
+        Raises:
+            RecoveryFailed: a rank neither came nor ended. End its process and call `recover` again.
+            ExpertsLost: a layer cannot continue without the dead. All others have recovered.
+            CreationFailed: some operators could not recover; the text names the ranks.
+            InvalidArgument: the ranks are threads, or on several machines.
+            OutOfOrder: the process is a forked child, or another thread recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
@@ -196,10 +200,14 @@ class Recovering(Messages):
             return Recovery(tuple(sorted(dead)), self.living, MappingProxyType(finished), took)
 
     def open_meeting(self) -> Meeting:
-        """A place for `replace` and `join` to meet in. Collective over the living.
+        """Open a meeting for `replace` and `join`. Collective over the living ranks.
 
-        Its `address` is for the new processes alone: who knows it may join.
-        Raises CreationFailed where a rank is at its limit of descriptors.
+        Returns:
+            The meeting. Pass its `address` to the new processes only: it admits a process of this
+                user.
+
+        Raises:
+            CreationFailed: a rank has no file descriptor left.
         """
 
         def make() -> None:
@@ -218,20 +226,23 @@ class Recovering(Messages):
             _close_in(self._owner, self._opened)
 
     def replace(self, meeting: Meeting, *, timeout: float = 120.0) -> None:
-        """Take in new processes for all ranks that are gone. Collective over the living.
+        """Take in new processes for all dead ranks. Collective over the living ranks.
 
-        Meanwhile each new process calls `Group.join` with the number of a rank that is gone, makes
-        the operators of this group in the same order, and calls `enter`. Their memory is mapped
-        where that of the dead was, so addresses, and the graphs that have them, stay valid. On
-        return every operator is as at creation, on all ranks.
+        Meanwhile each new process calls `Group.join` with the number of a dead rank, makes the
+        operators of this group in the same order, and calls `enter`. Its memory is mapped where
+        that of the dead rank was, so addresses and captured graphs stay valid. If it raises, end
+        the new processes and call `recover`.
 
-        timeout: seconds for all to meet, and then for each step of the new process.
+        Args:
+            meeting: What `open_meeting` returned.
+            timeout: Seconds for all to meet, and then for each step of the new processes.
 
-        Raises OutOfOrder if no rank is gone, RendezvousFailed where one does not come in time or
-        dies, and GeometryMismatch or CreationFailed, on every rank, where it makes other operators.
-        RecoveryFailed where a survivor does not come. Then end the new processes and call
-        `recover`. A new process that ends before it has come is only noticed if the process that
-        started it calls `meeting.end`, which says why; else at the deadline.
+        Raises:
+            OutOfOrder: no rank is dead.
+            RendezvousFailed: a new process does not come in time, or dies.
+            GeometryMismatch: a new process makes other operators.
+            CreationFailed: a rank cannot do its part. Every rank raises it.
+            RecoveryFailed: a survivor does not come.
         """
         instance("meeting", meeting, Meeting)
         timeout = seconds("timeout", timeout)
@@ -263,7 +274,11 @@ class Recovering(Messages):
         self._go_on(time.monotonic() + timeout)
 
     def enter(self, *, timeout: float = 120.0) -> None:
-        """Begin to take calls, after `join` and the constructors. Collective with `replace`."""
+        """Start to take calls, after `join` and the constructors. Collective with `replace`.
+
+        Args:
+            timeout: Seconds to wait for the other ranks.
+        """
         timeout = seconds("timeout", timeout)
         with self._one_recovery():
             self._go_on(time.monotonic() + timeout)

@@ -35,10 +35,13 @@ PUSHED_TOKENS_ALONE = 256
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """What runs beside what in a layer, and why.
+    """The mode and overlap of a layer, and the reason.
 
-    mode, overlap: what the layer does.   auto: the overlap that "auto" takes in this mode; the
-    same, unless another was asked for.   reason: the rule by which "auto" takes it.
+    Attributes:
+        mode: Mode of the layer.
+        overlap: Overlap of the layer.
+        auto: The overlap that "auto" takes in this mode; the same, unless another was asked for.
+        reason: The rule by which "auto" takes it.
     """
 
     mode: str
@@ -48,7 +51,7 @@ class LayerChoice:
 
     @property
     def text(self) -> str:
-        """All of it in words."""
+        """The choice in words."""
         asked = f"{self.overlap}, as asked. auto: " if self.overlap != self.auto else ""
         return f"{asked}{self.reason}"
 

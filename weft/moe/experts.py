@@ -38,10 +38,13 @@ from weft.shape import FP8_BLOCK
 
 
 class Expert(nn.Module):
-    """One MLP in plain torch: `down(gating(gate_up(x)))`; a shared expert, or one of many.
+    """One MLP in plain torch, `down(gating(gate_up(x)))`: a shared or a routed expert.
 
-    gate_up: `[2 * intermediate, hidden]`, the gate's rows first.   down: `[hidden, intermediate]`.
-    biases: `[2 * intermediate]` and `[hidden]`, or None.
+    Args:
+        gate_up: `[2 * intermediate, hidden]`, the gate's rows first.
+        down: `[hidden, intermediate]`.
+        gate_up_bias: `[2 * intermediate]`, or None.
+        down_bias: `[hidden]`, or None.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Expert(nn.Module):
 
     @classmethod
     def seeded(cls, config: MoEConfig, seed: int, *, shared: bool = False) -> Expert:
-        """Random weights of a config's sizes, equal for equal seeds; activations keep their size.
+        """Return an expert with random weights, equal for equal seeds.
 
-        shared: the size of the shared expert, which has no biases.
+        Args:
+            shared: The size of the shared expert, which has no biases.
         """
         instance("config", config, MoEConfig)
         seed = integer("seed", seed, -(1 << 63), (1 << 63) - 1)
@@ -91,18 +95,21 @@ class Expert(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden]` -> `[rows, hidden]`."""
+        """Return `[rows, hidden]` for x `[rows, hidden]`."""
         h = functional.linear(x, self.gate_up, self.gate_up_bias)
         return functional.linear(self.gating.apply(h), self.down, self.down_bias)
 
 
 class GatedExpert(nn.Module):
-    """`sigmoid(x @ gate.T) * expert(x)`: a shared expert with a gate of its own (Qwen3-Next).
+    """A shared expert with its own sigmoid gate (Qwen3-Next): `sigmoid(x @ gate.T) * expert(x)`.
 
-    expert: `[rows, hidden]` -> `[rows, hidden]`: an `Expert`, an `FP8Expert` or any other module.
-    gate: `[1, hidden]`, of x's dtype: shared_expert_gate.weight of a checkpoint.
+    Args:
+        expert: `[rows, hidden]` -> `[rows, hidden]`: an `Expert`, an `FP8Expert` or any other
+            module.
+        gate: `[1, hidden]`, of x's dtype: shared_expert_gate.weight of a checkpoint.
 
-    Raises InvalidArgument for another gate.
+    Raises:
+        InvalidArgument: the argument is invalid.
     """
 
     def __init__(self, expert: nn.Module, gate: torch.Tensor) -> None:
@@ -117,24 +124,27 @@ class GatedExpert(nn.Module):
         self.gate = nn.Parameter(gate, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden]` -> `[rows, hidden]`."""
+        """Return `[rows, hidden]` for x `[rows, hidden]`."""
         out: torch.Tensor = self.expert(x)
         return functional.linear(x, self.gate).sigmoid() * out
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """All experts of a rank, in local order.
+    """Weights of all experts of a rank, in local order.
 
-    gate_up: `[local_experts, 2 * intermediate, hidden]`, the gate's rows first.
-    down: `[local_experts, hidden, intermediate]`.
-    gate_up_bias, down_bias: `[local_experts, 2 * intermediate]` and `[local_experts, hidden]`, of
-        the layer's dtype, or None.
-    gate_up_scale, down_scale: where the weights are float8_e4m3fn, float32
-        `[local_experts, rows / 128, columns / 128]`: what a block's numbers are multiplied by.
+    MXFP4 weights are units as `weft.gemm.pack_mxfp4` makes them: uint8 `[local_experts, rows / 64,
+    columns / 128, 4352]`, with scales `[local_experts, rows]`.
 
-    MXFP4 weights are units as `weft.gemm.pack_mxfp4` makes them: uint8
-    `[local_experts, rows / 64, columns / 128, 4352]`, with scales `[local_experts, rows]`.
+    Attributes:
+        gate_up: `[local_experts, 2 * intermediate, hidden]`, the gate's rows first.
+        down: `[local_experts, hidden, intermediate]`.
+        gate_up_bias: `[local_experts, 2 * intermediate]` of the layer's dtype, or None.
+        down_bias: `[local_experts, hidden]` of the layer's dtype, or None.
+        gate_up_scale: Where the weights are float8_e4m3fn, float32 `[local_experts, rows / 128,
+            columns / 128]`: what a block's numbers are multiplied by.
+        down_scale: Where the weights are float8_e4m3fn, float32 `[local_experts, rows / 128,
+            columns / 128]`: what a block's numbers are multiplied by.
     """
 
     gate_up: torch.Tensor
@@ -146,22 +156,24 @@ class ExpertWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that there are, each `[local_experts, ...]`."""
+        """All tensors that are present, each `[local_experts, ...]`."""
         fields = (getattr(self, field.name) for field in dataclass_fields(self))
         return tuple(tensor for tensor in fields if tensor is not None)
 
     def to_fp8(self) -> ExpertWeights:
-        """The same experts in FP8, a scale for each block of 128 x 128 numbers.
+        """Return the same experts in FP8 with one scale for each 128 x 128 block.
 
-        Raises InvalidArgument for sizes that are no multiples of 128.
+        Raises:
+            InvalidArgument: a size is no multiple of 128.
         """
         return self._stored_by(to_blocks)
 
     def to_mxfp4(self) -> ExpertWeights:
-        """The same experts in MXFP4 (`weft.gemm.quantize_mxfp4`), packed for `grouped_gemm`.
+        """Return the same experts in MXFP4, packed for `grouped_gemm`.
 
-        Raises InvalidArgument for sizes that are no multiples of 128, for weights with scales, and
-        for what `weft.gemm.pack_mxfp4` refuses.
+        Raises:
+            InvalidArgument: a size is no multiple of 128, the weights have scales, or
+                `weft.gemm.pack_mxfp4` refuses them.
         """
         if self.gate_up_scale is not None or self.down_scale is not None:
             raise InvalidArgument(
@@ -185,9 +197,10 @@ class ExpertWeights:
         experts: Sequence[Expert],
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """One tensor from many experts, also from none.
+        """Return the weights of several experts, or of none, as stacked tensors.
 
-        Raises InvalidArgument where the config wants a bias that an expert lacks.
+        Raises:
+            InvalidArgument: the config wants a bias that an expert lacks.
         """
         instance("config", config, MoEConfig)
         device = None if device is None else default_device(device)
@@ -219,27 +232,31 @@ class ExpertWeights:
         fp8: bool = False,
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """Some experts of one layer of a checkpoint, in this order.
-
-        folder: with model.safetensors.index.json or model.safetensors, as transformers saves.
-        layer: its number in the model.   experts: global ids, such as `MoE.local_experts`.
-        config: `MoEConfig.from_hf(folder)`, or what else fits.
-        fp8: as `MoE(fp8=True)` wants weights: bits of the checkpoint where it has MXFP4 or FP8 with
-            scales for each 128 x 128. FP8 with powers of two for each 32 or 128 of a row (MXFP8),
-            or with one scale for a matrix, gets the largest scale of each 128 x 128: numbers below
-            2^-6 of it are rounded to multiples of 2^-9 of it, all others are exact. Other FP8, INT4
-            and wider weights are rounded: `to_fp8` of each matrix. Without fp8, weights are
-            multiplied by their scales and rounded to the config's dtype.
+        """Read some experts of one layer of a checkpoint, in the given order.
 
         Experts may be separate (most checkpoints) or fused (GPT-OSS, Llama-4, and what transformers
         holds in memory). INT4 are those of compressed-tensors, symmetric, with a scale for each 32
         or 128 of a row. Files are mapped, and only these experts are read; beyond the result,
         memory holds one matrix at a time. Where fused MXFP4 experts have sizes that are no
         multiples of 128 (GPT-OSS: 2880), fp8 takes a config with the next ones, and rows and
-        columns behind the model's are zero.
-        Needs the package safetensors. Raises InvalidArgument naming file and tensor: one that is
-        missing, of another shape, of a dtype that weft does not read, or MXFP4 that
-        `weft.gemm.pack_mxfp4` refuses.
+        columns behind the model's are zero. Needs the package safetensors.
+
+        Args:
+            folder: With model.safetensors.index.json or model.safetensors, as transformers saves.
+            layer: Its number in the model.
+            experts: Global ids, such as `MoE.local_experts`.
+            config: `MoEConfig.from_hf(folder)`, or what else fits.
+            fp8: As `MoE(fp8=True)` wants weights: bits of the checkpoint where it has MXFP4 or FP8
+                with scales for each 128 x 128. FP8 with powers of two for each 32 or 128 of a row
+                (MXFP8), or with one scale for a matrix, gets the largest scale of each 128 x 128:
+                numbers below 2^-6 of it are rounded to multiples of 2^-9 of it, all others are
+                exact. Other FP8, INT4 and wider weights are rounded: `to_fp8` of each matrix.
+                Without fp8, weights are multiplied by their scales and rounded to the config's
+                dtype.
+
+        Raises:
+            InvalidArgument: a tensor is missing, has another shape or a dtype that weft does not
+                read, or is MXFP4 that `weft.gemm.pack_mxfp4` refuses.
         """
         config = instance("config", config, MoEConfig)
         layer = integer("layer", layer, 0, MAX_LAYER)
@@ -268,20 +285,25 @@ class ExpertWeights:
         interleaved: bool = False,
         packed: bool = True,
     ) -> ExpertWeights:
-        """A rank's experts of MXFP4 as engines hold them in memory, for `MoE(fp8=True)`.
-
-        gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two numbers a byte.
-        down: uint8 `[local_experts, hidden, intermediate / 2]`.
-        gate_up_scale, down_scale: uint8 or float8_e8m0fnu, one for each 32 columns.
-        gate_up_bias, down_bias: `[local_experts, rows]`, where the config is biased.
-        interleaved: rows of gate and up in turn (GPT-OSS), else the gate's first.
-        packed: MXFP4 for `grouped_gemm`, the same numbers; else FP8 with a scale for each
-            128 x 128: numbers whose power of two is over 14 powers below the largest there are
-            rounded to multiples of 2^-15 of the largest, all others are exact.
+        """Convert a rank's MXFP4 experts from an engine's tensors, for `MoE(fp8=True)`.
 
         Sizes may be less than the config's: rows and columns after them are zero.
-        Raises InvalidArgument for tensors that are not so, for a scale that is NaN, and, packed,
-        for what `weft.gemm.pack_mxfp4` refuses.
+
+        Args:
+            gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two numbers a byte.
+            down: uint8 `[local_experts, hidden, intermediate / 2]`.
+            gate_up_scale: uint8 or float8_e8m0fnu, one for each 32 columns.
+            down_scale: uint8 or float8_e8m0fnu, one for each 32 columns.
+            gate_up_bias: `[local_experts, rows]`, where the config is biased.
+            down_bias: `[local_experts, rows]`, where the config is biased.
+            interleaved: Rows of gate and up in turn (GPT-OSS), else the gate's first.
+            packed: MXFP4 for `grouped_gemm`, the same numbers; else FP8 with a scale for each 128 x
+                128: numbers whose power of two is over 14 powers below the largest there are
+                rounded to multiples of 2^-15 of the largest, all others are exact.
+
+        Raises:
+            InvalidArgument: a tensor has another shape or dtype, a scale is NaN, or
+                `weft.gemm.pack_mxfp4` refuses the weights.
         """
         instance("config", config, MoEConfig)
         flags(interleaved=interleaved, packed=packed)
@@ -381,9 +403,15 @@ class ExpertWeights:
     def check(
         self, config: MoEConfig, local_experts: int, device: torch.device, *, fp8: bool = False
     ) -> None:
-        """Raises InvalidArgument where a tensor is not what the config and the placement say.
+        """Check the tensors against a config and a placement.
 
-        fp8: the layer wants weights of FP8 or MXFP4, with their scales.
+        config: Sizes of the layer.
+        local_experts: Number of experts of this rank.
+        device: Device of the weights.
+        fp8: The layer wants weights of FP8 or MXFP4, with their scales.
+
+        Raises:
+            InvalidArgument: a tensor does not match the config or the placement.
         """
         instance("config", config, MoEConfig)
         local_experts = integer("local_experts", local_experts, 0, config.routing.num_experts)

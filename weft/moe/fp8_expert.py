@@ -31,13 +31,19 @@ EVERY = 2**31 - 1  # a count that is held to the rows there are
 
 
 class FP8Expert(nn.Module):
-    """`down(gating(gate_up(x)))` with weights, rows and what gating makes in FP8.
+    """A shared expert with weights, rows and intermediate results in FP8.
 
-    gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, the gate's rows first.
-    down: `[hidden, intermediate]`.   scales: float32, one for each block of 128 x 128 weights.
-    dtype: of x and of results.
+    Three launches on a GPU; waits for no host, and may be captured.
 
-    Three launches on a GPU; waits for no host, and may be captured. Raises InvalidArgument.
+    Args:
+        gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, the gate's rows first.
+        gate_up_scale: float32, one for each 128 x 128 block.
+        down: `[hidden, intermediate]`.
+        down_scale: float32, one for each 128 x 128 block.
+        dtype: Of x and of results.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
 
     gate_up: torch.Tensor
@@ -91,9 +97,10 @@ class FP8Expert(nn.Module):
 
     @classmethod
     def of(cls, expert: Expert) -> FP8Expert:
-        """An expert without biases, quantised by `weft.reference.quantize`'s rule.
+        """Quantise an expert without biases by the rule of `weft.reference.quantize`.
 
-        Raises InvalidArgument for another, or sizes that are no multiples of 128.
+        Raises:
+            InvalidArgument: the argument is invalid.
         """
         instance("expert", expert, Expert)
         if expert.gate_up_bias is not None or expert.down_bias is not None:
@@ -115,7 +122,7 @@ class FP8Expert(nn.Module):
             preload(shapes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[tokens, hidden]` -> `[tokens, hidden]`."""
+        """Return `[tokens, hidden]` for x `[tokens, hidden]`."""
         (_, n, k), hidden, device = self.gate_up.shape, self.down.shape[1], self.gate_up.device
         check_tensor("x", x, shape=(None, k), dtypes=OUT_DTYPES, device=device, aligned=16)
         rows, count = len(x), self._count

@@ -42,43 +42,48 @@ from weft.runtime.stream import capturing, synchronize_device, synchronize_strea
 
 
 class MoE:
-    """`out = sum over k of weights[k] * expert[ids[k]](x) + shared(x)`, experts spread over ranks.
+    """Compute an expert-parallel MoE layer, from router logits to output.
 
-    Meaning: `weft.reference.moe_layer`. Collective: every rank makes the same sequence of calls, a
-    rank without tokens calls with zero of them. Workspaces are allocated here, once; a call waits
-    for no host and may be captured in CUDA graphs.
+    The output is `sum over k of weights[k] * expert[ids[k]](x) + shared(x)`;
+    `weft.reference.moe_layer` specifies it. The constructor allocates the workspace and is
+    collective. Every rank makes the same sequence of calls; a rank without tokens calls with zero
+    of them. A call waits for no host and may be captured in CUDA graphs.
 
-    config: the layer's sizes and rules, equal on all ranks; `weft.moe.MODELS` has some by name.
-    weights: this rank's experts, in the order of `local_experts`; or what makes them of that tuple.
-    max_tokens: most tokens of this rank in one call, equal on all ranks.
-    shared: `[tokens, hidden]` -> `[tokens, hidden]`, where the config has a shared expert.
-    correction: float32 `[num_experts]`, where the routing has one.
-    mode: "throughput": AllToAll, rank-major, for any batch; "low_latency": LowLatencyAllToAll,
-        expert-major, for small batches, with more memory; "auto": low latency for up to 64
-        max_tokens on GPUs where it has gemm_push, else throughput.
-    overlap: "none": one thing after the other; "shared_expert": the shared expert runs beside
-        dispatch and the routed experts; "gemm_push": that, and the down projection stores its rows
-        at the tokens' owners itself, so combine only reduces; with gemm="grouped". "auto":
-        gemm_push up to 1024 max_tokens, else shared_expert (weft/moe/choice.py). Equal bits.
-    fp8: tokens travel as FP8, and weights are FP8 with scales (`ExpertWeights.to_fp8`) or, on
-        Hopper and on CPUs, MXFP4 (`ExpertWeights.to_mxfp4`): their dtype decides.
-    gemm: "grouped" (weft.gemm) or "torch" (any dtype and device); "auto": grouped for FP8, and on
-        GPUs wherever it serves.
-    max_rows: rows for this rank's experts, as in ExpertGroups; with gemm="torch" on GPUs rows for
-        each of them. Default: the worst case.
-    replicas: more physical experts than logical ones (EPLB), as `balance` places them; ids of calls
-        are logical, and each takes one of its expert's replicas. `relocate` changes the placement.
-        Callers that map ids themselves pass a config of as many experts as there are physical ones.
-    missing: what the layer does when it recovers and no living rank holds some of its experts.
-        "error": recovery and calls raise ExpertsLost, until `relocate` brings them back; "drop":
-        their ids are dropped.
-    expert_map, quantize, combine_dtype, timeout, first_timeout, num_sms, programmatic_launch,
-        profile: as in AllToAll; with combine_dtype overlap is not "gemm_push". Rows that
-        travel as FP8 are widened to the layer's dtype before the GEMMs, unless the weights are FP8
-        too. With mode="low_latency" quantize is "fp8" or None.
+    Args:
+        group: Ranks of the job.
+        config: Sizes and rules of the layer, equal on all ranks; `weft.moe.MODELS` has some by
+            name.
+        weights: This rank's experts in the order of `local_experts`, or a function that makes them
+            from that tuple.
+        max_tokens: Maximum tokens of one rank in one round, equal on all ranks.
+        shared: Shared expert, `[tokens, hidden]` to `[tokens, hidden]`, if the config has one.
+        correction: float32 `[num_experts]`, if the routing has a correction.
+        mode: "throughput" (AllToAll, any batch), "low_latency" (LowLatencyAllToAll, small batches,
+            more memory) or "auto"; see `explain`.
+        overlap: "none"; "shared_expert": the shared expert runs beside dispatch and the routed
+            experts; "gemm_push": in addition, the down projection stores its rows at the tokens'
+            owners; "auto". All give the same bits.
+        gemm: "grouped" (weft.gemm), "torch" (any dtype and device) or "auto".
+        max_rows: Rows for this rank's experts, as in ExpertGroups. Default: the worst case.
+        expert_map: Rank of each expert. Default: contiguous blocks.
+        replicas: Placement with more physical than logical experts (EPLB), from `balance`. Ids of
+            calls are logical then. `relocate` changes the placement.
+        missing: What the layer does after a recovery if no living rank holds some experts. "error":
+            calls raise ExpertsLost until `relocate` restores them. "drop": their ids are dropped.
+        fp8: Tokens travel as FP8, and weights are FP8 with scales (`ExpertWeights.to_fp8`) or MXFP4
+            (`ExpertWeights.to_mxfp4`, on Hopper and CPUs).
+        quantize: As in AllToAll. Rows are widened before the GEMMs unless weights are FP8 too.
+        combine_dtype: As in AllToAll. Excludes overlap="gemm_push".
+        timeout: Seconds that a wait for a peer may take.
+        first_timeout: Seconds that a wait in the first round may take.
+        num_sms: SMs that the communication kernels may fill. Default: all.
+        programmatic_launch: As in AllToAll.
+        profile: As in AllToAll.
 
-    Raises InvalidArgument, CreationFailed (on every rank, when one cannot do its part),
-    GeometryMismatch (when ranks pass different sizes or rules).
+    Raises:
+        InvalidArgument: an argument is invalid on every rank.
+        CreationFailed: a rank cannot do its part. Every rank raises it.
+        GeometryMismatch: ranks pass different sizes or rules.
     """
 
     _weights: ExpertWeights
@@ -136,12 +141,22 @@ class MoE:
         correction: torch.Tensor | None = None,
         replicas: Replicas | None = None,
     ) -> MoE:
-        """Another layer of the same config in the same workspace; collective.
+        """Return another layer of the same config in the same workspace. Collective.
 
-        Layers that run one after the other in one stream need one workspace only. It is given back
-        when the last of them is closed.
+        Layers that run one after the other in one stream need one workspace only. It is freed when
+        the last of them is closed.
 
-        replicas: of this layer, as many; default this layer's. Raises CreationFailed.
+        Args:
+            weights: This rank's experts of the new layer.
+            shared: Its shared expert.
+            correction: Its correction.
+            replicas: Its placement, with as many physical experts. Default: this layer's.
+
+        Returns:
+            The new layer.
+
+        Raises:
+            CreationFailed: a rank cannot do its part. Every rank raises it.
         """
         other = MoE.__new__(MoE)
         own = self._replicas if replicas is None else replicas
@@ -152,23 +167,26 @@ class MoE:
     memory_bytes = staticmethod(memory_bytes)
 
     def relocate(self, replicas: Replicas, *, weights: ExpertWeights | None = None) -> int:
-        """Place the experts anew, as many of them; graphs need not be captured again.
+        """Move experts to another placement; captured graphs stay valid. Collective, between calls.
 
-        Collective, between calls: all ranks wait for their devices and for each other, the tensors
-        that the layer holds get other experts' weights, and the table that maps ids is
-        changed in place.
+        All ranks wait for their devices and for each other. The layer's own tensors receive other
+        experts' weights, and the table that maps ids changes in place. If it fails after weights
+        began to move, every later call raises Aborted or PeerLeft on all ranks: call
+        `Group.recover` and then `relocate` with `weights`.
 
-        replicas: the new placement, equal on all ranks.
-        weights: this rank's experts in the order of `replicas.local(rank)`, which are copied into
-            the layer's own; None: they move between ranks through 64 MiB of symmetric memory.
+        Args:
+            replicas: New placement, equal on all ranks, with as many physical experts.
+            weights: This rank's experts in the order of `replicas.local(rank)`, copied into the
+                layer's own. None: weights move between ranks through 64 MiB of symmetric memory.
 
-        Returns how many physical experts became replicas of another one. Raises InvalidArgument,
-        GeometryMismatch, CreationFailed and OutOfOrder (within a round of this layer), after which
-        the layer is as it was. Where it fails after weights began to move, no rank has usable
-        weights: every later call raises Aborted or PeerLeft, on all ranks. After a recovery
-        (`Group.recover`, which raises ExpertsLost or CreationFailed) this with `weights`, on all
-        ranks, makes the layer whole; so it does after `Group.replace`, since a new process has the
-        placement that the layer was made with.
+        Returns:
+            Number of physical experts that became replicas of another logical one.
+
+        Raises:
+            InvalidArgument: the placement does not fit this layer. The layer stays as it was.
+            GeometryMismatch: ranks pass different placements. The layer stays as it was.
+            CreationFailed: a rank cannot do its part. Every rank raises it.
+            OutOfOrder: a round of this layer is open.
         """
         workspace, group, old = self._workspace, self.exchange.group, self._replicas
         with ExitStack() as stack:
@@ -219,17 +237,17 @@ class MoE:
 
     @property
     def replicas(self) -> Replicas | None:
-        """Where the experts are now, for a layer that has replicas of them."""
+        """Current placement of a layer with replicas, or None."""
         return self._replicas
 
     @property
     def exchange(self) -> Exchange:
-        """The all-to-all underneath: its history and placement; rounds of your own."""
+        """The all-to-all of the layer, for its history and placement and for rounds of your own."""
         return self._workspace.exchange
 
     @property
     def config(self) -> MoEConfig:
-        """The layer's sizes and rules."""
+        """Sizes and rules of the layer."""
         return self._workspace.config
 
     @property
@@ -241,21 +259,21 @@ class MoE:
 
     @property
     def gemm(self) -> str:
-        """The GEMM of the experts: what "auto" came to."""
+        """GEMM that the layer uses: "grouped" or "torch"."""
         return self._workspace.plan.gemm
 
     @property
     def mode(self) -> str:
-        """ "throughput" or "low_latency": what "auto" came to."""
+        """Mode that the layer uses: "throughput" or "low_latency"."""
         return self._workspace.plan.mode
 
     @property
     def overlap(self) -> str:
-        """What runs beside what: what "auto" came to."""
+        """Overlap that the layer uses: "none", "shared_expert" or "gemm_push"."""
         return self._workspace.plan.overlap
 
     def explain(self) -> LayerChoice:
-        """Which mode and overlap the layer has, and the rule by which "auto" takes them."""
+        """Return the mode and overlap of the layer, and the rule by which "auto" takes them."""
         return self._workspace.choice
 
     @property
@@ -275,24 +293,33 @@ class MoE:
         num_tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[tokens, hidden]` of this rank -> `[tokens, hidden]`.
+        """Run the layer on this rank's tokens.
 
-        x: `[tokens, hidden]` of the config's dtype.
-        logits: `[tokens, num_experts]`, float32 for choices that do not depend on rounding; or None
-        topk_ids, topk_weights: with a routing of the caller's: int32 or int64 ids of experts, -1
-            for none, and float32, bfloat16 or float16 weights, `[tokens, top_k]`. Other forms are
-            for `normalize_topk`.
-        rows: the most tokens that any rank has in this call, equal on all ranks; where it is above
-            max_tokens, every rank takes as many rounds as it needs. Default: max_tokens. Over
-            several hosts so many rows cross to each of them in throughput mode.
-        num_tokens: int32 `[1]` on the device: rows from there on are padding and sent to no expert;
-            they get what the shared expert made of them, or zeros.
-        out: `[tokens, hidden]` to write into; may be x.
+        Pass logits, or topk_ids with topk_weights. Invalid tensors are refused before anything is
+        sent. If the shared expert or a GEMM raises in the middle of a round, the peers raise
+        PeerLeft with its text and later calls on this rank raise Aborted.
 
-        What is wrong with a tensor is refused before anything is sent. If the shared expert or a
-        product raises, the round cannot end: the peers raise PeerLeft with its text, and later
-        calls on this rank Aborted. Raises InvalidArgument, TokenOverflow, OutOfOrder, and what
-        broke the group.
+        Args:
+            x: `[tokens, hidden]` of the config's dtype.
+            logits: `[tokens, num_experts]`. Use float32 for choices that do not depend on rounding.
+            topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none. See `normalize_topk` for other
+                forms.
+            topk_weights: float32, bfloat16 or float16 `[tokens, top_k]`.
+            rows: Maximum tokens of any rank in this call, equal on all ranks. Above max_tokens the
+                call takes several rounds. Default: max_tokens.
+            num_tokens: int32 `[1]` on the device: rows from there on are padding. They are sent to
+                no expert and get the shared expert's result, or zeros.
+            out: `[tokens, hidden]` to write into; may be x. Default: a new tensor.
+
+        Returns:
+            `[tokens, hidden]`.
+
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            TokenOverflow: more tokens than max_tokens without `rows`.
+            OutOfOrder: another thread is in a call, or the layer is closed.
+            ExpertsLost: no living rank holds some experts.
+            GroupError: the group is broken.
         """
         given = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
@@ -325,9 +352,15 @@ class MoE:
             workspace.end()
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
-        """The layer's ids and weights for logits `[tokens, num_experts]`; see `weft.moe.route`.
+        """Return the experts and weights that the layer chooses for logits.
 
-        With replicas the ids are those of physical experts, as `exchange` takes them.
+        Args:
+            logits: `[tokens, num_experts]`.
+            num_tokens: int32 `[1]` on the device: rows from there on are padding.
+
+        Returns:
+            Ids and weights `[tokens, top_k]`. With replicas the ids are those of physical experts,
+                as `exchange` takes them.
         """
         if torch.compiler.is_dynamo_compiling():
             return Routed(*moe_compile.traced_route(self, logits, num_tokens))
@@ -351,14 +384,21 @@ class MoE:
         return normalize_checked(ids, weights, num_tokens, self._table, self.exchange.rank)
 
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
-        """What this rank's experts make of what a dispatch of `exchange` brought.
+        """Run this rank's experts on what a dispatch of `exchange` brought.
 
-        Between dispatch and combine, in their stream. In throughput mode it is written into
-        `exchange.output()`, and None returned; in low-latency mode it is
-        `[local_experts, rows, hidden]` for `exchange.combine`, until the next call. With fewer
-        max_rows than came, the entries that do not fit count as zero, and `check` raises
-        TokenOverflow. With overlap "gemm_push" there is no output() to write into: in throughput
-        mode InvalidArgument; in low-latency mode the rows are pushed, and combine takes None.
+        Call it between dispatch and combine, in their stream. If max_rows is too small, entries
+        that do not fit count as zero and `check` raises TokenOverflow.
+
+        Args:
+            received: What `exchange.dispatch` returned.
+
+        Returns:
+            None in throughput mode, which writes `exchange.output()`. In low-latency mode
+                `[local_experts, rows, hidden]` for `exchange.combine`, valid until the next call;
+                None with "gemm_push".
+
+        Raises:
+            InvalidArgument: overlap is "gemm_push" in throughput mode, which has no output().
         """
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_experts(self, received)
@@ -366,21 +406,33 @@ class MoE:
         return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
-        """Raise what the device has recorded, see `AllToAll.check`, and ExpertsLost."""
+        """Raise what the device has recorded since the last check; see `AllToAll.check`.
+
+        Raises:
+            UsageError: the device refused part of the input.
+            ExpertsLost: no living rank holds some experts.
+            GroupError: the group is broken.
+        """
         self._check_served()
         self.exchange.check()
 
     @property
     def broken(self) -> bool:
-        """Would `check` raise that the group is broken? One read of host memory."""
+        """Whether the group is broken, so that `check` raises `GroupError`. One read of host
+        memory.
+        """
         return self.exchange.broken
 
     def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits; see `AllToAll.abort`."""
+        """Make the kernels of all ranks leave their waits; see `AllToAll.abort`."""
         self.exchange.abort()
 
     def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
+        """Return the last 128 finished operations of a rank, oldest first; see `AllToAll.history`.
+
+        Args:
+            rank: Rank to read. Default: this rank.
+        """
         return self.exchange.history(rank)
 
     def __enter__(self) -> Self:
@@ -392,7 +444,7 @@ class MoE:
         self.close()
 
     def close(self) -> None:
-        """Give the workspace back, if no sibling is open. Idempotent."""
+        """Free the workspace when no sibling is open. Idempotent."""
         self._closed = True
         library.forget(self._handle)
         self._workspace.layers.discard(self)

@@ -21,21 +21,26 @@ MAX_COLUMNS = largest(Shape, "hidden")
 
 @dataclass(frozen=True, slots=True)
 class Gating(GateNumbers):
-    """`g * sigmoid(alpha * gate) * (u + offset)`, with gate and up held to a limit before.
+    """Describe the gating: `g * sigmoid(alpha * gate) * (u + offset)` with optional limits.
 
-    alpha, offset: 1 and 0 give SwiGLU.
-    limit: None, or gate is at most limit, and up in -limit..limit.
-    beta, linear_beta: None, and g is gate, u is up; or SiTU: g is `beta * tanh(gate / beta)`, and u
-        is `linear_beta * tanh(up / linear_beta)`.
+    Attributes:
+        alpha: Factor inside the sigmoid; 1 gives SwiGLU.
+        offset: Added to up; 0 gives SwiGLU.
+        limit: Clamps gate to at most limit and up to -limit..limit. None: no limit.
+        beta: SiTU: g is `beta * tanh(gate / beta)`. None: g is gate.
+        linear_beta: SiTU: u is `linear_beta * tanh(up / linear_beta)`. None: u is up.
 
-    Raises InvalidArgument for a number that is not finite, a limit or a beta that is not positive,
-    and one beta without the other.
+    Raises:
+        InvalidArgument: a number is not finite, a limit or beta is not positive, or only one beta
+            is given.
     """
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., 2 * intermediate]`, the gate first -> `[..., intermediate]`; gate_up is spoilt.
+        """Return `[..., intermediate]` for `[..., 2 * intermediate]`, gate first. Overwrites
+        gate_up.
 
-        out: where to write, or None for a new tensor. Each step is rounded to gate_up's dtype.
+        Args:
+            out: Where to write, or None for a new tensor. Each step is rounded to gate_up's dtype.
         """
         for name, tensor in (("gate_up", gate_up), ("out", out)):
             if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "out"):
@@ -65,16 +70,20 @@ CLAMPED_SWIGLU = Gating(alpha=1.702, offset=1.0, limit=7.0)  # GPT-OSS, MiniMax-
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """One layer's sizes and rules, equal on all ranks.
+    """Sizes and rules of one layer, equal on all ranks.
 
-    hidden, intermediate: columns of a token, and of an expert between its two products.
-    routing: how experts are chosen and weighed.   gating: what makes gate and up one row.
-    shared: intermediate size of the shared expert, 0 for none; `dataclasses.replace(c, shared=0)`
-        is for those who compute it elsewhere.
-    biased: the experts' products have biases.
-    dtype: of tokens, weights and results: bfloat16, float16 or float32.
+    Attributes:
+        hidden: Columns of a token.
+        intermediate: Columns of an expert between its two products.
+        routing: How experts are chosen and weighed.
+        gating: How gate and up become one row.
+        shared: Intermediate size of the shared expert, 0 for none; `dataclasses.replace(c,
+            shared=0)` if you compute it elsewhere.
+        biased: The experts' products have biases.
+        dtype: Of tokens, weights and results: bfloat16, float16 or float32.
 
-    Raises InvalidArgument for a size that cannot be, or a rule that is none.
+    Raises:
+        InvalidArgument: a size or a rule is invalid.
     """
 
     hidden: int
@@ -100,17 +109,20 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, config: object) -> MoEConfig:
-        """The MoE layers of a model, from its config as transformers writes it.
+        """Return the config of a model's MoE layers from its transformers config.
 
-        config: what config.json holds as a dict, its path or that of its folder, or a config
-            object of transformers. A text_config inside is taken, where there is one.
-
-        Serves the model types of docs/user/moe.md. A config without a dtype is bfloat16;
+        Serves the model types of docs/user/models.md. A config without a dtype is bfloat16;
         `dataclasses.replace(c, dtype=...)` changes it. Which of a model's layers are MoE layers is
         not told here, nor what the engine does around them: Kimi-K3's hidden is that of the rows
-        between its latent projections, without the shared experts. Raises InvalidArgument naming a
-        field that is missing, or whose value needs arithmetic that weft lacks, and what cannot be
-        read.
+        between its latent projections, without the shared experts.
+
+        Args:
+            config: What config.json holds as a dict, its path or that of its folder, or a config
+                object of transformers. A text_config inside is taken, where there is one.
+
+        Raises:
+            InvalidArgument: a field is missing, or needs arithmetic that weft lacks. The text names
+                it.
         """
         found = layer_of(config)
         gating = Gating(**found.pop("gating", {}))

@@ -24,10 +24,11 @@ MIN_GAIN_OF_SWAP = 1e-4  # of a rank's load: below it, swaps take longer than th
 
 
 class ReplicaTable(NamedTuple):
-    """From logical ids to physical ones, on a device.
+    """Tensors that map logical experts to physical ones.
 
-    counts: int32 `[num_experts]`, how many replicas each expert has.
-    physical: int32 `[num_experts, max_replicas]`, which they are, rising; -1 beyond counts.
+    Attributes:
+        counts: int32 `[num_experts]`, how many replicas each expert has.
+        physical: int32 `[num_experts, max_replicas]`, which they are, rising; -1 beyond counts.
     """
 
     counts: torch.Tensor
@@ -36,14 +37,16 @@ class ReplicaTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Which logical expert each physical expert is a replica of.
+    """A placement: the logical expert of each physical expert.
 
-    logical: the logical expert of each physical one; each of 0..num_experts - 1 is there at least
-        once.
-    ranks: each has equally many: physical expert p on rank `p // (len(logical) / ranks)`, as in
-        `Placement.blocks(len(logical), ranks)`.
+    Attributes:
+        logical: The logical expert of each physical one; each of 0..num_experts - 1 is there at
+            least once.
+        ranks: Each has equally many: physical expert p on rank `p // (len(logical) / ranks)`, as in
+            `Placement.blocks(len(logical), ranks)`.
 
-    Raises InvalidArgument naming what is wrong.
+    Raises:
+        InvalidArgument: the placement is invalid.
     """
 
     logical: tuple[int, ...]
@@ -65,26 +68,32 @@ class Replicas:
 
     @property
     def num_experts(self) -> int:
-        """Logical experts."""
+        """Number of logical experts."""
         return max(self.logical) + 1
 
     def physical_of(self, expert: int) -> tuple[int, ...]:
-        """The replicas of a logical expert, rising. Raises InvalidArgument for what is none."""
+        """Return the physical experts of a logical one, ascending.
+
+        Raises:
+            InvalidArgument: the argument is invalid.
+        """
         expert = integer("expert", expert, 0, self.num_experts - 1)
         return tuple(p for p, held in enumerate(self.logical) if held == expert)
 
     def local(self, rank: int) -> tuple[int, ...]:
-        """The logical expert of each of a rank's, in their order: what its weights are made of.
+        """Return the logical expert of each of a rank's physical experts, in order.
 
-        Raises InvalidArgument for what is no rank.
+        Raises:
+            InvalidArgument: there is no such rank.
         """
         rank, each = integer("rank", rank, 0, self.ranks - 1), self._each
         return self.logical[rank * each : (rank + 1) * each]
 
     def imbalance(self, loads: Sequence[float] | torch.Tensor) -> float:
-        """The most loaded rank's load over the mean of ranks, an expert's spread over its replicas.
+        """Return the largest load of a rank divided by the mean; replicas share a load equally.
 
-        loads: `[num_experts]`, as in `balance`. 1.0 is perfect; so is no load at all.
+        Args:
+            loads: `[num_experts]`, as in `balance`. 1.0 is perfect; so is no load at all.
         """
         known = _loads(loads)
         if len(known) != self.num_experts:
@@ -100,9 +109,13 @@ class Replicas:
         return max(by_rank) / mean if mean else 1.0
 
     def on(self, living: int | None = None) -> list[list[int]]:
-        """The replicas of each logical expert on the ranks of `living`, bit r for rank r; rising.
+        """Return the replicas of each logical expert on some ranks, ascending.
 
-        living: default all. Raises InvalidArgument for what is no such mask.
+        Args:
+            living: Mask with bit r for rank r. Default: all ranks.
+
+        Raises:
+            InvalidArgument: the mask is invalid.
         """
         every, each = (1 << self.ranks) - 1, self._each
         living = every if living is None else integer("living", living, 1, every)
@@ -113,10 +126,12 @@ class Replicas:
         return physical
 
     def table(self, device: torch.device, *, living: int | None = None) -> ReplicaTable:
-        """How many replicas each expert has and which, as tensors on `device`.
+        """Return the number of replicas of each expert, and which, as tensors.
 
-        living: only those on these ranks, as in `on`. An expert that has none there has one, -1:
-            ids of it become ids of no expert.
+        Args:
+            device: Device of the tensors.
+            living: As in `on`. An expert without a replica there gets -1, so that its ids are
+                dropped.
         """
         instance("device", device, torch.device)
         physical = [found or [-1] for found in self.on(living)]
@@ -137,21 +152,25 @@ class Replicas:
 def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0) -> Replicas:
     """Place one layer's experts and their replicas so that ranks are equally loaded (EPLB).
 
-    loads: `[num_experts]`, how much each expert has to do, such as its tokens on all ranks
-        together (`weft.reference.expert_load`, summed over ranks); finite and 0 or more.
-    ranks: of the group.
-    replicas: physical experts beyond one for each logical one, at most
-        `num_experts * (ranks - 1)`; with the experts a multiple of ranks.
-
-    Replicas go one by one to the expert with the most load per replica, which minimises the
-    largest such load. Then the replicas, the most loaded first, go to the least loaded rank with a
-    free place that has none of that expert, and swaps between the most loaded rank and another end
-    the search. Equal loads give equal placements on every rank.
+    Replicas go one by one to the expert with the most load per replica, which minimises the largest
+    such load. Then the replicas, the most loaded first, go to the least loaded rank with a free
+    place that has none of that expert, and swaps between the most loaded rank and another end the
+    search. Equal loads give equal placements on every rank.
 
     DeepSeek's EPLB (github.com/deepseek-ai/EPLB) has the first two steps. It goes by groups and
     nodes too, which one NVLink domain has no use for; here an expert has one replica on a rank at
-    most, since a second one would take no load off the rank, and the last step is ours. The
-    current placement does not count. Raises InvalidArgument.
+    most, since a second one would take no load off the rank, and the last step is ours. The current
+    placement does not count.
+
+    Args:
+        loads: `[num_experts]`, how much each expert has to do, such as its tokens on all ranks
+            together (`weft.reference.expert_load`, summed over ranks); finite and 0 or more.
+        ranks: Number of ranks.
+        replicas: Physical experts beyond one for each logical one, at most `num_experts * (ranks -
+            1)`; with the experts a multiple of ranks.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
     known = _loads(loads)
     ranks = integer("ranks", ranks, 1, MAX_RANKS)

@@ -41,7 +41,11 @@ EXPERTS = largest(Shape, "experts")
 
 
 class Routed(NamedTuple):
-    """ids: int32 `[tokens, top_k]`, -1 for padding.   weights: float32 `[tokens, top_k]`."""
+    """Experts and weights of a batch.
+
+    ids: int32 `[tokens, top_k]`, -1 for padding.
+    weights: float32 `[tokens, top_k]`.
+    """
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -49,21 +53,24 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a layer chooses experts, and what each of them weighs.
+    """Describe how a layer chooses and weighs experts.
 
-    num_experts, top_k: experts to choose from, and how many each token gets.
-    score: "softmax", "sigmoid" or "sqrtsoftplus" of all logits, the last sqrt(log(1 + exp(logit)));
-        "softmax-chosen": softmax of the chosen ones only.
-    renormalise: divide the chosen scores by their sum.
-    correction: a bias `[num_experts]` is added to the scores for choosing, never for weighing.
-    groups, top_groups: experts are in equal contiguous groups; only those in the best groups may
-        be chosen.
-    group_best: a group is as good as the sum of its 1 or 2 best experts.
-    scale: every weight is multiplied by it at the end.
-    weigh: "output": an expert's result is multiplied by its weight; "input": its input is, which
-        serves top_k 1 only.
+    Attributes:
+        num_experts: Number of experts.
+        top_k: Experts per token.
+        score: "softmax", "sigmoid" or "sqrtsoftplus" of all logits, the last sqrt(log(1 +
+            exp(logit))); "softmax-chosen": softmax of the chosen ones only.
+        renormalise: Divide the chosen scores by their sum.
+        correction: A bias `[num_experts]` is added to the scores for choosing, never for weighing.
+        groups: Number of equal contiguous groups of experts.
+        top_groups: Number of groups, the best ones, from which experts may be chosen.
+        group_best: A group is as good as the sum of its 1 or 2 best experts.
+        scale: Every weight is multiplied by it at the end.
+        weigh: "output": an expert's result is multiplied by its weight; "input": its input is,
+            which serves top_k 1 only.
 
-    Raises InvalidArgument naming the field, its value and what it may be.
+    Raises:
+        InvalidArgument: a field is invalid. The text names it and what it may be.
     """
 
     num_experts: int
@@ -97,7 +104,7 @@ class Routing:
         self._check_rule(experts // groups)
 
     def literal(self) -> str:
-        """What specialises the kernel, as the C++ initialiser of `weft::Routing`."""
+        """Return the C++ initialiser that specialises the kernel."""
         flags = {name: str(getattr(self, name)).lower() for name in ("renormalise", "correction")}
         return (
             f"weft::Routing{{.experts = {self.num_experts}, .top_k = {self.top_k}, "
@@ -141,20 +148,25 @@ def route(
 ) -> Routed:
     """Return each token's experts, best first, and their weights.
 
-    logits: `[tokens, num_experts]`, float32, bfloat16 or float16; all arithmetic is in float32.
-    correction: float32 `[num_experts]`; needed where the rule has one, refused where not.
-    num_tokens: int32 `[1]` on the device: rows from there on are padding, ids -1 and weights 0.
-
         choice  = logits, or score(logits) + correction where there are a correction or groups
         ids     = the top_k of choice, those outside the top_groups groups being -inf
         weights = score[ids] / (sum of score[ids] + 1e-20) * scale
 
     Equal choices are taken by the lowest id (torch.topk may take another: to keep the choice of a
-    router of your own, pass its topk_ids), equal groups by the lowest group. A NaN logit counts
-    as larger than any number, so its expert is chosen and weighs NaN: the token's own output is
-    NaN, and no other token is touched. Waits for no device, and its shapes depend on sizes alone,
-    so it may be captured; on a GPU, where it is one kernel without a gradient, a rule's first call
-    loads that kernel and may not. Raises InvalidArgument and OutOfOrder.
+    router of your own, pass its topk_ids), equal groups by the lowest group. A NaN logit counts as
+    larger than any number, so its expert is chosen and weighs NaN: the token's own output is NaN,
+    and no other token is touched. Waits for no device, and its shapes depend on sizes alone, so it
+    may be captured; on a GPU, where it is one kernel without a gradient, a rule's first call loads
+    that kernel and may not.
+
+    Args:
+        logits: `[tokens, num_experts]`, float32, bfloat16 or float16; all arithmetic is in float32.
+        correction: float32 `[num_experts]`; needed where the rule has one, refused where not.
+        num_tokens: int32 `[1]` on the device: rows from there on are padding, ids -1 and weights 0.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        OutOfOrder: the call comes at the wrong time, or the object is closed.
     """
     check_route(routing, logits, correction, num_tokens)
     return route_checked(routing, logits, correction, num_tokens)
@@ -232,15 +244,19 @@ def route_in_torch(
 
 
 def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
-    """What experts weigh that something else than the logits has chosen, such as the token's id.
+    """Return the weights of experts that something other than the logits chose.
 
-    logits: `[tokens, num_experts]`, as for `route`.
-    topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none, which weighs 0. Others outside of
-        0..num_experts - 1 weigh 0, too, and stay outside, for dispatch to refuse and to report.
+    DeepSeek-V4's first layers take `topk_ids = tid2eid[input_ids]`. The result is the ids as
+    dispatch takes them and the weights of `route` for them. Uses torch operations only and waits
+    for no device.
 
-    DeepSeek-V4's first layers take `topk_ids = tid2eid[input_ids]`. Returns the ids as dispatch
-    takes them, and the weights of `route` for these ids. In torch's operations; waits for no
-    device. Raises InvalidArgument.
+    Args:
+        logits: `[tokens, num_experts]`, as for `route`.
+        topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none, which weighs 0. Others outside of
+            0..num_experts - 1 weigh 0, too, and stay outside, for dispatch to refuse and to report.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
     check_logits(routing, logits)
     size, device = (len(logits), routing.top_k), logits.device
@@ -267,12 +283,15 @@ def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
 def router_logits(
     x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float32 `[tokens, num_experts]`: `x @ gate.T + bias`, with x `[tokens, hidden]`.
+    """Return float32 logits `[tokens, num_experts]`: `x @ gate.T + bias`.
 
-    gate: `[num_experts, hidden]`, kept in float32 it is not converted in every call.
+    In bf16 two experts often tie, and which of them wins would depend on the rounding.
 
-    In bf16 two experts often tie, and which of them wins would depend on the rounding. Raises
-    InvalidArgument.
+    Args:
+        gate: `[num_experts, hidden]`, kept in float32 it is not converted in every call.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """
     for name, tensor in (("x", x), ("gate", gate), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "bias"):
@@ -376,19 +395,25 @@ def normalize_topk(
 ) -> Routed:
     """Return ids and weights as dispatch takes them: int32 with -1 for no expert, and float32.
 
-    topk_ids: int32 or int64 `[tokens, top_k]`.
-    topk_weights: float32, bfloat16 or float16 `[tokens, top_k]`.
-    padding_id: an id that names no expert, beside -1; engines also use num_experts.
-    skip_zero_weights: entries of weight 0 are of no expert, so that padding with ids is not sent.
-    num_tokens: int32 `[1]` on the device: rows from there on are padding.
-    replicas: int32 `[num_experts, width]` on the device: how many physical experts a logical one
-        has, then which: both tensors of `Replicas.table` side by side. Ids are logical experts then
-        and become physical ones: token t of this rank takes replica `(t + rank) % count`. The table
-        is read when the kernel runs, so it may change between replays of a graph.
-
     Ids outside of their range stay outside, for dispatch to refuse and to report. One kernel on a
     GPU, and none where nothing is to do; waits for no device and may be captured, but for the first
-    call on a device, which loads the kernel. Raises InvalidArgument and OutOfOrder.
+    call on a device, which loads the kernel.
+
+    Args:
+        topk_ids: int32 or int64 `[tokens, top_k]`.
+        topk_weights: float32, bfloat16 or float16 `[tokens, top_k]`.
+        padding_id: An id that names no expert, beside -1; engines also use num_experts.
+        skip_zero_weights: Treat entries of weight 0 as no expert, so that padding is not sent.
+        num_tokens: int32 `[1]` on the device: rows from there on are padding.
+        replicas: int32 `[num_experts, width]` on the device: how many physical experts a logical
+            one has, then which: both tensors of `Replicas.table` side by side. Ids are logical
+            experts then and become physical ones: token t of this rank takes replica `(t + rank) %
+            count`. The table is read when the kernel runs, so it may change between replays of a
+            graph.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        OutOfOrder: the call comes at the wrong time, or the object is closed.
     """
     flags(skip_zero_weights=skip_zero_weights)
     padding_id = integer("padding_id", padding_id, *INT64)

@@ -210,10 +210,16 @@ class Operator(ABC):
         """Let go of every view of the heap that `_make_views` made."""
 
     def check(self) -> None:
-        """Raise what the device has recorded: a broken group, or input that was refused.
+        """Raise what the device has recorded since the last check.
 
-        Reads host memory only, so it costs nothing and sees the past: synchronise first to be sure
-        of the last call. A refusal is raised once; a broken group stays broken.
+        Call it once a step, after the engine's own synchronisation. It reads host memory only, so
+        it costs nothing and does not see calls that are still running.
+
+        Raises:
+            UsageError: the device refused part of the input, such as an expert id out of range. A
+                refusal is raised once, and the group continues.
+            GroupError: the group is broken. Every later call raises the same error.
+            OutOfOrder: the object is closed.
         """
         with self._access:
             self._check_open()
@@ -232,18 +238,23 @@ class Operator(ABC):
 
     @property
     def broken(self) -> bool:
-        """Would `check` raise that the group is broken? One read of host memory."""
+        """Whether the group is broken, so that `check` raises `GroupError`. One read of host
+        memory.
+        """
         with self._access:
             self._check_open()
             word = self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE
             return bool(self._mailbox.broken_code or word)
 
     def abort(self) -> None:
-        """Ask the kernels of all ranks to leave their waits. Waits for no peer.
+        """Make the kernels of all ranks leave their waits. Returns without waiting for a peer.
 
-        May be called from any thread. Every wait that is under way, and every later one that
-        would last, ends with Aborted naming this rank; a call whose flags have all arrived may
-        still finish, but on this rank every later call raises. Close the group after it.
+        Any thread may call it. Every wait that is running, and every later one that would last,
+        ends with `Aborted` naming this rank. A call whose flags have all arrived may still finish,
+        but on this rank every later call raises. Close the group after it.
+
+        Raises:
+            OutOfOrder: the object is closed.
         """
         with self._access:
             self._check_open()
@@ -252,17 +263,27 @@ class Operator(ABC):
             self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
     def history(self, rank: int | None = None) -> list[Record]:
-        """The last 128 rounds of a rank (default: this one), oldest first; also of a dead one."""
+        """Return the last 128 finished operations of a rank, oldest first.
+
+        Args:
+            rank: Rank to read, also one that has died. Default: this rank.
+
+        Returns:
+            Records with the epoch, the phase and times in nanoseconds of the device's clock.
+
+        Raises:
+            OutOfOrder: the object is closed.
+        """
         with self._access:
             self._check_open()
             header = self._header_of(rank)
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
     def close(self) -> None:
-        """Give the memory back. Waits for this rank's own work, never for a peer. Idempotent.
+        """Free the memory. Waits for this rank's own work, never for a peer. Idempotent.
 
-        Any thread may call it. A call that waits in another one ends first, with Aborted. Peers
-        that are in a call which this rank has not finished raise PeerLeft.
+        Any thread may call it. A call that waits in another thread ends first, with `Aborted`.
+        Peers that are in a call which this rank has not finished raise `PeerLeft`.
         """
         library.forget(self._handle)
         if not self._begin_close():

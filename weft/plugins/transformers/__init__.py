@@ -36,18 +36,20 @@ KNOWN = (
 
 
 def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
-    """Let `DistributedConfig(ep_implementation="weft")` name weft, for models loaded from now on.
+    """Make `DistributedConfig(ep_implementation="weft")` available to models loaded from now on.
 
     Call it on every rank with equal arguments, before the model is loaded. Nothing is allocated
     here: loading makes one `weft.Group` for a model, and its first forward pass the operators.
 
-    max_tokens: rows of a rank that one round moves. A larger batch takes several rounds, as many
-        on every rank. Memory of a rank, at most: 2 * ranks * max_tokens rows of the model.
-    timeout: seconds that a layer waits for a peer that is late, before PeerTimeout. A peer that
-        died or raised is noticed at once.
+    Args:
+        max_tokens: Rows of a rank that one round moves. A larger batch takes several rounds, as
+            many on every rank. Memory of a rank, at most: 2 * ranks * max_tokens rows of the model.
+        timeout: Seconds that a layer waits for a peer that is late, before PeerTimeout. A peer that
+            died or raised is noticed at once.
 
-    Raises InvalidArgument, and SetupError if transformers is older than 5.23 or its interface is
-    another.
+    Raises:
+        InvalidArgument: an argument is invalid.
+        SetupError: transformers is older than 5.23 or has another interface.
     """
     max_tokens, timeout = integer("max_tokens", max_tokens, 1, 1 << 20), seconds("timeout", timeout)
     _check_interface()

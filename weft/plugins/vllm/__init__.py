@@ -1,7 +1,7 @@
 """weft inside vLLM: `WEFT_VLLM=block vllm serve ...`, and WEFT_VLLM_ALLREDUCE=1 for all-reduces.
 
-vLLM finds `register` by its entry point; docs/user/vllm.md says what is served. Importing this package
-imports nothing of vLLM, and nothing of weft that could fail: vLLM would only log it.
+vLLM finds `register` by its entry point; docs/user/vllm.md says what is served. Importing this
+package imports nothing of vLLM, and nothing of weft that could fail: vLLM would only log it.
 """
 
 from __future__ import annotations
