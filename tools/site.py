@@ -10,6 +10,7 @@ import ast
 import copy
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,21 +154,27 @@ def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 def _sizes_function(cls: griffe.Class, name: str) -> griffe.Function:
     """Return `name = sizes_of(make, size, doc)` as a function with the parameters of `make`."""
-    source = cls.module.members[name].final_target
-    call = ast.parse(str(source.value)).body[0]
-    assert isinstance(call, ast.Expr)
-    assert isinstance(call.value, ast.Call)
-    make = source.module
-    for part in ast.unparse(call.value.args[0]).split("."):
-        make = make.members[part].final_target if make.members[part].is_alias else make[part]
-    helper = source.module[call.value.func.id].final_target  # type: ignore[attr-defined]
-    texts = [a.value for a in call.value.args if isinstance(a, ast.Constant)]
-    text = inspect.cleandoc(texts[0]) if texts else helper.docstring.value
-    parameters = make.parameters
-    shown = [p for p in parameters if p.name not in ("self", "cls") and p.name[0] != "_"]
-    function = griffe.Function(
-        name, parameters=griffe.Parameters(*shown), returns="int", parent=cls
-    )
+    source: Any = cls.module.members[name]
+    source = source.final_target if source.is_alias else source
+    call: Any = ast.parse(str(source.value), mode="eval").body
+    make: Any = source.module
+    for part in ast.unparse(call.args[0]).split("."):
+        make = make.members[part]
+        make = make.final_target if make.is_alias else make
+    helper: Any = source.module.members[call.func.id]
+    texts = [str(each.value) for each in call.args if isinstance(each, ast.Constant)]
+    text = inspect.cleandoc(texts[0]) if texts else _text_of(helper.final_target)
+    shown = [p for p in make.parameters if p.name not in ("self", "cls") and p.name[0] != "_"]
+    function = griffe.Function(name, parameters=griffe.Parameters(*shown), returns="int")
+    function.parent = cls
     function.docstring = griffe.Docstring(text, parent=function, parser="google")
     function.labels.add("staticmethod")
     return function
+
+
+def _text_of(helper: griffe.Function) -> str:
+    """Return the text that a helper gives the functions that it makes: its `doc = ...`."""
+    for node in ast.walk(ast.parse(textwrap.dedent(helper.source))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "doc":
+            return inspect.cleandoc(str(ast.literal_eval(node.value)))
+    raise ValueError(f"{helper.path} assigns no doc")

@@ -12,7 +12,7 @@ import pytest
 
 from weft.compat import deep_ep, flashinfer, triton_dist
 
-PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/user/compat.md").read_text()
 # Each section: its module, and the classes whose methods the tables list.
 SECTIONS: dict[str, tuple[Any, tuple[type, ...]]] = {
     "flashinfer.comm": (flashinfer, (flashinfer.MoeAlltoAll,)),
