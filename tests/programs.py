@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from weft.jit import Cache
-from weft.jit.host import compile_file
+from weft.jit.host import compile_code
 
 
 def compile_program(*sources: Path, name: str, options: Sequence[str] = ()) -> Path:
     """The program that these files make, one after the other; what they include is weft's."""
     text = "".join(source.read_text() for source in sources)
-    program = compile_file(text, name=name, options=options, cache=Cache())
-    program.chmod(0o700)
+    cache = Cache()
+    code = compile_code(text, name=name, options=options, cache=cache)
+    program = cache.path / f"{name}-{hashlib.sha256(code).hexdigest()[:16]}"
+    if not program.exists():
+        fresh = program.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(code)
+        fresh.chmod(0o700)
+        fresh.replace(program)
     return program
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_key_depends_on_every_part_and_on_its_name() -> None:
 def test_what_was_built_is_found_again(cache: Cache) -> None:
     assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
     assert cache.fetch(KEY, refuse, dict(META)) == b"code"
-    assert cache.file(KEY).read_bytes() == b"code"
+    assert cache.file(KEY).read_bytes().endswith(b"\ncode")
 
 
 def test_build_may_add_to_what_is_said_of_the_entry(cache: Cache) -> None:
@@ -88,8 +89,8 @@ def test_build_may_add_to_what_is_said_of_the_entry(cache: Cache) -> None:
         return b"code"
 
     cache.fetch(KEY, build, meta)
-    said = json.loads(cache.file(KEY).with_suffix(".json").read_text())
-    assert said == {**META, "log": "used 12 registers"}
+    described = json.loads(cache.file(KEY).read_bytes().splitlines()[0])
+    assert {**described, **META, "log": "used 12 registers"} == described
 
 
 def test_modes_are_private(cache: Cache) -> None:
@@ -102,17 +103,17 @@ def test_a_reader_sees_all_of_an_entry_or_nothing(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the moment when everything is written and nothing is renamed yet, there is no entry."""
-    seen: list[tuple[list[str], bytes | None]] = []
+    seen: list[tuple[list[str], list[str]]] = []
     sync = os.fsync
 
     def look(fd: int) -> None:
         sync(fd)
         names = sorted(path.suffix for path in cache.path.iterdir() if path.suffix != ".tmp")
-        seen.append((names, Cache(cache.path)._read(KEY)))
+        seen.append((names, [entry.key for entry in Cache(cache.path).entries()]))
 
     monkeypatch.setattr(os, "fsync", look)
     cache.fetch(KEY, lambda: b"code" * 100_000, dict(META))
-    assert seen == [([".lock"], None), ([".json", ".lock"], None)]
+    assert seen == [([".lock"], [])]
     assert cache.fetch(KEY, refuse, dict(META)) == b"code" * 100_000
     assert not [path for path in cache.path.iterdir() if path.suffix == ".tmp"]
 
@@ -179,7 +180,7 @@ def test_entries_lists_what_is_stored(cache: Cache) -> None:
     for i, key in enumerate(keys):
         cache.fetch(key, (b"x" * (i + 1)).__bytes__, {**META, "name": f"thing{i}"})
     (cache.path / "notes.json").write_text("{}")
-    (cache.path / f"{key_of(entry='being built')}.json").write_text("{}")
+    (cache.path / f"{key_of(entry='damaged')}.data").write_text("{}")
     found = cache.entries()
     assert [entry.key for entry in found] == keys
     assert [entry.bytes for entry in found] == [1, 2, 3]
@@ -207,10 +208,131 @@ def test_clear_under_a_builder_keeps_what_it_builds(cache: Cache) -> None:
     assert cache.fetch(KEY, refuse, dict(META)) == b"code"
 
 
-def test_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(SetupError, match=r"mode 0777.*expected 0700: chmod 700"):
-        Cache(tmp_path)
+OTHER_USER = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702, 0o720, 0o1777, 0o2770])
+def test_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache.path.chmod(mode)
+    with pytest.raises(SetupError, match=rf"mode {mode:04o}.*expected 0700: chmod 700"):
+        Cache(cache.path)
+    with pytest.raises(SetupError, match=rf"mode {mode:04o}"):  # checked at every use
+        cache.fetch(KEY, refuse, dict(META))
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o703])
+def test_parent_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
+    top = tmp_path / "top"
+    cache = Cache(top / "between" / "cache")
+    top.chmod(mode)
+    for use in (lambda: Cache(cache.path), lambda: cache.fetch(KEY, refuse, dict(META))):
+        with pytest.raises(SetupError, match=rf"{top} has mode {mode:04o}.*chmod go-w {top}"):
+            use()
+    top.chmod(mode | 0o1000)  # nobody can rename what is not theirs
+    assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
+
+
+@needs_root
+def test_parent_of_another_user_is_refused(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "top" / "cache")
+    os.chown(cache.path.parent, OTHER_USER, OTHER_USER)
+    with pytest.raises(SetupError, match=rf"top belongs to user {OTHER_USER}.*this user or root"):
+        Cache(cache.path)
+
+
+def test_directories_are_made_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Cache(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert {(tmp_path / each).stat().st_mode & 0o777 for each in ("a", "a/b")} == {0o700}
+
+
+def another_owner(path: Path) -> None:
+    os.chown(path, OTHER_USER, OTHER_USER)
+
+
+def renamed_entry(path: Path) -> None:
+    """The entry of another key, which nobody has changed."""
+    Cache(path.parent).fetch(key_of(entry="other"), lambda: b"other code", dict(META))
+    (path.parent / f"{key_of(entry='other')}.data").replace(path)
+
+
+def symbolic_link(path: Path) -> None:
+    path.rename(path.with_suffix(".away"))
+    path.symlink_to(path.with_suffix(".away"))
+
+
+def hard_link(path: Path) -> None:
+    os.link(path, path.with_suffix(".second"))
+
+
+def named_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def flipped_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+BAD: dict[str, Callable[[Path], object]] = {
+    "group may write": lambda path: path.chmod(0o660),
+    "others may write": lambda path: path.chmod(0o602),
+    "another owner": another_owner,
+    "symbolic link": symbolic_link,
+    "hard link": hard_link,
+    "named pipe": named_pipe,
+    "empty": lambda path: os.truncate(path, 0),
+    "cut in its first line": lambda path: os.truncate(path, 20),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "longer": longer,
+    "bit flipped": flipped_bit,
+    "of another key": renamed_entry,
+    "planted code": lambda path: path.write_bytes(b"\x7fELF planted"),
+    "first line of a list": lambda path: path.write_bytes(b"[1]\ncode"),
+    "first line too deep": lambda path: path.write_bytes(b"[" * 100_000 + b"\ncode"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_entry_is_built_again(
+    cache: Cache, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name == "another owner" and os.geteuid() != 0:
+        pytest.skip("gives files to another user")
+    cache.fetch(KEY, lambda: b"code", dict(META))
+    BAD[name](cache.file(KEY))
+    assert KEY not in [entry.key for entry in cache.entries()]
+    assert cache.fetch(KEY, lambda: b"built again", dict(META)) == b"built again"
+    assert "it is compiled again" in caplog.text
+    assert cache.fetch(KEY, refuse, dict(META)) == b"built again"
+    status = cache.file(KEY).lstat()
+    assert (status.st_uid, status.st_mode & 0o777, status.st_nlink) == (os.geteuid(), 0o600, 1)
+
+
+@pytest.mark.parametrize("planted", ["open to others", "link", "pipe"])
+def test_lock_that_others_could_hold_is_replaced(cache: Cache, planted: str) -> None:
+    lock, victim = cache.path / f"{KEY}.lock", cache.path / "victim"
+    victim.write_text("keep")
+    if planted == "link":
+        lock.symlink_to(victim)
+    elif planted == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.touch()
+        lock.chmod(0o666)
+    assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
+    assert victim.read_text() == "keep"
 
 
 def test_directory_of_another_user_is_refused(
@@ -247,10 +369,10 @@ def test_a_link_is_followed_once_and_judged_by_where_it_leads(tmp_path: Path) ->
         Cache(tmp_path / "circle" / "cache")
 
 
-def test_a_file_that_cannot_be_read_or_removed_is_reported(cache: Cache) -> None:
+def test_a_file_that_cannot_be_replaced_or_removed_is_reported(cache: Cache) -> None:
     cache.file(KEY).mkdir()
     with pytest.raises(SetupError, match=rf"cannot read .*{KEY}.data.*set WEFT_CACHE"):
-        cache.fetch(KEY, refuse, dict(META))
+        cache.fetch(KEY, lambda: b"code", dict(META))
     with pytest.raises(SetupError, match=rf"cannot remove .*{KEY}.data.*by hand"):
         cache.clear()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft.errors import CompileError, InvalidArgument
+from weft.errors import CompileError, InvalidArgument, SetupError
 from weft.jit import host
 from weft.jit.cache import Cache
 
@@ -77,7 +79,7 @@ def test_native_code_only_where_the_cpu_is_known(
     monkeypatch.setattr(host, "_build", record)
     for cpu in ("some cpu", None):
         monkeypatch.setattr(host, "cpu_identity", lambda cpu=cpu: cpu)
-        host.compile_file("int x;", name="nothing", options=(), cache=cache)
+        host.compile_code("int x;", name="nothing", options=(), cache=cache)
     assert ["-march=native" in flags for flags in seen] == [True, False]
 
 
@@ -107,8 +109,31 @@ def test_library_that_cannot_be_loaded_is_explained(
         raise OSError("failed to map segment from shared object")
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    with pytest.raises(CompileError, match="noexec"):
+    with pytest.raises(CompileError, match="cannot be loaded from memory.*memfd"):
         host.compile_shared(ADD, name="add", options=["-DEXTRA=0"], cache=cache)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 500, -1])
+def test_cut_library_is_compiled_again(cache: Cache, size: int) -> None:
+    code = ADD.replace("EXTRA", f"{1000 + size}")  # a library that this process has not loaded
+    host.compile_shared(code, name="add", cache=cache)
+    host._loaded.clear()
+    (path,) = cache.path.glob("*.data")
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    assert host.compile_shared(code, name="add", cache=cache).add(1, 1) == 1002 + size
+
+
+@needs_compiler
+def test_scratch_that_others_could_exchange_is_refused(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    with pytest.raises(SetupError, match=r"shared has mode 0777.*set TMPDIR"):
+        host.compile_shared(ADD, name="add", options=["-DEXTRA=7"], cache=cache)
 
 
 def test_missing_compiler(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

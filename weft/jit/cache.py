@@ -1,36 +1,47 @@
 """A disk cache of compiled code, addressed by what went into it and shared by processes.
 
-An entry is two files in one flat directory: `<key>.data` holds the bytes, `<key>.json` says what
-they are. Each is written under another name and renamed, so that a reader, who takes no lock,
-sees all of it or none. The directory belongs to this user, and nobody else may write it: what is in
-it is code that will be run.
+An entry is one file in a flat directory, `<key>.data`: a line of JSON that names the key, the
+length and the digest of the content and says what it is, then the content. It is written under
+another name and renamed, so that a reader, who takes no lock, sees all of it or none.
+
+What is in the cache is code that will be run, so nothing is loaded that another user could have
+written. Of the directory, of every directory above it, and of the entry itself, owner and mode are
+checked on the opened descriptor, at every use. An entry that fails this check, or whose content
+does not match its first line, is compiled again and replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
+import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from weft.errors import SetupError
 
 # Raise this when entries of an older weft must not be used although every other input is equal.
-ABI = 2
+ABI = 3
 
 _log = logging.getLogger(__name__)
+# .json files are those of ABI 2.
 _OURS = re.compile(r"\.?[0-9a-f]{64}\.(?:data|json|lock|\w+\.tmp)")
+_DESCRIPTION_LIMIT = 1 << 20  # bytes of an entry's first line
+_ENTRY_LIMIT = 1 << 30  # bytes of an entry; the largest of weft has a few MiB
+_LOCK_POLL = 0.05  # seconds between two tries of a lock
+_ALL_IDS = 0xFFFFFFFF  # user ids that the initial user namespace maps
+# These errors of open() say that the entry is no plain file that its owner can read.
+_NO_PLAIN_FILE = frozenset((errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENODEV))
 
 
 def key_of(**parts: str | Sequence[str]) -> str:
@@ -67,6 +78,10 @@ class Entry:
     created: float
 
 
+class BadEntryError(Exception):
+    """Why a file in the cache is not used: another user could have written it, or it is damaged."""
+
+
 class Cache:
     """Compiled code on disk; safe to use from many processes and threads at once.
 
@@ -74,15 +89,17 @@ class Cache:
     lock_timeout: seconds to wait for another process that builds the same entry.
 
     Links are followed once, here; `self.path` is the directory itself. Raises SetupError where it
-    cannot be made, belongs to another user, or others may write it.
+    cannot be made, or where another user could write it or replace it.
     """
 
     def __init__(self, path: Path | None = None, *, lock_timeout: float = 300.0) -> None:
-        self.path = _own_directory(default_path() if path is None else Path(path).absolute())
+        self.path = _make_directory(default_path() if path is None else Path(path).absolute())
         self.lock_timeout = lock_timeout
+        with self._opened():
+            pass
 
     def file(self, key: str) -> Path:
-        """Return where the entry's bytes are, once it was fetched."""
+        """Return the path of an entry."""
         return self.path / f"{key}.data"
 
     def fetch(self, key: str, build: Callable[[], bytes], meta: dict[str, Any]) -> bytes:
@@ -96,35 +113,37 @@ class Cache:
         """
         began = time.monotonic()
         what = f"{meta['name']} ({meta['kind']}, {meta['arch']})"
-        if (data := self._read(key)) is not None:
-            _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - began)
-            _log.debug("%s: its key is %s", what, key)
-            return data
-        with self._locked(key, meta["name"]):
-            if (data := self._read(key)) is not None:  # built while this process waited
-                waited = time.monotonic() - began
-                _log.info("%s: another process compiled it, waited %.3f s", what, waited)
+        with self._opened() as folder:
+            if (data := self._read(folder, key)) is not None:
+                _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - began)
+                _log.debug("%s: its key is %s", what, key)
                 return data
-            data = build()
-            self._write(self.path / f"{key}.json", json.dumps(meta, indent=1).encode())
-            self._write(self.file(key), data)  # last: an entry is there once its data is
-            took = time.monotonic() - began
-            _log.info("%s: compiled in %.3f s, %d bytes", what, took, len(data))
-            _log.debug("%s: by %s, kept in %s as %s", what, meta["compiler"], self.path, key)
-            return data
+            with self._locked(folder, key, meta["name"]):
+                if (data := self._read(folder, key, warn=True)) is not None:
+                    waited = time.monotonic() - began
+                    _log.info("%s: another process compiled it, waited %.3f s", what, waited)
+                    return data
+                data = build()
+                self._write(folder, key, meta, data)
+                took = time.monotonic() - began
+                _log.info("%s: compiled in %.3f s, %d bytes", what, took, len(data))
+                _log.debug("%s: by %s, in %s as %s", what, meta["compiler"], self.path, key)
+                return data
 
     def entries(self) -> list[Entry]:
-        """Return what is stored, oldest first."""
+        """Return what is stored and would be used, oldest first."""
         found = []
-        for path in self.path.glob("*.json"):
-            if not _OURS.fullmatch(path.name):
-                continue
-            try:
-                meta, status = json.loads(path.read_text()), self.file(path.stem).stat()
-            except FileNotFoundError:  # it is being built, or removed
-                continue
-            named = {name: str(meta[name]) for name in ("kind", "name", "arch")}
-            found.append(Entry(path.stem, **named, bytes=status.st_size, created=status.st_mtime))
+        with self._opened() as folder:
+            for name in os.listdir(folder):
+                if not (_OURS.fullmatch(name) and name.endswith(".data")):
+                    continue
+                key = name.removesuffix(".data")
+                try:
+                    meta, data, status = _read_entry(folder, key)
+                except (FileNotFoundError, BadEntryError):
+                    continue
+                named = {field: str(meta[field]) for field in ("kind", "name", "arch")}
+                found.append(Entry(key, **named, bytes=len(data), created=status.st_mtime))
         return sorted(found, key=lambda entry: (entry.created, entry.key))
 
     def clear(self) -> int:
@@ -133,87 +152,271 @@ class Cache:
         Files that weft did not write stay. Raises SetupError where one cannot be removed.
         """
         removed = 0
-        for path in self.path.glob("*"):
-            if not _OURS.fullmatch(path.name):
-                continue
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise SetupError(f"cannot remove {path}: {error}; remove it by hand") from error
-            removed += path.suffix == ".data"
+        with self._opened() as folder:
+            for name in os.listdir(folder):
+                if not _OURS.fullmatch(name):
+                    continue
+                try:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder)
+                except OSError as error:
+                    raise SetupError(
+                        f"cannot remove {self.path / name}: {error.strerror}; remove it by hand"
+                    ) from error
+                removed += name.endswith(".data")
         return removed
 
-    def _read(self, key: str) -> bytes | None:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the directory, check it and all above it, and close it at the end."""
+        fd = open_private_directory(self.path, purpose="code from it would be run")
         try:
-            return self.file(key).read_bytes()
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _read(self, folder: int, key: str, *, warn: bool = False) -> bytes | None:
+        """Return an entry's content, or None where there is none that may be used."""
+        try:
+            return _read_entry(folder, key)[1]
         except FileNotFoundError:
+            return None
+        except BadEntryError as bad:
+            if warn:
+                _log.warning("%s %s; it is compiled again", self.file(key), bad)
             return None
         except OSError as error:
             raise SetupError(
-                f"cannot read {self.file(key)}: {error}; remove it, or set WEFT_CACHE to another "
-                "directory"
+                f"cannot read {self.file(key)}: {error.strerror}; remove it, or set WEFT_CACHE to "
+                "another directory"
             ) from error
 
-    def _write(self, path: Path, data: bytes) -> None:
-        """Write a file so that a reader sees all of it or none, also after a crash."""
+    def _write(self, folder: int, key: str, meta: dict[str, Any], data: bytes) -> None:
+        """Write an entry so that a reader sees all of it or none, also after a crash."""
+        described = {**meta, "key": key, "bytes": len(data), "digest": _digest(data)}
+        content = json.dumps(described).encode() + b"\n" + data
+        name, temporary = f"{key}.data", f"{key}.{secrets.token_hex(8)}.tmp"
         try:
-            with tempfile.NamedTemporaryFile(
-                dir=self.path, prefix=f"{path.stem}.", suffix=".tmp", delete=False
-            ) as file:
-                try:
-                    file.write(data)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(temporary, flags, 0o600, dir_fd=folder)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    os.fchmod(fd, 0o600)
+                    file.write(content)
                     file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+                    os.fsync(fd)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                os.unlink(temporary, dir_fd=folder)
+                raise
         except OSError as error:
             raise SetupError(
-                f"cannot write {len(data)} bytes to {path}: {error}; "
+                f"cannot write {len(content)} bytes to {self.path / name}: {error.strerror}; "
                 "free some space or set WEFT_CACHE to another directory"
             ) from error
 
     @contextlib.contextmanager
-    def _locked(self, key: str, name: str) -> Iterator[None]:
-        lock = FileLock(self.path / f"{key}.lock", timeout=self.lock_timeout, mode=0o600)
+    def _locked(self, folder: int, key: str, name: str) -> Iterator[None]:
+        """Hold the lock of an entry; it goes with its process."""
+        file, deadline = f"{key}.lock", time.monotonic() + self.lock_timeout
         try:
-            lock.acquire()
-        except Timeout:
-            raise SetupError(
-                f"waited {self.lock_timeout:g} s for another process to build {name!r}; end that "
-                f"process if it hangs (fuser {lock.lock_file}): its lock goes with it"
-            ) from None
+            while (lock := _try_lock(folder, file)) is None:
+                if time.monotonic() >= deadline:
+                    raise SetupError(
+                        f"waited {self.lock_timeout:g} s for another process to build {name!r}; "
+                        f"end that process if it hangs (fuser {self.path / file}): its lock goes "
+                        "with it"
+                    )
+                time.sleep(_LOCK_POLL)
         except OSError as error:
             raise SetupError(
-                f"cannot lock {lock.lock_file}: {error}; "
+                f"cannot lock {self.path / file}: {error.strerror}; "
                 "set WEFT_CACHE to a directory that you can write"
             ) from error
         try:
             yield
         finally:
-            lock.release()
+            os.close(lock)
 
 
-def _own_directory(path: Path) -> Path:
-    """Make the directory if needed, resolve it, and refuse one that is not this user's alone."""
+def _try_lock(folder: int, name: str) -> int | None:
+    """Return the descriptor of a locked file, or None while another process holds the lock.
+
+    A file that another user could open is replaced: that user could hold the lock for ever.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = path.resolve(strict=True)
-        status = path.lstat()
+        lock = os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NO_PLAIN_FILE:
+            raise
+        os.unlink(name, dir_fd=folder)  # an error for a directory
+        return None
+    try:
+        status = os.fstat(lock)
+        if _fault_of(status) or status.st_mode & 0o077:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            os.close(lock)
+            return None
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_nlink == 0:  # `clear` removed it before it was locked
+            raise BlockingIOError
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _read_entry(folder: int, key: str) -> tuple[dict[str, Any], bytes, os.stat_result]:
+    """Return what is known of an entry, its content and its status.
+
+    Raises FileNotFoundError without one, BadEntryError where it must not be used, and OSError.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(f"{key}.data", flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _NO_PLAIN_FILE:
+            raise BadEntryError(f"is no file that can be read ({error.strerror})") from error
+        raise
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if fault := _fault_of(status):
+            raise BadEntryError(fault)
+        if status.st_size > _ENTRY_LIMIT:
+            raise BadEntryError(f"has {status.st_size} bytes, more than {_ENTRY_LIMIT}")
+        first = file.readline(_DESCRIPTION_LIMIT)
+        data = file.read(status.st_size)
+    try:
+        meta = json.loads(first)
+        expected = meta["key"], meta["bytes"], meta["digest"]
+        complete = {"name", "kind", "arch", "compiler"} <= meta.keys()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BadEntryError("does not begin as an entry does") from error
+    if not complete or expected != (key, len(data), _digest(data)):
+        raise BadEntryError(
+            f"is damaged: {len(data)} bytes of digest {_digest(data)[:12]}, where "
+            f"{str(expected[1])[:20]} bytes of digest {str(expected[2])[:12]} were written"
+        )
+    return meta, data, status
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _fault_of(status: os.stat_result) -> str:
+    """Return why a file of the cache must not be used, "" if it may.
+
+    A second name of a file may lie where another user put it.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+    if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
+        return f"has mode {mode:04o}, so that others may write it"
+    if status.st_nlink > 1:
+        return f"has {status.st_nlink} names (hard links)"
+    return ""
+
+
+def _make_directory(path: Path) -> Path:
+    """Make a directory if it is absent, with those above it, and return where it is.
+
+    Directories are made with mode 0700 whatever the umask is. Raises SetupError.
+    """
+    try:
+        for each in (*reversed(path.parents), path):
+            with contextlib.suppress(FileExistsError):
+                if not each.exists():
+                    each.mkdir(mode=0o700)
+        return path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # the latter for links that go in a circle
         raise SetupError(
             f"cannot make {path} for compiled code: {error}; "
             "set WEFT_CACHE to a directory that you can write"
         ) from error
-    if status.st_uid != os.geteuid():
+
+
+def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CACHE") -> int:
+    """Open a directory that this user alone can write or replace, and return its descriptor.
+
+    path: absolute, without links.   purpose: why nobody else may, for the error.
+    variable: in the environment, which chooses another directory.
+
+    Every directory from the root on is opened by its name in the one above it and judged by its
+    descriptor, so a directory that is exchanged meanwhile is judged, too. The directory itself has
+    to belong to this user. Those above it belong to this user or to root, and others may write
+    them only where the sticky bit keeps them from renaming what is not theirs.
+
+    Raises SetupError which names the directory and what is wrong with it.
+    """
+    fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check_directory(Path("/"), fd, last=len(path.parts) == 1, doing=(purpose, variable))
+        for depth, name in enumerate(path.parts[1:], start=2):
+            last, here = depth == len(path.parts), Path(*path.parts[:depth])
+            flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            inner = os.open(name, flags | (os.O_RDONLY if last else os.O_PATH), dir_fd=fd)
+            os.close(fd)
+            fd = inner
+            _check_directory(here, fd, last=last, doing=(purpose, variable))
+    except OSError as error:
+        os.close(fd)
         raise SetupError(
-            f"{path} belongs to user {status.st_uid}, this process runs as user {os.geteuid()}, "
-            "and code from it would be run; point WEFT_CACHE at a directory of your own"
+            f"cannot open {path}: {error.strerror}; set {variable} to a directory that you can "
+            "write"
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_directory(path: Path, fd: int, *, last: bool, doing: tuple[str, str]) -> None:
+    """Raise SetupError unless a directory is safe.
+
+    last: it is the one in question, and no parent of it.   doing: the purpose and the variable.
+    """
+    purpose, variable = doing
+    status, me = os.fstat(fd), os.geteuid()
+    owners = {me} if last else {me, 0, *_unmapped_owners()}
+    if status.st_uid not in owners:
+        who = "this user" if last else "this user or root"
+        raise SetupError(
+            f"{path} belongs to user {status.st_uid}, this process runs as user {me}, and "
+            f"{purpose}; expected a directory of {who}: set {variable} to one of your own, below "
+            "your home directory"
         )
-    if (mode := stat.S_IMODE(status.st_mode)) & 0o022:
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & 0o022 or (not last and mode & stat.S_ISVTX):
+        return
+    if last:
         raise SetupError(
-            f"{path} has mode {mode:04o}, so others may write code into it; "
+            f"{path} has mode {mode:04o}, so others may write into it, and {purpose}; "
             f"expected 0700: chmod 700 {path}"
         )
-    return path
+    raise SetupError(
+        f"{path} has mode {mode:04o}, so others may put another directory in the place of the "
+        f"one below it, and {purpose}; chmod go-w {path}, or set {variable} to a directory "
+        "elsewhere"
+    )
+
+
+def _unmapped_owners() -> set[int]:
+    """Return the id that stands for users outside of this user namespace, where there are any.
+
+    In a rootless container the host's root, who owns `/` and `/home` there, appears under it.
+    """
+    try:
+        ranges = Path("/proc/self/uid_map").read_text().split()
+        if sum(map(int, ranges[2::3])) >= _ALL_IDS:
+            return set()
+        return {int(Path("/proc/sys/kernel/overflowuid").read_text())}
+    except (OSError, ValueError):
+        return set()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from weft.errors import CompileError
-from weft.jit.cache import Cache, key_of
+from weft.jit.cache import Cache, key_of, open_private_directory
 from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -31,6 +33,10 @@ _FLAGS = (
 )
 _TIMEOUT = 300.0  # seconds for one compile; cpu.cpp takes about one
 _REMEDY = "install g++ or clang++ (Debian, Ubuntu: apt install g++), or set CXX to a C++20 compiler"
+
+_loaded: dict[str, ctypes.CDLL] = {}  # by digest: libraries of this process, which are never closed
+_loading = threading.Lock()
+_slashes = itertools.count(1)
 
 # One rounding for each operation, as in the kernels: a fused multiply-add has one for two.
 HOST_OPTIONS = ("-ffp-contract=off",)
@@ -54,18 +60,40 @@ def compile_shared(
     the library cannot be loaded; SetupError where the cache cannot be used.
     """
     options = ("-fPIC", "-shared", *options)
-    path = compile_file(entry, name=name, options=options, cache=cache or Cache())
+    code = compile_code(entry, name=name, options=options, cache=cache or Cache())
     try:
-        return ctypes.CDLL(str(path))
+        return load_library(code, name=name)
     except OSError as error:
         raise CompileError(
-            f"{name!r} was compiled to {path} but cannot be loaded: {error}; if its directory is "
-            "mounted noexec, set WEFT_CACHE to one that is not"
+            f"{name!r} was compiled to {len(code)} bytes but cannot be loaded from memory: "
+            f"{error}; look whether a security policy (SELinux, vm.memfd_noexec=2) forbids code in "
+            "a memfd, and whether the compiler that CXX names is for this machine"
         ) from error
 
 
-def compile_file(entry: str, *, name: str, options: Sequence[str], cache: Cache) -> Path:
-    """Return the file in the cache that the compiler makes of an entry, with these options.
+def load_library(code: bytes, *, name: str) -> ctypes.CDLL:
+    """Load a shared library from its bytes. Raises OSError.
+
+    The bytes that were checked are the bytes that run: they are loaded from memory, and no file is
+    opened a second time. Equal bytes are loaded once.
+    """
+    digest = hashlib.sha256(code).hexdigest()
+    with _loading:
+        if digest not in _loaded:
+            fd = os.memfd_create(f"weft-{name}", os.MFD_CLOEXEC)
+            with os.fdopen(fd, "wb") as file:
+                file.write(code)
+                file.flush()
+                # dlopen() takes equal paths for one library, and descriptors are used again: the
+                # slashes tell this library from those before it.
+                path = f"/proc/self/fd{'/' * next(_slashes)}{fd}"
+                _loaded[digest] = ctypes.CDLL(path)
+        # An object of its own for each caller, who sets the types of its functions.
+        return ctypes.CDLL(None, handle=_loaded[digest]._handle)
+
+
+def compile_code(entry: str, *, name: str, options: Sequence[str], cache: Cache) -> bytes:
+    """Return the bytes that the compiler makes of an entry, with these options.
 
     Raises InvalidArgument, CompileError, SetupError.
     """
@@ -84,8 +112,7 @@ def compile_file(entry: str, *, name: str, options: Sequence[str], cache: Cache)
         cpu=cpu or "",
     )
     meta = {"name": name, "kind": "c++", "arch": platform.machine(), "compiler": identity}
-    cache.fetch(key, lambda: _build(entry, name=name, command=command, flags=flags), meta)
-    return cache.file(key)
+    return cache.fetch(key, lambda: _build(entry, name=name, command=command, flags=flags), meta)
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -147,6 +174,11 @@ def cpu_identity() -> str | None:
 def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str]) -> bytes:
     """Run the compiler in a directory of its own and return what it made."""
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
+        # Where others could exchange the folder (TMPDIR), they could exchange what is compiled.
+        purpose = "code that is compiled in it would be run"
+        os.close(
+            open_private_directory(Path(scratch).resolve(), purpose=purpose, variable="TMPDIR")
+        )
         output = Path(scratch, "out")
         file = f"{name}.cpp"  # a short relative name, so that the log reads `dispatch.cpp:3:5`
         Path(scratch, file).write_text(entry)
