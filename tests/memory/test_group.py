@@ -19,7 +19,9 @@ from weft.errors import (
     RendezvousFailed,
     WeftError,
 )
+from weft.memory.group import Group
 from weft.memory.launch import launch
+from weft.memory.meeting import Meeting
 
 
 def gather_everything(group):
@@ -371,3 +373,12 @@ def test_what_is_wrong_on_every_rank_is_raised_as_what_it_is(ranks, errors, kind
     told = ranks(2, "threads")(wrong_everywhere, errors)
     assert [(k, t) for k, t, _ in told] == [(kind, text)] * 2
     assert all(cause for (_, _, cause), error in zip(told, errors, strict=True) if error)
+
+
+@pytest.mark.parametrize("size", [0, -1, 73, 1 << 31, 1 << 64, 2.0, True, "2"])
+def test_a_size_that_no_group_has_is_refused(size):
+    with (
+        contextlib.closing(Meeting.open()) as opened,
+        pytest.raises(InvalidArgument, match="size is"),
+    ):
+        Group.join(opened, rank=0, size=size, device="cpu", timeout=1.0)

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -295,3 +297,82 @@ def generations(group):
 
 def test_generations_are_equal_on_all_ranks():
     assert launch(generations, ranks=2, device="threads") == [[1, 2, 3]] * 2
+
+
+EDGES = (0, 1, 7, 8, 255, 256, 257, 2048, 1 << 31, 1 << 48, (1 << 63) - 1, 1 << 64)
+ODD = (None, True, 1.5, "3", *EDGES, *(-edge for edge in EDGES[1:]))
+DTYPES = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
+
+
+def use_at_random(group, seed):
+    """Every access is inside the share, or an InvalidArgument."""
+    random = Random(seed)
+
+    def number() -> Any:
+        return random.choice(ODD) if random.random() < 0.3 else random.randrange(300)
+
+    refused = 0
+    ranks: tuple[Any, ...] = (0, 0, 0, None, 1, 1 << 64, "a")
+    data: tuple[Any, ...] = (
+        b"",
+        b"1",
+        b"x" * 8,
+        b"y" * 2048,
+        b"z" * 2049,
+        bytearray(3),
+        memoryview(b"abcd")[::2],
+    )
+    data += (None, "text", 3, torch.zeros(2))
+    with Heap.create(group, 256) as heap, Heap.create(group, 256) as other:
+        start = heap.address(0)
+        for _ in range(3000):
+            sizes = [number() for _ in range(random.randrange(4))]
+            steps = random.choice((None, [number() for _ in sizes], [number()]))
+            where, rank = number(), random.choice(ranks)
+            try:
+                view = heap.tensor(
+                    sizes, random.choice(DTYPES), offset=where, rank=rank, stride=steps
+                )
+                if view.numel():
+                    last = sum(
+                        (n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True)
+                    )
+                    end = view.data_ptr() + (last + 1) * view.element_size()
+                    assert start <= view.data_ptr() < end <= start + 256
+            except InvalidArgument:
+                refused += 1
+            try:
+                heap.write(rank, number(), random.choice(data))
+            except InvalidArgument:
+                refused += 1
+        assert int(other.tensor((256,), torch.uint8).sum()) == 0
+    return refused
+
+
+def test_no_access_leaves_the_share():
+    seed = Random().randrange(1 << 32)
+    print("seed", seed)
+    assert alone(use_at_random, seed) > 1000
+
+
+def write_bytes(group):
+    with Heap.create(group, 4096) as heap:
+        heap.write(0, 4094, b"ab")
+        refused = [
+            lambda: heap.write(0, 4095, b"ab"),
+            lambda: heap.write(0, -1, b"a"),
+            lambda: heap.write(0, 0, bytes(2049)),  # a GPU stages them in half a page
+            lambda: heap.write(1, 0, b"a"),
+            lambda: heap.write(0, 0, "a"),  # type: ignore[arg-type]
+        ]
+        return bytes(heap.tensor((2,), torch.uint8, offset=4094)), [
+            raised(call)[:2] for call in refused
+        ]
+
+
+def test_bytes_are_written_inside_the_share_alone():
+    data, refused = alone(write_bytes)
+    assert data == b"ab"
+    assert {kind for kind, _ in refused} == {InvalidArgument.__name__}
+    assert "end at byte 4097 and the share has 4096" in refused[0][1]
+    assert "at most 2048" in refused[2][1]

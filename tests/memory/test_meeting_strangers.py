@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import math
+import multiprocessing
 import os
 import socket
 import time
@@ -156,7 +157,7 @@ def rank_that_reads(meeting, data, *, hub):
             if hub:
                 built_for: dict[str, Any] = {"abi": ABI, "size": 3, "device": "cpu"}
                 with module._Hub(Meeting(1, meeting.nonce), control, built_for, Peers()) as rank:
-                    rank.greeting.add(ours)
+                    rank.greeting[ours] = None
                     rank._read_hello(ours)
             else:
                 here = Meeting(0, meeting.nonce)
@@ -244,3 +245,49 @@ def test_no_socket_that_the_hub_would_not_hand_is_taken(meeting, odd):
 def test_an_address_that_no_rank_would_choose_is_refused(address):
     with pytest.raises(InvalidArgument, match="the address of the meeting is .*Meeting.address"):
         Meeting.at(address)
+
+
+def flood(name, user):
+    """Connect again and again, for ever."""
+    if user:
+        os.setgid(user)
+        os.setuid(user)
+    while True:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as each:
+            each.setblocking(False)
+            with contextlib.suppress(OSError):
+                each.connect(name)
+
+
+@pytest.mark.parametrize("user", ["this user", "another user"])
+def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
+    if user == "another user" and os.geteuid() != 0:
+        pytest.skip("becomes another user")
+    context = multiprocessing.get_context("fork")
+    number = 65534 if user == "another user" else 0
+    attackers = [context.Process(target=flood, args=(meeting._name, number)) for _ in range(3)]
+    for each in attackers:
+        each.start()
+    try:
+        time.sleep(0.3)  # the queue is full
+        zero, one = all_ranks(
+            lambda: gather(meeting, 0, 2, timeout=60.0), lambda: gather(meeting, 1, 2, timeout=60.0)
+        )
+        assert zero == one == [0, 1]
+        began = time.monotonic()
+        meeting.close()
+        assert time.monotonic() - began < 30
+    finally:
+        for each in attackers:
+            each.kill()
+            each.join()
+
+
+def test_the_hub_keeps_a_bounded_number_of_silent_strangers(meeting, monkeypatch):
+    monkeypatch.setattr(module, "_GREETING", 3)
+    strangers = [connect(meeting) for _ in range(8)]
+    zero, one = all_ranks(lambda: gather(meeting, 0, 2, LONG), lambda: gather(meeting, 1, 2, LONG))
+    assert zero == one == [0, 1]
+    for each in strangers:
+        with each:
+            assert "fail" in answer(each)

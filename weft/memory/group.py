@@ -19,6 +19,7 @@ from weft.memory.meeting import Meeting, meet
 from weft.memory.messages import Control
 from weft.memory.recovery import Recovering, check_joining
 from weft.memory.wire import JSON
+from weft.shape import MAX_RANKS
 
 
 class Group(Recovering):
@@ -69,7 +70,7 @@ class Group(Recovering):
     ) -> Group:
         """The group of the ranks that come to `meeting`. Collective. Raises RendezvousFailed."""
         instance("meeting", meeting, Meeting)
-        size = integer("size", size, 1)
+        size = integer("size", size, 1, MAX_RANKS)
         rank, timeout = integer("rank", rank, 0, size - 1), seconds("timeout", timeout)
         instance("device", device, torch.device)
         flags(threads=threads)

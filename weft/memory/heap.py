@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from weft.arguments import instance, integer, integers
+from weft.arguments import instance, integer, integers, refuse
 from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory import cuda, posix
 from weft.memory.group import Group
@@ -20,6 +20,7 @@ from weft.memory.room import require_room
 _log = logging.getLogger(__name__)
 INT64 = -(1 << 63), (1 << 63) - 1
 MAX_BYTES = 1 << 48  # of a share: what a process can address
+MAX_WRITE = MAILBOX_BYTES // 2  # bytes of a write: GPUs stage them in half of the mailbox
 Shares: TypeAlias = posix.HostShares | cuda.DeviceShares
 
 
@@ -145,7 +146,13 @@ class Heap:
                 f"{offset + extent} and the share has {self.size}; make the heap larger"
             )
         share = shares.view(address, self.size, self._keeper)
-        return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
+        try:
+            return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
+        except (RuntimeError, TypeError) as error:  # an empty tensor of sizes that overflow
+            raise InvalidArgument(
+                f"torch makes no tensor of shape {tuple(shape)} and stride {steps} of {dtype}: "
+                f"{error}"
+            ) from error
 
     def header(self, rank: int | None = None) -> bytes:
         """Return a copy of the header of a rank's share, also of a dead rank.
@@ -163,12 +170,31 @@ class Heap:
         where = self.address(self.group.rank if rank is None else rank)
         return shares.read(where, size)
 
-    def write(self, rank: int, offset: int, data: bytes) -> None:
-        """Write a few bytes into a rank's share while kernels may run, and wait for it.
+    def write(self, rank: int, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Write up to 2048 bytes into a rank's share while kernels may run, and wait for it.
 
-        Eight bytes at a multiple of eight arrive whole. Raises OutOfOrder after close().
+        Eight bytes at a multiple of eight arrive whole. Raises InvalidArgument when the bytes do
+        not lie inside the share, OutOfOrder after close().
         """
-        self._open().write(self.address(rank) + offset, data)
+        shares, address = self._open(), self.address(rank)
+        offset = integer("offset", offset, 0, MAX_BYTES)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            refuse("data", data, "bytes, a bytearray or a memoryview")
+        try:
+            content = bytes(data)
+        except (ValueError, TypeError, BufferError) as error:  # a memoryview that was released
+            raise InvalidArgument(f"data cannot be read: {error}; pass bytes") from error
+        if len(content) > MAX_WRITE:
+            raise InvalidArgument(
+                f"data has {len(content)} bytes, and a write takes at most {MAX_WRITE}: copy more "
+                "into a tensor of the share, Heap.tensor(..., rank=rank)"
+            )
+        if offset + len(content) > self.size:
+            raise InvalidArgument(
+                f"{len(content)} bytes at offset {offset} end at byte {offset + len(content)} and "
+                f"the share has {self.size}: write inside the share, or make the heap larger"
+            )
+        shares.write(address + offset, content)
 
     def close(self) -> None:
         """Free the memory once no view of it is left. Local and idempotent.

@@ -4,9 +4,11 @@ The hub listens at an abstract Unix address, which has a name and no file: nothi
 even by `kill -9`, and mounts do not matter. Processes of one network namespace reach it. It listens
 before anybody learns the address, so a refused connection says that the meeting is over.
 
-The kernel says of which user the other end is, and the first message either way has to show the
-job's 32-byte nonce; then the hub compares what the ranks were built for. A stranger is refused and
-disturbs no rank.
+The kernel says of which user the other end is: a connection of another user is closed before
+anything is read. The first message either way has to show the job's 32-byte nonce; then the hub
+compares what the ranks were built for. A stranger is refused and disturbs no rank. One who connects
+again and again cannot keep the ranks apart: the hub takes a bounded number of connections between
+two looks at its ranks and the clock, and a rank waits in the kernel's queue for its turn.
 
 Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another,
 or of one whose forked child has the socket, too, by its pidfd where its process is known (`Peers`),
@@ -28,7 +30,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,10 @@ from weft.memory.wire import JSON, AtLimit, Gone, Malformed, Message, encode, re
 ABI = 4  # of the messages and of what a Heap promises its peers
 _OP = "the meeting"
 _RETRY = 0.002  # seconds between two tries of what cannot be waited for
+_TURN = 0.1  # seconds that a rank waits in the kernel for room in the hub's queue, at a time
+_END_TRIES = 20  # turns in which `end` has to find room in it
+_ACCEPTS = 256  # connections that the hub takes before it looks at its ranks again
+_GREETING = 256  # connections that the hub keeps which have not shown the nonce
 _HUB_FIRST = 1.0  # seconds that a rank waits longer than the hub, which knows who is missing
 _OVER = "the meeting is over: a rank failed or gave up, or all that it was for had met"
 _NOT_OURS = "the nonce is not this job's; start every rank from the same launcher"
@@ -93,12 +99,21 @@ class Meeting:
         return f"\0weft-{hashlib.sha256(self.nonce).hexdigest()[:32]}"
 
     def connect(self) -> socket.socket:
-        """A connection to the hub. Raises OSError, and RendezvousFailed for another user's."""
+        """Connect to the hub, within 0.1 s.
+
+        Raises BlockingIOError where its queue has no room meanwhile, OSError, and RendezvousFailed
+        where another user listens there.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.setblocking(False)
+            # Unlike tries that return at once, a wait in the kernel is woken when there is room.
+            turn = struct.pack("ll", 0, int(_TURN * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, turn)
             connection.connect(self._name)
-            uid = credentials(connection)[1]
+            connection.setblocking(False)
+            pid, uid = credentials(connection)
+            if pid == 0 and not _is_connected(connection):  # a signal ended the wait
+                raise BlockingIOError("interrupted")
             if uid != os.geteuid():
                 raise RendezvousFailed(
                     f"rank {self.hub} runs as user {uid} and this rank as user {os.geteuid()}; run "
@@ -114,9 +129,17 @@ class Meeting:
 
         For a process that started a rank and sees it fail. After all have met it does nothing.
         """
-        # Where they met, or failed, nobody listens.
-        with contextlib.suppress(RendezvousFailed, OSError), self.connect() as connection:
-            send(connection, encode({"nonce": self.nonce.hex(), "fail": why}))
+        message = encode({"nonce": self.nonce.hex(), "fail": why})
+        for _ in range(_END_TRIES):
+            # Where they met, or failed, nobody listens.
+            with contextlib.suppress(RendezvousFailed, OSError):
+                try:
+                    connection = self.connect()
+                except BlockingIOError:
+                    continue
+                with connection:
+                    send(connection, message)
+            return
 
     def close(self, why: str = _OVER) -> None:
         """Refuse all that come from now on, and tell `why` to those that wait. Idempotent.
@@ -125,23 +148,36 @@ class Meeting:
         """
         if self.listener is None or self.listener.fileno() < 0:
             return
-        with contextlib.suppress(OSError):  # no descriptor is free, or a copy has been shut down
-            for connection in self.accept():
-                refuse(connection, why)
         # A copy of it in another process has been shut down, or somebody has closed this one.
         with contextlib.suppress(OSError), self.listener:
+            # From now on nobody gets into the queue, whose length the kernel bounds.
             self.listener.shutdown(socket.SHUT_RDWR)
+            for _ in range(socket.SOMAXCONN // _ACCEPTS + 2):
+                for connection in self.accept():
+                    refuse(connection, why)
 
-    def accept(self) -> Iterator[socket.socket]:
-        """What has connected and, as the kernel says, is of this user. Raises OSError."""
+    def accept(self) -> list[socket.socket]:
+        """Take connections from the queue and return those of this user; others are closed.
+
+        At most 256 are taken. Returns [] where nobody waits, and after strangers alone. Raises
+        OSError.
+        """
         assert self.listener is not None
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            while True:
+        ours: list[socket.socket] = []
+        try:
+            for _ in range(_ACCEPTS):
                 connection, _ = self.listener.accept()
                 if credentials(connection)[1] == os.geteuid():
-                    yield connection
+                    ours.append(connection)
                 else:
                     connection.close()
+        except (BlockingIOError, ConnectionAbortedError):
+            pass
+        except BaseException:
+            for each in ours:
+                each.close()
+            raise
+        return ours
 
     def trusts(self, said: Mapping[str, Any]) -> bool:
         """Whether a message shows the nonce, in constant time."""
@@ -203,7 +239,8 @@ class _Hub:
         self.control = control
         self.built_for = built_for
         self.peers = peers
-        self.greeting: set[socket.socket] = set()  # connections that have not said anything yet
+        # Connections that have not shown the nonce yet, the oldest first.
+        self.greeting: dict[socket.socket, None] = {}
         self.met: set[int] = set()  # ranks that have the sockets to all others
 
     def __enter__(self) -> _Hub:
@@ -266,9 +303,12 @@ class _Hub:
             while (message := self.control.hear(rank, _OP)) is not None:
                 message.drop()
                 self.met.add(rank)
-        self.greeting.update(self.meeting.accept())
+        self.greeting.update(dict.fromkeys(self.meeting.accept()))
         for connection in list(self.greeting):
             self._read_hello(connection)
+        # A rank says hello as soon as it is connected, so the oldest are strangers.
+        for connection in list(self.greeting)[:-_GREETING]:
+            self._refuse(connection, "no hello came, and others wait")
         try:
             # Their sockets would have told of them, unless a forked child has these, too.
             self.peers.check(self._there() - ended)
@@ -302,7 +342,7 @@ class _Hub:
         ]
         known = type(rank) is int and rank in range(control.size)
         if known and rank not in self._there() and not differs:
-            self.greeting.remove(connection)
+            del self.greeting[connection]
             control.add(rank, pid, connection)
             with contextlib.suppress(Gone):  # seen by the next turn
                 send(connection, hello(self.meeting, {"pid": os.getpid()}))
@@ -316,7 +356,7 @@ class _Hub:
         control.fail(why)  # connections that are still greeting are told as well
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
-        self.greeting.remove(connection)
+        del self.greeting[connection]
         refuse(connection, why)
 
     def _send(
@@ -352,7 +392,6 @@ def _come(
             peers.check(others)
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(f"{late}: it accepts no connections") from None
-            time.sleep(_RETRY)
         except ConnectionRefusedError as error:
             peers.check_ended()
             raise RendezvousFailed(_OVER) from error
@@ -428,6 +467,14 @@ def refuse(connection: socket.socket, why: str) -> None:
     """Say why, and close."""
     with connection, contextlib.suppress(OSError):  # it may have gone
         send(connection, encode({"fail": text_of(why)}))
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
