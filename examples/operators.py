@@ -14,6 +14,7 @@ import weft
 from weft.gemm import Gated, grouped_gemm
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 512, 256, 16, 4, 8
+SIZES = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
 
 
 def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -32,13 +33,12 @@ def make_experts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_alltoall(group, x, topk_ids, topk_weights, gate_up, down):
     # --8<-- [start:alltoall]
-    sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
-    with weft.AllToAll(group, **sizes) as a2a:
+    with weft.AllToAll(group, **SIZES) as a2a:
         received = a2a.dispatch(x, topk_ids, topk_weights)  # .x: [ranks, max_tokens, hidden]
         y = torch.zeros(received.x.shape, device=x.device)
         for e in range(a2a.num_local_experts):  # the weighted sum over this rank's experts
-            weight = torch.where(received.ids == e, received.weights, 0).sum(-1, keepdim=True)
-            y += weight * mlp(received.x, gate_up[e], down[e])
+            w = torch.where(received.ids == e, received.weights, 0).sum(-1, keepdim=True)
+            y += w * mlp(received.x, gate_up[e], down[e])
         out = a2a.combine(y.bfloat16())  # [tokens, hidden]
         a2a.check()
     # --8<-- [end:alltoall]
@@ -46,9 +46,8 @@ def run_alltoall(group, x, topk_ids, topk_weights, gate_up, down):
 
 
 def run_groups(group, x, topk_ids, topk_weights, gate_up, down):
-    sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
     # --8<-- [start:groups]
-    with weft.AllToAll(group, **sizes) as a2a:
+    with weft.AllToAll(group, **SIZES) as a2a:
         groups = weft.ExpertGroups(a2a, align=16)
         g = groups.gather(a2a.dispatch(x, topk_ids, topk_weights))  # rows, expert by expert
         h = grouped_gemm(g.x, gate_up, counts=g.counts, offsets=g.offsets, epilogue=Gated())
@@ -62,10 +61,9 @@ def run_groups(group, x, topk_ids, topk_weights, gate_up, down):
 
 
 def run_low_latency(group, x, topk_ids, topk_weights, gate_up, down):
-    sizes = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
     # --8<-- [start:lowlatency]
-    with weft.LowLatencyAllToAll(group, **sizes) as a2a:
-        rows = a2a.dispatch(x, topk_ids)  # rows.x: FP8 [local_experts, ranks * max_tokens, hidden]
+    with weft.LowLatencyAllToAll(group, **SIZES) as a2a:
+        rows = a2a.dispatch(x, topk_ids)  # rows.x: FP8 [local_experts, R, hidden]
         tokens = weft.reference.dequantize(rows.x, rows.scales)
         y = [mlp(tokens[e], gate_up[e], down[e]) for e in range(a2a.num_local_experts)]
         out = a2a.combine(torch.stack(y).bfloat16(), topk_ids, topk_weights, rows.handle)

@@ -60,5 +60,9 @@ def test_inherited_members_are_shown_and_internals_are_not(site):
     assert "max_tokens" in text
 
 
-def test_search_works_from_the_file_system(site):
+def test_search_needs_neither_a_server_nor_a_network(site):
     assert (site / "search/search_index.js").is_file(), "Material's offline plugin"
+    scripts = re.findall(r'<script[^>]* src="([^"]+)"', (site / "index.html").read_text())
+    assert any("iframe-worker" in script for script in scripts)
+    for script in scripts:
+        assert (site / script).is_file(), script
