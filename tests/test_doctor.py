@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.cli import doctor
+from weft.cli import doctor, report
+from weft.cli.findings import Finding
 from weft.errors import DriverError
 
 TOPOLOGY = """\
@@ -59,7 +60,7 @@ def gpus(monkeypatch):
     return monkeypatch
 
 
-def _examined() -> dict[str, doctor.Finding]:
+def _examined() -> dict[str, Finding]:
     return {finding.name: finding for finding in doctor.examine()}
 
 
@@ -177,7 +178,7 @@ def test_what_is_wrong_here_and_what_to_do(weft_command, monkeypatch, tmp_path):
     assert "-> pip install 'torch>=2.8'" in out
 
 
-FOUND = [doctor.Finding("software", "torch", "warn", "2.7", "pip install 'torch>=2.8'")]
+FOUND = [Finding("software", "torch", "warn", "2.7", "pip install 'torch>=2.8'")]
 PRIVATE = ("alice", "node17")
 
 
@@ -186,7 +187,7 @@ def of_alice(monkeypatch, tmp_path):
     """A machine whose user, host and home occur wherever they can."""
     home = tmp_path / "homes" / "alice"
     home.mkdir(parents=True)
-    for name in doctor.VARIABLES:
+    for name in report.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in (
         ("HOME", str(home)),
@@ -200,13 +201,13 @@ def of_alice(monkeypatch, tmp_path):
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "node17.example.org")
-    monkeypatch.setattr(doctor, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
+    monkeypatch.setattr(report, "ask_nvidia_smi", lambda *arguments: TOPOLOGY)
     monkeypatch.setattr(doctor, "examine", lambda: FOUND)
     return monkeypatch
 
 
 def test_the_report_has_what_a_bug_report_needs(of_alice):
-    found = doctor.report(FOUND)
+    found = report.report(FOUND)
     assert found["environment"] == {
         "CXX": "/opt/(host)/(user)/g++",
         "MASTER_ADDR": "(set)",

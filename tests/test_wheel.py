@@ -76,7 +76,7 @@ def _metadata(wheel: Path) -> tuple[email.message.Message, str]:
 def test_the_wheel_is_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-        entry_points = archive.read("weft-0.1.0.dist-info/entry_points.txt").decode()
+        entry_points = archive.read("weft_moe-0.1.0.dist-info/entry_points.txt").decode()
     here = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "weft").rglob("*")
@@ -91,7 +91,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel):
 
 def test_the_metadata_says_what_it_is(wheel):
     found, _ = _metadata(wheel)
-    assert found["Name"] == "weft"
+    assert found["Name"] == "weft-moe"
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Author"] == "weft developers"
     assert found.get_all("Provides-Extra") == [

@@ -12,31 +12,34 @@ The public names are those of `weft.public`. They are imported when one is first
 """
 
 import importlib
-import importlib.metadata
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from weft import logs
-from weft.errors import TorchTooOld
+from weft.distribution import check_torch
+from weft.errors import WeftError
 
 __version__ = "0.1.0"
 
-logs.set_up()
+# Why weft cannot be used in this process, where it is the command, which says so in a line.
+startup_error: WeftError | None = None
 
 
-def _check_torch() -> None:
-    """Refuse a torch that lacks what weft calls, before a missing name does in worse words."""
-    try:
-        found = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return  # built without metadata, or not there: importing it says so
-    major, minor = found.split(".")[:2]
-    if (int(major), int(minor)) < (2, 8):
-        raise TorchTooOld(
-            f"weft needs torch 2.8 or newer, this is {found}: pip install 'torch>=2.8'"
-        )
+def _is_command() -> bool:
+    """Whether this process is `weft` or `python -m weft`."""
+    words = sys.orig_argv
+    by_module = "-mweft" in words or ("-m", "weft") in zip(words, words[1:], strict=False)
+    return by_module or os.path.basename(sys.argv[0] if sys.argv else "") == "weft"
 
 
-_check_torch()
+try:
+    logs.set_up()
+    check_torch()
+except WeftError as error:
+    if not _is_command():
+        raise
+    startup_error = error
 
 if TYPE_CHECKING:
     from weft.public import *  # noqa: F403
@@ -46,6 +49,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        if startup_error is not None:
+            raise startup_error
         public = importlib.import_module("weft.public")
         here = globals()
         here.update({each: getattr(public, each) for each in public.__all__})

@@ -6,12 +6,12 @@ import ast
 import re
 from pathlib import Path
 
-from weft.cli.doctor import VARIABLES
+from weft.cli.report import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/user/environment.md").read_text()
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "weft").rglob("*.py"))}
-REPORT = ROOT / "weft/cli/doctor.py"  # it shows those of a list
+REPORT = ROOT / "weft/cli/report.py"  # it shows those of a list
 
 
 def _sections() -> dict[str, str]:

@@ -17,7 +17,7 @@ from tests.recorded import TRITON, reads
 from weft.gemm import GemmPlan, plan
 from weft.gemm.config import FP8
 
-pytest.importorskip("triton", reason="pip install 'weft[gpu]'")
+pytest.importorskip("triton", reason="pip install -e '.[gpu]'")
 
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -9,10 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from weft.jit.source import INCLUDE_ROOT, header_digest
-
+INCLUDE_ROOT = Path(__file__).resolve().parents[2]  # as weft.jit.source has it
 COMMIT = "WEFT_COMMIT"  # environment variable: the commit, where code travels without its .git
 
 
@@ -23,6 +20,7 @@ def describe_code() -> dict[str, Any]:
     with "-dirty" after it where tracked files differ from it; None where neither is there.
     """
     from weft import __version__
+    from weft.jit.source import header_digest  # needs torch, and a report of the doctor does not
 
     commit = os.environ.get(COMMIT) or _commit_of(INCLUDE_ROOT)
     return {"version": __version__, "commit": commit, "headers": header_digest()}
@@ -52,6 +50,8 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
 
     gpus: name of each rank's GPU; empty for CPU ranks.
     """
+    import torch  # a report of the doctor does without
+
     return {
         "weft": describe_code(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.bench.machine import machine_line
 from weft.bench.report import Row
+from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def matplotlib_pyplot() -> Any:
         import matplotlib.ticker
     except ImportError as error:
         raise InvalidArgument(
-            f"pictures need matplotlib: {error}; pip install 'weft[plot]'"
+            f"pictures need matplotlib: {error}; {install_hint('plot')}"
         ) from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as pyplot

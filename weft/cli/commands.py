@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from weft.errors import InvalidArgument, RankFailed, WeftError
+import weft
+from weft.errors import InvalidArgument, RankFailed, TorchTooOld, WeftError
 
 
 class _Commands(TyperGroup):
@@ -20,6 +21,10 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
+        if name in ("bench", "cache", "demo"):
+            from weft.cli.findings import require_torch
+
+            require_torch()
         if name == "bench":
             from weft.cli import bench as cli_bench
 
@@ -57,6 +62,7 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def options(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.")
     ] = False,
@@ -67,6 +73,11 @@ def options(
 
         print(version_text())
         raise typer.Exit
+    error = weft.startup_error
+    if error is not None and not (
+        isinstance(error, TorchTooOld) and ctx.invoked_subcommand == "doctor"
+    ):
+        raise error  # the doctor reports a torch that is too old among all else
 
 
 @app.command("bench")
@@ -77,22 +88,34 @@ def bench() -> None:
 _REPORT = "write what a bug report needs here (- for stdout, .json for JSON); it names nobody"
 
 
-@app.command()
-def doctor(
+@app.command("doctor")
+def doctor_command(
     json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
     report: Annotated[str | None, typer.Option(help=_REPORT)] = None,
 ) -> None:
     """Say whether this machine has what weft needs, and what to do where it has not."""
-    from weft.cli.doctor import examine, print_findings, to_json, write_report
+    from weft.cli.findings import (
+        examine_without_torch,
+        print_findings,
+        to_json,
+        torch_problem,
+    )
     from weft.cli.options import wide_console
+    from weft.cli.report import write_report
 
-    findings = examine()
+    problem, devices = torch_problem(), "any ranks"
+    if problem is not None:
+        findings = examine_without_torch(problem)
+    else:
+        from weft.cli import doctor
+
+        findings, devices = doctor.examine(), doctor.devices()
     if report is not None:
         write_report(report, findings, as_json=json)
     elif json:
         print(to_json(findings))
     else:
-        print_findings(wide_console(), findings)
+        print_findings(wide_console(), findings, devices)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 

@@ -25,6 +25,7 @@ from rich.text import Text
 from weft.arguments import integer
 from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter
 from weft.cli.options import chosen_device
+from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.memory import Group, launch
 
@@ -100,7 +101,7 @@ def checked(ranks: int | None, device: str) -> tuple[int, str]:
     "auto" takes GPUs only where there are several. Raises InvalidArgument where GPUs or packages
     are missing, and for another number of ranks.
     """
-    fix = 'pip install "weft[transformers]"'
+    fix = install_hint("transformers")
     for name in ("transformers", "accelerate", "safetensors"):
         if importlib.util.find_spec(name) is None:
             raise InvalidArgument(f"the demo needs {name}, which is not installed: {fix}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 
@@ -46,6 +45,8 @@ def chosen_device(device: str) -> str:
 
     Raises InvalidArgument for another name, or for cuda where torch sees no GPU.
     """
+    import torch  # help and the doctor do without
+
     if device not in DEVICES:
         raise InvalidArgument(f"device is {device!r}; choose one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():

@@ -1,10 +1,9 @@
 """The versions that `weft --version` prints; no torch is imported for it."""
 
-from importlib.metadata import version
-
 from weft import __version__
+from weft.distribution import torch_version
 
 
 def version_text() -> str:
-    """weft's version and torch's."""
-    return f"weft {__version__}, torch {version('torch')}"
+    """Return weft's version and torch's, from the metadata of what is installed."""
+    return f"weft {__version__}, torch {torch_version() or '(not installed)'}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.gemm.call import GemmCall
 from weft.gemm.config import BLOCK_N, FP8, MXFP4, Gated, GatedQuant, GemmPlan, Push
@@ -92,7 +93,7 @@ def installed() -> Any:
         importlib.import_module("triton.tools.tensor_descriptor")
     except ImportError as error:
         raise InvalidArgument(
-            f"the grouped GEMM on a GPU needs Triton 3.6 or newer: {error}; pip install 'weft[gpu]'"
+            f"the grouped GEMM on a GPU needs Triton 3.6 or newer: {error}; {install_hint('gpu')}"
         ) from error
     return triton
 

@@ -398,7 +398,7 @@ def _check_directory(path: Path, fd: int, *, last: bool, doing: tuple[str, str])
         return
     if last:
         raise SetupError(
-            f"{path} has mode {mode:04o}, so others may write into it, and {purpose}; "
+            f"{path} has mode {mode:04o}, so others may write code into it, and {purpose}; "
             f"expected 0700: chmod 700 {path}"
         )
     raise SetupError(

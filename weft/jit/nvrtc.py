@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from weft.distribution import install_hint
 from weft.errors import CompileError, InvalidArgument
 from weft.jit.cache import Cache, key_of
 from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
@@ -72,7 +73,7 @@ def nvrtc_version() -> str:
         answer = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError) as error:  # the binding looks for libnvrtc at its first call
         raise CompileError(
-            f"the NVRTC library was not found: {error}; pip install 'weft[gpu]', "
+            f"the NVRTC library was not found: {error}; {install_hint('gpu')}, "
             "or let LD_LIBRARY_PATH name its directory"
         ) from error
     major, minor = _value(nvrtc, answer, "nvrtcVersion")
@@ -87,7 +88,7 @@ def _bindings() -> Any:
         return importlib.import_module("cuda.bindings.nvrtc")
     except ImportError as error:
         raise CompileError(
-            f"CUDA kernels need cuda.bindings: {error}; pip install 'weft[gpu]'"
+            f"CUDA kernels need cuda.bindings: {error}; {install_hint('gpu')}"
         ) from error
 
 

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from weft.distribution import install_hint
 from weft.errors import DriverError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def driver() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise DriverError(
-            f"GPU ranks need cuda.bindings: {error}; pip install 'weft[gpu]'"
+            f"GPU ranks need cuda.bindings: {error}; {install_hint('gpu')}"
         ) from error
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from weft.arguments import refuse
+from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.moe.hf import read_json
 from weft.moe.models import MoEConfig
@@ -389,6 +390,6 @@ def _safetensors() -> tuple[Any, type[Exception]]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise InvalidArgument(
-            f"checkpoints need safetensors: {error}; pip install 'weft[checkpoint]'"
+            f"checkpoints need safetensors: {error}; {install_hint('checkpoint')}"
         ) from error
     return safe_open, SafetensorError

@@ -1,0 +1,119 @@
+"""What `weft doctor` finds: its lines, how they are shown, and those that need no torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.distribution import check_torch, foreign_parts, torch_version
+from weft.errors import SetupError, TorchTooOld
+
+Status: TypeAlias = Literal["ok", "warn", "fail"]
+Line: TypeAlias = tuple[str, Status, str, str]  # a Finding without its section
+MIN_PYTHON = (3, 11)
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_TORCH = "pip install 'torch>=2.8'"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked at, its state, and how to fix it ("" where nothing is wrong)."""
+
+    section: str
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def line(name: str, good: bool, detail: str, remedy: str, bad: Status = "fail") -> Line:
+    """Return a line; its status is `bad`, and its remedy shown, where it is not good."""
+    return name, "ok" if good else bad, detail, "" if good else remedy
+
+
+def basic_lines() -> Iterator[Line]:
+    """Yield what is found without torch: Python, and whose `weft` is installed."""
+    here = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    good = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
+    yield line("python", good, here, "weft needs Linux and Python 3.11 or newer")
+    foreign = foreign_parts()
+    if foreign:
+        detail = f"of another project: {', '.join(foreign)}"
+        remedy = (
+            "the name weft belongs to another project on PyPI; this one is installed as weft-moe: "
+            "pip uninstall weft, then install this one again"
+        )
+        yield "the name weft", "warn", detail, remedy
+
+
+def torch_problem() -> Line | None:
+    """Return why this torch cannot be used, or None. Imports it."""
+    try:
+        check_torch()
+        torch = importlib.import_module("torch")
+        # Of an installation that was cut short often only the folder is left.
+        for name in ("__version__", "Tensor", "cuda", "distributed"):
+            getattr(torch, name)
+    except TorchTooOld as error:
+        return "torch", "fail", f"{torch_version()} is installed", str(error)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            return "torch", "fail", "not installed", _TORCH
+        return _broken_torch(error)
+    except Exception as error:  # whatever a broken installation raises
+        return _broken_torch(error)
+    return None
+
+
+def _broken_torch(error: Exception) -> Line:
+    text = " ".join(str(error).split())[:400]
+    detail = f"{torch_version() or 'unknown version'}, cannot be imported: "
+    return "torch", "fail", f"{detail}{type(error).__name__}: {text}", f"reinstall it: {_TORCH}"
+
+
+def require_torch() -> None:
+    """Raise SetupError, or TorchTooOld, with one line where torch cannot be used."""
+    check_torch()
+    problem = torch_problem()
+    if problem is not None:
+        _, _, detail, remedy = problem
+        raise SetupError(f"torch: {detail}; {remedy}")
+
+
+def examine_without_torch(problem: Line) -> list[Finding]:
+    """Return what can be found where torch cannot be used."""
+    return [Finding("software", *each) for each in (*basic_lines(), problem)]
+
+
+def to_json(findings: list[Finding]) -> str:
+    """Return the findings as JSON, with the worst status first."""
+    statuses = [finding.status for finding in findings]
+    worst = next(status for status in ("fail", "warn", "ok") if status in statuses)
+    return json.dumps({"status": worst, "findings": [asdict(f) for f in findings]}, indent=1)
+
+
+def print_findings(console: Console, findings: list[Finding], devices: str) -> None:
+    """Print one line each, remedies below what they fix, and a verdict for these devices."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            table.add_row(Text(""), Text(section, "bold"), "")
+        detail = Text(finding.detail)
+        if finding.remedy:
+            detail.append(f"\n-> {finding.remedy}", STYLES[finding.status])
+        table.add_row(Text(finding.status, STYLES[finding.status]), Text(finding.name), detail)
+    console.print(table)
+    fails = sum(finding.status == "fail" for finding in findings)
+    verdict = f"not ready for {devices}: {fails} to fix" if fails else f"ready for {devices}"
+    console.print(Text(f"\n{verdict}", STYLES["fail" if fails else "ok"]))

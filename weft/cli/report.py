@@ -1,0 +1,126 @@
+"""What a bug report needs, from `weft doctor --report`; none of it needs torch.
+
+A report names nobody: of the environment it shows the variables of one list, secrets among them
+masked, and in every text it replaces user, host and home.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from weft import __version__
+from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code
+from weft.cli.findings import Finding, torch_problem
+from weft.errors import InvalidArgument
+
+# Every variable that weft reads, or that its dependencies read for it: docs/user/environment.md.
+VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CXX", "GLOO_SOCKET_IFNAME", "LD_LIBRARY_PATH", "LOCAL_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "NVSHMEM_QP_DEPTH", "RANK", "TMPDIR"),
+    *("WEFT_CACHE", "WEFT_COMMIT", "WEFT_HOST", "WEFT_LOG"),
+    *("WEFT_SGLANG_COMBINE_DTYPE", "WEFT_SGLANG_DECODE"),
+    *("WEFT_SGLANG_FORM", "WEFT_SGLANG_OVERLAP", "WEFT_SGLANG_PREFILL_TOKENS"),
+    *("WEFT_SGLANG_ALLREDUCE", "WEFT_SGLANG_TIMEOUT", "WEFT_VLLM", "WEFT_VLLM_ALLREDUCE"),
+    *("WEFT_VLLM_COMBINE_DTYPE", "WEFT_VLLM_DECODE", "WEFT_VLLM_OVERLAP"),
+    *("WEFT_VLLM_PREFILL_TOKENS", "WEFT_VLLM_TIMEOUT", "WORLD_SIZE", "XDG_CACHE_HOME"),
+)
+MASKED = ("MASTER_ADDR",)  # mostly a host name
+PACKAGES = re.compile(
+    r"cuda[-_]|nvidia[-_]|(torch|triton|numpy|sglang|vllm|transformers|flashinfer.*|deep[-_]ep)$"
+)
+
+
+def report(findings: list[Finding]) -> dict[str, Any]:
+    """Everything a bug report needs, as JSON values: section -> name -> value."""
+    topology = ask_nvidia_smi("topo", "-m") or "none"
+    packages = {
+        each.metadata["Name"]: each.version
+        for each in importlib.metadata.distributions()
+        if PACKAGES.match(each.metadata["Name"].lower())
+    }
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    sections = {
+        "weft": describe_code() if torch_problem() is None else {"version": __version__},
+        "packages": dict(sorted(packages.items())),
+        "system": {
+            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "libc": " ".join(platform.libc_ver()),
+            "cpu": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} x {cpu_name()}",
+            "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 20} MiB",
+            "memory of the control group": _read("/sys/fs/cgroup/memory.max"),
+            "/dev/shm": f"{shared.free >> 20} of {shared.total >> 20} MiB free" if shared else "",
+            "ptrace_scope": _read("/proc/sys/kernel/yama/ptrace_scope"),
+            "container": str(any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))),
+            "links": re.sub(r"\x1b\[[0-9;]*m", "", topology).partition("\nLegend")[0].rstrip(),
+        },
+        "environment": {
+            name: "(set)" if name in MASKED else os.environ[name]
+            for name in VARIABLES
+            if name in os.environ
+        },
+        "findings": {
+            each.name: f"{each.status}  {each.detail}" + (each.remedy and f" -> {each.remedy}")
+            for each in findings
+        },
+    }
+    words = _private_words()
+    return {
+        section: {name: _without(value, words) for name, value in values.items()}
+        for section, values in sections.items()
+    }
+
+
+def write_report(path: str, findings: list[Finding], *, as_json: bool) -> None:
+    """Write the report to a file, or to stdout for "-". A file that ends in .json holds JSON.
+
+    Raises InvalidArgument where the file cannot be written.
+    """
+    sections = report(findings)
+    lines: list[str] = []
+    for title, values in sections.items():
+        lines += [f"{title}:", *(f"  {name}: {value}" for name, value in values.items())]
+    text = "\n".join(lines)
+    if as_json or path.endswith(".json"):
+        text = json.dumps(sections, indent=1)
+    if path == "-":
+        print(text)
+        return
+    try:
+        Path(path).write_text(f"{text}\n")
+    except OSError as error:
+        raise InvalidArgument(f"cannot write the report to {path}: {error.strerror}") from error
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip() if os.path.exists(path) else "unknown"
+
+
+def _private_words() -> dict[str, str]:
+    """Patterns that must not be printed -> what is printed instead; the longest first."""
+    home, host = os.path.expanduser("~"), socket.gethostname()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        user = ""
+    words = {re.escape(each): "~" for each in {home, os.path.realpath(home)} - {"/"}}
+    names = {user: "(user)", host: "(host)", host.partition(".")[0]: "(host)"}
+    for name, instead in names.items():  # may be parts of other words, and root is nobody's name
+        if name not in ("", "root", "localhost"):
+            words[rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"] = instead
+    return dict(sorted(words.items(), key=lambda each: -len(each[0])))
+
+
+def _without(value: Any, words: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        for word, instead in words.items():
+            value = re.sub(word, instead, value, flags=re.IGNORECASE)
+    return value

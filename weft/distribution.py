@@ -1,0 +1,102 @@
+"""What is installed: weft's distribution, its extras, torch, and a foreign package of this name.
+
+The distribution is called `weft-moe`; the package and the command are called `weft`. The name
+`weft` belongs to another project on PyPI, so no text may tell anybody to install it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from weft.errors import TorchTooOld
+
+NAME = "weft-moe"
+_PACKAGE = Path(__file__).resolve().parent
+_SUMMARY = "One-sided NVLink communication"  # the description begins so, also under the old name
+_MAIN = b"weft.__main__"  # what our command's script imports
+_SCRIPT_LIMIT = 1 << 16  # bytes of a script that are read
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an extra of this weft, for the end of an error.
+
+    The text works for a checkout and for a wheel, and needs no index that has weft.
+    """
+    root = _PACKAGE.parent
+    if (root / "pyproject.toml").is_file():
+        return f"install weft's {extra!r} extra: pip install -e '{root}[{extra}]'"
+    try:
+        version = importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        version = "*"
+    wheel = f"weft_moe-{version}-py3-none-any.whl"
+    return (
+        f"install weft's {extra!r} extra from the wheel that weft came from: "
+        f"pip install './{wheel}[{extra}]' in its folder"
+    )
+
+
+def torch_version() -> str | None:
+    """Return the version of the installed torch from its metadata, or None without metadata."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch() -> None:
+    """Raise TorchTooOld for a torch that lacks what weft calls.
+
+    Passes where torch is absent or has no metadata: importing it fails with a better text.
+    """
+    found = torch_version()
+    numbers = re.match(r"(\d+)\.(\d+)", found or "")
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < (2, 8):
+        raise TorchTooOld(
+            f"weft needs torch 2.8 or newer, this is {found}: pip install 'torch>=2.8'"
+        )
+
+
+def foreign_parts() -> list[str]:
+    """Return what is installed here under the name `weft` and belongs to another project."""
+    return [*_foreign_distributions(), *_foreign_packages(), *_foreign_command()]
+
+
+def _foreign_distributions() -> list[str]:
+    """Return the distributions called `weft` that are not an earlier one of this project."""
+    found = []
+    for each in importlib.metadata.distributions(name="weft"):
+        name, summary = each.metadata["Name"] or "", each.metadata["Summary"] or ""
+        if name.lower() == "weft" and not summary.startswith(_SUMMARY):
+            found.append(f"the distribution weft {each.version} ({summary[:80] or 'no summary'})")
+    return list(dict.fromkeys(found))
+
+
+def _foreign_packages() -> list[str]:
+    """Return the packages called `weft` on the import path that are not this project's."""
+    found = []
+    for entry in dict.fromkeys(sys.path):
+        folder = Path(entry or os.getcwd(), "weft")
+        if (folder / "__init__.py").is_file() and not (folder / "device" / "header.cuh").is_file():
+            found.append(f"the package {folder}")
+        elif folder.with_suffix(".py").is_file():
+            found.append(f"the module {folder.with_suffix('.py')}")
+    return found
+
+
+def _foreign_command() -> list[str]:
+    """Return the command `weft` that a shell would run, if it is another project's."""
+    command = shutil.which("weft")
+    if command is None:
+        return []
+    try:
+        with open(command, "rb") as file:
+            script = file.read(_SCRIPT_LIMIT)
+    except OSError:
+        return []
+    return [] if _MAIN in script else [f"the command {command}"]
