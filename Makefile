@@ -85,6 +85,7 @@ $(RUNS): pyproject.toml
 	    { $(PYTHON) -m venv --clear --without-pip $$site .venv && \
 	      $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip uninstall --yes --quiet weft  # the earlier name of this package, with the same entry points
 	extras=transformers; if $(BIN)/python -c '$(HAS_GPU_TORCH)' 2>/dev/null; then extras=gpu,transformers; fi; \
 	$(BIN)/python -m pip install -e ".[$$extras]"
 	touch $@
