@@ -71,6 +71,35 @@ def test_ranks_tell_what_they_decided(tmp_path):
     assert "DEBUG" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("set_up", "times"),
+    [
+        ("", 1),
+        ("logging.basicConfig(format='root: %(message)s', force=True)", 1),
+        ("logging.basicConfig(format='root: %(message)s', level='ERROR', force=True)", 1),
+        ("logging.basicConfig(filename=sys.argv[1], force=True)", 2),
+    ],
+    ids=["nothing", "root", "root of errors", "file"],
+)
+def test_a_line_is_written_to_the_terminal_once(tmp_path, set_up, times):
+    """SGLang sets up the root logger after weft is imported; a log file has the line as well."""
+    program = (
+        f"import logging, sys, weft\n{set_up}\nlogging.getLogger('weft.jit').info('compiled')\n"
+    )
+    file = tmp_path / "log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WEFT_LOG": "info"}
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    lines = result.stderr + result.stdout + (file.read_text() if file.exists() else "")
+    assert lines.count("compiled") == times, lines
+
+
 def test_a_choice_is_told_once(ranks, caplog):
     caplog.set_level(logging.DEBUG, "weft")
     rows = torch.ones(4, 64, dtype=torch.bfloat16)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 from weft.errors import InvalidArgument
 
@@ -43,8 +44,26 @@ def set_up() -> None:
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler of WEFT_LOG."""
+    """The handler of WEFT_LOG.
+
+    It leaves out what the root logger writes to the terminal itself: an engine such as SGLang sets
+    up `logging` after weft is imported, and each line would appear twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(_FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record unless a handler of the root logger does."""
+        if not any(_writes_to_terminal(each, record) for each in logging.getLogger().handlers):
+            super().emit(record)
+
+
+def _writes_to_terminal(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    return (
+        isinstance(handler, logging.StreamHandler)
+        and handler.stream in (sys.stderr, sys.__stderr__, sys.stdout, sys.__stdout__)
+        and record.levelno >= handler.level
+        and _LOGGER.propagate
+    )

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError
+from weft.gemm.config import MXFP4
 from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.moe import MoE
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings, first_timeout
-from weft.plugins.weights import Layer
+from weft.plugins.weights import Layer, check
 
 _log = logging.getLogger(__name__)
 # A low-latency layer has a slot for every token at every expert: more tokens take the other size.
@@ -125,22 +127,72 @@ class Blocks:
             layer,
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
-            (experts.gate_up, experts.down),
+            layer.parameters(),
         )
 
     def has(self, module: Any) -> bool:
-        """Is the module's layer served whole?"""
+        """Whether the module's layer is served whole."""
         return id(module) in self._served
 
     def check_tensors(self, module: Any) -> None:
-        """Raise OutOfOrder where the engine has put other tensors in the place of the loaded."""
+        """Raise OutOfOrder if the module holds other tensors than those that are served."""
         served = self._served[id(module)]
-        now = (module.w13_weight, module.w2_weight)
-        if any(a.data_ptr() != b.data_ptr() for a, b in zip(served.tensors, now, strict=True)):
+        replaced = served.replaced()
+        if replaced:
             raise OutOfOrder(
-                f"{served.layer.name} has other weight tensors than when it was loaded, "
-                "and graphs hold the old ones' addresses: write weights in place, or start anew"
+                f"{served.layer.name} has other tensors than when it was loaded "
+                f"({', '.join(replaced)}), and graphs hold the old ones' addresses: write weights "
+                "in place, or start the server anew"
             )
+
+    @torch.no_grad()
+    def reload(self, module: Any) -> None:
+        """Serve what the engine has loaded into new tensors of a layer that is served already.
+
+        The values are copied into the tensors that kernels and captured graphs read, and the module
+        gets those parameters back. So the result is the same whether the engine wrote in place,
+        keeps its new tensors, or copies them into the old ones itself afterwards. Local; nothing
+        happens if every tensor is the served one.
+
+        Raises:
+            OutOfOrder: only some tensors of a layer in weft's own order are new, or their format
+                differs from the one that is served.
+            InvalidArgument: the new tensors are not what weft takes.
+        """
+        served = self._served[id(module)]
+        replaced = served.replaced()
+        if not replaced:
+            return
+        layer = served.layer
+        if layer.is_reordered:
+            if len(replaced) < len(served.parameters):
+                kept = ", ".join(set(served.parameters) - set(replaced))
+                raise OutOfOrder(
+                    f"{layer.name} was loaded again in part: {', '.join(replaced)} are new, {kept} "
+                    "are not, and weft reorders all of them together: load the whole layer, or "
+                    "start the server anew"
+                )
+            check(layer, "block")
+            layer.take(packed=served.tensors["w13_weight"].dtype == MXFP4)
+        for name, tensor in served.tensors.items():
+            new = getattr(module, name)
+            if new.shape != tensor.shape or new.dtype != tensor.dtype:
+                raise OutOfOrder(
+                    f"{layer.name}.{name} was loaded again as {list(new.shape)} {new.dtype}, and "
+                    f"is served as {list(tensor.shape)} {tensor.dtype}: start the server anew"
+                )
+        for name, parameter in served.parameters.items():
+            tensor, new = served.tensors[name], getattr(module, name)
+            if new.data_ptr() != tensor.data_ptr():
+                tensor.copy_(new)
+            parameter.data = tensor
+            setattr(module, name, parameter)
+
+    def reload_all(self) -> None:
+        """Call `reload` for every layer: an engine may have loaded weights since the last pass."""
+        for served in self._served.values():
+            if served.replaced():
+                self.reload(served.layer.module)
 
     def exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
         """The all-to-all of a layer whose experts the engine multiplies. Collective if new.
@@ -237,11 +289,22 @@ class Blocks:
         self.group.close()
 
 
-@dataclass(frozen=True, slots=True)
 class _Served:
-    """One layer: its module is kept, so that the module's id stays its own."""
+    """One layer. It keeps the module, so that the module's id stays its own.
 
-    layer: Layer
-    decode: MoE
-    prefill: MoE
-    tensors: tuple[torch.Tensor, torch.Tensor]
+    parameters: the module's, by name, as weft serves them.
+    tensors: their data; kept, so that no other tensor gets one of their addresses.
+    """
+
+    def __init__(
+        self, layer: Layer, decode: MoE, prefill: MoE, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        self.layer, self.decode, self.prefill = layer, decode, prefill
+        self.parameters = parameters
+        self.tensors = {name: each.data for name, each in parameters.items()}
+        self._addresses = [(name, each.data_ptr()) for name, each in parameters.items()]
+
+    def replaced(self) -> list[str]:
+        """Names of the module's tensors that are not the served ones. Called for every pass."""
+        module = self.layer.module
+        return [name for name, at in self._addresses if getattr(module, name).data_ptr() != at]

@@ -13,16 +13,19 @@ _log = logging.getLogger(__name__)
 # A rank that raises is ended by the engine itself, with its traceback. One that waits in another
 # library's collective, which has no abort, is ended after this many seconds.
 GRACE = 10.0
-# Between two looks, and after the last: a server that is stopped ends all its ranks nearly at once,
-# and then there is nothing to tell.
+# Seconds between the first sign and the decision: a server that is stopped ends all its ranks
+# nearly at once, and then there is nothing to decide.
 PAUSE = 0.5
+# Seconds between two looks. An engine may end all other ranks a tenth of a second after the first,
+# and only a rank that still runs can say which one that was.
+LOOK = 0.05
 
 
 class Watch:
     """A thread that hears soon of the end of a peer's process, and of a broken group.
 
-    It logs which, and ends the server after GRACE seconds if this rank is still there and did not
-    go on without that peer.
+    It logs which at once, and ends the server after GRACE seconds if this rank is still there and
+    did not go on without that peer.
 
     end: what ends the server.
     broken: says what broke the group, or nothing; for an engine that runs nothing of weft's while
@@ -56,9 +59,10 @@ class Watch:
         while True:
             said = ""
             while not said:
-                if self._stopped.wait(PAUSE):
+                if self._stopped.wait(LOOK):
                     return
                 said = self._wrong()
+            _log.warning("rank %d of %d: %s", self.group.rank, self.group.size, said)
             if self._stopped.wait(PAUSE):
                 return
             if self._recovers and not self._wrong():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.gemm.config import DTYPES_16BIT, MXFP4, is_hopper
@@ -74,11 +75,25 @@ class Layer:
             dtype=self.dtype,
         )
 
-    def take(self) -> ExpertWeights:
-        """This rank's experts: the module's tensors, so what EPLB writes in place is seen.
+    @property
+    def is_reordered(self) -> bool:
+        """Whether weft serves the weights in another order or dtype than the engine loads them."""
+        return self.mxfp4 or self.interleaved or bool(self.bias)
 
-        No copy, but that MXFP4 is packed for weft, and rows in turn are put in weft's order: then
-        the module has the new tensors, and refuses to load others over them.
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the module's parameters that weft reads, by name."""
+        names = [f"{each}_weight" for each in ("w13", "w2")]
+        for suffix in ("weight_scale", "weight_scale_inv", self.bias):
+            names += [f"{each}_{suffix}" for each in ("w13", "w2") if suffix]
+        return {name: getattr(self.module, name) for name in names if hasattr(self.module, name)}
+
+    def take(self, *, packed: bool = True) -> ExpertWeights:
+        """Return this rank's experts: the module's tensors, so that EPLB's writes are seen.
+
+        Nothing is copied, except that MXFP4 is packed for weft and interleaved rows are put in
+        weft's order. Then the module gets the new tensors and refuses to load others over them.
+
+        packed: whether MXFP4 may be packed, or becomes FP8 in any case.
         """
         module, mxfp4 = self.module, self.mxfp4
         found: dict[str, torch.Tensor | None] = {}
@@ -90,7 +105,7 @@ class Layer:
             if self.bias:
                 found[f"{field}_bias"] = getattr(module, f"{name}_{self.bias}").data.to(self.dtype)
         if mxfp4:
-            weights = self._of_mxfp4(found)
+            weights = self._of_mxfp4(found, packed=packed)
         else:
             weights = ExpertWeights(**found)  # type: ignore[arg-type]
             if self.interleaved:
@@ -106,10 +121,12 @@ class Layer:
                     self._put(f"{name}_{self.bias}", getattr(weights, f"{field}_bias"))
         return weights
 
-    def _of_mxfp4(self, found: dict[str, Any]) -> ExpertWeights:
-        """Packed, where there is a grouped GEMM for that, else FP8."""
+    def _of_mxfp4(self, found: dict[str, Any], *, packed: bool) -> ExpertWeights:
+        """Return packed weights where a grouped GEMM multiplies those, else FP8."""
         config, device = self.config(), self.module.w13_weight.device
-        if device.type == "cpu" or is_hopper(device):
+        if not packed:
+            why = "the layer was loaded as FP8 before"
+        elif device.type == "cpu" or is_hopper(device):
             try:
                 return ExpertWeights.from_mxfp4(config, interleaved=self.interleaved, **found)
             except InvalidArgument as error:

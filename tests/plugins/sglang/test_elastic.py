@@ -8,6 +8,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,6 +237,44 @@ def test_tokens_go_to_living_replicas(sglang: Callable[[str], Any], static: bool
     ]
 
 
+def test_ranks_without_a_replica_share_those_of_others(
+    sglang: Callable[[str], Any],
+) -> None:
+    """Ranks 1 and 3 have no expert 0: with replicas on 0 and 2, not all of them may take one."""
+    chosen = []
+    for rank in range(4):
+        places = placed(sglang, [0, 1, 2, 3, 0, 1, 2, 3])
+        elastic.route_around(places, set(), rank=rank)
+        chosen.append(places.logical_to_rank_dispatch_physical_map[0].tolist())
+    assert chosen == [[0, 1, 2, 3], [4, 5, 2, 3], [4, 5, 2, 3], [4, 5, 6, 7]]
+    places = placed(sglang, [0, 0, 0, 1, 2, 3, 1, 2])  # three replicas on ranks 0 and 1
+    elastic.route_around(places, set(), rank=3)
+    assert places.logical_to_rank_dispatch_physical_map[0, 0] == 0
+
+
+def test_a_pass_that_is_made_again_gets_the_batch_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failed pass may have padded it, or added attributes that the next one would trust."""
+    batch, seen = SimpleNamespace(rows=3), []
+
+    def run() -> str:
+        seen.append(dict(vars(batch)))
+        batch.rows, batch.padded = 4, True
+        return "done"
+
+    class Twice:
+        group = SimpleNamespace(device=torch.device("cpu"))
+
+        def run(self, step: Callable[[], Any]) -> Any:
+            step()
+            return step()
+
+    monkeypatch.setattr(elastic, "_survivors", Twice())
+    assert elastic.forward(run, lambda: None, batch) == "done"
+    assert seen == [{"rows": 3}, {"rows": 3}]
+
+
 def test_experts_without_a_replica_are_named(sglang: Callable[[str], Any]) -> None:
     """And nothing is written."""
     places = placed(sglang, [0, 1, 2, 3, 0, 1, 2, 2])
@@ -264,7 +303,7 @@ def test_requests_of_a_dead_rank_are_answered_in_words(sglang: Callable[[str], A
     for _ in range(2):  # every survivor tells, after every batch
         tokenizer._dispatch_to_scheduler(io.ActiveRanksOutput([True, True, False]))
     assert set(tokenizer.answers) == {"1", "named"}
-    assert tokenizer.answers["1"]["status_code"] == 503
+    assert tokenizer.answers["1"]["status_code"] is HTTPStatus.SERVICE_UNAVAILABLE
     assert "rank 2, which served this request, has died" in tokenizer.answers["1"]["message"]
     assert tokenizer.fan_out == 2
     more = [io.TokenizedGenerateReqInput(f"more {number}") for number in range(3)]

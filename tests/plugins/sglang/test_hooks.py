@@ -235,6 +235,22 @@ def test_limits() -> None:
     assert Limits.of(64, 2048, attention_ranks=1, wanted=10) == Limits(64, 64)
 
 
+@pytest.mark.parametrize(("backend", "decode"), [("full", 32), ("breakable", 32), ("disabled", 64)])
+def test_decode_tokens_are_those_of_graphs_that_are_captured(
+    sglang: Callable[[str], Any], backend: str, decode: int
+) -> None:
+    """SGLang has sizes also for --disable-cuda-graph, where batches have no limit by graphs."""
+    enter()
+    from weft.plugins.settings import Settings
+    from weft.plugins.sglang import engine
+
+    args = sglang("server_args").parse(chunked_prefill_size=128)
+    phase = sglang("model_executor.cuda_graph_config").PhaseConfig
+    args.cuda_graph_config.decode = phase(backend, 32, [1, 32])
+    sglang("runtime_context").STATE.parallel = SimpleNamespace(attn_tp_size=1)
+    assert engine._limits(args, Settings()) == Limits(decode, 128)
+
+
 def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
     """A layer of experts as SGLang loads it: 4 of 8, hidden 256, intermediate 128."""
     config = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}

@@ -153,3 +153,24 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
         )
         assert said["watch"]
         assert said["later"]
+
+
+def ended_soon(group: weft.Group) -> list[str]:
+    """Rank 1 is killed; the engine ends this rank long before the server is given up."""
+    kept = Kept()
+    watch = Watch(group, end=lambda: None)
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end = time.monotonic() + PAUSE
+    while not kept.lines and time.monotonic() < end:
+        time.sleep(0.01)
+    lines = list(kept.lines)
+    watch.close()
+    return lines
+
+
+def test_the_rank_that_ended_first_is_named_at_once() -> None:
+    """vLLM ends all engine cores as soon as one is gone, and none would say which it was."""
+    found = launch(ended_soon, ranks=2, tolerate_deaths=True, timeout=600.0)
+    assert found[0] == ["rank 0 of 2: the process of rank 1 has ended"]

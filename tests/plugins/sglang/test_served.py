@@ -79,6 +79,50 @@ def test_tokens_of_an_attention_group_are_split_over_its_ranks(
         assert found < CLOSE
 
 
+def rounds(group: weft.Group, form: str) -> int:
+    """Return how many tokens weft reserves for a rank that has 2 or 3 of its group's 5."""
+    server = Server(group, "qwen3", attention_ranks=2, form=form)
+    from sglang.srt.layers.dp_attention import STATE
+
+    from weft.plugins.sglang import engine
+
+    STATE.counts = [5]
+    rows = engine._most()
+    assert server.workspaces
+    leave()
+    return rows
+
+
+def test_an_odd_count_is_rounded_up_over_attention_ranks(ranks: Any) -> None:
+    """5 tokens over 2 ranks are 3 and 2: a layer that makes room for 2 refuses the third."""
+    assert ranks(2, "cpu")(rounds, "block") == [3, 3]
+
+
+def updated(group: weft.Group, release: str) -> list[float]:
+    """Weights that SGLang replaces, as a requantisation after a load does, layer by layer."""
+    server = Server(group, "qwen3", release=release)
+    from sglang.srt.models.parts import fill
+
+    x, errors = tokens(6, group.rank), []
+    for shift in (7, 9):
+        for block in server.runner.model.blocks:
+            experts = block.experts
+            for name in ("w13_weight", "w2_weight"):
+                new = torch.empty_like(getattr(experts, name))
+                setattr(experts, name, torch.nn.Parameter(new, requires_grad=False))
+            fill(experts, experts.layer_id + shift)
+        errors.append(far(server.step(x, [6, 6]), alone(x, "qwen3", shift=shift)))
+    leave()
+    return errors
+
+
+@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
+def test_weights_that_sglang_replaces_are_served(ranks: Any, release: str) -> None:
+    """update_weights_from_disk and _tensor may leave other tensors in a layer."""
+    for errors in ranks(2, "cpu")(updated, release):
+        assert max(errors) < CLOSE
+
+
 @EITHER
 def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: str) -> None:
     """Their ids are -1; the shared expert has them all the same."""

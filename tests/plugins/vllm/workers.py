@@ -112,17 +112,31 @@ class Worker:
             experts.quant_method.process_weights_after_loading(experts)
 
     def fill(self, experts: Any, layer: int) -> None:
-        """Load this rank's part, in place where there is one."""
+        """Load this rank's part, in place if the layer has weights."""
+        for name, tensor in self.part(layer).items():
+            if hasattr(experts, name):
+                getattr(experts, name).data.copy_(tensor)
+            else:
+                experts.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def part(self, layer: int) -> dict[str, torch.Tensor]:
+        """Return this rank's weights of a layer."""
         each = self.physical // self.group.size
         part = torch.arange(self.group.rank * each, (self.group.rank + 1) * each) % EXPERTS
-        for name, tensor in zip(
-            ("w13_weight", "w2_weight"), weights(layer, self.dtype), strict=True
-        ):
-            if hasattr(experts, name):
-                getattr(experts, name).data.copy_(tensor[part])
-            else:
-                mine = tensor[part].to(self.group.device, copy=True)
-                experts.register_parameter(name, torch.nn.Parameter(mine, requires_grad=False))
+        gate_up, down = (tensor[part] for tensor in weights(layer, self.dtype))
+        device = self.group.device
+        return {"w13_weight": gate_up.to(device), "w2_weight": down.to(device)}
+
+    def reload(self, layer: int, shift: int, how: str) -> None:
+        """Load a layer's weights again: "in place", "layerwise" or "replaced"."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        experts = self.runners[layer].routed_experts
+        if how == "in place":
+            self.fill(experts, layer + shift)
+            experts.quant_method.process_weights_after_loading(experts)
+        else:
+            layerwise(experts, self.part(layer + shift), restore=how == "layerwise")
 
     def step(
         self, x: torch.Tensor, sizes: list[int] | None, padding: torch.Tensor | None = None

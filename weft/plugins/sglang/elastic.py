@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -334,7 +335,9 @@ class Routes:
             rank = getattr(state, "weft_rank", None)
             if rank is not None and not active[rank]:
                 text = f"rank {rank}, which served this request, has died; ask again"
-                reason = {"type": "abort", "message": text, "status_code": 503, "err_type": None}
+                # SGLang's OpenAI streams test for this type; an int would be no error to them.
+                status = HTTPStatus.SERVICE_UNAVAILABLE
+                reason = {"type": "abort", "message": text, "status_code": status, "err_type": None}
                 manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
 
 

@@ -340,10 +340,13 @@ def _processes() -> Any:
 
 
 def _limits(server_args: Any, settings: Settings) -> Limits:
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_parallel
 
     graphs = server_args.cuda_graph_config.decode
-    batch = max([*(graphs.bs or []), graphs.max_bs or 0]) or DEFAULT_BATCH
+    # SGLang fills in sizes even if --disable-cuda-graph leaves nothing to capture.
+    sizes = [] if graphs.backend == Backend.DISABLED else [*(graphs.bs or []), graphs.max_bs or 0]
+    batch = max(sizes, default=0) or DEFAULT_BATCH
     chunk = server_args.chunked_prefill_size or 0
     return Limits.of(
         batch * (server_args.speculative_num_draft_tokens or 1),
@@ -403,7 +406,12 @@ def serve(
 def forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **given: Any
 ) -> Any:
-    """Around ModelRunner.forward: raise what broke the group, or go on without who is gone."""
+    """Around ModelRunner.forward: raise what broke the group, or go on without who is gone.
+
+    Weights that SGLang has updated since the last pass are served from here on, also by graphs.
+    """
+    if _blocks is not None:
+        _blocks.reload_all()
     if _blocks is not None and elastic.is_on():
         return elastic.forward(
             lambda: original(runner, forward_batch, *args, **given), _blocks.check, forward_batch
@@ -578,6 +586,11 @@ KNOWN = (
     Known(SRT + "arg_groups.overrides.resolved_view", "server_args"),
     Known(SRT + "server_args.resolved_view", {"0.5.17": "server_args"}),
     Known(SRT + "arg_groups.cuda_graph_hook.resolved_view", {"0.5.23": "server_args"}),
+    Known(
+        SRT + "model_executor.cuda_graph_config.PhaseConfig",
+        names="backend bs max_bs",
+    ),
+    Known(SRT + "model_executor.cuda_graph_config.Backend.DISABLED"),
     Known(SRT + "layers.moe.utils.MoeA2ABackend.CUSTOMIZED"),
     Known(SRT + "layers.moe.utils.MoeA2ABackend.is_customized", "self"),
     Known(SRT + "layers.moe.utils.get_moe_a2a_backend", ""),

@@ -5,6 +5,7 @@ Nothing here imports vLLM before `check_vllm`; the classes that derive from vLLM
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pkgutil
 import signal
@@ -115,15 +116,17 @@ def device_of(experts: Any) -> torch.device:
 
 @torch.inference_mode(False)
 def load_block(experts: Any) -> None:
-    """Serve a layer whole, with the tensors that vLLM has loaded. Collective.
+    """Serve a layer whole, with the tensors that vLLM has loaded. Collective for a new layer.
 
-    A second call for a layer comes of an update of its weights, which has to be in place.
+    vLLM's layerwise reload calls this again while the layer holds temporary tensors, which it
+    copies into the first ones afterwards.
     """
-    if _blocks is None or not _blocks.has(experts):
-        layer = layer_of(experts)
-        check(layer, "block")
-        served(experts).add_block(layer)
-    served(experts).check_tensors(experts)
+    if _blocks is not None and _blocks.has(experts):
+        _blocks.reload(experts)
+        return
+    layer = layer_of(experts)
+    check(layer, "block")
+    served(experts).add_block(layer)
 
 
 @torch.inference_mode(False)
@@ -169,6 +172,11 @@ def run_block(
     parallel = experts.moe_config.moe_parallel_config
     with _blocks.logged():
         return _blocks.run(experts, x, unpadded(ids, parallel), weights, most(x, parallel))
+
+
+def logged() -> contextlib.AbstractContextManager[None]:
+    """Return a context that logs what breaks the group in it, naming the rank."""
+    return contextlib.nullcontext() if _blocks is None else _blocks.logged()
 
 
 def most(x: torch.Tensor, parallel: Any) -> int:

@@ -165,7 +165,8 @@ class Exchanged:
             part = slice(start, start + around.max_tokens)
             around.rows = min(around.max_tokens, most - start)
             some = (x[part], topk_weights[part], topk_ids[part])
-            parts.append(super().apply(layer, *some, *more))  # type: ignore[misc]
+            with engine.logged():
+                parts.append(super().apply(layer, *some, *more))  # type: ignore[misc]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
 
 

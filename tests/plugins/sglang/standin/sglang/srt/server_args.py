@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.model_executor.cuda_graph_config import Backend, PhaseConfig
 
 MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
 
@@ -67,8 +68,8 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
         speculative_num_draft_tokens=None,
         max_prefill_tokens=64,
         cuda_graph_config=SimpleNamespace(
-            decode=SimpleNamespace(bs=[1, 4], max_bs=4),
-            prefill=SimpleNamespace(backend="breakable"),
+            decode=PhaseConfig(Backend.FULL, 4, [1, 4]),
+            prefill=PhaseConfig("breakable"),
         ),
     )
     vars(args).update(vars(given))
