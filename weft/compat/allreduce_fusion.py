@@ -101,8 +101,14 @@ def allreduce_fusion(
     pattern are allocated. launch_with_pdl, trigger_completion_at_end and fp32_acc change nothing:
     sums are in fp32, always. use_oneshot chooses a backend, and never another result.
 
-    Returns norm_out, else quant_out, else output; the first that the pattern has.
-    Raises InvalidArgument, TokenOverflow, OutOfOrder, what broke the group.
+    Returns:
+        norm_out, else quant_out, else output; the first that the pattern has.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        TokenOverflow: there are more tokens than `max_tokens`.
+        OutOfOrder: the call comes at the wrong time, or the object is closed.
+        GroupError: the group is broken.
     """
     instance("workspace", workspace, AllReduceFusionWorkspace)
     _check_rows("input", input)

@@ -98,9 +98,11 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes of shared memory of bfloat16 dispatches and combines of so many tokens a rank as
-        these chunks hold: `num_sms / 2 * num_max_nvl_chunked_recv_tokens`. More tokens take more.
+        these chunks hold: `num_sms / 2 * num_max_nvl_chunked_recv_tokens`. More tokens take
+        more.
 
-        hidden_bytes: of a row, whole 16-byte vectors. Raises InvalidArgument.
+        Args:
+            hidden_bytes: Of a row, whole 16-byte vectors.
         """
         hidden_bytes = integer("hidden_bytes", hidden_bytes, 16, MAX_ROW_BYTES)
         if hidden_bytes % 16:
@@ -111,7 +113,11 @@ class Config:
         return exchange_bytes(ranks, tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: weft serves one NVLink domain, here of up to 32 ranks. Raises InvalidArgument."""
+        """0: weft serves one NVLink domain, here of up to 32 ranks.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
+        """
         integer("hidden_bytes", hidden_bytes, 1, MAX_ROW_BYTES)
         integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return 0
@@ -130,23 +136,27 @@ class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
 class Buffer:
     """Expert-parallel dispatch and combine with the calls of `deep_ep.Buffer`.
 
-    group: a torch process group of ranks on one host, or a weft.Group.
-    num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
-        use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the calls.
-        Without low_latency_mode, num_rdma_bytes must be 0.
-    low_latency_mode: are there low-latency calls beside the normal ones?
-    enable_shrink: in low latency, masks can be asked for (`low_latency_query_mask_buffer`). They
-        change when the group recovers from a death, and calls then serve the living.
-
-    Arguments of weft's own:
-    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
-
     The first call of each combination of sizes, FP8 and scales makes memory on all ranks together,
     in the normal mode also one of more tokens than before, by powers of two; it may not be in a
     graph capture. Low latency keeps two results for each: a handle may be combined several times,
     or never, and its rows are there until a later dispatch takes their slot, the oldest one that is
     left. Results of the normal mode are the caller's own, and its handles last as long as the
-    buffer. Raises InvalidArgument, RendezvousFailed.
+    buffer.
+
+    Args:
+        group: A torch process group of ranks on one host, or a weft.Group. num_nvl_bytes,
+            num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
+            use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the
+            calls. Without low_latency_mode, num_rdma_bytes must be 0.
+        low_latency_mode: Whether low-latency calls are made beside the normal ones.
+        enable_shrink: In low latency, masks can be asked for (`low_latency_query_mask_buffer`).
+            They change when the group recovers from a death, and calls then serve the living.
+        timeout: Seconds that a wait for a peer may take, and the first one.
+        first_timeout: Seconds that a wait for a peer may take, and the first one.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        RendezvousFailed: the ranks do not meet.
     """
 
     num_sms = 20  # set_num_sms changes it; kernels fill what SMs they need
@@ -198,7 +208,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set `Buffer.num_sms`, an even number; kernels fill what SMs they need."""
+        """Set `Buffer.num_sms`, an even number; kernels use the SMs that they need."""
         new_num_sms = integer("new_num_sms", new_num_sms, 0, MAX_CHUNK)
         if new_num_sms % 2:
             wrong("new_num_sms", new_num_sms, "even")
@@ -211,20 +221,32 @@ class Buffer:
         return EventOverlap(_recorded() if in_use() else None)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The current stream, which is where all calls run. Raises InvalidArgument on CPU ranks."""
+        """Return the current stream, which is where all calls run.
+
+        Raises:
+            InvalidArgument: the ranks are CPU ranks.
+        """
         if self._group.device.type != "cuda":
             raise InvalidArgument("get_comm_stream() of CPU ranks: they have no streams")
         return torch.cuda.current_stream(self._group.device)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """A Config with `Buffer.num_sms`. Raises InvalidArgument for more than 32 ranks."""
+        """Return a Config with `Buffer.num_sms`.
+
+        Raises:
+            InvalidArgument: there are more than 32 ranks.
+        """
         integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """A Config with `Buffer.num_sms`. Raises InvalidArgument for more than 32 ranks."""
+        """Return a Config with `Buffer.num_sms`.
+
+        Raises:
+            InvalidArgument: there are more than 32 ranks.
+        """
         return Buffer.get_dispatch_config(num_ranks)
 
     @staticmethod
@@ -260,18 +282,22 @@ class Buffer:
     ) -> tuple[Numbers, torch.Tensor, Ticket, EventOverlap, Hook | None]:
         """Send bfloat16 `[tokens, hidden]` to the experts of int64 `[tokens, top_k]` (-1: none).
 
-        Returns `(numbers, counts, handle, event, hook)`: numbers are
-        `[local_experts, num_ranks * most tokens, hidden]` float8_e4m3fn and their scales for 128
-        columns, column-major: float32, or with use_ue8m0 int32 of four UE8M0 bytes; without use_fp8
-        bfloat16 alone. counts: int32 `[local_experts]`, also added to
-        cumulative_local_expert_recv_stats. With return_recv_hook nothing is there before hook().
+        `scale = amax * fl(1 / 448)`, amax at least 1e-4, or the power of two at or above it; `q =
+        round(x * (448 / amax))`, or x by that power: deep_ep's bits, but that a block which holds
+        an Inf or a NaN is NaN.
 
-        `scale = amax * fl(1 / 448)`, amax at least 1e-4, or the power of two at or above it;
-        `q = round(x * (448 / amax))`, or x by that power: deep_ep's bits, but that a block which
-        holds an Inf or a NaN is NaN.
+        Returns:
+            `(numbers, counts, handle, event, hook)`: numbers are `[local_experts, num_ranks * most
+                tokens, hidden]` float8_e4m3fn and their scales for 128 columns, column-major:
+                float32, or with use_ue8m0 int32 of four UE8M0 bytes; without use_fp8 bfloat16
+                alone. counts: int32 `[local_experts]`, also added to
+                cumulative_local_expert_recv_stats. With return_recv_hook nothing is there before
+                hook().
 
-        Raises InvalidArgument, OutOfOrder (an earlier one waits for its hook), and what broke the
-        group.
+        Raises:
+            InvalidArgument: an argument is invalid.
+            OutOfOrder: an earlier one waits for its hook.
+            GroupError: the group is broken.
         """
         refuse("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
@@ -349,14 +375,21 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Return each token's weighted sum of its experts' rows, as `(out, event, hook)`.
 
-        x: bfloat16 `[local_experts, num_ranks * most tokens, hidden]`, any tensor: none is copied.
-        topk_idx, topk_weights: of the dispatch; float32 weights. The token's owner multiplies by
-            them in top-k order.
-        zero_copy: the rows are in the handle's `get_next_low_latency_combine_buffer`, which is read
-            in place of x.
+        Args:
+            x: bfloat16 `[local_experts, num_ranks * most tokens, hidden]`, any tensor: none is
+                copied.
+            topk_idx: Of the dispatch; float32 weights. The token's owner multiplies by them in
+                top-k order.
+            topk_weights: Of the dispatch; float32 weights. The token's owner multiplies by them in
+                top-k order.
+            zero_copy: The rows are in the handle's `get_next_low_latency_combine_buffer`, which is
+                read in place of x.
 
-        Raises InvalidArgument, OutOfOrder (a later dispatch has taken the slot, or zero_copy before
-        its buffer was asked for), and what broke the group.
+        Raises:
+            InvalidArgument: an argument is invalid.
+            OutOfOrder: a later dispatch has taken the slot, or zero_copy before its buffer was
+                asked for.
+            GroupError: the group is broken.
         """
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
@@ -377,8 +410,11 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
         """bfloat16 `[local_experts, num_ranks * most tokens, hidden]` for experts to write.
 
-        Combine reads any tensor in place; this is one, made at the first call for each slot. Raises
-        InvalidArgument, OutOfOrder.
+        Combine reads any tensor in place; this is one, made at the first call for each slot.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
+            OutOfOrder: the call comes at the wrong time, or the object is closed.
         """
         slot = self._existing(handle)._slots[handle.handle.slot]
         if slot.latest is not handle.handle:
@@ -401,7 +437,8 @@ class Buffer:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write int32 `[num_ranks]`: 1 for a rank that is gone, 0 for a living one.
 
-        Raises InvalidArgument, also without enable_shrink.
+        Raises:
+            InvalidArgument: an argument is invalid, or enable_shrink is off.
         """
         refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
         self._check("mask_status", mask_status, (self.group_size,), torch.int32)
@@ -411,7 +448,9 @@ class Buffer:
         """Check that a rank is masked, or that it is not; nothing is changed.
 
         A rank is masked by a recovery of the group, on all ranks, once its process has ended.
-        Raises InvalidArgument where `mask` says otherwise, and without enable_shrink.
+
+        Raises:
+            InvalidArgument: `mask` says otherwise, or enable_shrink is off.
         """
         refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
         rank = integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
@@ -444,12 +483,18 @@ class Buffer:
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Count where the tokens of int64 or int32 `[tokens, top_k]` go (-1: nowhere).
 
-        num_experts: of all ranks together, a multiple of their number.
-        previous_event: the current stream waits for it.   allocate_on_comm_stream: no effect.
+        Args:
+            num_experts: Of all ranks together, a multiple of their number.
+            previous_event: The current stream waits for it.
+            allocate_on_comm_stream: No effect.
 
-        Returns int32 `[num_ranks]`, tokens for each rank; None; int32 `[num_experts]`, entries for
-        each expert; bool `[tokens, num_ranks]`, whether a token goes to a rank; and the event. Ids
-        that name no expert count for nobody; dispatch raises them. Raises InvalidArgument.
+        Returns:
+            int32 `[num_ranks]`, tokens for each rank; None; int32 `[num_experts]`, entries for each
+                expert; bool `[tokens, num_ranks]`, whether a token goes to a rank; and the event.
+                Ids that name no expert count for nobody; dispatch raises them.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
         """
         self._check_call(async_finish, allocate_on_comm_stream)
         num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
@@ -489,27 +534,36 @@ class Buffer:
     ]:
         """Send each token once to every rank that is_token_in_rank names.
 
-        x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn and its scales, float32 or int32
-            `[tokens, *]` of any strides.
-        handle: of an earlier dispatch, whose routing is used again, without waiting for counts;
-            everything up to num_worst_tokens is left out then, and None is returned in their place.
-        num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout`
-            returns them.   num_tokens_per_rdma_rank: not used.
-        topk_idx, topk_weights: int64 or int32 and float32 `[tokens, top_k]`, both or none.
-        expert_alignment: the counts of experts are rounded up to a multiple of it.
-        num_worst_tokens: rows of the results, equal on all ranks and at least their number times
-            the most tokens of any rank; then no host waits, and the call may be captured.
-        config: not used.   previous_event: the current stream waits for it.
-        allocate_on_comm_stream: no effect, since all runs in the current stream.
+        Args:
+            x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn and its scales, float32 or int32
+                `[tokens, *]` of any strides.
+            handle: Of an earlier dispatch, whose routing is used again, without waiting for counts;
+                everything up to num_worst_tokens is left out then, and None is returned in their
+                place.
+            num_tokens_per_rank: As `get_dispatch_layout` returns them.
+            is_token_in_rank: As `get_dispatch_layout` returns them.
+            num_tokens_per_expert: As `get_dispatch_layout` returns them.
+            num_tokens_per_rdma_rank: Not used.
+            topk_idx: int64 or int32 and float32 `[tokens, top_k]`, both or none.
+            topk_weights: int64 or int32 and float32 `[tokens, top_k]`, both or none.
+            expert_alignment: The counts of experts are rounded up to a multiple of it.
+            num_worst_tokens: Rows of the results, equal on all ranks and at least their number
+                times the most tokens of any rank; then no host waits, and the call may be captured.
+            config: Not used.
+            previous_event: The current stream waits for it.
+            allocate_on_comm_stream: No effect, since all runs in the current stream.
 
-        Returns `(x, topk_idx, topk_weights, counts, handle, event)`, in tensors of the caller's
-        own, rows ordered by source rank, then token: x as it was given; local expert ids, -1 for
-        others' and for rows after the received ones; weights, 0 there; a list of rows for each
-        local expert, empty with num_worst_tokens.
+        Returns:
+            `(x, topk_idx, topk_weights, counts, handle, event)`, in tensors of the caller's own,
+                rows ordered by source rank, then token: x as it was given; local expert ids, -1 for
+                others' and for rows after the received ones; weights, 0 there; a list of rows for
+                each local expert, empty with num_worst_tokens.
 
-        Raises InvalidArgument, TokenOverflow, OutOfOrder; on all ranks, before rows are sent,
-        BadExpertId, InvalidArgument and GeometryMismatch for what one of them passed (with
-        num_worst_tokens `check` raises ids that name no expert); and what broke the group.
+        Raises:
+            InvalidArgument: an argument is invalid. Every rank raises it, before rows are sent.
+            TokenOverflow: there are too many tokens. Every rank raises it, before rows are sent.
+            OutOfOrder: the call comes at the wrong time, or the object is closed.
+            GroupError: the group is broken.
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
@@ -558,15 +612,23 @@ class Buffer:
 
         The sum is unweighted, in fp32 and rank order, rounded once; a second bias is added to that.
 
-        x: bfloat16 `[rows, hidden]`, a row for each of the dispatch's results.
-        handle: of any dispatch of this buffer, any number of times.
-        topk_weights: float32 `[rows, top_k]`, added likewise.
-        bias: bfloat16 `[tokens, hidden]`, one or a tuple of two.
-        config, previous_event, allocate_on_comm_stream: as in dispatch.
+        Args:
+            x: bfloat16 `[rows, hidden]`, a row for each of the dispatch's results.
+            handle: Of any dispatch of this buffer, any number of times.
+            topk_weights: float32 `[rows, top_k]`, added likewise.
+            bias: bfloat16 `[tokens, hidden]`, one or a tuple of two.
+            config: As in dispatch.
+            previous_event: As in dispatch.
+            allocate_on_comm_stream: As in dispatch.
 
-        Returns bfloat16 `[tokens, hidden]`, float32 `[tokens, top_k]` or None, and the event; a
-        token that went nowhere has its bias, or zeros. Raises InvalidArgument, OutOfOrder, and what
-        broke the group.
+        Returns:
+            Bfloat16 `[tokens, hidden]`, float32 `[tokens, top_k]` or None, and the event; a token
+                that went nowhere has its bias, or zeros.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
+            OutOfOrder: the call comes at the wrong time, or the object is closed.
+            GroupError: the group is broken.
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         _check_handle(handle, NormalHandle, "dispatch")

@@ -98,7 +98,11 @@ class AllReduceFusionWorkspace:
         )
 
     def open(self) -> AllReduce:
-        """The all-reduce of the sizes that it was made with. Raises OutOfOrder after destroy."""
+        """The all-reduce of the sizes that it was made with.
+
+        Raises:
+            OutOfOrder: the workspace is destroyed.
+        """
         if not self._reduces:
             raise OutOfOrder("this workspace was destroyed; make a new one")
         return self._reduces[self._first]
@@ -106,8 +110,11 @@ class AllReduceFusionWorkspace:
     def serving(self, rows: torch.Tensor) -> AllReduce:
         """The all-reduce for rows like these; collective where their size or dtype is new.
 
-        What does not fit goes to the first, whose checks say why. Raises OutOfOrder after destroy,
-        and InvalidArgument in a graph capture that is the first to bring such rows.
+        What does not fit goes to the first, whose checks say why.
+
+        Raises:
+            OutOfOrder: the workspace is destroyed.
+            InvalidArgument: a graph capture is the first to bring such rows.
         """
         first, key = self.open(), (int(rows.shape[-1]), rows.dtype)
         if key not in self._reduces and self._fits(1, *key):
@@ -130,7 +137,9 @@ class AllReduceFusionWorkspace:
         dtype: torch.dtype,
         use_oneshot: bool | None = None,
     ) -> bool:
-        """Can this workspace serve such calls? The first of another hidden size makes memory."""
+        """Return whether this workspace serves such calls. The first of another hidden size makes
+        memory.
+        """
         self.open()
         tp_size, num_tokens = (
             integer("tp_size", tp_size, *INT64),
@@ -170,7 +179,8 @@ class AllReduceFusionWorkspace:
     def scale(self, value: float) -> torch.Tensor:
         """float32 `[1]` that holds a scale given as a number; made once.
 
-        Raises InvalidArgument in a graph capture that meets the number for the first time.
+        Raises:
+            InvalidArgument: a graph capture meets the number for the first time.
         """
         value = real("scale_factor", value, above=0.0)
         if value not in self._scales:
@@ -197,7 +207,7 @@ class AllReduceFusionWorkspace:
             reduce.check()
 
     def destroy(self) -> None:
-        """Give up the memory, and the group if it was not given. Local and idempotent."""
+        """Free the memory, and the group if it was not given. Local and idempotent."""
         for reduce in self._reduces.values():
             reduce.close()
         self._reduces.clear()
@@ -232,13 +242,20 @@ def create_allreduce_fusion_workspace(
 ) -> AllReduceFusionWorkspace:
     """Make the memory that `allreduce_fusion` works in. Collective.
 
-    backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
-    gpus_per_node, force_oneshot_support: accepted and not used; all ranks are on one host.
-    group: the ranks, a weft.Group or a process group; else those of comm_backend, else of
-        torch.distributed's world.
-
     Arguments of weft's own: timeout, first_timeout, as in weft.AllReduce.
-    Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
+
+    Args:
+        backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
+        gpus_per_node: Accepted and not used; all ranks are on one host.
+        force_oneshot_support: Accepted and not used; all ranks are on one host.
+        group: The ranks, a weft.Group or a process group; else those of comm_backend, else of
+            torch.distributed's world.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        CreationFailed: a rank cannot do its part. Every rank raises it.
+        GeometryMismatch: ranks pass different sizes.
+        RendezvousFailed: the ranks do not meet.
     """
     refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
     world_size = integer("world_size", world_size, 1, MAX_WORLD)

@@ -64,24 +64,28 @@ class _Round:
 class MoeAlltoAll:
     """Expert-parallel dispatch and combine with the calls of `flashinfer.comm.MoeAlltoAll`.
 
-    mapping: anything with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
-    max_num_tokens: most tokens of one rank in one call.
-    workspace_size_per_rank: bytes, of which nothing is made: memory follows from the calls. Objects
-        that pass different ones share no workspace.
-    hidden_size: elements of a combine row; needed where workspace_size_per_rank is left out.
-    mnnvl_config: its comm_backend, if any, is how the ranks meet.
-    eplb_stats_num_experts: int32 numbers that each rank may send to all ranks in dispatch.
-    enable_rank_mask: every call brings an active_rank_mask, of the living ranks.
-
-    Arguments of weft's own:
-    group: the ranks, a weft.Group or a process group; default mnnvl_config's, else
-        torch.distributed's world.
-    timeout, first_timeout: seconds that a wait for a peer may take, and the first one.
-
     The first round of a payload list, by its bytes a row, makes memory on all ranks together; it
     may not be in a graph capture, and may bring any combine row, whose size and dtype then stay.
     Objects of one process with equal sizes share workspaces, as there; only one of them may be
-    between dispatch and combine. Collective. Raises InvalidArgument, RendezvousFailed.
+    between dispatch and combine. Collective.
+
+    Args:
+        mapping: Anything with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
+        max_num_tokens: Most tokens of one rank in one call.
+        workspace_size_per_rank: Bytes, of which nothing is made: memory follows from the calls.
+            Objects that pass different ones share no workspace.
+        hidden_size: Elements of a combine row; needed where workspace_size_per_rank is left out.
+        mnnvl_config: Its comm_backend, if any, is how the ranks meet.
+        eplb_stats_num_experts: int32 numbers that each rank may send to all ranks in dispatch.
+        enable_rank_mask: Every call brings an active_rank_mask, of the living ranks.
+        group: The ranks, a weft.Group or a process group; default mnnvl_config's, else
+            torch.distributed's world.
+        timeout: Seconds that a wait for a peer may take, and the first one.
+        first_timeout: Seconds that a wait for a peer may take, and the first one.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        RendezvousFailed: the ranks do not meet.
     """
 
     def __init__(
@@ -186,22 +190,33 @@ class MoeAlltoAll:
     ) -> list[torch.Tensor]:
         """Send each token's rows to the ranks that hold its experts; return what came here.
 
-        token_selected_experts: int32 or int64 `[tokens, top_k]`, global ids, -1 for none.
-        input_payloads: tensors `[tokens, *]`, up to 8, of any dtype and other ones in other calls.
-        runtime_max_tokens_per_rank: at least every rank's tokens in this call, equal on all ranks.
-        invalid_token_expert_id: if given, fills the rows of payload expert_id_payload_index, ids
-            `[tokens, top_k]`, that no token was sent to.
-        eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats` of all ranks;
-            a rank that leaves it out counts as zeros there.
-        active_rank_mask: of the living ranks (`moe_a2a_active_rank_mask`), with enable_rank_mask:
-            all until the group has recovered from a death. Ids of others' experts are dropped.
-        enable_pdl: accepted; changes nothing.
+        Args:
+            token_selected_experts: int32 or int64 `[tokens, top_k]`, global ids, -1 for none.
+            input_payloads: Tensors `[tokens, *]`, up to 8, of any dtype and other ones in other
+                calls.
+            runtime_max_tokens_per_rank: At least every rank's tokens in this call, equal on all
+                ranks.
+            invalid_token_expert_id: If given, fills the rows of payload expert_id_payload_index,
+                ids `[tokens, top_k]`, that no token was sent to.
+            eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats` of all
+                ranks; a rank that leaves it out counts as zeros there.
+            active_rank_mask: Of the living ranks (`moe_a2a_active_rank_mask`), with
+                enable_rank_mask: all until the group has recovered from a death. Ids of others'
+                experts are dropped.
+            enable_pdl: Accepted; changes nothing.
 
-        Returns a contiguous tensor `[ep_size, runtime_max_tokens_per_rank, *]` for each payload.
-        Row `[s, t]` is token t of rank s; rows of tokens that chose no expert here are undefined.
-        They are valid until combine, and symmetric memory where a row is whole 16 bytes.
-        Raises InvalidArgument, TokenOverflow, OutOfOrder, GeometryMismatch, what making a workspace
-        raises where the sizes are new, and what broke the group.
+        Returns:
+            A contiguous tensor `[ep_size, runtime_max_tokens_per_rank, *]` for each payload. Row
+                `[s, t]` is token t of rank s; rows of tokens that chose no expert here are
+                undefined. They are valid until combine, and symmetric memory where a row is whole
+                16 bytes.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
+            TokenOverflow: there are more tokens than `max_tokens`.
+            OutOfOrder: the call comes at the wrong time, or the object is closed.
+            GeometryMismatch: ranks pass different sizes.
+            GroupError: the group is broken.
         """
         workspace, device, limit = self._open(), self.group.device, runtime_max_tokens_per_rank
         check_stats(eplb_local_stats, self.eplb_stats_num_experts, device)
@@ -256,8 +271,11 @@ class MoeAlltoAll:
         """`[ep_size, runtime_max_tokens_per_rank, hidden_size]`, contiguous, for experts to write.
 
         Between dispatch and combine only; then pass it to combine with payload_in_workspace=True.
-        Raises OutOfOrder, and InvalidArgument for other numbers of tokens than dispatch's and for
-        rows that combine cannot return.
+
+        Raises:
+            OutOfOrder: there is no dispatch.
+            InvalidArgument: the number of tokens differs from dispatch's, or combine cannot return
+                such rows.
         """
         _, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_limit(runtime_max_tokens_per_rank, running)
@@ -290,16 +308,24 @@ class MoeAlltoAll:
     ) -> torch.Tensor:
         """Return the rows and add those of each token at its owner, in fp32 and in rank order.
 
-        payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]`, bfloat16, float16 or
-            float32; row `[s, t]` is this rank's weighted sum for token t of rank s. Rows of tokens
-            without an expert here are not read.
-        runtime_max_tokens_per_rank: as in dispatch.
-        payload_in_workspace: payload is what get_combine_payload_tensor_in_workspace returned.
-        output: `[tokens, hidden_size]` to write into.
-        use_low_precision: rows travel as FP8 with a scale for 128 columns; the result is bfloat16.
+        Args:
+            payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]`, bfloat16, float16 or
+                float32; row `[s, t]` is this rank's weighted sum for token t of rank s. Rows of
+                tokens without an expert here are not read.
+            runtime_max_tokens_per_rank: As in dispatch.
+            payload_in_workspace: Whether payload is what get_combine_payload_tensor_in_workspace
+                returned.
+            output: `[tokens, hidden_size]` to write into.
+            use_low_precision: Rows travel as FP8 with a scale for 128 columns; the result is
+                bfloat16.
 
-        Returns `[tokens, hidden_size]` of payload's dtype. Raises InvalidArgument, OutOfOrder, what
-        broke the group.
+        Returns:
+            `[tokens, hidden_size]` of payload's dtype.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
+            OutOfOrder: the call comes at the wrong time, or the object is closed.
+            GroupError: the group is broken.
         """
         workspace, running = self._dispatched("combine")
         flags(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
@@ -333,7 +359,7 @@ class MoeAlltoAll:
         self._open().check()
 
     def close(self) -> None:
-        """Give up the workspace, and the group if it was not given. Local and idempotent.
+        """Free the workspace, and the group if it was not given. Local and idempotent.
 
         Between dispatch and combine this ends the round: ranks that wait in it raise PeerLeft.
         """

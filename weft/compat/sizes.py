@@ -65,8 +65,11 @@ def moe_a2a_get_workspace_size_per_rank(
 ) -> int:
     """About the bytes of symmetric memory that a rank allocates for rows of these bytes.
 
-    An upper estimate, as top_k and the number of payloads are not given: engines plan with it,
-    and `MoeAlltoAll` does not depend on it. Raises InvalidArgument for sizes that cannot be.
+    An upper estimate, as top_k and the number of payloads are not given: engines plan with it, and
+    `MoeAlltoAll` does not depend on it.
+
+    Raises:
+        InvalidArgument: a size is invalid.
     """
     refuse("backend", backend, "trtllm", BACKEND)
     ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)

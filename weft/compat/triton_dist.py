@@ -35,10 +35,11 @@ TRACES = Path("prof")
 class DispatchMetaInfo:
     """What combine needs of a dispatch.
 
-    recv_token_source_indices: int32 `[local_experts, world_size * max_m]`, each row's token at its
-        source.
-    recv_token_source_count_and_start: int64 `[local_experts, world_size]`: rows from each source in
-        the low 32 bits, the first of them in the high ones.
+    Attributes:
+        recv_token_source_indices: int32 `[local_experts, world_size * max_m]`, each row's token at
+            its source.
+        recv_token_source_count_and_start: int64 `[local_experts, world_size]`: rows from each
+            source in the low 32 bits, the first of them in the high ones.
     """
 
     recv_token_source_indices: torch.Tensor
@@ -49,19 +50,32 @@ class DispatchMetaInfo:
 class EPLowLatencyAllToAllLayer:
     """Expert-parallel dispatch and combine with the calls of triton_dist's layer.
 
-    max_m: most tokens of one rank.
-    hidden, topk, num_experts, fp8_gsize: as in LowLatencyAllToAll.
-    online_quant_fp8: must be True.   rank, world_size: this rank's place in `group`.
-    local_world_size: all ranks are on one host, so it must be world_size.
-    dtype: of tokens and of results.   enable_profiling: for the traces.
-
     Two results are kept: one may be combined several times, or never, and is there until a later
     dispatch takes its slot, the oldest one that is left.
 
-    Weft's own: group, a weft.Group or a process group, default torch.distributed's world;
-    timeout, first_timeout in seconds.
+    Weft's own: group, a weft.Group or a process group, default torch.distributed's world; timeout,
+    first_timeout in seconds.
 
-    Collective. Raises InvalidArgument, CreationFailed, GeometryMismatch, RendezvousFailed.
+    Collective.
+
+    Args:
+        max_m: Most tokens of one rank.
+        hidden: As in LowLatencyAllToAll.
+        topk: As in LowLatencyAllToAll.
+        num_experts: As in LowLatencyAllToAll.
+        fp8_gsize: As in LowLatencyAllToAll.
+        online_quant_fp8: Must be True.
+        rank: This rank's place in `group`.
+        world_size: This rank's place in `group`.
+        local_world_size: All ranks are on one host, so it must be world_size.
+        dtype: Of tokens and of results.
+        enable_profiling: For the traces.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        CreationFailed: a rank cannot do its part. Every rank raises it.
+        GeometryMismatch: ranks pass different sizes.
+        RendezvousFailed: the ranks do not meet.
     """
 
     def __init__(
@@ -127,13 +141,18 @@ class EPLowLatencyAllToAllLayer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DispatchMetaInfo]:
         """Send `[tokens, hidden]` to the experts of int `[tokens, topk]`.
 
-        Returns float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
-        `[local_experts, world_size * max_m, hidden / fp8_gsize]`, int32 counts `[local_experts]`,
-        and what combine needs.
-
         `scale = amax * fl(1 / 448)`, `q = round(x / scale)`: triton_dist's bits (on a GPU the
         quotient is Triton's, on CPU ranks it is rounded once), but that a block of zeros is zeros,
-        and one that holds an Inf or a NaN is NaN. Raises InvalidArgument, and what broke the group.
+        and one that holds an Inf or a NaN is NaN.
+
+        Returns:
+            Float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
+                `[local_experts, world_size * max_m, hidden / fp8_gsize]`, int32 counts
+                `[local_experts]`, and what combine needs.
+
+        Raises:
+            InvalidArgument: an argument is invalid.
+            GroupError: the group is broken.
         """
         refuse("send_scales", send_scales, None, SCALES)
         if topk_indices is None:
@@ -159,8 +178,10 @@ class EPLowLatencyAllToAllLayer:
     ) -> torch.Tensor:
         """The weighted sums `[tokens, hidden]` of the experts' rows; none is copied on the way.
 
-        Raises InvalidArgument, OutOfOrder (a later dispatch has taken the slot), and what broke the
-        group.
+        Raises:
+            InvalidArgument: an argument is invalid.
+            OutOfOrder: a later dispatch has taken the slot.
+            GroupError: the group is broken.
         """
         flags(zero_copy=zero_copy)
         instance("dispatch_meta", dispatch_meta, DispatchMetaInfo, "dispatch returns it")

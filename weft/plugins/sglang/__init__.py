@@ -15,12 +15,15 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add "weft" to the choices of the two flags, and the hooks that make it serve.
+    """Add "weft" to the choices of SGLang's two flags, and install the hooks.
 
     SGLang calls it before it parses its flags, in every process. Every name and signature is
-    checked before anything is patched. Raises SetupError where SGLang is another, and
-    InvalidArgument for a wrong setting: SGLang logs either and goes on, but then has no choice
-    "weft", so a command line that asks for it is refused.
+    checked before anything is patched.
+
+    Raises:
+        SetupError: where SGLang is another, and InvalidArgument for a wrong setting: SGLang logs
+            either and goes on, but then has no choice "weft", so a command line that asks for it is
+            refused.
     """
     allreduce.register()
     SGLANG.check((*engine.HOOKS, *engine.KNOWN))

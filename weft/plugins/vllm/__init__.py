@@ -10,12 +10,15 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make vLLM's layers of routed experts weft's, and its fused all-reduces, where asked for.
+    """Replace vLLM's routed experts and fused all-reduces by weft's, if the environment asks for
+    it.
 
     vLLM calls it in every process, before it makes a model. Nothing happens unless WEFT_VLLM or
     WEFT_VLLM_ALLREDUCE is set. Every name and signature is checked before anything is registered.
-    Raises SetupError where vLLM is another, or another plug-in has its layer of experts, and
-    InvalidArgument for a wrong setting: either ends the server.
+
+    Raises:
+        SetupError: where vLLM is another, or another plug-in has its layer of experts, and
+            InvalidArgument for a wrong setting: either ends the server.
     """
     from weft.plugins.settings import Settings
     from weft.plugins.vllm import allreduce, engine
