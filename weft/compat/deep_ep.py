@@ -562,6 +562,9 @@ class Buffer:
         Raises:
             InvalidArgument: an argument is invalid. Every rank raises it, before rows are sent.
             TokenOverflow: there are too many tokens. Every rank raises it, before rows are sent.
+            BadExpertId: an id names no expert. Every rank raises it, before rows are sent; with
+                num_worst_tokens `check` raises it instead.
+            GeometryMismatch: ranks pass different sizes.
             OutOfOrder: the call comes at the wrong time, or the object is closed.
             GroupError: the group is broken.
         """
