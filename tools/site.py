@@ -93,7 +93,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the reference."""
     for _, title, file, paths in reference_pages():
-        text = "\n\n".join([f"# {title}", *(f"::: {path}" for path in paths)])
+        bases = "\n    options: {show_bases: true}" if title == "Errors" else ""
+        text = "\n\n".join([f"# {title}", *(f"::: {path}{bases}" for path in paths)])
         if len(paths) == 1:
             text = f"::: {paths[0]}\n    options: {{heading_level: 1}}"
         files.append(File.generated(config, file, content=text + "\n"))

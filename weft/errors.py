@@ -12,11 +12,11 @@ class WeftError(Exception):
 
 
 class UsageError(WeftError, ValueError):
-    """The call, or the data in it, is wrong; the group goes on.
+    """The call, or its data, is wrong. The group continues.
 
-    What the host refuses sends nothing. What only the device can see, `check()` reports
-    afterwards: an id that names no expert was dropped, a count of tokens clamped, and everything
-    else was served. Peers are affected by neither.
+    An invalid call sends nothing. What only the device can see, `check()` raises afterwards: an id
+    that names no expert was dropped, or a number of tokens was clamped, and everything else was
+    served. Peers are not affected.
     """
 
 
@@ -45,7 +45,7 @@ class RendezvousFailed(SetupError):
 
 
 class CreationFailed(SetupError):
-    """One rank could not do its part of a collective creation, so every rank raises this."""
+    """One rank could not do its part of a collective creation. Every rank raises it."""
 
 
 class PeerAccessDenied(SetupError):
@@ -61,7 +61,7 @@ class DriverError(SetupError):
 
 
 class CompileError(SetupError):
-    """NVRTC or the C++ compiler refused the source; the text holds the generated entry."""
+    """NVRTC or the C++ compiler rejected the source. The text holds the generated entry."""
 
 
 class TorchTooOld(SetupError, ImportError):
@@ -69,7 +69,7 @@ class TorchTooOld(SetupError, ImportError):
 
 
 class GroupError(WeftError, RuntimeError):
-    """The group broke while running. Call `recover` where it is on one host, or make a new one."""
+    """The group broke while running. Call `Group.recover` on one host, or make a new group."""
 
 
 class PeerTimeout(GroupError):
@@ -81,7 +81,7 @@ class PeerDied(GroupError):
 
 
 class PeerLeft(GroupError):
-    """A peer raised, or closed, before it made its part of a call; the text says why."""
+    """A peer raised, or closed, before it made its part of a call. The text says why."""
 
 
 class RailFailed(GroupError):
@@ -89,7 +89,7 @@ class RailFailed(GroupError):
 
 
 class ExpertsLost(GroupError):
-    """No living rank holds some of a layer's experts; the group goes on, the layer does not."""
+    """No living rank holds some of a layer's experts. The group continues, the layer does not."""
 
 
 class GeometryMismatch(GroupError):
@@ -101,7 +101,7 @@ class Aborted(GroupError):
 
 
 class RecoveryFailed(GroupError):
-    """Not all survivors came to `recover`, or a rank that must be gone lives; call it again."""
+    """A survivor did not call `recover`, or a rank that must end is alive. Call `recover` again."""
 
 
 class RankFailed(GroupError):
