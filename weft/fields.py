@@ -84,14 +84,13 @@ def literal(config: object, struct: str) -> str:
     return f"{struct}{{{', '.join(words)}}}"
 
 
-def hash_byte(config: Any, kind: str = "") -> int:
-    """Eight bits of a config's hash: they travel in every flag, so that a peer with another one is
-    noticed in band.
+def config_hash(config: Any, kind: str = "") -> int:
+    """Return 24 bits of a config's hash, which flags carry so that ranks notice another config.
 
-    kind: what keeps equal fields of different operators apart.
+    kind: keeps equal fields of different operators apart.
     """
     text = kind + json.dumps(asdict(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).digest()[0]
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "little")
 
 
 def _word(name: str, rule: Any, value: Any) -> str:

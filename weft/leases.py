@@ -66,7 +66,7 @@ class Lease(Generic[T]):
             return
         self._open = False
         self._shared.users -= 1
-        own = self.operator is not self._shared.operator
+        own = isinstance(self.operator, MoE) and self.operator is not self._shared.operator
         if not self._shared.users:
             known = _of_group.get(self._group)
             if known is not None and known.get(self._key) is self._shared:
@@ -111,10 +111,12 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     shared = known.get(key)
     if shared is not None and not _serves(shared.operator):
         shared = None
+    first = shared is None
     if shared is None:
         shared = known[key] = _Shared(kind(*bound.args, **bound.kwargs))
-        return Lease(shared.operator, key, shared, group)
     if not issubclass(kind, MoE):
+        return Lease(shared.operator.leased(), key, shared, group)
+    if first:
         return Lease(shared.operator, key, shared, group)
     own = {name: sizes[name] for name in OF_A_LAYER}
     return Lease(shared.operator.sibling(**own), key, shared, group)

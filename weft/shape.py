@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 
 from weft.errors import InvalidArgument
-from weft.fields import Array, Choice, Size, check_fields, hash_byte, literal
+from weft.fields import Array, Choice, Size, check_fields, config_hash, literal
 
 MAX_PLANES = 8
 MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
@@ -113,8 +113,8 @@ class Shape:
 
     @property
     def descriptor(self) -> int:
-        """Eight bits of this Shape's hash, as flags carry them."""
-        return hash_byte(self)
+        """24 bits of this Shape's hash."""
+        return config_hash(self)
 
     def literal(self) -> str:
         """The C++ initialiser of this Shape."""

@@ -28,7 +28,7 @@ static ReduceArgs draw_call(const Site& site, u64 call, Backend& backend) {
     a.eps = 1.0f;
     backend = Backend(1 + scramble(call) % 3);
     a.tokens = u32(1 + scramble(call + 77) % (backend == Backend::oneshot ? R.direct : R.tokens));
-    a.signature = u64(a.tokens) << 20 | u64(backend) << 16;
+    a.call.hash = u64(a.tokens) << 20 | u64(backend) << 16;
     return a;
 }
 

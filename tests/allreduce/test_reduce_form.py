@@ -33,7 +33,7 @@ def other_keys() -> dict[str, list[Key | None]]:
     said: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
 
     def keys(*given: Fused, backend: str = "auto") -> list[Key | None]:
-        return [call.key(call.tensors(), backend)[0] for call in given]
+        return [call.key(call.tensors(), backend, 0)[0] for call in given]
 
     static, token = weft.FP8Static(torch.ones(1)), weft.FP8Token()
     call = Fused(
@@ -323,7 +323,7 @@ def test_addresses_lie_without_a_gap():
     offsets = [getattr(ReduceArgs, name).offset for name in ADDRESSES]
     start = ReduceArgs.x.offset
     assert offsets == [start + size * i for i in range(len(ADDRESSES))]
-    assert offsets[-1] + size == ReduceArgs.signature.offset
+    assert offsets[-1] + size == ReduceArgs.call.offset
 
 
 @pytest.mark.gpu

@@ -131,7 +131,7 @@ def deceived(group: weft.Group, name: str) -> tuple[str, str]:
 def test_another_geometry_is_noticed_in_band(ranks, device, name):
     kind_of_error, text = ranks(3, device)(deceived, name)[0]
     assert kind_of_error == GeometryMismatch.__name__
-    assert "rank 0, dispatch: rank 2 called with geometry" in text
+    assert "rank 0, dispatch: rank 2 made another call than this rank, which called with" in text
 
 
 def aborted(group: weft.Group, name: str) -> list[tuple[float, str]]:

@@ -13,7 +13,12 @@ DISPATCH = 1
 
 def raised(record: ErrorRecord, first_epoch: int = 0, machines: int = 1) -> GroupError:
     return breakage(
-        record, lambda rank: 100 + rank, lambda rank: "", first_epoch=first_epoch, machines=machines
+        record,
+        lambda rank: 100 + rank,
+        lambda rank: "",
+        lambda rank, value: f"call {value} of rank {rank}",
+        first_epoch=first_epoch,
+        machines=machines,
     )
 
 
@@ -59,8 +64,8 @@ def test_an_interrupted_rank_is_no_peers_fault() -> None:
 @pytest.mark.parametrize("machines", [1, 2])
 def test_a_death_says_what_is_possible_then(machines: int) -> None:
     record = ErrorRecord(code=PEER_DIED, rank=0, peer=2, phase=DISPATCH, wanted=5)
-    error = breakage(record, lambda rank: 7, lambda rank: "", machines=machines)
+    error = raised(record, machines=machines)
     assert isinstance(error, PeerDied)
-    assert "rank 2 died: process 7 ended" in str(error)
+    assert "rank 2 died: process 102 ended" in str(error)
     assert ("call group.recover()" in str(error)) == (machines == 1)
     assert ("a group of 2 machines does not recover: end the job" in str(error)) == (machines == 2)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from weft.allreduce.config import ADDRESSES, ReduceArgs, ReduceConfig
 from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
 from weft.memory.header import Site
-from weft.runtime.call_word import BACKENDS, CODINGS, signature
 from weft.runtime.check import (
     check_alignment,
     check_tensor,
@@ -30,6 +28,7 @@ from weft.runtime.check import (
     refuse_tensor,
     tensors_key,
 )
+from weft.runtime.identity import CODINGS, reduce_call
 from weft.shape import DTYPE_NAMES
 
 GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
@@ -206,7 +205,7 @@ class Fused(NamedTuple):
         parts = (prologue.rows, prologue.index, prologue.scales, prologue.shared)
         return [*self[:8], scale, *parts]
 
-    def key(self, tensors: Sequence[Any], backend: str) -> tuple[Key | None, list[int]]:
+    def key(self, tensors: Sequence[Any], backend: str, layer: int) -> tuple[Key | None, list[int]]:
         """Everything that the check reads of a call except for where it is, and the addresses.
 
         Of an address only its alignment counts; constants count by their bits, as 0.0 equals -0.0.
@@ -221,7 +220,7 @@ class Fused(NamedTuple):
         except (TypeError, AttributeError, OverflowError, struct.error):
             return None, []  # the check, which comes next, says what is wrong with it
         key, addresses = tensors_key(tensors)
-        return None if key is None else (backend, scheme, constants, factor, key), addresses
+        return None if key is None else (backend, layer, scheme, constants, factor, key), addresses
 
     def checked(self, config: ReduceConfig, device: torch.device) -> Checked:
         """Check everything that the host can see, and make the outputs that were not given.
@@ -252,8 +251,12 @@ class Checked:
         found[FIRST_OUTPUT:END_OUTPUT] = (r.out, r.residual, r.norm, r.quant, r.scale)
         return found
 
-    def prepared(self, backend: str, entry: str, site: Site) -> tuple[Prepared, list[int]]:
+    def prepared(
+        self, backend: str, entry: str, site: Site, *, layer: int
+    ) -> tuple[Prepared, list[int]]:
         """What every call with this key has in common, and the addresses of this one.
+
+        layer: number of the lease that calls.
 
         Raises InvalidArgument where tensors overlap that must not, or constants are no float32.
         """
@@ -261,14 +264,13 @@ class Checked:
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         apart = _pairs(tensors, [index for index, _ in self.made])
         check_overlaps(addresses, apart)
-        args = self._arguments(backend, site)
+        args = self._arguments(backend, site, layer)
         unused = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if tensors[i] is None]
         return Prepared(entry, self.tokens, args, self.made, tuple(unused), apart), addresses
 
-    def _arguments(self, backend: str, site: Site) -> ReduceArgs:
+    def _arguments(self, backend: str, site: Site, layer: int) -> ReduceArgs:
         call, reduced = self.call, self.reduced
         prologue, weight = call.prologue, call.weight
-        salt = _salt(call.eps, call.weight_bias)
         a = ReduceArgs(site=site, tokens=self.tokens, eps=call.eps, weight_bias=call.weight_bias)
         a.weight_is_fp32 = weight is not None and weight.dtype == torch.float32
         a.coding = CODINGS[self.scheme] if reduced.quant is not None else 0
@@ -278,12 +280,15 @@ class Checked:
             a.routed_scaling_factor = float(prologue.routed_scaling_factor)
             scales = prologue.scales
             a.scales_are_fp32 = scales is not None and scales.dtype == torch.float32
-        a.signature = signature(
+        a.call = reduce_call(
+            site.descriptor,
+            layer,
             self.tokens,
-            BACKENDS[backend],
+            backend,
             parts=(call.residual is not None, weight is not None, reduced.out is not None),
             coding=a.coding,
-            salt=salt,
+            eps=call.eps,
+            weight_bias=call.weight_bias,
         )
         return a
 
@@ -550,14 +555,3 @@ def _extent(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _salt(eps: float, weight_bias: float) -> int:
-    """A hash of a call's constants. Raises InvalidArgument for what is no float32."""
-    try:
-        return zlib.crc32(_CONSTANTS.pack(eps, weight_bias))
-    except (struct.error, OverflowError) as error:
-        raise InvalidArgument(
-            f"eps is {eps!r} and weight_bias is {weight_bias!r}; both must be numbers that a "
-            "float32 can hold"
-        ) from error

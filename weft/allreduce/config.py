@@ -11,8 +11,8 @@ import torch
 
 from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument
-from weft.fields import Choice, Size, by_argument, check_fields, literal
-from weft.memory.header import Site, header_bytes
+from weft.fields import Choice, Size, by_argument, check_fields, config_hash, literal
+from weft.memory.header import CallRecord, Site, header_bytes
 from weft.memory.wire import JSON
 from weft.runtime.layout import Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
@@ -47,7 +47,7 @@ class ReduceArgs(ctypes.Structure):
         ("index", c_uint64),
         ("scales", c_uint64),
         ("shared", c_uint64),
-        ("signature", c_uint64),
+        ("call", CallRecord),
         ("row_limit", c_uint32),
         ("top_k", c_uint32),
         ("tokens", c_uint32),
@@ -165,8 +165,8 @@ class ReduceConfig:
 
     @property
     def descriptor(self) -> int:
-        """0: the sizes are compared in full, and call words distinguish calls."""
-        return 0
+        """24 bits of this reduction's hash."""
+        return config_hash(self, "reduce ")
 
     @property
     def share_bytes(self) -> int:

@@ -30,7 +30,7 @@ bool await_word(Call<R>& call, u64* word, SlotWait wait, u64& seen, const Ready&
     seen = load_acquire(word);
     for (u32 polls = 1; !ready(seen); ++polls) {
         call.broken = polls % polls_per_check == 0 &&
-                      wait_failed<R>(call.a.site, call.epoch, call.a.signature, wait);
+                      wait_failed<R>(call.a.site, call.epoch, call.a.call.hash, wait);
         if (call.broken) return false;
         relax(polls);
         seen = load_acquire(word);
@@ -194,16 +194,17 @@ template <Reduction R, Backend backend> void reduce(const ReduceArgs& a) {
     const u32 me = a.site.rank;
     Call<R> call{a, (state.epoch + 1) & epoch_mask};
     if (fault(header, Point::reduce_enter, me, call.epoch) == Action::stay_away) return;
+    header.call = a.call;
     for (u32 i = 1; i < R.ranks; ++i)
         if (const u32 peer = next_rank<R>(me, i); call.sums(peer))
-            send_call_word<R>(a.site, call.epoch, a.signature, peer);
+            send_call_word<R>(a.site, call.epoch, a.call.hash, peer);
     if constexpr (backend == Backend::oneshot)
         oneshot<R>(call);
     else
         twoshot<R>(call, backend == Backend::bulk ? 2 : (a.tokens + R.ranks - 1) / R.ranks);
     for (u32 peer = 0; peer < R.ranks && !call.broken; ++peer)
         call.broken = peer != me && call.sums(peer) &&
-                      !same_call<R>(a.site, call.epoch, a.signature, peer, 0);
+                      !same_call<R>(a.site, call.epoch, a.call.hash, peer, 0);
     if (call.broken) return;
     header.state.epoch = call.epoch;
     keep_record(header, all_reduce_phase, call.epoch, start, a.tokens);

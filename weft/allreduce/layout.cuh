@@ -105,7 +105,7 @@ struct ReduceArgs {
     const i32* index;    // [tokens, top_k] of indices into rows; -1 for none
     const void* scales;  // [tokens, top_k] of the row's type, or fp32; null means 1
     const void* shared;  // [tokens, hidden], added last
-    u64 signature;       // 40 bits that identify this call, for its call word
+    CallRecord call;     // whose hash is in the call word
     u32 row_limit, top_k;
     u32 tokens;
     float eps, weight_bias;
@@ -132,10 +132,8 @@ template <Reduction R> WEFT_FN ReductionShare<R>& own_share(const Site& site) {
 // The index of `peer`'s slots at `rank`.
 WEFT_FN constexpr u32 slot_index(u32 rank, u32 peer) { return peer - (peer > rank); }
 
-// The call word: 24 bits of the epoch and 40 of the signature.
-WEFT_FN constexpr u64 call_word(u64 epoch, u64 signature) {
-    return epoch << 40 | (signature & epoch_mask);
-}
+// The call word: 24 bits of the epoch and 40 of the call's hash.
+WEFT_FN constexpr u64 call_word(u64 epoch, u64 hash) { return epoch << 40 | (hash & epoch_mask); }
 
 // Does the peer's call word name another call than this rank's? Fresh memory names none.
 WEFT_FN bool disagrees(u64 seen, u64 mine) {
@@ -168,10 +166,10 @@ WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
 // The slow path of a wait for data: true ends it. Beyond check_wait it finds peers that have made
 // another call.
 template <Reduction R>
-WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 signature, SlotWait& wait) {
+WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 hash, SlotWait& wait) {
     ReductionShare<R>& own = own_share<R>(site);
     if (wait.start == 0) wait.start = now_ns();
-    const u64 word = call_word(epoch, signature);
+    const u64 word = call_word(epoch, hash);
     u64 seen;
     if (const u32 mismatched = mismatched_peer<R>(site, epoch, word, seen); mismatched != R.ranks) {
         fail_call(own.header, site, mismatched, word, seen);
@@ -195,25 +193,24 @@ WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 signature, SlotWa
 
 // Sends this call's word to a peer.
 template <Reduction R>
-WEFT_FN void send_call_word(const Site& site, u64 epoch, u64 signature, u32 peer) {
+WEFT_FN void send_call_word(const Site& site, u64 epoch, u64 hash, u32 peer) {
     store_relaxed(&share<R>(site, peer).inbox.call[side_of(epoch)][site.rank],
-                  call_word(epoch, signature));
+                  call_word(epoch, hash));
 }
 
 // Waits for a peer's call word; false if the calls differ or the word does not come.
 // `seen` may have been read early, off the critical path.
 template <Reduction R>
-WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 signature, u32 peer, u64 seen) {
+WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 hash, u32 peer, u64 seen) {
     ReductionShare<R>& own = own_share<R>(site);
-    const u64 word = call_word(epoch, signature);
+    const u64 word = call_word(epoch, hash);
     SlotWait wait{.slot = Slot::call, .peer = peer, .token = 0, .vector = 0};
     for (u32 polls = 1; seen != word; ++polls) {
         if (disagrees(seen, word)) {
             fail_call(own.header, site, peer, word, seen);
             return false;
         }
-        if (polls % polls_per_check == 0 && wait_failed<R>(site, epoch, signature, wait))
-            return false;
+        if (polls % polls_per_check == 0 && wait_failed<R>(site, epoch, hash, wait)) return false;
         relax(polls);
         seen = load_relaxed(&own.inbox.call[side_of(epoch)][peer]);
     }

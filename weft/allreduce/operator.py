@@ -28,8 +28,8 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import ErrorRecord
 from weft.memory.wire import JSON
-from weft.runtime.call_word import BACKENDS
 from weft.runtime.check import check_tokens
+from weft.runtime.identity import BACKENDS, describe_reduce
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import Operator, one_call
 from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
@@ -73,6 +73,7 @@ class AllReduce(Operator):
     """
 
     config: ReduceConfig
+    _describe_call = staticmethod(describe_reduce)
 
     @in_relaxed_mode
     def __init__(
@@ -185,7 +186,7 @@ class AllReduce(Operator):
     @one_call("fused")
     def _fused(self, call: Fused, backend: str) -> Reduced:
         tensors = call.tensors()
-        key, addresses = call.key(tensors, backend)
+        key, addresses = call.key(tensors, backend, self._layer)
         prepared = self._known(key)
         if prepared is not None and prepared.serves(addresses):
             reduced = prepared.outputs(tensors, addresses)
@@ -195,7 +196,7 @@ class AllReduce(Operator):
             if not checked.tokens:
                 return reduced
             entry = name if call.prologue is None else name + MOE
-            prepared, addresses = checked.prepared(name, entry, self._site)
+            prepared, addresses = checked.prepared(name, entry, self._site, layer=self._layer)
             self._keep(key, prepared)
         self._kernels.run(prepared.entry, prepared.arguments(addresses), prepared.tokens)
         self._raise_if_broken()

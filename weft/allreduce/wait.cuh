@@ -38,6 +38,7 @@ template <Reduction R> struct Call {
         live = team.all(live);
         if (team.lane() != 0 || !live) return 0;
         start = now_ns();
+        if (blockIdx.x == 0) header.call = a.call;
         return add_relaxed(&header.arrived, 1);
     }
 
@@ -58,7 +59,7 @@ template <Reduction R> struct Call {
     WEFT_FN void send_call_words(const Block& team) const {
         const u32 offset = team.lane() + 1;
         if (has_peer(offset))
-            send_call_word<R>(a.site, epoch, a.signature, next_rank<R>(me(), offset));
+            send_call_word<R>(a.site, epoch, a.call.hash, next_rank<R>(me(), offset));
     }
     WEFT_FN u64 load_call_word(const Block& team) const {
         const u32 offset = team.lane() + 1;
@@ -68,11 +69,11 @@ template <Reduction R> struct Call {
     WEFT_FN void check_call_word(const Block& team, u64 seen) const {
         const u32 offset = team.lane() + 1;
         if (has_peer(offset))
-            same_call<R>(a.site, epoch, a.signature, next_rank<R>(me(), offset), seen);
+            same_call<R>(a.site, epoch, a.call.hash, next_rank<R>(me(), offset), seen);
     }
 
     WEFT_FN bool should_stop(SlotWait& wait) const {
-        return wait_failed<R>(a.site, epoch, a.signature, wait);
+        return wait_failed<R>(a.site, epoch, a.call.hash, wait);
     }
 };
 

@@ -80,7 +80,7 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochSt
     const Share<S>& own = own_share<S>(a.site);
     u32 token = blockIdx.x;
     RankSet destinations = token < a.tokens ? own.destinations[token] : RankSet{};
-    if (!await_all<S>(team, a.site, living, Phase::combine, state.epoch)) return false;
+    if (!await_combine<S>(team, a.site, living, state.epoch)) return false;
     while (token < a.tokens) {
         const u32 next = token + gridDim.x;
         const RankSet next_destinations = next < a.tokens ? own.destinations[next] : RankSet{};
@@ -104,7 +104,7 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState
         push_rows<S>(team, a);
         publishes = team.is_last_cta(&own_share<S>(a.site).header.arrived);
     }
-    if (publishes) publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
+    if (publishes) publish_combine<S>(team, a.site, living, state.epoch);
 }
 
 // Every way but push_fp8: rows are summed once the flags of all peers have come.

@@ -175,7 +175,7 @@ WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const E
         if (read) header.arrived = 0;
     }
     if (!team.all(read)) return false;
-    publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
+    publish_combine<S>(team, a.site, living, state.epoch);
     return true;
 }
 
@@ -204,9 +204,7 @@ template <Shape S, PhasePart part> WEFT_FN void combine_push_fp8(const CombineAr
             mark_start(team, header, Phase::combine, state.epoch, start);
             if (!publish_inbox_read<S>(team, a, state, living)) return;
         }
-        if (part == PhasePart::send ||
-            !await_all<S>(team, a.site, living, Phase::combine, state.epoch))
-            return;
+        if (part == PhasePart::send || !await_combine<S>(team, a.site, living, state.epoch)) return;
         if (team.lane() == 0) keep_record(header, Phase::combine, state.epoch, start, a.tokens);
     } else if constexpr (part != PhasePart::send) {
         if (!sum_tokens<S>(a, state.epoch, roles.receiver_units())) return;

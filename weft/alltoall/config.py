@@ -14,7 +14,7 @@ from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import checked
 from weft.hosts.config import HostsConfig, Span
-from weft.memory.header import Site, header_bytes, rank_words
+from weft.memory.header import CallRecord, Site, header_bytes, rank_words
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.check import check_choices, check_tensor, check_tokens
@@ -66,6 +66,7 @@ class DispatchArgs(ctypes.Structure):
         ("stats", c_uint64),
         ("source_rows", c_uint32),
         ("reserved", c_uint32),
+        ("call", CallRecord),
     )
 
 
@@ -87,13 +88,12 @@ class CombineArgs(ctypes.Structure):
 class Offsets:
     """Where the parts of one rank's share are, in bytes: `Share<S>` in alltoall/layout.cuh.
 
-    In order: header, inbox (flags, counts, slots of a source, routes, payload planes, returned
-    rows, stats), outbox, destinations, saved routing.
+    In order: header, inbox (flags, counts, routes, payload planes, returned rows, stats), outbox,
+    destinations, saved routing.
     """
 
     share_bytes: int
     counts: int
-    source_rows: int
     route: int
     route_bytes: int
     planes: tuple[int, ...]
@@ -108,8 +108,7 @@ class Offsets:
         """The offsets of a Shape."""
         slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = header_bytes(shape.ranks) + 2 * up(8 * shape.ranks)
-        source_rows = counts + up(4 * shape.ranks)
-        route = source_rows + up(4 * shape.ranks)
+        route = counts + up(4 * shape.ranks)
         route_bytes = 8 * shape.slots
         at = route + up(slots * route_bytes)
         planes, pitches = [], []
@@ -130,7 +129,6 @@ class Offsets:
         return cls(
             share_bytes=up(up(end) + 8 * shape.tokens * shape.slots) if by_choice else up(end + 1),
             counts=counts,
-            source_rows=source_rows,
             route=route,
             route_bytes=route_bytes,
             planes=tuple(planes),
@@ -145,7 +143,6 @@ class Offsets:
         """C++ expressions of these offsets, after the Shape literal S, and their values."""
         members = {
             "inbox.counts": self.counts,
-            "inbox.source_rows": self.source_rows,
             "inbox.route": self.route,
             "outbox": self.outbox,
             "destinations": self.destinations,

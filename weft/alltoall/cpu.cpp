@@ -99,13 +99,12 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
         clear_rows<S>(a, count, slot_stride_changed ? a.source_rows : state.rows);
         send_stats<S>(a);
         fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish<S>(Solo{}, a.site, own.header.living, Phase::dispatch, wanted, count,
-                   slot_stride_changed ? a.source_rows : 0);
+        publish_dispatch<S>(Solo{}, a, own.header.living, wanted, count);
         own.header.source_rows = a.source_rows;
         own.header.sending = count;
     }
     if constexpr (part != PhasePart::send) {
-        if (!await_tokens<S>(Solo{}, a, own.header.living, wanted)) return;
+        if (!await_dispatch<S>(Solo{}, a, own.header.living, wanted)) return;
         own.header.state = {wanted, 0, own.header.sending};
         keep_record(own.header, Phase::dispatch, wanted, start, own.header.sending);
         mark_end(own.header, Phase::dispatch, wanted);
@@ -219,13 +218,13 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         if (fault(own.header, Point::combine_enter, a.site.rank, state.epoch) == Action::stay_away)
             return;
         if constexpr (S.combine == Combine::push || returns_fp8) push_rows<S>(a);
-        publish<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch, 0);
+        publish_combine<S>(Solo{}, a.site, own.header.living, state.epoch);
     }
     if constexpr (part != PhasePart::send) {
         // FP8 rows are summed as they arrive; the flags, which say that the peers have read their
         // inboxes, come last.
         if (returns_fp8 && !reduce_tokens<S>(a)) return;
-        if (!await_all<S>(Solo{}, a.site, own.header.living, Phase::combine, state.epoch)) return;
+        if (!await_combine<S>(Solo{}, a.site, own.header.living, state.epoch)) return;
         if (!returns_fp8 && !reduce_tokens<S>(a)) return;
         keep_record(own.header, Phase::combine, state.epoch, start, a.tokens);
         mark_end(own.header, Phase::combine, state.epoch);

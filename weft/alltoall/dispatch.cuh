@@ -184,8 +184,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
         count = token_count<S>(a, team.first() && team.lane() == 0);
         const u32 stale = slot_stride_changed ? a.source_rows : state.rows;
         if (!send_tokens<S>(team, a, state, living, count, stale, fragment)) return;
-        publish<S>(team, a.site, living, Phase::dispatch, wanted, count,
-                   slot_stride_changed ? a.source_rows : 0);
+        publish_dispatch<S>(team, a, living, wanted, count);
         if (team.lane() == 0) {
             header.sending = count;
             header.source_rows = a.source_rows;
@@ -194,7 +193,7 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     // Only one team comes here: the last one of the whole kernel, or the only one of the receiving
     // kernel. So it alone advances the epoch.
     if constexpr (part != PhasePart::send) {
-        if (!await_tokens<S>(team, a, living, wanted)) return;
+        if (!await_dispatch<S>(team, a, living, wanted)) return;
         if (team.lane() == 0) {
             header.state = {wanted, 0, count};
             keep_record(header, Phase::dispatch, wanted, start, count);

@@ -105,7 +105,6 @@ template <Shape S> struct Inbox {
     alignas(128) u64 dispatched[S.ranks];  // flags; one writer each
     alignas(128) u64 ready[S.ranks];   // flags: a peer's experts are done, its outbox may be read
     alignas(128) i32 counts[S.ranks];  // tokens of each source in this round
-    alignas(128) u32 source_rows[S.ranks];  // slots for each source, as each peer has it
     alignas(128) Route<S> route[S.ranks * S.tokens];
     Planes<S> payload;
     Returned<S> returned;
@@ -151,6 +150,7 @@ struct DispatchArgs {
     const i32* stats;  // [stats], when the Shape has any
     u32 source_rows;   // slots for each source, at least as many as any rank has tokens
     u32 reserved;
+    CallRecord call;  // source_rows is in it
 };
 
 struct CombineArgs {

@@ -356,11 +356,12 @@ class AllToAll(Placed, AcrossHosts):
         )
         rows = self.max_tokens if rows is None else self.config.check_rows(rows, tokens)
         self._tokens, self._rows = tokens, rows
+        call = self._identify(self._dispatch_args, rows)
         given = (tensors, topk_ids, topk_weights, num_tokens, stats)
         if self._rail is None:
             self._run_dispatch(entry, *given)
         else:
-            self._rail.send(*given, rows)
+            self._rail.send(*given, rows, call)
             if entry == "dispatch":
                 self._forward()
         self._traced_tokens, self._traced_rows = tokens, rows  # for a combine compiled alone
@@ -536,8 +537,7 @@ class AllToAll(Placed, AcrossHosts):
         header.source_rows = shape.tokens
         words = at.route_bytes // 4
         flags = header_bytes(shape.ranks)
-        heap.tensor((at.source_rows - flags,), torch.uint8, offset=flags).zero_()
-        heap.tensor((shape.ranks,), torch.int32, offset=at.source_rows).fill_(shape.tokens)
+        heap.tensor((at.route - flags,), torch.uint8, offset=flags).zero_()
         routes = heap.tensor((shape.ranks * shape.tokens, words), torch.int32, offset=at.route)
         routes[:, : shape.slots].fill_(-1)
         if shape.stats:

@@ -70,14 +70,14 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < S.tokens ? count : S.tokens;
 }
 
-// Publishes epoch `wanted` at every living peer. With a dispatch goes the token count and, unless
-// it is 0, the number of slots for each source. Order: each release covers everything that this
-// team wrote or acquired: the whole rank's payload, routes and counts.
+// Publishes epoch `wanted` at every living peer, under the hash of the call. With a dispatch goes
+// the token count. Order: each release covers everything that this team wrote or acquired: the
+// whole rank's payload, routes and counts.
 template <Shape S, class Team>
-WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u64 wanted,
-                     u32 count, u32 source_rows = 0) {
+WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
+                     u64 wanted, u32 count) {
     Header& header = own_share<S>(site).header;
-    const u64 flag = make_flag(header.generation, site.descriptor, wanted);
+    const u64 flag = make_flag(header.generation, call, wanted);
     mark_sent(team, header, phase, wanted);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
         const u32 peer = (site.rank + i) % S.ranks;
@@ -88,7 +88,6 @@ WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase p
             fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
         if (planned == Action::drop) continue;
         if (sending) to.counts[site.rank] = i32(count);
-        if (source_rows != 0) to.source_rows[site.rank] = source_rows;
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
@@ -97,7 +96,7 @@ WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase p
 
 // Waits for every living peer's flag; false, for the whole team, when one wait has failed.
 template <Shape S, class Team>
-WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase phase,
+WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
                        u64 wanted) {
     Share<S>& own = own_share<S>(site);
     bool arrived = true;
@@ -106,29 +105,38 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
               wanted);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        const bool ok = await_flag(own.header, site, flag, peer, phase, wanted);
+        const bool ok = await_flag(own.header, site, flag, peer, phase, call, wanted);
         arrived = ok && arrived;
         if (ok) mark_arrived(team, own.header, phase, wanted, peer);
     }
     return team.all(arrived);
 }
 
-// Waits for every peer's dispatch. Where the slots of sources lie closer than S.tokens, every peer
-// must place them likewise: if two ranks differ, one of them looks here.
+// Publishes this rank's dispatch, and what call it is.
 template <Shape S, class Team>
-WEFT_FN bool await_tokens(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted) {
-    if (!await_all<S>(team, a.site, living, Phase::dispatch, wanted)) return false;
-    if (a.source_rows == S.tokens) return true;
-    Share<S>& own = own_share<S>(a.site);
-    bool equal = true;
-    for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
-        const u32 theirs = own.inbox.source_rows[peer];
-        if (theirs == a.source_rows || !has(living, peer)) continue;
-        equal = false;
-        fail_call(own.header, a.site, Code::other_rows, peer, Phase::dispatch, a.source_rows,
-                  theirs);
-    }
-    return team.all(equal);
+WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted,
+                              u32 count) {
+    if (team.lane() == 0) own_share<S>(a.site).header.call = a.call;
+    publish<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash), wanted, count);
+}
+
+// Publishes that peers may read what this rank's experts made. The ranks have agreed on the call in
+// the dispatch, so its flag carries the geometry alone.
+template <Shape S, class Team>
+WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 wanted) {
+    publish<S>(team, site, living, Phase::combine, site.descriptor, wanted, 0);
+}
+
+// Waits for every peer's dispatch, which must be the same call.
+template <Shape S, class Team>
+WEFT_FN bool await_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted) {
+    return await_all<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash) & flag_mask,
+                        wanted);
+}
+
+template <Shape S, class Team>
+WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 wanted) {
+    return await_all<S>(team, site, living, Phase::combine, site.descriptor, wanted);
 }
 
 }  // namespace weft

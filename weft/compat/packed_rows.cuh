@@ -107,7 +107,7 @@ template <Shape S> WEFT_FN void return_rows(const ReturnArgs& a) {
         save_ranks<S>(a, token);
     return_pieces<S>(team, a);
     if (!team.is_last_cta(a.arrived)) return;
-    publish<S>(team, a.site, living, Phase::combine, state.epoch, 0);
+    publish_combine<S>(team, a.site, living, state.epoch);
 }
 
 }  // namespace weft

@@ -6,7 +6,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 10;                         // to be raised whenever a struct below changes
+constexpr u32 abi = 11;                         // to be raised whenever a struct below changes
 constexpr u32 max_ranks = WEFT_WIDE ? 72 : 32;  // of one NVLink domain; 72 is GB200 NVL72
 constexpr u32 rank_words = (max_ranks + 31) / 32, host_words = (max_ranks + 62) / 63;
 constexpr u32 ring_records = 256;
@@ -30,7 +30,6 @@ enum class Code : u32 {
     other_result = 9,
     peer_died = 10,
     peer_left = 11,
-    other_rows = 12,
     gone_rank = 13,
     gone_unmasked = 14,
 };
@@ -110,24 +109,33 @@ template <auto S> WEFT_FN u32 next_rank(u32 rank, u32 offset) {
 WEFT_FN u32& word_of(u32& set, u32) { return set; }
 template <u32 words> WEFT_FN u32& word_of(RankWords<words>& set, u32 i) { return set.word[i]; }
 
-// A flag is one 64-bit word: generation 16 | descriptor 8 | epoch 40. A wait is satisfied by an
-// equal generation and an epoch that is not older in serial arithmetic, so a peer that runs ahead
-// never deadlocks a slow one.
+// A flag is one 64-bit word: generation 16 | call 24 | epoch 24. A wait is satisfied by an equal
+// generation and an epoch that is not older in serial arithmetic, so a peer that runs ahead never
+// deadlocks a slow one. `call` is a hash of what the ranks must agree on (CallRecord); a flag that
+// no call distinguishes, such as a credit, carries the geometry's hash (Site::descriptor). Every
+// phase is a barrier, so a peer is at most one round ahead, and 24 bits of the epoch suffice.
 constexpr u64 epoch_mask = (1ull << 40) - 1;
-WEFT_FN constexpr u64 make_flag(u32 generation, u32 descriptor, u64 epoch) {
-    return u64(generation & 0xffffu) << 48 | u64(descriptor & 0xffu) << 40 | (epoch & epoch_mask);
+constexpr u32 flag_bits = 24, flag_mask = (1u << flag_bits) - 1;
+WEFT_FN constexpr u64 make_flag(u32 generation, u32 call, u64 epoch) {
+    return u64(generation & 0xffffu) << 48 | u64(call & flag_mask) << flag_bits |
+           (epoch & flag_mask);
 }
 WEFT_FN constexpr u32 flag_generation(u64 flag) { return u32(flag >> 48); }
-WEFT_FN constexpr u32 flag_descriptor(u64 flag) { return u32(flag >> 40) & 0xffu; }
-WEFT_FN constexpr u64 flag_epoch(u64 flag) { return flag & epoch_mask; }
-WEFT_FN constexpr bool not_older(u64 epoch, u64 wanted) {
-    return ((epoch - wanted) & epoch_mask) < (1ull << 39);
+WEFT_FN constexpr u32 flag_call(u64 flag) { return u32(flag >> flag_bits) & flag_mask; }
+WEFT_FN constexpr bool flag_not_older(u64 flag, u64 wanted) {
+    return ((flag - wanted) & flag_mask) < (1u << (flag_bits - 1));
+}
+// The epoch of a flag, of all those that its bits may mean the one nearest to `wanted`.
+WEFT_FN constexpr u64 flag_epoch(u64 flag, u64 wanted) {
+    const u64 ahead = (flag - wanted) & flag_mask;
+    const u64 behind = ahead < (1u << (flag_bits - 1)) ? 0 : 1ull << flag_bits;
+    return flag == 0 ? 0 : (wanted + ahead - behind) & epoch_mask;
 }
 
 // An error, as counters and ids only. The device writes it, the host reads it.
 struct ErrorRecord {
     u32 code = 0, rank = 0, peer = 0, phase = 0;  // peer: whom it is about; who asked, if aborted
-    u64 wanted = 0, seen = 0;                     // epochs, descriptors, or ids and their limit
+    u64 wanted = 0, seen = 0;                     // epochs, hashes, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
     u32 reported_by = 0;      // rank + 1 of the peer that detected it; 0: this rank itself
@@ -154,6 +162,14 @@ struct Mailbox {
 };
 
 constexpr u64 host_asks_to_leave = 1ull << 63;
+
+// What a rank's latest call is, for the peers' error messages: a kernel writes it before it
+// publishes the call's hash, and hosts compare it where the hashes differ. Python packs and reads
+// `what` and `constants` (runtime/identity.py).
+struct CallRecord {
+    u64 hash;  // 40 bits; flags carry the lower 24
+    u64 what, constants, reserved;
+};
 
 // One finished operation, kept for the surviving ranks to read after this rank has died.
 struct Record {
@@ -202,6 +218,7 @@ struct alignas(128) Header {
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
     alignas(128) u64 waiting_ns;          // when a wait last looked round; peers read it
     u32 looked;                           // in which 16 us that was: one wait claims them
+    alignas(128) CallRecord call;         // the latest one
     alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
     alignas(128) Record ring[ring_records];
@@ -212,7 +229,7 @@ struct alignas(128) Header {
 struct Site {
     u64 base, stride;
     u64 mailbox;
-    u32 rank, descriptor;  // descriptor: eight bits of the Shape's hash, compared in every flag
+    u32 rank, descriptor;  // descriptor: 24 bits of the Shape's hash
 };
 
 WEFT_FN Mailbox& mailbox(const Site& site) { return *reinterpret_cast<Mailbox*>(site.mailbox); }

@@ -244,29 +244,29 @@ struct SpinWait {
     }
 };
 
-// Waits for one peer's flag.
+// Waits for one peer's flag of a call (Site::descriptor for flags that belong to no call).
 // Order: after `true`, this thread may read everything that the peer published with that epoch, and
 // so may its team once it has met in `all`.
 // expected: the flag's epoch, where it differs from the operation's (`wanted`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u64 wanted, u64 expected) {
+                        u32 call, u64 wanted, u64 expected) {
     SpinWait spin;
     for (;;) {
         const u64 seen = load_acquire(flag);
         if (flag_generation(seen) == (header.generation & 0xffffu) &&
-            not_older(flag_epoch(seen), expected)) {
-            if (flag_descriptor(seen) == site.descriptor) return true;
-            fail_call(header, site, Code::geometry_mismatch, peer, phase, site.descriptor,
-                      flag_descriptor(seen));
+            flag_not_older(seen, expected)) {
+            if (flag_call(seen) == call) return true;
+            fail_call(header, site, Code::geometry_mismatch, peer, phase, call, flag_call(seen));
             return false;
         }
-        if (!spin.keep_waiting(header, site, {peer, phase, wanted, flag_epoch(seen)})) return false;
+        if (!spin.keep_waiting(header, site, {peer, phase, wanted, flag_epoch(seen, wanted)}))
+            return false;
     }
 }
 
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u64 wanted) {
-    return await_flag(header, site, flag, peer, phase, wanted, wanted);
+                        u32 call, u64 wanted) {
+    return await_flag(header, site, flag, peer, phase, call, wanted, wanted);
 }
 
 // Writes the record that peers and tools read after this rank has died. Returns its end time.

@@ -194,7 +194,7 @@ template <Shape S, Grouping G> void send(const GroupArgs& a) {
             sum_row<S, G, S.combine == Combine::push_fp8>(
                 a, source, token, share<S>(a.site, source).inbox.returned.row[a.site.rank][token]);
     });
-    publish<S>(Solo{}, a.site, header.living, Phase::combine, state.epoch, 0);
+    publish_combine<S>(Solo{}, a.site, header.living, state.epoch);
 }
 
 }  // namespace weft

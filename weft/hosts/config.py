@@ -11,6 +11,7 @@ import torch
 from weft.fields import by_argument
 from weft.memory.wire import JSON
 from weft.placement import Placement
+from weft.runtime.identity import CALL_WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Span:
         return host_placement(self.placement, self.ranks[self.host])
 
     def meta_words(self, rows: int) -> int:
-        """32-bit words that go with `rows` rows: their number, statistics, ids and weights."""
-        return 1 + self.stats + 2 * rows * self.top_k
+        """32-bit words that go with `rows` rows: call, their number, statistics, ids, weights."""
+        return CALL_WORDS + 1 + self.stats + 2 * rows * self.top_k
 
     @property
     def bytes(self) -> int:
@@ -110,7 +111,7 @@ class HostsConfig:
 
     @property
     def descriptor(self) -> int:
-        """Eight bits of the shape's hash, as flags carry them."""
+        """24 bits of the shape's hash."""
         return int(self.shape.descriptor)
 
     def manifest(self) -> dict[str, JSON]:

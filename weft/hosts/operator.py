@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
 from weft.errors import Aborted, GroupError
 from weft.hosts.config import HostsConfig
 from weft.hosts.rail import Rail
-from weft.memory.header import ErrorRecord
+from weft.memory import Group
+from weft.memory.header import CallRecord, ErrorRecord
+from weft.runtime.identity import exchange_call
 from weft.runtime.operator import Operator
 from weft.runtime.report import DUPLICATE_EXPERT, refusal
+
+# Rails that the operators of a group have opened, equal on all its ranks.
+_rails_of_group: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+
+
+class DispatchArguments(Protocol):
+    """The arguments of a dispatch kernel, as far as its identity goes."""
+
+    call: CallRecord
 
 
 class AcrossHosts(Operator):
@@ -15,11 +29,29 @@ class AcrossHosts(Operator):
 
     config: HostsConfig
     _rail: Rail | None = None
+    _layer_call: tuple[int, int, int] | None = None  # of the MoE layer that calls, see begin_round
+    _call: CallRecord | None = None  # of the latest dispatch
 
     @property
     def max_tokens(self) -> int:
         """Maximum number of tokens of one rank in one call."""
         return self.config.max_tokens
+
+    def begin_round(self, layer: int, rows: int, index: int) -> None:
+        """Until `end_rounds`, dispatches are round `index` of an MoE layer; see `exchange_call`."""
+        self._layer_call = layer, rows, index
+
+    def end_rounds(self) -> None:
+        """Dispatches are those of the operator's own callers again."""
+        self._layer_call = None
+
+    def _identify(self, args: DispatchArguments, rows: int) -> CallRecord:
+        """Write into a dispatch's arguments which call it is."""
+        layer, rows, index = self._layer_call or (self._layer, rows, 0)
+        call = exchange_call(self.config.descriptor, layer, rows, index)
+        if call is not self._call:
+            self._call = args.call = call
+        return call
 
     def _open_rail(self) -> None:
         """Make the rail of an operator that exists on every host. Collective over all of them."""
@@ -30,11 +62,13 @@ class AcrossHosts(Operator):
 
         def make() -> Rail:
             limits = {"timeout": timeout, "first_timeout": first_timeout}
-            return Rail(self.group, span, on_failure=self._fail, **limits)
+            return Rail(self.group, span, number, on_failure=self._fail, **limits)
 
+        number = _rails_of_group.get(self.group, 0) + 1
         try:
             doing = f"connecting the hosts of a group for its {self._what}"
             self._rail = self.group.together(make, doing=doing)
+            _rails_of_group[self.group] = number
         except BaseException:
             self.close()
             raise
@@ -55,6 +89,8 @@ class AcrossHosts(Operator):
 
     def check(self) -> None:
         super().check()
+        if self._rail is not None:
+            self._rail.raise_if_failed()
         reports = None if self._rail is None else self._rail.reports()
         if reports is not None:
             raise refusal(*reports, drops_repeats=self._drops_repeats)

@@ -19,14 +19,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft.errors import GroupError, RailFailed
+from weft.errors import GeometryMismatch, GroupError, RailFailed
 from weft.fp8 import dequantize, quantize
 from weft.hosts.cause import FirstCause
 from weft.hosts.config import Span
 from weft.hosts.watch import Watch
 from weft.memory import Group
-from weft.memory.header import ErrorRecord
+from weft.memory.header import CallRecord, ErrorRecord
 from weft.memory.hosts import break_rail
+from weft.runtime.identity import CALL_WORDS, call_words, describe_words
 from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 
 SENT, ARRIVED = range(2)  # what is refused: of this rank's own call, or of another host's
@@ -54,12 +55,14 @@ class Slots:
     """Views of the buffers with so many rows for each host.
 
     planes: of each payload, `[hosts, bytes]`.   out: these and the rest of what travels, bytes.
+    calls: int32 `[hosts, CALL_WORDS]`, which call of which operator each host makes.
     counts, ids, weights: parts of that rest, by host.
     sums, returned: this host's sums of every host's rows, and every host's of this rank's.
     """
 
     planes: tuple[torch.Tensor, ...]
     out: list[tuple[torch.Tensor, torch.Tensor]]
+    calls: torch.Tensor
     counts: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
@@ -87,6 +90,7 @@ class Home:
 class Rail:
     """This rank's exchange with the ranks of other hosts, for one operator.
 
+    number: of the operator, among those of its group that have a rail.
     on_failure: a bound method, held weakly, that is called when the exchange has failed, in
         whatever thread notices.
 
@@ -97,12 +101,14 @@ class Rail:
         self,
         group: Group,
         span: Span,
+        number: int,
         *,
         timeout: float,
         first_timeout: float,
         on_failure: Callable[[GroupError], None],
     ) -> None:
         self._group, self._span, self._device = group, span, group.device
+        self._number = number
         self._on_gpu = group.device.type == "cuda"
         self._timeout = timeout
         self._longest = timedelta(seconds=1 + first_timeout + timeout)  # the watch ends it earlier
@@ -151,8 +157,12 @@ class Rail:
         self._noted = empty(2, 4, dtype=torch.int64)
         self._seen_reports = [0, 0]
         self._told = self._noted
+        # Whether hosts made different calls, then the first calls that differed.
+        self._other_calls = empty(1 + hosts * CALL_WORDS, dtype=torch.int32)
+        self._told_calls = self._other_calls
         if device.type == "cuda":
             self._told = torch.zeros((2, 4), dtype=torch.int64).pin_memory()
+            self._told_calls = torch.zeros(len(self._other_calls), dtype=torch.int32).pin_memory()
         self._views: dict[int, Slots] = {}
 
     def send(
@@ -163,9 +173,15 @@ class Rail:
         num_tokens: torch.Tensor | None,
         stats: torch.Tensor | None,
         rows: int,
+        call: CallRecord,
     ) -> None:
-        """Stage this rank's rows, `rows` at most, and start to exchange them. Arguments checked."""
+        """Stage this rank's rows, `rows` at most, and start to exchange them. Arguments checked.
+
+        call: of this dispatch; every host must make the same one.
+        """
         span, slots, tokens = self._span, self._slots(rows), topk_ids.shape[0]
+        for word, value in zip(slots.calls[self._own], call_words(self._number, call), strict=True):
+            word.fill_(value)
         if span.quantize is not None:
             tensors = [*quantize(tensors[0], span.quantize), *tensors[1:]]
         for plane, tensor, size in zip(slots.planes, tensors, span.row_bytes, strict=True):
@@ -191,8 +207,9 @@ class Rail:
         self._out = self._start(slots.out)
 
     def receive(self, rows: int) -> Arrived:
-        """Wait for the rows of all hosts. Raises RailFailed.
+        """Wait for the rows of all hosts. Raises RailFailed, and GeometryMismatch on CPUs.
 
+        On GPUs rows of another call are dropped, and `raise_if_failed` raises GeometryMismatch.
         Ids and counts that another host must not send are dropped and clamped; `reports` has them.
         """
         assert self._out is not None
@@ -201,7 +218,8 @@ class Rail:
         slots, experts = self._slots(rows), self._experts
         arrived = slots.arrived
         ids, counts = slots.ids, slots.counts
-        known = torch.where((ids >= 0) & (ids < experts), ids, experts)
+        same = self._compare_calls(slots.calls)[:, None, None]
+        known = torch.where(same & (ids >= 0) & (ids < experts), ids, experts)
         arrived.ids.view(ids.shape).copy_(self._local_ids[known])
         arrived.weights.view(slots.weights.shape).copy_(slots.weights)
         told = arrived.stats.view(counts.shape)
@@ -285,8 +303,22 @@ class Rail:
         self._views.clear()
         del self._planes, self._meta, self._sums, self._returned, self._total
 
+    def _compare_calls(self, calls: torch.Tensor) -> torch.Tensor:
+        """Return of which hosts the call is this host's, bool `[hosts]`; keep those that differ."""
+        same = (calls == calls[self._own]).all(dim=1)
+        differ = torch.cat([(~same.all()).int()[None], calls.flatten()])
+        kept = self._other_calls
+        kept.copy_(torch.where((kept[0] == 0) & (differ[0] == 1), differ, kept))
+        if self._told_calls is not kept:
+            self._told_calls.copy_(kept, non_blocking=True)
+        else:
+            self.raise_if_failed()
+        return same
+
     def raise_if_failed(self) -> None:
         """Raise what ended the exchange, if anything did."""
+        if self._failed is None and self._told_calls[0]:
+            self._fail(self._mismatch())
         if self._failed is not None:
             raise self._failed
 
@@ -305,12 +337,11 @@ class Rail:
             for plane, size in zip(self._planes, span.row_bytes, strict=True)
         )
         meta = self._meta[: hosts * span.meta_words(rows)].view(hosts, -1)
-        at, some = 1 + span.stats, rows * span.top_k
-        counts, ids, weights = meta[:, :at], meta[:, at : at + some], meta[:, at + some :]
+        sizes = [CALL_WORDS, 1 + span.stats, rows * span.top_k, rows * span.top_k]
+        calls, counts, ids, weights = torch.split(meta, sizes, dim=1)
         total = hosts * rows
-        sizes = zip(planes, span.row_bytes, strict=True)
         arrived = Arrived(
-            tuple(plane.view(total, size) for plane, size in sizes),
+            tuple(p.view(total, size) for p, size in zip(planes, span.row_bytes, strict=True)),
             self._ids[:total],
             self._weights[:total],
             self._stats,
@@ -318,6 +349,7 @@ class Rail:
         return Slots(
             planes=planes,
             out=[(part, part) for part in (*planes, _bytes(meta))],
+            calls=calls,
             counts=counts,
             ids=ids.view(hosts, rows, span.top_k),
             weights=weights.view(torch.float32).view(hosts, rows, span.top_k),
@@ -379,13 +411,25 @@ class Rail:
             self._failed = error
             self._tell_hosts(error)
 
-    def _fail(self, text: str) -> GroupError:
+    def _mismatch(self) -> GeometryMismatch:
+        """The error of hosts that made different calls."""
+        calls = self._told_calls[1:].view(self._hosts, CALL_WORDS).tolist()
+        own = calls[self._own]
+        other = next(host for host, call in enumerate(calls) if call != own)
+        return GeometryMismatch(
+            f"rank {self._group.rank}, dispatch: {self._names([other])} called with "
+            f"{describe_words(calls[other])}; this rank with {describe_words(own)}. Make the same "
+            "sequence of calls, with the same arguments, on every rank."
+        )
+
+    def _fail(self, what: str | GroupError) -> GroupError:
         """The error of an exchange that failed, unless something else ended it before.
 
         Ranks of this host learn it first: a store that is gone answers only after a second, and
         they would name this rank, for which they wait.
         """
-        failed, error = self._failed, self._failed or RailFailed(text)
+        failed = self._failed
+        error = failed or (RailFailed(what) if isinstance(what, str) else what)
         self._failed = error
         on_failure = self._on_failure()
         try:

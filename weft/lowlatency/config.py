@@ -14,9 +14,16 @@ import torch
 
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
-from weft.fields import Choice, Size, check_fields, checked, hash_byte, literal
+from weft.fields import Choice, Size, check_fields, checked, config_hash, literal
 from weft.hosts.config import HostsConfig, Span, host_placement
-from weft.memory.header import RING_TIMELINES, Site, header_bytes, most_ranks, rank_words
+from weft.memory.header import (
+    RING_TIMELINES,
+    CallRecord,
+    Site,
+    header_bytes,
+    most_ranks,
+    rank_words,
+)
 from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.check import check_choices, check_tensor, check_tokens
@@ -68,6 +75,7 @@ class LowLatencyDispatchArgs(ctypes.Structure):
         ("ids_bytes", c_uint32),
         ("own_experts", c_uint32),
         ("senders", c_uint32),
+        ("call", CallRecord),
     )
 
 
@@ -219,8 +227,8 @@ class LowShape:
 
     @property
     def descriptor(self) -> int:
-        """Eight bits of this shape's hash, as flags carry them."""
-        return hash_byte(self, "low ")
+        """24 bits of this shape's hash."""
+        return config_hash(self, "low ")
 
     def literal(self) -> str:
         """The C++ initialiser."""

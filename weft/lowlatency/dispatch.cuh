@@ -146,8 +146,9 @@ WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArg
                                   const RankState& state, u64 wanted) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
-    if (state.serves<S>(peer) && await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer],
-                                            peer, Phase::dispatch, wanted))
+    if (state.serves<S>(peer) &&
+        await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer, Phase::dispatch,
+                   u32(a.call.hash) & flag_mask, wanted))
         mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
 }
 

@@ -126,6 +126,7 @@ void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
 // and nothing is read behind them.
 template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted) {
     Header& header = own_share<S>(a.site).header;
+    header.call = a.call;
     mark_sent(Solo{}, header, Phase::dispatch, wanted);
     for_living<S>(a.site, [&](u32 peer) {
         const Action planned = fault(header, Point::before_flag, peer, wanted);
@@ -134,7 +135,7 @@ template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchAr
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
         store_relaxed(&to.dispatch_begun[a.site.rank],
-                      make_flag(header.generation, a.site.descriptor, wanted) ^ lie);
+                      make_flag(header.generation, u32(a.call.hash), wanted) ^ lie);
         return true;
     });
     mark_published(Solo{}, header, Phase::dispatch, wanted);
@@ -185,7 +186,7 @@ bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)
     const bool received = for_living<S>(a.site, [&](u32 source) {
         fault(own.header, Point::before_poll, source, wanted);
         if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[source], source,
-                        Phase::dispatch, wanted) ||
+                        Phase::dispatch, u32(a.call.hash) & flag_mask, wanted) ||
             !await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source], source,
                           wanted, tokens[source]))
             return false;

@@ -173,6 +173,7 @@ struct LowLatencyDispatchArgs {
     u32 tokens, ids_bytes;
     u32 own_experts;
     u32 senders;  // CTAs that send rows
+    CallRecord call;
 };
 
 struct LowLatencyCombineArgs {
@@ -238,7 +239,7 @@ WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phas
     const u64 wanted = credit_needed(progress, phase);
     // Deadlines identify a round by the epoch that it makes.
     return await_flag(own_share<S>(site).header, site, credit_of<S>(site, phase, peer), peer, phase,
-                      (wanted + 1) & epoch_mask, wanted);
+                      site.descriptor, (wanted + 1) & epoch_mask, wanted);
 }
 
 // Waits for a tagged word of a peer's operation and returns its value in `value`.

@@ -50,7 +50,7 @@ WEFT_FN void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted, u3
     const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
     const u32 generation = own_share<S>(a.site).header.generation;
     store_relaxed(&share_of<S>(a.site, peer).inbox.dispatch_begun[a.site.rank],
-                  make_flag(generation, a.site.descriptor, wanted) ^ lie);
+                  make_flag(generation, u32(a.call.hash), wanted) ^ lie);
 }
 
 template <LowLatencyShape S>
@@ -69,6 +69,7 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
                       tagged(wanted, scratch.mask[expert]));
     }
     if (chunk != 0) return;
+    if (team.lane() == 0) header.call = a.call;
     mark_sent(team, header, Phase::dispatch, wanted);
     if (announces) send_dispatch_begun<S>(a, wanted, team.lane(), planned);
     mark_published(team, header, Phase::dispatch, wanted);

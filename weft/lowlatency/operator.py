@@ -369,6 +369,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
                 f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
             )
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
+        call = self._identify(self._dispatch_args, self.max_tokens)
         slot = self._slots[handle.slot]
         args, t = self._dispatch_args, slot.tensors if results is None else results
         slot.point(args)
@@ -379,7 +380,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             self._run_dispatch(entry, x, topk_ids, topk_weights)
         else:
             row = (as_sent(x, self.config.shape),)
-            self._rail.send(row, topk_ids, topk_weights, None, None, self.max_tokens)
+            self._rail.send(row, topk_ids, topk_weights, None, None, self.max_tokens, call)
             slot.sent_weights = topk_weights
             if entry == "dispatch":
                 self._forward(slot)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from weft.shape import MAX_RANKS, NARROW_RANKS
 
-ABI = 10
+ABI = 11
 RING_RECORDS = 256
 RING_TIMELINES = 64
 EPOCH_MASK = (1 << 40) - 1
@@ -54,6 +54,17 @@ class Record(ctypes.Structure):
         ("end_ns", c_uint64),
         ("phase", c_uint32),
         ("tokens", c_uint32),
+    )
+
+
+class CallRecord(ctypes.Structure):
+    """What a call is, as runtime/identity.py packs it; a rank's latest one is in its header."""
+
+    _fields_ = (
+        ("hash", c_uint64),
+        ("what", c_uint64),
+        ("constants", c_uint64),
+        ("reserved", c_uint64),
     )
 
 
@@ -158,9 +169,11 @@ def _mirrors(most: int) -> Mirrors:
             ("waiting_ns", c_uint64),
             ("looked", c_uint32),
             ("_pad4", c_uint8 * 116),
+            ("call", CallRecord),
+            ("_pad5", c_uint8 * 96),
             ("last_words", c_uint8 * LAST_WORDS_BYTES),
             ("fault", Fault),
-            ("_pad5", c_uint8 * 96),
+            ("_pad6", c_uint8 * 96),
             ("ring", Record * RING_RECORDS),
             ("timelines", Timeline * RING_TIMELINES),
         )

@@ -38,6 +38,7 @@ from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
 from weft.runtime.check import check_group, check_tensor, check_tokens
+from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
 
 
@@ -331,12 +332,15 @@ class MoE:
         workspace.begin("a call")
         try:
             routed = self._routed(given, num_tokens)
+            most_tokens = self.exchange.max_tokens if rows is None else rows
+            self.exchange.begin_round(self._number, most_tokens, 0)
             if rounds == 1:
                 return workspace.run(self._weights, self._shared, x, routed, num_tokens, rows, out)
             assert rows is not None
             out = torch.empty_like(x) if out is None else out
             each = self.exchange.max_tokens
-            for start in range(0, rows, each):
+            for index, start in enumerate(range(0, rows, each)):
+                self.exchange.begin_round(self._number, rows, index)
                 # Padding has ids of -1 by now, so no count is needed.
                 part, most = slice(start, start + each), min(each, rows - start)
                 some = Routed(routed.ids[part], routed.weights[part])
@@ -349,6 +353,7 @@ class MoE:
                 self.exchange._leave(reason(error))
             raise
         finally:
+            self.exchange.end_rounds()
             workspace.end()
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
@@ -502,6 +507,7 @@ class MoE:
             self._fill_table(replicas)
             synchronize_stream(device)
         self._shared, self._correction = shared, correction
+        self._number = self.exchange.next_layer()  # by which ranks tell layers of a workspace apart
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
         self._workspace.layers.add(self)
@@ -610,7 +616,7 @@ class MoE:
         tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
         if rows is None:
             check_tokens(tokens, each)
-        elif integer("rows", rows, 0, MAX_ROWS) < tokens:
+        elif integer("rows", rows, 0, min(MAX_ROWS, each * MAX_ROUNDS)) < tokens:
             raise InvalidArgument(
                 f"rows is {rows}, but this rank has {tokens} tokens: pass the most that any rank "
                 "has, on all ranks the same"

@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from weft.memory.header import (
     HOST_ASKS_TO_LEAVE,
     HOST_BITS,
     LAST_WORDS_BYTES,
+    CallRecord,
     ErrorRecord,
     Record,
     Site,
@@ -38,6 +39,7 @@ from weft.memory.room import require_room
 from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.check import check_group
+from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_exchange
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
 from weft.runtime.report import (
@@ -60,7 +62,7 @@ class Config(ShareConfig, Protocol):
 
     @property
     def descriptor(self) -> int:
-        """Eight bits that flags carry, so that a peer with another config is noticed."""
+        """24 bits of the config's hash."""
 
     def manifest(self) -> Mapping[str, JSON]:
         """What the ranks compare at creation, name by name."""
@@ -78,6 +80,8 @@ class Operator(ABC):
     _build: Build
     _kernels: Kernels
     _site: Site
+    _layer = 0  # number of the lease that calls; 0: the operator itself
+    _layers = 0  # layers and leases that have had a number
     _seen_refusals = 0
     _failure: GroupError | None = None  # what made this rank leave, where calls raise it again
     _drops_repeats = False  # does a dispatch drop ids that an earlier one of their row names?
@@ -190,6 +194,9 @@ class Operator(ABC):
         """Bytes that `_make_views` allocates beside the heap."""
         return 0
 
+    # Words for a CallRecord of this operator.
+    _describe_call: Callable[[CallRecord], str] = staticmethod(describe_exchange)
+
     @abstractmethod
     def _make_views(self) -> None:
         """Make views of this rank's share, and its memory beside the heap."""
@@ -285,7 +292,8 @@ class Operator(ABC):
         Any thread may call it. A call that waits in another thread ends first, with `Aborted`.
         Peers that are in a call which this rank has not finished raise `PeerLeft`.
         """
-        library.forget(self._handle)
+        for handle in {self._handle, vars(self)["_handle"]}:
+            library.forget(handle)
         if not self._begin_close():
             return
         with relaxed(self.group.device):
@@ -298,6 +306,24 @@ class Operator(ABC):
     @property
     def _operator(self) -> Self:
         return self
+
+    def next_layer(self) -> int:
+        """Return the number of another layer or lease on this operator, from 1 on."""
+        self._layers += 1
+        return (self._layers - 1) % (MAX_LAYERS - 1) + 1
+
+    def leased(self) -> Self:
+        """Return this operator as one of its leases sees it; ranks create leases in one order.
+
+        The view shares all state with the operator. Its calls carry its own number, so that ranks
+        whose calls belong to different leases notice that.
+        """
+        kind, number = type(self), self.next_layer()
+        view: Self = object.__new__(_view_type(kind))
+        view.__dict__ = self.__dict__
+        view._layer, view._shared_operator = number, self  # type: ignore[attr-defined]
+        view._handle = library.register(view, self._manifest())
+        return view
 
     def __enter__(self) -> Self:
         return self
@@ -467,6 +493,7 @@ class Operator(ABC):
             record,
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._last_words(ranks.index(rank)),
+            lambda rank, value: self._call_text(ranks.index(rank), value),
             first_epoch=self._first_epoch,
             machines=self.group._job_machines,
         )
@@ -555,9 +582,23 @@ class Operator(ABC):
     def _header_of(self, rank: int | None = None) -> ctypes.Structure:
         return self._mirrors.Header.from_buffer_copy(self.heap.header(rank))
 
+    def _call_text(self, rank: int, value: int | None) -> str:
+        """A rank's latest call in words; "" where its hash is not `value`, as flags have it."""
+        record = self._header_of(rank).call
+        if not record.hash or (value is not None and (record.hash ^ value) & FLAG_MASK):
+            return ""
+        return self._describe_call(record)
+
     def _last_words(self, rank: int) -> str:
         header = self._header_of(rank)
         return bytes(header.last_words).split(b"\0")[0].decode(errors="replace")
+
+
+@functools.cache
+def _view_type(kind: type[Operator]) -> type[Any]:
+    """The class of an operator's leases: `kind` with a number and a handle of its own."""
+    slots = {"__slots__": ("_handle", "_layer", "_shared_operator"), "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), slots)
 
 
 class OfOperator(Protocol):

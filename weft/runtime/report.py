@@ -17,11 +17,11 @@ from weft.errors import (
     UsageError,
 )
 from weft.memory.header import EPOCH_MASK, PHASES, ErrorRecord
-from weft.runtime.call_word import SLOTS, signature_text
+from weft.runtime.identity import SLOTS
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3
 PEER_TIMEOUT, GEOMETRY_MISMATCH, ABORTED, BAD_ROW_INDEX = 4, 5, 6, 7
-OTHER_RESULT, PEER_DIED, PEER_LEFT, OTHER_ROWS = 9, 10, 11, 12
+OTHER_RESULT, PEER_DIED, PEER_LEFT = 9, 10, 11
 GONE_RANK, GONE_UNMASKED = 13, 14
 COMBINE, GROUPING, ALL_REDUCE = 2, 3, 4  # phases
 
@@ -95,7 +95,24 @@ def _late(option: str, machines: int) -> str:
     )
 
 
-def _seen_by_peer(record: ErrorRecord, who: str, option: str, machines: int) -> GroupError:
+# The call that a rank's header describes, in words; "" where it is not the one with this hash.
+# Hash None: whatever call the header describes.
+CallText = Callable[[int, int | None], str]
+_SAME_CALLS = "Make the same sequence of calls, with the same arguments, on every rank."
+
+
+def _mismatch(who: str, peer: int, theirs: str, mine: str) -> GeometryMismatch:
+    """Two ranks whose calls differ; the text of a call that is not known any more is empty."""
+    calls = f"rank {peer} called with {theirs}; this rank with {mine}"
+    if not theirs or not mine:
+        calls = f"rank {peer} made another call than this rank"
+        calls += f", which called with {mine}" if mine else ""
+    return GeometryMismatch(f"{who}: {calls}. {_SAME_CALLS}")
+
+
+def _seen_by_peer(
+    record: ErrorRecord, who: str, option: str, machines: int, call_of: CallText
+) -> GroupError:
     """What a peer found out that this rank has not seen: the peer has left the group for it."""
     reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
@@ -109,9 +126,13 @@ def _seen_by_peer(record: ErrorRecord, who: str, option: str, machines: int) -> 
             f"{who}: {reporter} waited in vain for {culprit} and left the group. "
             f"{_late(option, machines)}"
         )
+    theirs, found = call_of(record.peer, None), call_of(record.reported_by - 1, None)
+    calls = ""
+    if theirs and found and theirs != found:
+        calls = f": {culprit} called with {theirs}; {reporter} with {found}"
     return GeometryMismatch(
-        f"{who}: {reporter} found that {culprit} called with other arguments or combined "
-        "another dispatch, and left the group. Make the same calls on every rank."
+        f"{who}: {reporter} found that {culprit} made another call, or combined another dispatch, "
+        f"and left the group{calls}. {_SAME_CALLS}"
     )
 
 
@@ -143,17 +164,12 @@ def _gone(
     )
 
 
-def _in_all_reduce(record: ErrorRecord, who: str, option: str, machines: int) -> GroupError:
-    """Slots and signatures of an all-reduce say more than an epoch."""
-    if record.code == PEER_TIMEOUT:
-        return PeerTimeout(
-            f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
-            f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
-            f"within {record.elapsed_ns / 1e9:.2f} s. {_late(option, machines)}"
-        )
-    return GeometryMismatch(
-        f"{who}: rank {record.peer} called with {signature_text(record.seen)}; this rank with "
-        f"{signature_text(record.wanted)}. Make the same call on every rank."
+def _reduce_timeout(record: ErrorRecord, who: str, option: str, machines: int) -> PeerTimeout:
+    """A slot of an all-reduce says more than an epoch."""
+    return PeerTimeout(
+        f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
+        f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
+        f"within {record.elapsed_ns / 1e9:.2f} s. {_late(option, machines)}"
     )
 
 
@@ -161,6 +177,7 @@ def breakage(
     record: ErrorRecord,
     pid_of: Callable[[int], int | None],
     words_of: Callable[[int], str],
+    call_of: CallText,
     *,
     first_epoch: int = 0,
     machines: int = 1,
@@ -169,6 +186,7 @@ def breakage(
 
     first_epoch: the epoch before the first round, whose waits have a deadline of their own.
     pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
+    call_of: the call of a rank in words, see CallText.
     """
     phase = PHASES.get(record.phase, f"phase {record.phase}")
     who = f"rank {record.rank}, {phase}"
@@ -183,26 +201,17 @@ def breakage(
             "with missing='drop' to go on with the living, or make a new group of them."
         )
     if record.reported_by and record.code != ABORTED:
-        return _seen_by_peer(record, who, option, machines)
-    if record.phase == ALL_REDUCE and record.code in (PEER_TIMEOUT, GEOMETRY_MISMATCH):
-        return _in_all_reduce(record, who, option, machines)
+        return _seen_by_peer(record, who, option, machines, call_of)
+    if record.code == GEOMETRY_MISMATCH:
+        theirs, mine = call_of(record.peer, record.seen), call_of(record.rank, record.wanted)
+        return _mismatch(who, record.peer, theirs, mine)
+    if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
+        return _reduce_timeout(record, who, option, machines)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
             f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). "
             f"{_late(option, machines)}"
-        )
-    if record.code == GEOMETRY_MISMATCH:
-        return GeometryMismatch(
-            f"{who}: rank {record.peer} called with geometry {record.seen:#04x}, this rank with "
-            f"{record.wanted:#04x} (hashes of ranks, tokens, top_k, experts, hidden, dtype and "
-            "payload rows). Give every rank the same arguments."
-        )
-    if record.code == OTHER_ROWS:
-        return GeometryMismatch(
-            f"{who}: rank {record.peer} dispatched with rows={record.seen}, this rank with "
-            f"rows={record.wanted}. Pass the most tokens that any rank sends, on every rank the "
-            "same."
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(

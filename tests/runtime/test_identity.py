@@ -1,0 +1,200 @@
+"""Ranks that make different calls all notice it in that call, and none returns a wrong result."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.errors import GeometryMismatch, GroupError, InvalidArgument
+from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
+from weft.runtime.identity import FLAG_MASK, MAX_ROUNDS, exchange_call, reduce_call
+
+RANKS, HIDDEN, TOKENS = 3, 64, 4
+CONFIG = MoEConfig(hidden=HIDDEN, intermediate=32, routing=Routing(6, 2))
+SIZES: dict[str, Any] = {"max_tokens": TOKENS, "top_k": 2, "num_experts": 6, "hidden": HIDDEN}
+LIMITS: dict[str, Any] = {"timeout": 20.0, "first_timeout": 60.0}
+IDS = torch.tensor([[0, 3], [2, 5]])
+Call = tuple[int, int]  # the lease that calls, and its argument
+Lease = Callable[[int], torch.Tensor]  # an argument of 2 to 12 -> the result
+
+
+def exchange_lease(op: weft.AllToAll, x: torch.Tensor, factor: int) -> Lease:
+    def call(rows: int) -> torch.Tensor:
+        received = op.dispatch(x, IDS, rows=min(rows, TOKENS))
+        return op.combine(weft.reference.identity_experts(received, x.dtype) * factor).clone()
+
+    return call
+
+
+def expert_lease(op: weft.LowLatencyAllToAll, x: torch.Tensor, factor: int) -> Lease:
+    def call(_: int) -> torch.Tensor:
+        received = op.dispatch(x, IDS)
+        return op.combine(received.x * factor, IDS, None, received.handle).clone()
+
+    return call
+
+
+def reduce_lease(op: weft.AllReduce, x: torch.Tensor) -> Lease:
+    def call(argument: int) -> torch.Tensor:
+        result = op.fused(x, weight=torch.ones(HIDDEN, dtype=x.dtype), eps=argument * 1e-6)
+        assert result.norm is not None
+        return result.norm.clone()
+
+    return call
+
+
+def moe_lease(layer: weft.MoE, x: torch.Tensor) -> Lease:
+    def call(rows: int) -> torch.Tensor:
+        return layer(x, topk_ids=IDS, topk_weights=torch.ones(2, 2), rows=rows).clone()
+
+    return call
+
+
+@contextlib.contextmanager
+def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
+    """Three leases of one workspace."""
+    x = torch.full((2, HIDDEN), 1.0 + group.rank).bfloat16()
+    with contextlib.ExitStack() as stack:
+        leases: list[Lease] = []
+        for number in range(3):
+            if kind == "AllToAll":
+                op = stack.enter_context(weft.lease(group, weft.AllToAll, **SIZES, **LIMITS))
+                leases.append(exchange_lease(op, x, number + 1))
+            elif kind == "LowLatencyAllToAll":
+                options = SIZES | LIMITS | {"quantize": None}
+                low = stack.enter_context(weft.lease(group, weft.LowLatencyAllToAll, **options))
+                leases.append(expert_lease(low, x, number + 1))
+            elif kind == "AllReduce":
+                sizes = {"max_tokens": TOKENS, "hidden": HIDDEN}
+                reduce = stack.enter_context(weft.lease(group, weft.AllReduce, **sizes, **LIMITS))
+                leases.append(reduce_lease(reduce, x))
+            else:
+
+                def weights(local: tuple[int, ...], seed: int = 10 * number) -> ExpertWeights:
+                    return ExpertWeights.stack(
+                        CONFIG, [Expert.seeded(CONFIG, seed + e) for e in local]
+                    )
+
+                mode = kind.removeprefix("MoE, ")
+                lease = weft.lease(
+                    group, weft.MoE, CONFIG, weights, max_tokens=TOKENS, mode=mode, **LIMITS
+                )
+                leases.append(moe_lease(stack.enter_context(lease), x))
+        yield leases
+
+
+def draw_program(chance: random.Random, kind: str) -> list[Call]:
+    """Eight calls, of which no two neighbours are equal."""
+    same = kind == "LowLatencyAllToAll"  # it takes no argument
+    program: list[Call] = []
+    while len(program) < 8:
+        call = chance.randrange(3), 2 if same else chance.randrange(2, 13)
+        if kind == "AllToAll":
+            call = call[0], min(call[1], TOKENS)
+        if not program or call != program[-1]:
+            program.append(call)
+    return program
+
+
+def disturb(chance: random.Random, program: list[Call], how: str) -> tuple[int, list[Call]]:
+    """The first call that differs, and the program of the rank that is out of step."""
+    at, other = chance.randrange(1, 6), list(program)
+    if how == "skip":
+        del other[at]
+    elif how == "swap":
+        other[at : at + 2] = other[at + 1 : at - 1 : -1]
+    elif how == "repeat":
+        other.insert(at, other[at - 1])
+    else:
+        lease, argument = other[at]
+        other[at] = lease, argument - 1 if argument > 2 else argument + 1
+    return at, other
+
+
+def run_program(
+    group: weft.Group, kind: str, program: list[Call], other: list[Call] | None, odd: int
+) -> tuple[list[torch.Tensor], str, str]:
+    """The results of a program until it raises; the error's type and text."""
+    results: list[torch.Tensor] = []
+    with open_leases(group, kind) as leases, contextlib.suppress(GroupError):
+        try:
+            for lease, argument in other if other is not None and group.rank == odd else program:
+                results.append(leases[lease](argument))
+        except GroupError as error:
+            return results, type(error).__name__, str(error)
+    return results, "", ""
+
+
+@pytest.mark.parametrize("how", ["skip", "swap", "repeat", "change"])
+@pytest.mark.parametrize(
+    "kind", ["AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE, throughput", "MoE, low_latency"]
+)
+def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how):
+    if (kind, how) == ("LowLatencyAllToAll", "change"):
+        pytest.skip("its calls have no argument that ranks must agree on")
+    for _ in range(3):
+        seed = random.randrange(1 << 32)
+        print("seed", seed)
+        chance = random.Random(seed)
+        program, odd = draw_program(chance, kind), chance.randrange(RANKS)
+        at, other = disturb(chance, program, how)
+        right = ranks(RANKS, "threads")(run_program, kind, program, None, odd)
+        assert [(len(results), error) for results, error, _ in right] == [(8, "")] * RANKS, seed
+        found = ranks(RANKS, "threads")(run_program, kind, program, other, odd)
+        for (results, error, text), (expected, _, _) in zip(found, right, strict=True):
+            assert error == GeometryMismatch.__name__, (seed, error, text)
+            assert len(results) == at, (seed, text)
+            assert "called with" in text, (seed, text)
+            assert all(map(torch.equal, results, expected[:at])), seed
+
+
+def eps_differ(group: weft.Group) -> str:
+    with weft.AllReduce(group, max_tokens=TOKENS, hidden=HIDDEN, **LIMITS) as op:
+        x = torch.ones(2, HIDDEN).bfloat16()
+        with pytest.raises(GeometryMismatch) as caught:
+            op.fused(x, weight=torch.ones(HIDDEN).bfloat16(), eps=(1e-5, 1e-6)[group.rank])
+        return str(caught.value)
+
+
+def test_an_error_names_both_values(ranks):
+    first, second = ranks(2, "threads")(eps_differ)
+    for rank, text in enumerate((first, second)):
+        values = [f"eps {value}" for value in ("9.99999975e-06", "9.99999997e-07")]
+        assert f"rank {1 - rank} called with" in text
+        assert text.index(values[1 - rank]) < text.index(values[rank])
+
+
+def too_many_rows(group: weft.Group) -> None:
+    def weights(local: tuple[int, ...]) -> ExpertWeights:
+        return ExpertWeights.stack(CONFIG, [Expert.seeded(CONFIG, e) for e in local])
+
+    with weft.MoE(group, CONFIG, weights, max_tokens=TOKENS, **LIMITS) as layer:
+        with pytest.raises(InvalidArgument, match=rf"rows is .*\.{TOKENS * MAX_ROUNDS}"):
+            moe_lease(layer, torch.ones(2, HIDDEN).bfloat16())(TOKENS * MAX_ROUNDS + 1)
+        assert torch.isfinite(moe_lease(layer, torch.ones(2, HIDDEN).bfloat16())(2)).all()
+
+
+def test_rows_have_a_bound(ranks):
+    ranks(2, "threads")(too_many_rows)
+
+
+def test_hashes_of_calls_differ():
+    """With 24 bits, 3,000 calls have a pair in common with a chance of one in four."""
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    drawn = {
+        (chance.randrange(1 << 24), chance.randrange(1 << 16), chance.randrange(1 << 20))
+        for _ in range(3000)
+    }
+    hashes = [exchange_call(d, layer, rows, 0).hash & FLAG_MASK for d, layer, rows in drawn]
+    assert len(set(hashes)) >= len(drawn) - 4
+    parts: dict[str, Any] = {"parts": (True, False, True), "coding": 0, "weight_bias": 0.0}
+    words = {reduce_call(7, 0, 5, "oneshot", eps=i * 1e-7, **parts).hash for i in range(3000)}
+    assert len(words) == 3000
