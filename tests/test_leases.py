@@ -29,14 +29,14 @@ def exchanges(group: weft.Group) -> None:
     # In another order.
     sizes = {"num_experts": 8, "hidden": 128, "top_k": 2, "max_tokens": 4}
     again = weft.lease(group, weft.LowLatencyAllToAll, **sizes)
-    assert one.operator is two.operator
-    assert low.operator is again.operator
+    assert one.operator.heap is two.operator.heap
+    assert low.operator.heap is again.operator.heap
     assert len({id(each.operator) for each in (one, other, low)}) == 3
     mapped = [
         weft.lease(group, weft.AllToAll, **SIZES, expert_map=owners)
         for owners in ([1, 0] * 4, torch.tensor([1, 0] * 4), [0, 1] * 4)
     ]
-    assert mapped[0].operator is mapped[1].operator is not mapped[2].operator
+    assert mapped[0].operator.heap is mapped[1].operator.heap is not mapped[2].operator.heap
     one.close()
     one.close()  # idempotent: it counts once
     with two as a2a:

@@ -21,6 +21,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.moe import MoE
 from weft.runtime.check import check_group
+from weft.runtime.operator import Operator
 
 # What layers of one workspace differ in; of the replicas only their number is the workspace's.
 OF_A_LAYER = ("weights", "shared", "correction", "replicas")
@@ -114,9 +115,9 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     first = shared is None
     if shared is None:
         shared = known[key] = _Shared(kind(*bound.args, **bound.kwargs))
-    if not issubclass(kind, MoE):
+    if isinstance(shared.operator, Operator):
         return Lease(shared.operator.leased(), key, shared, group)
-    if first:
+    if first or not issubclass(kind, MoE):
         return Lease(shared.operator, key, shared, group)
     own = {name: sizes[name] for name in OF_A_LAYER}
     return Lease(shared.operator.sibling(**own), key, shared, group)

@@ -161,6 +161,7 @@ class MoeAlltoAll:
             release()
             raise
         self._workspace = shared.operator
+        self._number = shared.operator.next_layer()
         self._away: set[AllToAll] = set()  # in whose round this object is
         # Engines drop their objects without a word.
         self._give_up = weakref.finalize(self, _give_up, shared, release, self._away)
@@ -240,7 +241,7 @@ class MoeAlltoAll:
         stats = workspace.no_stats if eplb_local_stats is None else eplb_local_stats
         planes = [_bytes(t, size) for t, size in zip(given, sizes, strict=True)]
         try:
-            received = carrier.dispatch(planes, ids, stats=stats, rows=limit)
+            received = self._send(carrier, planes, ids, stats, limit)
         except UsageError as error:
             names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
             raise renamed(error, names) from error
@@ -404,10 +405,25 @@ class MoeAlltoAll:
                 torch.zeros((running.tokens, size), dtype=torch.uint8, device=self.group.device)
                 for size in running.payloads
             ]
-            operator.dispatch(blank, ids, stats=workspace.no_stats, rows=running.limit)
+            self._send(operator, blank, ids, workspace.no_stats, running.limit)
             self._away.add(operator)
             running.row, running.returning, running.ids = row, operator, None
         return running.returning
+
+    def _send(
+        self,
+        operator: AllToAll,
+        planes: list[torch.Tensor],
+        ids: torch.Tensor,
+        stats: torch.Tensor | None,
+        rows: int,
+    ) -> Received:
+        """Dispatch as this object, so that ranks whose calls are of different objects notice it."""
+        operator.begin_round(self._number, rows, 0)
+        try:
+            return operator.dispatch(planes, ids, stats=stats, rows=rows)
+        finally:
+            operator.end_rounds()
 
     def _check_changes(self, row: CombineRow, running: _Round) -> torch.Tensor:
         """The tokens' ids, where this round may still return other rows. Raises InvalidArgument."""

@@ -11,6 +11,7 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.compat.refusals import refuse_capture
 from weft.memory import Group
+from weft.runtime.identity import MAX_LAYERS
 from weft.shape import DTYPE_NAMES
 
 RowBytes = tuple[int, ...]  # of each payload: the memory of a dispatch follows from them
@@ -54,10 +55,16 @@ class MoeWorkspace:
         self._stats = stats
         self.rows: dict[RowBytes, CombineRow] = {}
         self._operators: dict[tuple[RowBytes, CombineRow], AllToAll] = {}
+        self._layers = 0
         # What a dispatch sends that brings no statistics.
         self.no_stats: torch.Tensor | None = None
         if stats:
             self.no_stats = torch.zeros(stats, dtype=torch.int32, device=group.device)
+
+    def next_layer(self) -> int:
+        """Return the number of another object that shares this workspace, from 1 on."""
+        self._layers += 1
+        return (self._layers - 1) % (MAX_LAYERS - 1) + 1
 
     def operator(self, payloads: RowBytes, row: CombineRow) -> AllToAll:
         """The all-to-all of these sizes; collective when it is new.

@@ -275,7 +275,7 @@ class Blocks:
         found: dict[int, Any] = {}
         for each in self._leases:
             exchange = getattr(each.operator, "exchange", each.operator)
-            found.setdefault(id(exchange), each.operator)
+            found.setdefault(id(exchange.heap), each.operator)
         return list(found.values())
 
     def close(self) -> None:
