@@ -120,7 +120,7 @@ def test_packed_scales_lie_columns_first(ranks):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"ranks": 1}, "an all-reduce of 1 ranks"),
+        ({"ranks": 73}, "an all-reduce of 73 ranks; it takes 1 to 72"),
         ({"hidden": 12}, "pad rows to 16"),
         ({"hidden": 65536}, "an integer in 8..32768"),
         ({"max_tokens": 1 << 20}, "it must be an integer in 1..1048575"),

@@ -37,7 +37,7 @@ H200 = replace(
     ("change", "text"),
     [
         ({"backends": ()}, "nothing to measure"),
-        ({"ranks": 1}, "all-reduce of 1 ranks; it takes 2 to 72"),
+        ({"ranks": 73}, "all-reduce of 73 ranks; it takes 1 to 72"),
         ({"ranks": 73}, "of 73 ranks"),
         ({"hidden": 100}, "multiple of 8"),
         ({"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),

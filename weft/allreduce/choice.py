@@ -52,6 +52,8 @@ def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilog
             f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "
             f"{config.direct}: build it with 'twoshot' too, or use torch.distributed.all_reduce"
         )
+    if config.ranks == 1:
+        return Choice(names[0], f"{names[0]}: one rank sums nothing, and all backends are the same")
     if len(names) == 1:
         return Choice(names[0], f"{names[0]} is the only backend that serves {tokens} tokens")
     measured = next((n for n in TWOSHOT_FROM if config.ranks <= n), max(TWOSHOT_FROM))

@@ -17,7 +17,6 @@ from weft.memory.wire import JSON
 from weft.runtime.layout import Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
-MIN_RANKS = 2
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
 MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
 # Rows that one shot has slots for: beyond, two shots move fewer bytes, or on two ranks the same and
@@ -74,7 +73,7 @@ ADDRESSES = (
 class ReduceConfig:
     """`weft::Reduction` in allreduce/layout.cuh is the same struct.
 
-    ranks: 2..72.   tokens: most of one call.   direct: most of one call in one shot.
+    ranks: 1..72.   tokens: most of one call.   direct: most of one call in one shot.
     hidden, dtype: elements and type of a row.   epilogue_at: the rank of two shots that adds the
     residual and takes a row's statistics: its "owner", which sums it, or each "receiver".
     missing: what a sum does when ranks are gone.
@@ -105,15 +104,16 @@ class ReduceConfig:
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens = integer("max_tokens", max_tokens, 1, MAX_TOKENS)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        if one_of("missing", missing, MISSING) == "drop":  # one shot serves all calls
+        if one_of("missing", missing, MISSING) == "drop" or ranks == 1:  # one shot serves all calls
             direct = max_tokens
         return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at, missing)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not MIN_RANKS <= self.ranks <= MAX_RANKS:
+        if not 1 <= self.ranks <= MAX_RANKS:
             raise InvalidArgument(
-                f"an all-reduce of {self.ranks} ranks; it takes {MIN_RANKS} to {MAX_RANKS}"
+                f"an all-reduce of {self.ranks} ranks; it takes 1 to {MAX_RANKS}, the ranks of one "
+                "NVLink domain"
             )
         if self.hidden % 8:
             raise InvalidArgument(
@@ -159,6 +159,8 @@ class ReduceConfig:
     @property
     def trailers(self) -> int:
         """Where the slots for statistics begin, after those for rows."""
+        if self.ranks == 1:  # as in layout.cuh: one slot of each kind, which nothing uses
+            return self.rows + sum(up(count * self.row_bytes) for count in (2, 2, 1))
         row = (self.ranks - 1) * self.row_bytes
         sizes = (2 * self.direct, 2 * self.owned, self.owned)
         return self.rows + sum(up(count * row) for count in sizes)
@@ -171,7 +173,7 @@ class ReduceConfig:
     @property
     def share_bytes(self) -> int:
         """Bytes of symmetric memory of one rank."""
-        return self.trailers + up(16 * (self.ranks - 1) * self.owned)
+        return self.trailers + up(16 * max(1, (self.ranks - 1) * self.owned))
 
     def asserted(self) -> Numbers:
         """C++ expressions of these offsets, after the literal R, and their values."""

@@ -77,8 +77,8 @@ def cuda_program(config: ReduceConfig) -> Program:
 
 
 def _served(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
-    """What belongs to the backends of a config."""
-    alone = config.missing == "drop"
+    """Return the entries of `by_backend` that a config has kernels for."""
+    alone = config.missing == "drop" or config.ranks == 1
     return {k: v for k, v in by_backend.items() if k.startswith("oneshot") or not alone}
 
 

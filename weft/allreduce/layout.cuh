@@ -5,8 +5,8 @@
 // restores the sentinel. Call words say what each peer has called, so that ranks whose calls differ
 // are detected.
 //
-// docs/design/protocol.md says why rows that are pushed to be summed need two buffers, and summed rows
-// one.
+// docs/design/protocol.md says why rows that are pushed to be summed need two buffers, and summed
+// rows one.
 #pragma once
 #include <weft/device/sentinel.cuh>
 #include <weft/device/wait.cuh>
@@ -25,7 +25,7 @@ enum class Missing : u32 { error, drop };
 
 // What specialises the entries; allreduce/reduction.py mirrors it.
 struct Reduction {
-    u32 ranks;   // 2..72
+    u32 ranks;   // 1..72
     u32 tokens;  // at most, of one call
     u32 direct;  // at most, of one call of oneshot
     u32 hidden;
@@ -39,6 +39,11 @@ struct Reduction {
     constexpr u32 width() const { return 16 / element_bytes(); }  // elements of a vector
     constexpr u32 partials() const { return (vectors() + 31) / 32; }
     constexpr u32 peers() const { return ranks - 1; }
+    // Slots of an inbox, by peer and by row. C++ has no arrays of length 0: a rank without peers,
+    // which nobody sends to, has one of each.
+    constexpr u32 peer_slots() const { return ranks == 1 ? 1 : peers(); }
+    constexpr u32 direct_slots() const { return ranks == 1 ? 1 : direct; }
+    constexpr u32 owned_slots() const { return ranks == 1 ? 1 : owned(); }
     constexpr u32 owned() const { return (tokens + ranks - 1) / ranks; }
     constexpr u32 call_words() const { return (ranks + 7) / 8 * 8; }  // of a side: whole lines
 };
@@ -61,10 +66,13 @@ WEFT_FN constexpr u32 trailer_tag(u64 epoch) { return u32(epoch) | 0x80000000u; 
 // itself.
 template <Reduction R> struct ReductionInbox {
     alignas(128) u64 call[2][R.call_words()];  // by side: what each peer has called
-    alignas(128) u8 direct[2][R.peers()][R.direct][R.row_bytes()];  // oneshot: every peer's rows
-    alignas(128) u8 part[2][R.peers()][R.owned()][R.row_bytes()];   // peers' rows of own tokens
-    alignas(128) u8 whole[R.peers()][R.owned()][R.row_bytes()];     // summed rows of peers' tokens
-    alignas(128) Trailer trailer[R.peers()][R.owned()];             // EpilogueAt::owner
+    alignas(128) u8
+        direct[2][R.peer_slots()][R.direct_slots()][R.row_bytes()];  // oneshot: every peer's rows
+    alignas(128)
+        u8 part[2][R.peer_slots()][R.owned_slots()][R.row_bytes()];  // peers' rows of own tokens
+    alignas(128)
+        u8 whole[R.peer_slots()][R.owned_slots()][R.row_bytes()];   // summed rows of peers' tokens
+    alignas(128) Trailer trailer[R.peer_slots()][R.owned_slots()];  // EpilogueAt::owner
 };
 
 template <Reduction R> struct ReductionShare {

@@ -50,7 +50,7 @@ class AllReduce(Operator):
     otherwise.
 
     Args:
-        group: Ranks of one host.
+        group: Ranks of one host. With one rank the sum is its rows, and all the rest is the same.
         max_tokens: Maximum rows of one rank in one call.
         hidden: Columns of a row, a multiple of 8.
         dtype: bfloat16, float16 or float32.
@@ -195,7 +195,9 @@ class AllReduce(Operator):
             name, reduced = self._backend(backend, checked), checked.reduced
             if not checked.tokens:
                 return reduced
-            entry = name if call.prologue is None else name + MOE
+            # One rank has no second shot: whatever the backend, the same kernel makes the outputs.
+            kernel = "oneshot" if self.config.ranks == 1 else name
+            entry = kernel if call.prologue is None else kernel + MOE
             prepared, addresses = checked.prepared(name, entry, self._site, layer=self._layer)
             self._keep(key, prepared)
         self._kernels.run(prepared.entry, prepared.arguments(addresses), prepared.tokens)
