@@ -24,6 +24,10 @@ class InvalidArgument(UsageError):
     """A tensor or an option has the wrong dtype, shape, device or stride."""
 
 
+class BadCall(InvalidArgument, TypeError):
+    """The call has an argument that the function does not take, or lacks one."""
+
+
 class TokenOverflow(UsageError):
     """More tokens than the workspace was built for."""
 

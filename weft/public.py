@@ -8,6 +8,7 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.grouping.operator import ExpertGroups, Grouped
+from weft.keywords import explain_keywords
 from weft.leases import Lease, lease
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
@@ -41,3 +42,5 @@ __all__ = [
     "reference",
     "tokens_per_rank",
 ]
+
+explain_keywords(globals())

@@ -22,6 +22,7 @@ from weft.compat.refusals import refuse, renamed
 from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
+from weft.keywords import explain_keywords
 from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.reference import unpack_scales
@@ -840,3 +841,6 @@ def _check_row_bytes(name: str, rows: torch.Tensor, unit: int = 16) -> None:
 
 def _numbers_of(rows: Rows) -> Numbers:
     return rows.x if rows.scales is None else (rows.x, rows.scales)
+
+
+explain_keywords(globals())

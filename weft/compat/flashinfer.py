@@ -17,6 +17,7 @@ from weft.compat.fusion_workspace import (
 )
 from weft.compat.moe_alltoall import MoeAlltoAll
 from weft.compat.sizes import moe_a2a_get_workspace_size_per_rank
+from weft.keywords import explain_keywords
 
 __all__ = [
     "AllReduceFusionPattern",
@@ -28,3 +29,5 @@ __all__ = [
     "create_allreduce_fusion_workspace",
     "moe_a2a_get_workspace_size_per_rank",
 ]
+
+explain_keywords(globals())

@@ -16,6 +16,7 @@ from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, renamed
 from weft.errors import InvalidArgument, UsageError
+from weft.keywords import explain_keywords
 from weft.lowlatency.config import GROUPS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
@@ -219,3 +220,6 @@ class EPLowLatencyAllToAllLayer:
             return
         TRACES.mkdir(exist_ok=True)
         self._a2a.dump_trace(TRACES / f"ll_{phase}_RANK_{self.rank}.json")
+
+
+explain_keywords(globals())

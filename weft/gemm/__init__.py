@@ -14,6 +14,7 @@ from weft.gemm.config import (
 )
 from weft.gemm.mxfp4 import pack_mxfp4, quantize_mxfp4, unpack_mxfp4
 from weft.gemm.operator import grouped_gemm, quantize_rows
+from weft.keywords import explain_keywords
 
 __all__ = [
     "STORE",
@@ -32,3 +33,5 @@ __all__ = [
     "quantize_rows",
     "unpack_mxfp4",
 ]
+
+explain_keywords(globals())

@@ -1,5 +1,6 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
+from weft.keywords import explain_keywords
 from weft.moe.choice import MODES, OVERLAPS, LayerChoice
 from weft.moe.experts import Expert, ExpertWeights, GatedExpert
 from weft.moe.fp8_expert import FP8Expert
@@ -32,3 +33,5 @@ __all__ = [
     "router_logits",
     "weigh",
 ]
+
+explain_keywords(globals())
