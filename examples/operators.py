@@ -2,7 +2,7 @@
 
     python examples/operators.py [--ranks 2] [--device cpu]
 
-Every expert is a gated MLP. All three ways of running the experts give the same output, which is
+Every expert is a gated MLP. All ways of running the experts give the same output, which is
 compared with plain torch.
 """
 
@@ -11,7 +11,8 @@ import argparse
 import torch
 
 import weft
-from weft.gemm import Gated, grouped_gemm
+from weft.gemm import Gated, GatedQuant, grouped_gemm
+from weft.moe import ExpertWeights
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 512, 256, 16, 4, 8
 SIZES = {"max_tokens": MAX_TOKENS, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
@@ -60,6 +61,25 @@ def run_groups(group, x, topk_ids, topk_weights, gate_up, down):
     return out
 
 
+def run_groups_fp8(group, x, topk_ids, topk_weights, gate_up, down):
+    experts = ExpertWeights(gate_up, down).to_fp8()
+    # --8<-- [start:fp8]
+    with weft.AllToAll(group, **SIZES, quantize="fp8") as a2a:  # rows travel as FP8
+        groups = weft.ExpertGroups(a2a, align=16)
+        g = groups.gather(a2a.dispatch(x, topk_ids, topk_weights))
+        rows, scales = g.rows
+        at = {"counts": g.counts, "offsets": g.offsets}
+        up = {"a_scale": scales, "b_scale": experts.gate_up_scale, "epilogue": GatedQuant()}
+        h, h_scales = grouped_gemm(rows, experts.gate_up, **up, **at)
+        y = grouped_gemm(h, experts.down, a_scale=h_scales, b_scale=experts.down_scale, **at)
+        groups.scatter(y)
+        out = a2a.combine()
+        a2a.check()
+        groups.close()
+    # --8<-- [end:fp8]
+    return out
+
+
 def run_low_latency(group, x, topk_ids, topk_weights, gate_up, down):
     # --8<-- [start:lowlatency]
     with weft.LowLatencyAllToAll(group, **SIZES) as a2a:
@@ -93,7 +113,7 @@ def rank(group):
     expected = weft.reference.moe_layer(x, ids, weights, gate_up, down)
     local = slice(group.rank * EXPERTS // group.size, (group.rank + 1) * EXPERTS // group.size)
     errors = []
-    for run in (run_alltoall, run_groups, run_low_latency):
+    for run in (run_alltoall, run_groups, run_groups_fp8, run_low_latency):
         out = run(group, x, ids, weights, gate_up[local], down[local])
         errors.append(float((out.float() - expected).abs().max() / expected.abs().max()))
     normed, residual = run_allreduce(group, group.device)
@@ -101,7 +121,8 @@ def rank(group):
     assert torch.equal(normed, torch.ones_like(normed))
     assert errors[0] < 0.01, errors
     assert errors[1] < 0.02, errors
-    assert errors[2] < 0.1, errors  # FP8 on the way to the experts
+    assert errors[2] < 0.1, errors  # FP8 rows, weights and intermediate results
+    assert errors[3] < 0.1, errors  # FP8 on the way to the experts
     return [round(error, 4) for error in errors]
 
 
@@ -111,4 +132,4 @@ if __name__ == "__main__":
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     for errors in weft.launch(rank, ranks=options.ranks, device=options.device):
-        print("relative errors of AllToAll, ExpertGroups, LowLatencyAllToAll:", errors)
+        print("relative errors of AllToAll, groups, groups in FP8, low latency:", errors)
