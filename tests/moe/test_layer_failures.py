@@ -80,7 +80,11 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
         (replace(good, down=good.down.float()), {}, "down has dtype torch.float32"),
         (biased, {}, "the config has biased=False"),
         (good, {"shared": None}, "shared is None, the config has shared=48"),
-        (good, {"correction": None}, "correction is None; this routing needs"),
+        (
+            good,
+            {"correction": None},
+            "correction is None, but this routing was made with correction=True",
+        ),
         (good, {"correction": torch.zeros(3, device=device)}, "correction has shape [3]"),
     ]
     for weights, changes, words in wrong:
@@ -136,7 +140,9 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
         for tensors, given, words in refused:
             with pytest.raises(InvalidArgument, match=words):
                 layer(*tensors, **given)
-        with pytest.raises(TokenOverflow, match="built for max_tokens=6"):
+        with pytest.raises(
+            TokenOverflow, match="one round of this layer takes max_tokens=6: pass rows="
+        ):
             layer(many, wide)
         result = layer(x, logits)
         wanted = case.wanted(layer, x, logits)

@@ -222,9 +222,11 @@ def test_what_route_refuses():
     for logits in (good[0], torch.zeros(3, 7), good.int()):
         with pytest.raises(InvalidArgument, match=r"they must be \[tokens, 8\]"):
             route(plain, logits)
-    with pytest.raises(InvalidArgument, match=r"correction is None; this routing needs float32"):
+    with pytest.raises(
+        InvalidArgument, match=r"correction is None, but this routing was made with correction=True"
+    ):
         route(biased, good)
-    with pytest.raises(InvalidArgument, match="this routing is without it"):
+    with pytest.raises(InvalidArgument, match="correction=False: leave it out"):
         route(plain, good, correction=bias)
     with pytest.raises(InvalidArgument, match="correction has shape"):
         route(biased, good, correction=bias[1:])

@@ -355,7 +355,8 @@ class Check:
         if call.x is not None:
             self._check_rows("x", call.x, tokens)
         if call.residual is not None:
-            self._check_rows("residual", call.residual, tokens)
+            made_by = "prologue.index" if call.x is None else "x"
+            self._check_rows("residual", call.residual, tokens, rows_of=made_by)
         if call.weight is not None:
             kinds = self.dtype, torch.float32
             self._check("weight", call.weight, (self.config.hidden,), *kinds, aligned=16)
@@ -396,7 +397,7 @@ class Check:
         if abs(factor) > torch.finfo(torch.float32).max:
             refuse("prologue.routed_scaling_factor", factor, "a number that a float32 can hold")
         if prologue.shared is not None:
-            self._check_rows("prologue.shared", prologue.shared, tokens)
+            self._check_rows("prologue.shared", prologue.shared, tokens, rows_of="prologue.index")
         return tokens
 
     def _check(
@@ -406,11 +407,23 @@ class Check:
         size: Sequence[int | None],
         *dtypes: torch.dtype,
         aligned: int = 1,
+        rows_of: str = "",
     ) -> None:
-        check_tensor(name, tensor, shape=size, dtypes=dtypes, device=self.device, aligned=aligned)
+        check_tensor(
+            name,
+            tensor,
+            shape=size,
+            dtypes=dtypes,
+            device=self.device,
+            aligned=aligned,
+            rows_of=rows_of,
+        )
 
-    def _check_rows(self, name: str, tensor: torch.Tensor, tokens: int | None) -> None:
-        self._check(name, tensor, (tokens, self.config.hidden), self.dtype, aligned=16)
+    def _check_rows(
+        self, name: str, tensor: torch.Tensor, tokens: int | None, *, rows_of: str = ""
+    ) -> None:
+        size = (tokens, self.config.hidden)
+        self._check(name, tensor, size, self.dtype, aligned=16, rows_of=rows_of)
 
     def _check_quant(self, quant: Quant | None, weight: torch.Tensor | None) -> None:
         if quant is None:

@@ -289,7 +289,15 @@ class AllToAllConfig(HostsConfig):
             name = "x" if len(tensors) == 1 else f"x[{plane}]"
             row = (tokens, *payload.shape)
             kind, aligned = (payload.dtype,), payload.row_bytes
-            check_tensor(name, tensor, shape=row, dtypes=kind, device=device, aligned=aligned)
+            check_tensor(
+                name,
+                tensor,
+                shape=row,
+                dtypes=kind,
+                device=device,
+                aligned=aligned,
+                rows_of="topk_ids",
+            )
         if num_tokens is not None:
             name, count = "num_tokens", (torch.int32,)
             check_tensor(name, num_tokens, shape=(1,), dtypes=count, device=device, aligned=1)

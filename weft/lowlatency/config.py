@@ -391,7 +391,9 @@ class LowLatencyConfig(HostsConfig):
         tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
         size, dtypes = (tokens, self.shape.hidden), (self.dtype,)
-        check_tensor("x", x, shape=size, dtypes=dtypes, device=device, aligned=16)
+        check_tensor(
+            "x", x, shape=size, dtypes=dtypes, device=device, aligned=16, rows_of="topk_ids"
+        )
         return tokens
 
     def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

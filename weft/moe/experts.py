@@ -438,6 +438,18 @@ class ExpertWeights:
                 f"{field.name} is given, the layer's weights are {config.dtype}: leave it out, or "
                 "build the layer with fp8=True"
             )
+        gate_up = self.gate_up
+        if isinstance(gate_up, torch.Tensor):
+            if stored == FP8 and gate_up.dtype == config.dtype:
+                raise InvalidArgument(
+                    f"gate_up has dtype {gate_up.dtype}, and the layer was built with fp8=True: "
+                    "pass weights.to_fp8(), or leave fp8 out"
+                )
+            if gate_up.dim() and gate_up.shape[0] != local_experts:
+                raise InvalidArgument(
+                    f"gate_up has {gate_up.shape[0]} experts, and this rank has {local_experts} of "
+                    f"the layer's {config.routing.num_experts}: pass this rank's alone"
+                )
         for name, (shape, dtype) in wanted.items():
             check_tensor(
                 name,

@@ -10,7 +10,7 @@ import torch
 
 from weft.alltoall.received import Received
 from weft.arguments import function, instance, integer, shown
-from weft.errors import ExpertsLost, GroupError, InvalidArgument, OutOfOrder
+from weft.errors import ExpertsLost, GroupError, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
@@ -37,7 +37,7 @@ from weft.moe.router import (
 from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
-from weft.runtime.check import check_group, check_tensor, check_tokens
+from weft.runtime.check import check_group, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
 
@@ -615,7 +615,7 @@ class MoE:
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
         tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
         if rows is None:
-            check_tokens(tokens, each)
+            _check_one_round(tokens, each)
         elif integer("rows", rows, 0, min(MAX_ROWS, each * MAX_ROUNDS)) < tokens:
             raise InvalidArgument(
                 f"rows is {rows}, but this rank has {tokens} tokens: pass the most that any rank "
@@ -631,7 +631,8 @@ class MoE:
             size, top_k = tuple(topk_ids.shape), config.routing.top_k
             if size != (tokens, top_k) or topk_ids.device != device:
                 raise InvalidArgument(
-                    f"topk_ids are {shown(topk_ids)}; they must be [{tokens}, {top_k}] on {device}"
+                    f"topk_ids are {shown(topk_ids)}; they must be [{tokens}, {top_k}] on "
+                    f"{device}, because x has {tokens} rows and top_k is {top_k}"
                 )
         else:
             assert logits is not None
@@ -645,3 +646,12 @@ class MoE:
             row = config.hidden * config.dtype.itemsize
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row)
         return 1 if rows is None else max(1, -(-rows // each))
+
+
+def _check_one_round(tokens: int, max_tokens: int) -> None:
+    if tokens > max_tokens:
+        raise TokenOverflow(
+            f"x has {tokens} tokens, and one round of this layer takes max_tokens={max_tokens}: "
+            "pass rows=, the most tokens that any rank has in this call, on every rank, and the "
+            "layer takes several rounds; or build it with a larger max_tokens"
+        )

@@ -367,9 +367,15 @@ def check_route(
     if correction is not None and not isinstance(correction, torch.Tensor):
         refuse_tensor("correction", correction)
     if (correction is None) == routing.correction:
-        have = "None" if correction is None else f"a tensor {list(correction.shape)}"
-        want = "needs float32" if routing.correction else "is without it; it would be"
-        raise InvalidArgument(f"correction is {have}; this routing {want} [{experts}]")
+        if correction is None:
+            raise InvalidArgument(
+                "correction is None, but this routing was made with correction=True: pass the "
+                f"router's float32 [{experts}] (e_score_correction_bias of a checkpoint)"
+            )
+        raise InvalidArgument(
+            f"correction is a tensor {list(correction.shape)}, but this routing was made with "
+            "correction=False: leave it out, or make Routing(..., correction=True)"
+        )
     if correction is not None:
         check_tensor(
             "correction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class Watch:
     ) -> None:
         self.group, self._grace = group, GRACE if grace is None else grace
         self._end, self._broken, self._recovers = end, broken, recovers
+        self._parent = os.getppid()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-watch", daemon=True)
         self._thread.start()
@@ -56,10 +58,17 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        rank, size = self.group.rank, self.group.size
         while True:
             said = ""
             while not said:
                 if self._stopped.wait(LOOK):
+                    return
+                if os.getppid() != self._parent:  # such as vLLM's EngineCore of this worker
+                    _log.critical(
+                        "rank %d of %d: process %d, which started this rank, has ended; the engine "
+                        "ends this rank with it", rank, size, self._parent,
+                    )  # fmt: skip
                     return
                 said = self._wrong()
             _log.warning("rank %d of %d: %s", self.group.rank, self.group.size, said)

@@ -51,6 +51,7 @@ def check_tensor(
     kept: bool = False,
     strided: bool = False,
     aligned: int = 0,
+    rows_of: str = "",
 ) -> None:
     """Require a contiguous tensor of `shape`, one of `dtypes`, on `device`.
 
@@ -59,6 +60,7 @@ def check_tensor(
     strided: it need not be contiguous.
     aligned: bytes of a row whose address must suit vector loads, as `check_alignment` has it; 1: it
         must only be a multiple of the element size; 0: the address is not checked.
+    rows_of: the tensor whose first dimension `shape` has, for the error.
 
     Raises InvalidArgument naming the tensor, what it is and what it must be.
     """
@@ -72,7 +74,10 @@ def check_tensor(
     try:
         if tensor.shape != shape and not _fits(tensor.shape, shape):
             wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
-            raise InvalidArgument(f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]")
+            reason = f", because {rows_of} has {shape[0]} rows" if rows_of else ""
+            raise InvalidArgument(
+                f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]{reason}"
+            )
         dense = tensor.is_contiguous() or (strided and tensor.stride() is not None)
     except RuntimeError:  # sparse and nested tensors have no such things
         dense = False
@@ -196,7 +201,10 @@ def check_choices(
     tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
     if topk_weights is not None:
         name, row = "topk_weights", (tokens, top_k)
-        check_tensor(name, topk_weights, shape=row, dtypes=floats, device=device, aligned=1)
+        like = "topk_ids"
+        check_tensor(
+            name, topk_weights, shape=row, dtypes=floats, device=device, aligned=1, rows_of=like
+        )
     return tokens
 
 

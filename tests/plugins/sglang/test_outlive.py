@@ -174,3 +174,20 @@ def test_the_rank_that_ended_first_is_named_at_once() -> None:
     """vLLM ends all engine cores as soon as one is gone, and none would say which it was."""
     found = launch(ended_soon, ranks=2, tolerate_deaths=True, timeout=600.0)
     assert found[0] == ["rank 0 of 2: the process of rank 1 has ended"]
+
+
+def test_a_rank_whose_parent_ended_names_itself() -> None:
+    """vLLM's EngineCore may be killed while its worker, which is the rank, still runs."""
+
+    def body(group: weft.Group) -> list[str]:
+        kept = Kept()
+        watch = Watch(group, end=lambda: None)
+        watch._parent = 1 << 30
+        watch._thread.join(10)
+        return kept.lines
+
+    (lines,) = launch(body, ranks=1, device="threads")
+    assert lines == [
+        f"rank 0 of 1: process {1 << 30}, which started this rank, has ended; the engine ends this "
+        "rank with it"
+    ]
