@@ -221,7 +221,7 @@ def sized_all_reduce(group: weft.Group) -> None:
     given = {"group": group, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce, given, kinds))
     names = ("max_tokens", "hidden", "dtype", "epilogue_at", "missing")
-    sizes = {"ranks": listed(*WHOLE, 0, -1, 1, 73), **{name: kinds[name] for name in names}}
+    sizes = {"ranks": listed(*WHOLE, 0, -1, 73), **{name: kinds[name] for name in names}}
     given = {"ranks": 2, "max_tokens": 8, "hidden": HIDDEN}
     tried(Row(weft.AllReduce.memory_bytes, given, sizes, {"ranks": "ranks"}))
     tried(
