@@ -146,7 +146,7 @@ def test_what_is_missing_is_named(monkeypatch):
     with pytest.raises(InvalidArgument, match=r"transformers is 5\.22\.1; the demo needs 5\.23"):
         demo.checked(2, "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    text = r'needs transformers.*\[transformers\]''
+    text = r"needs transformers.*\[transformers\]'"
     with pytest.raises(InvalidArgument, match=text):
         demo.checked(2, "cpu")
 

@@ -161,12 +161,20 @@ def test_a_layer_tells_its_choice(ranks, caplog):
     assert (later, more) == (0, 0)
 
 
-def test_nothing_is_said_unasked(own_logger):
+def test_no_handler_is_added_unasked(own_logger):
     own_logger.delenv(logs.VARIABLE, raising=False)
     logs.set_up()
     assert not _ours()
-    handlers = logging.getLogger("weft").handlers
-    assert any(isinstance(each, logging.NullHandler) for each in handlers)
+
+
+def test_warnings_are_shown_unasked_and_nothing_else():
+    program = "import weft, logging; log = logging.getLogger('weft.x'); log.info(1); log.warning(2)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop(logs.VARIABLE, None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stderr == "2\n"
 
 
 def test_the_variable_adds_one_handler_and_takes_it_away(own_logger, capsys):

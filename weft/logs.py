@@ -2,12 +2,14 @@
 
 INFO: what was compiled or found in the cache, and how long it took; how the ranks met; the memory
 of every heap; what "auto" takes, by which table, and why. DEBUG: what that rests on. WARNING: what
-works, but not as well as it could. A decision is logged when it is made, never again in the calls
-that follow it. What is equal on all ranks is logged by rank 0.
+works, but not as well as it could, and waits for other ranks that last longer than 5 s. A decision
+is logged when it is made, never again in the calls that follow it. What is equal on all ranks is
+logged by rank 0.
 
-weft is silent until somebody asks. A program that sets up `logging` gets the records as those of
-any library. `WEFT_LOG` is for all others: ranks are processes that a launcher starts, where no
-program may have set up anything, but every process inherits its environment.
+weft adds no handler, so Python prints warnings to stderr and nothing else. A program that sets up
+`logging` gets the records as those of any library. `WEFT_LOG` is for all others: ranks are
+processes that a launcher starts, where no program may have set up anything, but every process
+inherits its environment.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ LEVELS = ("debug", "info", "warning", "error")
 VARIABLE = "WEFT_LOG"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s, process %(process)d: %(message)s"
 _LOGGER = logging.getLogger("weft")
-_LOGGER.addHandler(logging.NullHandler())
 
 
 def set_up() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import time
@@ -30,6 +31,7 @@ from weft.errors import RecoveryFailed
 from weft.memory.control_plane import ControlPlane
 from weft.memory.liveness import Liveness
 from weft.memory.posix import check_sealed, map_shared, sealed_memfd, unmap
+from weft.memory.reminder import Reminder
 
 _SET_BITS = 32  # of a set of ranks, in a word
 SLOTS = 2
@@ -38,6 +40,7 @@ _LATE = 0.5  # seconds that a suspect has to come to a round before it is killed
 _LOOK = 0.0005  # seconds between two looks at the pages
 _ROUND_LIMIT = (1 << 31) - 1
 _KEEP = 1 << _SET_BITS
+_log = logging.getLogger(__name__)
 _ROUND_AT = _SET_BITS + 1  # the bit of a word where the round begins
 
 
@@ -162,6 +165,7 @@ class Agreement:
         waiting = set(range(self._size)) - {self._rank} - self._dead
         said: dict[int, tuple[frozenset[int], bool]] = {}
         gone: set[int] = set()
+        reminder = Reminder()
         fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
         while True:
             for rank in sorted(waiting):
@@ -182,6 +186,12 @@ class Agreement:
                     self._kill(rank)
             if now >= deadline:
                 raise RecoveryFailed(self._late(waiting))
+            if (waited := reminder.due()) is not None:
+                _log.warning(
+                    "rank %d has waited %.0f s in recover for %s, which neither called it nor "
+                    "ended",
+                    *(self._rank, waited, self._names(waiting)),
+                )
             time.sleep(_LOOK)
 
     def _read(self, rank: int) -> tuple[frozenset[int], bool] | None:

@@ -6,9 +6,11 @@ Nothing here unpickles: messages are JSON bytes in uint8 tensors.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory.messages import Messages
+from weft.memory.reminder import Reminder
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -35,6 +38,8 @@ from weft.memory.wire import (
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _DESTROY_SECONDS = 5.0
+_POLL = 0.0001, 0.02  # seconds between two looks at a message on its way: at first, at most
+_log = logging.getLogger(__name__)
 
 
 class TorchControl:
@@ -52,7 +57,7 @@ class TorchControl:
             raise OutOfOrder("the group is closed; make a new one")
         body = encode_value(op, value, larger="as tensors through process_group()")
         frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
-        rows = gather_bytes(self._process_group, frame, timeout)
+        rows = gather_bytes(self._process_group, frame, timeout, doing=op)
         said = [_message(rank, op, row) for rank, row in enumerate(rows)]
         for rank, each in enumerate(said):
             if each["op"] != op:
@@ -85,13 +90,15 @@ def _message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     return said
 
 
-def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: float) -> list[bytes]:
+def gather_bytes(
+    group: dist.ProcessGroup, data: bytes, timeout: float, *, doing: str = "a control message"
+) -> list[bytes]:
     """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds."""
     device = _message_device(group)
     size = dist.get_world_size(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
-    _all_gather(lengths, length, group, timeout)
+    _all_gather(lengths, length, group, timeout, doing)
     counts = [int(each.item()) for each in lengths]
     for rank, count in enumerate(counts):
         if not 0 < count <= VALUE_LIMIT + SLACK:
@@ -103,18 +110,32 @@ def gather_bytes(group: dist.ProcessGroup, data: bytes, timeout: float) -> list[
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     padded = padded.to(device)
     rows = [torch.empty_like(padded) for _ in range(size)]
-    _all_gather(rows, padded, group, timeout)
+    _all_gather(rows, padded, group, timeout, doing)
     return [bytes(row[:n].tolist()) for row, n in zip(rows, counts, strict=True)]
 
 
 def _all_gather(
-    out: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup, timeout: float
+    out: list[torch.Tensor],
+    own: torch.Tensor,
+    group: dist.ProcessGroup,
+    timeout: float,
+    doing: str,
 ) -> None:
+    deadline, pause, reminder = time.monotonic() + timeout, _POLL[0], Reminder()
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
             raise InvalidArgument("this process is no member of the given process group")
-        work.wait(timedelta(seconds=timeout))
+        while not work.is_completed() and time.monotonic() < deadline:
+            if (waited := reminder.due()) is not None:
+                _log.warning(
+                    "rank %d of %d has waited %.0f s of at most %g s in %s: another rank of the "
+                    "process group has not entered it, or another call",
+                    *(dist.get_rank(group), dist.get_world_size(group), waited, timeout, doing),
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL[1])
+        work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
         raise RendezvousFailed(
             f"torch.distributed could not gather within {timeout:g} s: {error}"

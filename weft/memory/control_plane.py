@@ -13,15 +13,17 @@ closed its group).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from weft.errors import OutOfOrder, RendezvousFailed
+from weft.memory.reminder import Reminder
 from weft.memory.wire import (
     JSON,
     AtLimit,
@@ -35,6 +37,8 @@ from weft.memory.wire import (
     send,
     text_of,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class ControlPlane:
@@ -56,6 +60,8 @@ class ControlPlane:
         self._sequence = -1  # of the last call
         self._broken: str | None = None
         self._closed = False
+        # Says where ranks are that this one waits for, as far as a group knows.
+        self.whereabouts: Callable[[Collection[int]], Mapping[int, str]] = lambda ranks: {}
 
     def add(self, rank: int, pid: int, connection: socket.socket) -> None:
         """The socket to a peer, which is this object's from now on."""
@@ -163,7 +169,7 @@ class ControlPlane:
         deadline = time.monotonic() + timeout
         call = encode({"era": self._era, "op": op, "n": self._sequence})
         data = call[:-1] + part + b"}"
-        unsent, found = set(self.peers), dict[int, Message]()
+        unsent, found, reminder = set(self.peers), dict[int, Message](), Reminder()
         try:
             while True:
                 for rank in sorted(unsent):
@@ -179,13 +185,15 @@ class ControlPlane:
                     return found
                 if time.monotonic() >= deadline:
                     self.fail(self._late(waiting, found, op, timeout))
+                if (waited := reminder.due()) is not None:
+                    self._log_wait(waiting, found, op, waited, timeout)
                 poller = select.poll()
                 for rank in waiting:
                     awaited = 0 if rank in found else select.POLLIN
                     poller.register(
                         self.peers[rank], awaited | (select.POLLOUT if rank in unsent else 0)
                     )
-                poller.poll(milliseconds(deadline))
+                poller.poll(milliseconds(reminder.earlier(deadline)))
         except BaseException:
             for message in found.values():
                 message.drop()
@@ -233,6 +241,32 @@ class ControlPlane:
                 here = {"era": self._era, "n": self._sequence}
                 if isinstance(body, dict) and "fail" in body and here.items() <= body.items():
                     self.hear(rank, op)
+
+    def called(self, rank: int) -> str | None:
+        """Return the control call in which a peer waits for this rank, if it is in one.
+
+        From any thread; its message stays in the socket.
+        """
+        connection = self.peers.get(rank)
+        if connection is None:
+            return None
+        with contextlib.suppress(OSError, Malformed):
+            body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            if isinstance(body, dict) and isinstance(body.get("op"), str):
+                return text_of(body["op"])[:100]
+        return None
+
+    def _log_wait(
+        self, waiting: list[int], found: dict[int, Message], op: str, waited: float, timeout: float
+    ) -> None:
+        missing = [rank for rank in waiting if rank not in found]
+        places = self.whereabouts(missing)
+        names = [f"{self.name(rank)} {places.get(rank, '')}".strip() for rank in missing or waiting]
+        doing = "enter it" if missing else "read its part of it"
+        _log.warning(
+            "rank %d has waited %.0f s of at most %g s in %s for ranks to %s: %s",
+            *(self.rank, waited, timeout, op, doing, "; ".join(names)),
+        )
 
     def _late(self, waiting: list[int], found: dict[int, Message], op: str, timeout: float) -> str:
         missing = [self.name(rank) for rank in waiting if rank not in found]

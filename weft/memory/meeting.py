@@ -37,6 +37,7 @@ from typing import Any
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory.control_plane import ControlPlane, milliseconds
 from weft.memory.liveness import Peers
+from weft.memory.reminder import Reminder
 from weft.memory.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
 
 ABI = 4  # of the messages and of what a Heap promises its peers
@@ -242,6 +243,7 @@ class _Hub:
         # Connections that have not shown the nonce yet, the oldest first.
         self.greeting: dict[socket.socket, None] = {}
         self.met: set[int] = set()  # ranks that have the sockets to all others
+        self._reminder = Reminder()
 
     def __enter__(self) -> _Hub:
         return self
@@ -260,6 +262,7 @@ class _Hub:
         control = self.control
         try:
             while missing := [r for r in range(control.size) if r not in self._there()]:
+                self._log_wait("to come", missing, timeout)
                 if time.monotonic() >= deadline:
                     control.fail(
                         f"rank {', '.join(map(str, missing))} of {control.size} did not come to "
@@ -273,6 +276,7 @@ class _Hub:
                     self._send(one, {"peer": other, "pid": control.pids[other]}, deadline, ours)
                     self._send(other, {"peer": one, "pid": control.pids[one]}, deadline, theirs)
             while missing := sorted(set(control.peers) - self.met):
+                self._log_wait("to take the sockets to the others", missing, timeout)
                 if time.monotonic() >= deadline:
                     names = ", ".join(map(control.name, missing))
                     control.fail(f"{names} did not take the sockets to the others in time")
@@ -283,6 +287,14 @@ class _Hub:
             control.fail(
                 f"rank {control.rank} cannot meet the others: {error}; it needs free descriptors "
                 "(ulimit -n)"
+            )
+
+    def _log_wait(self, what: str, missing: list[int], timeout: float) -> None:
+        if (waited := self._reminder.due()) is not None:
+            _log.warning(
+                "rank %d has waited %.0f s of at most %g s in %s for rank %s of %d %s",
+                *(self.control.rank, waited, timeout, _OP, ", ".join(map(str, missing))),
+                *(self.control.size, what),
             )
 
     def _there(self) -> set[int]:
@@ -297,7 +309,7 @@ class _Hub:
             poller.register(each, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
-        poller.poll(milliseconds(deadline))
+        poller.poll(milliseconds(self._reminder.earlier(deadline)))
         ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
         for rank in members:
             while (message := self.control.hear(rank, _OP)) is not None:
@@ -383,12 +395,23 @@ def _come(
     """Connect to the hub, and take from it the sockets to all others."""
     hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
     others = set(range(control.size)) - {hub}  # whose deaths the hub tells, with the reason
+    reminder = Reminder()
+
+    def log_wait() -> None:
+        if (waited := reminder.due()) is not None:
+            _log.warning(
+                "rank %d has waited %.0f s of at most %g s in %s for rank %d, at which all meet: "
+                "it, or a rank that it waits for, has not come",
+                *(control.rank, waited, timeout, _OP, hub),
+            )
+
     late = f"rank {hub}, at which all meet, did not bring this rank to the others in {timeout:g} s"
     while True:
         try:
             connection = meeting.connect()
             break
         except BlockingIOError:  # its queue is full
+            log_wait()
             peers.check(others)
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(f"{late}: it accepts no connections") from None
@@ -422,12 +445,13 @@ def _come(
             peers.check(others)
         if time.monotonic() >= deadline:
             control.fail(f"{late}: look whether it is stopped")
+        log_wait()
         poller = select.poll()
         poller.register(connection, select.POLLIN)
         pidfd = peers.pidfd(hub)
         if pidfd is not None:
             poller.register(pidfd, select.POLLIN)
-        poller.poll(milliseconds(deadline))
+        poller.poll(milliseconds(reminder.earlier(deadline)))
 
 
 def _take(meeting: Meeting, control: ControlPlane, message: Message) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from weft.errors import SetupError, WeftError
@@ -24,6 +24,9 @@ class Member(Protocol):
 
     def _suspects(self) -> set[int]:
         """The ranks that did not do their part of a call before its deadline."""
+
+    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+        """A number of each of these ranks that changes while it waits in a call."""
 
     def _quiesce(self) -> None:
         """Wait until nothing of this rank's calls runs any more; until `_recover` calls raise."""

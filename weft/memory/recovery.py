@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -27,6 +27,8 @@ from weft.memory.liveness import Peers
 from weft.memory.meeting import Meeting, meet
 from weft.memory.membership import Member, Membership
 from weft.memory.messages import Control, Messages
+
+_SAMPLE = 0.1  # seconds between two looks at a peer that may wait
 
 
 class Recovering(Messages):
@@ -52,6 +54,7 @@ class Recovering(Messages):
         self._opened: Meeting | None = None  # by this rank, for new processes
         self._undecided = False  # whether all take them in, because the deadline was over
         self._at_end(control.close)
+        self._show_whereabouts(control)
         if watched and isinstance(control, ControlPlane) and self.size > 1:
             self._membership = self._watch(control)
 
@@ -92,6 +95,38 @@ class Recovering(Messages):
         pids = getattr(self._control, "pids", None)
         return None if pids is None else int(pids[rank])
 
+    def _show_whereabouts(self, control: Control) -> None:
+        """Let a control plane log where the ranks are that it waits for."""
+        if isinstance(control, ControlPlane):
+            method = weakref.WeakMethod(self.whereabouts)
+
+            def whereabouts(ranks: Collection[int]) -> Mapping[int, str]:
+                found = method()
+                return {} if found is None else found(ranks)
+
+            control.whereabouts = whereabouts
+
+    def whereabouts(self, ranks: Collection[int]) -> dict[int, str]:
+        """Return, in words, what these ranks are doing, as far as this one can see. Takes 0.1 s."""
+        with self._fate:
+            members, ended = list(self._members.items()), set(self._ended)
+        before = {name: member._waiting_ns(ranks) for name, member in members}
+        time.sleep(_SAMPLE)
+        after = {name: member._waiting_ns(ranks) for name, member in members}
+        found, control = {}, self._control
+        for rank in ranks:
+            waits = [name for name, ns in after.items() if ns.get(rank) != before[name].get(rank)]
+            called = control.called(rank) if isinstance(control, ControlPlane) else None
+            if rank in ended:
+                found[rank] = "has ended"
+            elif waits:
+                found[rank] = f"waits in a call of {' and of '.join(waits)}"
+            elif called is not None:
+                found[rank] = f"waits in {called}"
+            else:
+                found[rank] = "is in no call of this group that waits for others"
+        return found
+
     def _peer_ended(self, rank: int) -> None:
         with self._fate:
             self._ended.add(rank)
@@ -109,6 +144,7 @@ class Recovering(Messages):
             if self._membership is not None:
                 last.callback(self._membership.close)
             self._control, self._membership = fresh.control, fresh
+            self._show_whereabouts(fresh.control)
             with self._fate:
                 self._living = (1 << self.size) - 1
                 others = set(range(self.size)) - {self.rank}

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
@@ -52,6 +52,7 @@ from weft.runtime.report import (
     refusal,
 )
 from weft.runtime.stream import synchronize_device, synchronize_stream
+from weft.runtime.waits import WATCHER
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,6 +129,7 @@ class Operator(ABC):
         except BaseException:
             self._kernels.close()
             raise
+        WATCHER.watch(self)
         self._order = library.order_of(group.device)
         self._handle = library.register(self, manifest)
 
@@ -383,6 +385,21 @@ class Operator(ABC):
         done = [r.epoch - header.first_epoch & EPOCH_MASK for r in header.ring if r.phase in ends]
         return max(done, default=0)
 
+    def _own_header(self) -> ctypes.Structure | None:
+        """Return a copy of this rank's header, None after close."""
+        with self._access:
+            return None if self._freed or self._closing else self._header_of()
+
+    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+        """Return when ranks last looked around in a wait of a call; it changes while they wait."""
+        with self._access:
+            if self._freed or self._closing:
+                return {}
+            return {rank: self._header_of(rank).waiting_ns for rank in ranks if self._lives(rank)}
+
+    def _lives(self, rank: int) -> bool:
+        return bool(self._living >> rank & 1)
+
     def _recover(self, living: int) -> None:
         """Start anew with the ranks of `living`, bit r for rank r.
 
@@ -415,6 +432,7 @@ class Operator(ABC):
                 except Exception as error:
                     failures.append(error)
             synchronize_stream(self.group.device)
+            WATCHER.watch(self)
             if failures:
                 raise failures[0]
 

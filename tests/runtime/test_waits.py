@@ -1,0 +1,96 @@
+"""A wait for other ranks is logged: in which call, for whom, and in which call those are."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+import weft
+from weft.errors import WeftError
+from weft.memory import reminder
+from weft.memory.meeting import Meeting, meet
+from weft.runtime import waits as module
+
+X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(reminder, "FIRST", 0.4)
+
+
+def waits(caplog, *, rank=0):
+    """What a rank logged of waits."""
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in texts if text.startswith(f"rank {rank} has waited")]
+
+
+def wait_until(there, seconds=300.0):
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def make(group, first_timeout=600.0):
+    return weft.AllToAll(
+        group, max_tokens=4, top_k=2, num_experts=4, hidden=64, first_timeout=first_timeout
+    )
+
+
+def test_a_first_call_that_a_rank_skips_names_it(ranks, caplog):
+    def body(group):
+        with make(group) as operator:
+            group.barrier()
+            if group.rank == 1:
+                wait_until(lambda: len(waits(caplog)) >= 2)
+            operator.dispatch(X, IDS)
+            group.barrier()
+
+    ranks(2, "threads")(body)
+    line = waits(caplog)[0]
+    assert "of at most 600 s in a call of its all-to-all, of which it has finished 0 rounds" in line
+    assert "for other ranks: rank 1 " in line
+    assert line.endswith("is in no call of this group that waits for others")
+    assert len(waits(caplog)) < 6, "each is twice as far from the one before"
+
+
+def test_ranks_in_different_calls_name_each_other_and_their_calls(ranks, caplog):
+    def body(group):
+        # An object of its own for each rank's barrier: the other's dispatch ends it in 3 s.
+        with contextlib.suppress(WeftError), make(group, first_timeout=3.0) as operator:
+            group.barrier()
+            if group.rank == 0:
+                operator.dispatch(X, IDS)
+            else:
+                group.agree(1, what="the batch")
+
+    ranks(2, "threads")(body)
+    assert waits(caplog)[0].endswith("waits in agreement on the batch")
+    line = waits(caplog, rank=1)[0]
+    assert "in agreement on the batch for ranks to enter it: rank 0 " in line
+    assert line.endswith("waits in a call of AllToAll 1")
+
+
+def test_a_meeting_that_waits_names_who_has_not_come(caplog):
+    with contextlib.closing(Meeting.open()) as meeting, pytest.raises(WeftError):
+        meet(meeting, rank=0, size=3, device="cpu", timeout=2.0)
+    texts = waits(caplog)
+    assert "of at most 2 s in the meeting for rank 1, 2 of 3 to come" in texts[0]
+    assert len(texts) == 3  # after 0.4, 0.8 and 1.6 s
+
+
+def test_calls_that_do_not_wait_log_nothing_and_the_thread_ends(ranks, caplog):
+    def body(group):
+        with make(group) as operator:
+            until = time.monotonic() + 1.5
+            while group.all_gather(time.monotonic() < until)[0]:
+                received = operator.dispatch(X, IDS)
+                operator.combine(weft.reference.identity_experts(received, X.dtype))
+
+    ranks(2, "threads")(body)
+    assert waits(caplog) == waits(caplog, rank=1) == []
+    wait_until(lambda: module.WATCHER._thread is None)

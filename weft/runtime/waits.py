@@ -1,0 +1,143 @@
+"""Logs calls that wait long for their peers: a rank that skips its first call is named in 5 s.
+
+One thread of the process looks once a second at the header of each operator's own share, which
+kernels write while they wait. Nothing is added to the calls. An operator on GPUs, whose header has
+to be copied, is looked at until its first round is over; later waits have a shorter deadline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import Any, Protocol
+
+from weft.errors import WeftError
+from weft.memory import reminder
+from weft.memory.group import Group
+from weft.memory.header import EPOCH_MASK
+
+SAMPLE = 0.1  # seconds between two looks at a peer; one that waits looks around every 16 us
+_JOIN = 2.0  # seconds that the end of the process waits for a look that is under way
+_log = logging.getLogger(__name__)
+
+
+class Waiting(Protocol):
+    """What the thread needs of an operator."""
+
+    group: Group
+    _what: str
+    _first_epoch: int
+    _limits: tuple[float, float]
+
+    def _own_header(self) -> ctypes.Structure | None: ...
+    def _finished(self) -> int: ...
+    def _waiting_ns(self, ranks: Any) -> dict[int, int]: ...
+
+
+class _Wait:
+    """What was seen of an operator at the last look."""
+
+    def __init__(self) -> None:
+        self.waiting_ns = 0
+        self.progress = b""
+        self.reminder: reminder.Reminder | None = None
+
+
+class Watcher:
+    """The operators of this process, and the thread that looks at them while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits: weakref.WeakKeyDictionary[Waiting, _Wait] = weakref.WeakKeyDictionary()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._stop = threading.Event()
+        atexit.register(self._end)
+
+    def watch(self, operator: Waiting) -> None:
+        """Look at an operator from now on, for as long as it lives."""
+        with self._lock:
+            if os.getpid() != self._process:  # a forked child has its parent's list and no thread
+                self._waits.clear()
+                self._process, self._thread = os.getpid(), None
+            self._waits[operator] = _Wait()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="weft-waits", daemon=True)
+                self._thread.start()
+
+    def _end(self) -> None:
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and os.getpid() == self._process:
+            thread.join(_JOIN)
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(1.0, reminder.FIRST / 5)):
+            for operator, wait in list(self._waits.items()):
+                try:
+                    goes_on = _look(operator, wait)
+                except (WeftError, AttributeError):  # it is closed meanwhile, or its GPU has failed
+                    goes_on = False
+                if not goes_on:
+                    self._waits.pop(operator, None)
+                del operator
+            with self._lock:
+                if not self._waits:
+                    self._thread = None
+                    return
+
+
+def _look(operator: Waiting, wait: _Wait) -> bool:
+    """Log a wait that is due, and return whether to look at this operator again."""
+    header = operator._own_header()
+    if header is None:
+        return False
+    if operator.group.device.type == "cuda" and any(record.phase for record in header.ring):
+        return False
+    kind: Any = type(header)
+    ring = kind.ring
+    content = bytes(header)
+    progress = content[kind.epoch.offset :][:8] + content[ring.offset : ring.offset + ring.size]
+    waits = header.waiting_ns != wait.waiting_ns
+    if not waits:
+        wait.reminder = None
+    elif wait.reminder is None or progress != wait.progress:
+        wait.reminder = reminder.Reminder()
+    elif (waited := wait.reminder.due()) is not None:
+        _log_wait(operator, header, waited)
+    wait.waiting_ns, wait.progress = header.waiting_ns, progress
+    return True
+
+
+def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
+    group, local = operator.group, operator.group.local
+    ranks = group.host_ranks[group.host]
+    peers = [rank for rank in local.living if rank != local.rank]
+    before = operator._waiting_ns(peers)
+    time.sleep(SAMPLE)
+    after = operator._waiting_ns(peers)
+    outside = [rank for rank in peers if before.get(rank) == after.get(rank)]
+    places = local.whereabouts(outside)
+    names = []
+    for rank in outside:
+        pid = local.pid(rank)
+        process = f" (pid {pid})" if pid else ""
+        names.append(f"rank {ranks[rank]}{process} {places[rank]}")
+    finished = operator._finished()
+    begun = (header.epoch - operator._first_epoch) & EPOCH_MASK
+    call = "a call" if begun == finished else "the second half of a round"
+    limit = operator._limits[1 if finished == 0 else 0]
+    _log.warning(
+        "rank %d has waited %.0f s of at most %g s in %s of its %s, of which it has finished %d "
+        "rounds, for other ranks: %s",
+        *(group.rank, waited, limit, call, operator._what, finished),
+        "; ".join(names) or "each of them waits in it, too",
+    )
+
+
+WATCHER = Watcher()
