@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -41,6 +42,9 @@ class Operator:
 
     def _suspects(self) -> set[int]:
         return set()
+
+    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+        return {}
 
     def _quiesce(self) -> None:
         self.asked.append("quiesce")
