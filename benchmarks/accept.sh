@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Everything that needs GPUs, in one command:
 #     accept.sh [all|tests|bench|allreduce|lowlatency|layer|compat|captures|deaths|sanitizer|ordering|rivals] [OUT_DIR]
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time every plan of the grouped GEMM on one GPU, and check it against fp32.
 
     python benchmarks/gemm_sweep.py [--json FILE] [--rows 4 16 ...] [--dtypes fp8 bf16] [--even]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A MoE layer beside sgl-deep-gemm's fused MegaMoE: same weights, same routing.
 
     python benchmarks/mega_moe.py weft v3 8,64,512 --out weft.json

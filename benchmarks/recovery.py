@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a death, a recovery and a replacement take, on CPU ranks or ranks that share GPUs.
 
     python benchmarks/recovery.py --device cpu --out recovery.json

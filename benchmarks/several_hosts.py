@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A round over several hosts on CPU ranks, beside a bare exchange of its bytes and an all-gather.
 
 Hosts are network namespaces of this machine (tests/hosts/network.py; needs root). All four are

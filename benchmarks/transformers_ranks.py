@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens a second of a small random Qwen3-MoE in transformers, by weft and by its own ways.
 
 Usage: transformers_ranks.py OUT.json [--ranks N] [--device cpu|cuda] [--turns N]

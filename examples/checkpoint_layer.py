@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load one MoE layer of a checkpoint and run it on several ranks.
 
     python examples/checkpoint_layer.py [--model DIR] [--layer 0] [--ranks 2] [--device cpu]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode with batches that change in every step, and with idle ranks.
 
     python examples/decode_loop.py [--ranks 4] [--steps 20] [--device cpu]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicate busy experts and move them while the layer runs (EPLB).
 
     python examples/eplb.py [--ranks 4] [--steps 12] [--device cpu]

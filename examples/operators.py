@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Call each operator once: AllToAll, ExpertGroups with grouped_gemm, LowLatencyAllToAll, AllReduce.
 
     python examples/operators.py [--ranks 2] [--device cpu]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kill a rank while a layer runs, and continue without it.
 
     python examples/recovery.py [--ranks 4] [--kill 2] [--device cpu]

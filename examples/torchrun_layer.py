@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one expert-parallel MoE layer under torchrun.
 
     torchrun --nproc-per-node 4 examples/torchrun_layer.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run an MoE layer over two hosts.
 
 On two machines, with --node-rank 0 and 1:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks are killed and stopped at random, wherever they are; the others go on, and are right.
 
     python -m tests.chaos --seconds 3600 [--seed 17] [--out build/chaos.txt]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions around weft's calls, compiled and compared with themselves: what all device kinds run.
 
 Every one has ordinary operations before, between and after weft's, so that a compiler which moved

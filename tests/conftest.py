@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ranks(n, device)` runs one body on n ranks of any kind; `weft_command` runs the CLI."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank does at a fault point (device/fault.cuh) of kernels built with FAULTS."""
 
 from __future__ import annotations

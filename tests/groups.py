@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What grouping must do, in plain loops, and inboxes filled by hand to try it on."""
 
 from __future__ import annotations

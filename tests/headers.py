@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structs of a domain of up to 32 ranks, which is what most tests have."""
 
 from weft.memory.header import header_bytes, mirrors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values that no argument may have, by the kind of argument; and calls that must refuse them all.
 
 A `Row` says of one public call what each of its parameters is. `refuses` passes every hostile value

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled code that later runs of the tests find again, while nothing that decides it has changed.
 
 A stale entry must not decide a test, nor must weft's own keys, which are tested themselves: so the

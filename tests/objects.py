@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weft's own objects in every mode: made on a rank, called, and given back by their word for it.
 
 Nothing here depends on torch's defaults: each tensor names its device and dtype.

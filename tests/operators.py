@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three operators behind one face, for tests of what they have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A machine under load is late, not dead: tests that name no deadline wait ten minutes for a peer.
 
 A test of a deadline gives one (`hurry`) to the waits that are to end by it, and to no round before.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C++ programs of tests: each is compiled once for its text, its options and weft's headers."""
 
 from __future__ import annotations

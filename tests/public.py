@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every public object in every mode: weft's own (tests/objects.py) and those under other names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fork server of ranks has imported and found out, so that no rank has to by itself.
 
 For a small test that is most of a rank's life: modules that tests share; what torch imports late

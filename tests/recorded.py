@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that passed before on the very files that they read, and need not run again.
 
 A campaign searches a state space, breaks a kernel in sixty ways or reads machine code: it takes

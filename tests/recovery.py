@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Survivors of killed ranks, who know among themselves who died: what recovery tests share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of dispatch and combine whose every byte is known: what all device kinds run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds whose results return in two ways, to be compared bit by bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused all-reduces whose every bit is known: what all device kinds run."""
 
 from __future__ import annotations

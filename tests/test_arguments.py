@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every argument of every operator's calls, with every value that it must refuse, in words."""
 
 from __future__ import annotations

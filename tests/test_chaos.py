@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short form of tests/chaos.py: seeds in which nobody is stopped, since that takes a deadline."""
 
 from __future__ import annotations

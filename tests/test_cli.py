@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line, run for real on CPU ranks."""
 
 from __future__ import annotations

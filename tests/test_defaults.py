@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch's defaults and modes are the caller's business: no object of weft's depends on them.
 
 The default device and dtype are hostile here: what follows the device lands on "meta", where

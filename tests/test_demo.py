@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: a trained model on CPU ranks, compared; a verdict that can be bad; refusals."""
 
 from __future__ import annotations

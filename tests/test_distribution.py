@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The name: nothing tells to install the PyPI package `weft`, which is another project's."""
 
 from __future__ import annotations

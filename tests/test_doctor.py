@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor: on this machine, on one with GPUs that is played, and its report."""
 
 from __future__ import annotations

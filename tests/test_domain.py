@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Domains of more than 32 ranks, up to 72: sets of ranks take several words there.
 
 Every result is compared with `weft.reference`, bit by bit, also after a rank has died.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kept cache serves a checkout as long as nothing changes that compiled code follows from."""
 
 from __future__ import annotations

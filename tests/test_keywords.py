@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Misspelt keyword arguments are answered with the name that was meant."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leases: who shares a workspace, and when it is given back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`close` gives the memory back there and then, and nothing of weft's waits for the collector."""
 
 from __future__ import annotations

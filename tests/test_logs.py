@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What weft logs of its decisions, and when it logs nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No public call without a row of hostile arguments: what the tables leave out is named here."""
 
 from __future__ import annotations

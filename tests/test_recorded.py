@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Campaigns are spared while what they read stays the same, and only then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An old torch is refused when weft is imported; the command works whatever is installed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pip installs: built as a release is, installed apart, and run where no checkout is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules of the house that ruff, mypy and import-linter cannot see, all of them about C++.
 
 device/ includes only device/, and an operator only itself and device/ (MAY_INCLUDE); all else is a

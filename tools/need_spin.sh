@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes sure that the SPIN model checker is there. The program of that name on PyPI is another one, so it comes from
 # the system's packages: installed when we are root on Debian, asked for otherwise.
 set -euo pipefail

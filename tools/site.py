@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the API pages of the documentation site from docstrings, without importing weft.
 
 mkdocs loads this file as a hook (`mkdocs.yml`) and griffe loads it as an extension. Both read the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """weft carries tokens across GPUs: one-sided NVLink communication for MoE inference.
 
 The same protocol runs on CPU ranks over shared memory.

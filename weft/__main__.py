@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `weft`, also as `python -m weft`. Its version loads none of the others."""
 
 import sys

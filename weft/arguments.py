@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a caller may pass, as declarations: integers, flags, numbers, choices, times, objects.
 
 Every refusal is an InvalidArgument that names the argument as the caller knows it, shows what was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is installed: weft's distribution, its extras, torch, and a foreign package of this name.
 
 The distribution is called `weft-moe`; the package and the command are called `weft`. The name

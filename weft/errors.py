@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error weft raises, as one tree: of the call (UsageError), of what could not be made
 (SetupError), and of a group that broke while running (GroupError).
 

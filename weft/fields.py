@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes that specialise a kernel: a frozen dataclass, each field of which is told once.
 
 A field's annotation says which argument callers know it by and what it may be. From that follow its

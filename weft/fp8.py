@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-scaled FP8 in plain torch: what kernels make of rows, bit by bit."""
 
 from __future__ import annotations

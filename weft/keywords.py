@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say which argument a misspelt keyword meant, in constructors and public functions.
 
 `explain_keywords` runs once for each public module. It leaves out what runs in every forward pass

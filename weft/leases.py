@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of equal sizes share one workspace, because they run one after the other.
 
 An engine makes one operator for each of its layers. With `lease` all that ask for the same sizes

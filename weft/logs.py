@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What weft logs of its decisions, through Python's `logging`, under names that begin with `weft`.
 
 INFO: what was compiled or found in the cache, and how long it took; how the ranks met; the memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank holds which expert."""
 
 from __future__ import annotations

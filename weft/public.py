@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names of weft; `weft` itself offers them and imports them at first use."""
 
 from weft import errors, reference

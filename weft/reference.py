@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each operation means, in plain torch: the specification, and the oracle of every test.
 
 All ranks' tensors are given as lists indexed by rank; results are on the device of the inputs.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shape: the sizes that specialise a kernel. Equal on every rank; told to C++ as one literal."""
 
 from __future__ import annotations

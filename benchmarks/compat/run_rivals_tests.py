@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run the test programs of DeepEP, FlashInfer and Triton-distributed, unchanged, on weft.
 
     run_rivals_tests.py collect DEEP_EP FLASHINFER TRITON_DISTRIBUTED   from git clones

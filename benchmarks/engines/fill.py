@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random weights in which every layer shows, for all servers alike.
 
 An engine's own dummy weights are within 0.001, norms included: an expert's output is then about

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A measurement inside an engine, within the minutes that a command may take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decode step by kernel, one bar for each way of serving, of what `run.sh profile` wrote.
 
 profile_picture.py results.jsonl PICTURE.png

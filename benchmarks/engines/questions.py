@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The questions of `weft demo`, which every variant of an engine is asked, and what it answered."""
 
 from __future__ import annotations

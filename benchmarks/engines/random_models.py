@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write tiny random checkpoints of models that people serve, in which an engine's experts show.
 
 random_models.py DIR [NAME...]    A folder of each name, with the tokenizer of `weft demo`. Weights

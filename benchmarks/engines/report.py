@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of docs/user/sglang.md and docs/user/vllm.md, of lines that an engine's run.sh wrote.
 
     report.py results.jsonl [...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What the engines' run.sh have in common: sourced, with its arguments, by one that has set `here`, `engine`, `pack`, its
 # archive's name, and `scripts`, of each measurement. Leaves PACK_SITE unpacked.
 #

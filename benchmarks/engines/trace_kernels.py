@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step by kernel, of a trace by torch's profiler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server under load with requests that are dropped half way, and then without one of its ranks.
 
 Clients ask for random numbers of tokens and close every second connection before its answer is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model in SGLang: texts equal to stock SGLang's on one GPU, and the trained one's answers right.
 
 200 questions of `weft demo`, greedy. With --cpu it needs no GPU. Variants of EPLB are left out on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the GPU's time goes in a step of decode or prefill: torch's trace of a few, by kernel.
 
 The result holds microseconds a step on rank 0, and `profile_picture.py` draws them. What is between

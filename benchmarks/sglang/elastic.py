@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of SGLang that loses ranks while it answers, and goes on: --elastic-ep-backend weft.
 
 The trained model of `weft demo`, its questions, greedy, each a request of its own. Stock SGLang on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sglang.benchmark.one_batch with plug-ins, which stock 0.5.17 loads none of there.
 
 The call below runs in each rank, too: ranks are spawned and import this file again. It comes behind

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # One measurement inside SGLang in one command, of less than ten minutes each:
 #
 #     run.sh decode|deepseek|glm|arithmetic|elastic|load|profile|tune [OPTIONS...]     --help lists the options

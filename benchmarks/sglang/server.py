@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of SGLang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time between tokens of a server with data-parallel attention and expert parallelism.
 
 decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8, few layers. 1024 tokens

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Latency of one batch under tensor parallelism: who makes the all-reduces.
 
 GLM-4.5-Air's shape in bf16, 256 tokens in and out, by sglang.benchmark.one_batch.

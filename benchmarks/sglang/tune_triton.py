@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of SGLang's fused MoE kernel in Triton, for shapes and GPUs that it ships none for.
 
 SGLang's own tuning script is in its repository and not in its wheel. This one times the kernel that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The variants of SGLang that are compared: what each adds to a server's flags and environment."""
 
 from __future__ import annotations

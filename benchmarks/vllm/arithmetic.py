@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model in vLLM: texts equal to stock's on one rank, and the trained one's answers right.
 
 200 questions of `weft demo`, greedy. On GPUs in float16; with --cpu on CPU ranks in float32. Each

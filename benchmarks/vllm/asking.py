@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of vLLM for this folder's measurements: their arguments, and how they are started."""
 
 from __future__ import annotations

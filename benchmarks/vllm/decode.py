@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time between tokens of one GPU, with random weights, and a decode step by kernel.
 
 decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8. So many requests at once,

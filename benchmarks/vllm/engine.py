@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine of vLLM in a process of its own: answers, time between tokens, or a trace of decode.
 
     engine.py answers|decode|profile ASKED.json RESULT.json

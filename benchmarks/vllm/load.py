@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trained model under load, whole blocks by weft; under_load.py says what is looked at."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # One measurement inside vLLM in one command, of less than ten minutes each:
 #
 #     run.sh arithmetic|decode|deepseek|load|profile [OPTIONS...]     --help lists the options

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The variants of vLLM that are compared: what each adds to EngineArgs and environment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three-number arithmetic in GSM8K's form: tiny models learn it, and one wrong row spoils it.
 
     Question: 48+27-13=

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train the arithmetic checkpoint: a Qwen3-MoE of 1.4 million parameters, in plain transformers.
 
     python -m models.arithmetic.train FOLDER [--steps 4000] [--batch 32] [--device cpu]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Does a dispatch tail lose rows? Two GPUs of one host, no library: nvcc -arch=sm_90 -o tail
 // tail.cu
 //

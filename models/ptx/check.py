@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Says of every litmus test whether PTX's memory model lets its bad outcome happen.
 
 It tries every choice of which write each read takes its value from, and every order of writes that

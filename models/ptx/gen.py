@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the PTX litmus tests of patterns.txt in the dialect that Dartagnan reads, and expect.tsv.
 
 Usage: gen.py [directory]    (without one: this directory)

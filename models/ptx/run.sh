@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Checks every litmus test with Dartagnan: PASS = the bad outcome is unreachable, FAIL = it is reachable.
 # Usage: DAT3M_HOME=<a built Dat3M tree> models/ptx/run.sh [test ...] > models/ptx/result.txt
 set -euo pipefail

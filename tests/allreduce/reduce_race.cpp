@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused all-reduce with ranks as threads (tests/runtime/race.hpp): backends and sizes in an
 // order that all ranks draw alike, every element of every output checked. Exit status 0: all are
 // right. Slots are atomic words, so ThreadSanitizer has nothing to say of them; what it watches is

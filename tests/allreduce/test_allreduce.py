@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused all-reduce gives the reference's bits: every backend, size, type, epilogue, order."""
 
 from __future__ import annotations

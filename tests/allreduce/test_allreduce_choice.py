@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What AllReduce takes for "auto": by a rule and by its slots, the same on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank of an all-reduce is late, or makes another call: the same bits, or a typed error."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference of the fused all-reduce against other people's arithmetic."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host can see to be wrong is refused before anything is sent, with the remedy."""
 
 from __future__ import annotations

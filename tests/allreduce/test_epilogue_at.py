@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """epilogue_at="receiver": beside the owner's bits, in graphs, and refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the fused all-reduce compile everywhere, and keep their rows in registers."""
 
 from __future__ import annotations

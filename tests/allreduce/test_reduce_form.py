@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a form that was checked skip the checks: the same bits, and the same refusals."""
 
 from __future__ import annotations

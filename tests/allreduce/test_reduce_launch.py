@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GPU entries hand to the driver, with a driver that only listens: no GPU is needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches of the fused all-reduce: every vector has a thread, and what waits fits on the GPU."""
 
 from __future__ import annotations

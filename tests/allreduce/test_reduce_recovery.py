@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks die one after the other; the living sum on with the same object, or are refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One shot by a grid that stays, on a CPU: more tokens than the grid holds, GPUs that differ."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' division of a row by its scale, beside one that is rounded once."""
 
 from __future__ import annotations

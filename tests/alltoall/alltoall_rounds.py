@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of the emulated all-to-all whose every byte is known, in every way that a round can go."""
 
 from __future__ import annotations

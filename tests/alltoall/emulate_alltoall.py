@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine compiled for a CPU, whole and in halves, behind the entries' interface."""
 
 from __future__ import annotations

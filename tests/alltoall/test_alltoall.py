@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds whose every byte is known, on every kind of rank."""
 
 from __future__ import annotations

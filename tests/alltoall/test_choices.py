@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert rows that return one by one: their addresses, and what the owner keeps to sum them by."""
 
 from __future__ import annotations

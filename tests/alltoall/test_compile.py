@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles for every architecture without a GPU; a refusal shows the entry."""
 
 from __future__ import annotations

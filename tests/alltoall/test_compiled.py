@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled graphs around every public class have the bits of eager calls, and harm no group."""
 
 from __future__ import annotations

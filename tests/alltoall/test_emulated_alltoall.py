@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine on a CPU give the reference's bits, in every way and launch shape, and order
 every access that another rank, CTA or thread depends on."""
 

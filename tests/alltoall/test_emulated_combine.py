@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of a combine by FP8 on a CPU give the reference's bits in every launch shape.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.

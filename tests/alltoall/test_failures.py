@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are late change no byte, and one that cannot compile stops all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ids that name no expert, in every call that takes ids: dropped, reported, and nobody's bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layout, placement, plan and capacity: the small parts, with properties instead of examples."""
 
 from __future__ import annotations

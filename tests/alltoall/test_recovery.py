@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks die one after the other, in every phase; the living go on with the same object, bit by bit.
 
 Four ranks become three, two and one. What is right is `weft.reference` for tokens and experts of

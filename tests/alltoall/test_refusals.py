@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input: refused in words, harmless to everybody's memory."""
 
 from __future__ import annotations

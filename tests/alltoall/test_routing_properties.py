@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any routing whatever: what arrives, and what returns, is what the reference says."""
 
 from __future__ import annotations

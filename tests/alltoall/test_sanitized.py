@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rounds that compute-sanitizer watches are right on CPU ranks, where nobody watches."""
 
 from __future__ import annotations

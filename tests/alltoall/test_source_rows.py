@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dispatch(rows=n): contiguous slots for each source, as many as the call needs, on every rank."""
 
 from __future__ import annotations

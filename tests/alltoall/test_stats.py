@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics: numbers of every rank, gathered by the flags that bring the tokens."""
 
 from __future__ import annotations

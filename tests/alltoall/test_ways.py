@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows pushed to their owners, FP8 on the wire in both directions, and phases in two halves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tests run the scripts that measure inside engines, on a stand-in of an engine.
 
 They say which by a fixture `engine`, or a parameter of this name.

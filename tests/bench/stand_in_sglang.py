@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scripts of benchmarks/sglang start, without SGLang: a server, its benchmarks, traces.
 
 `write_tree` makes a folder for PACK_SITE whose modules call the functions below.

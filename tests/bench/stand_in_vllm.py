@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scripts of benchmarks/vllm start, without vLLM: an engine, its traces, and a server.
 
 `write_tree` makes a folder for PACK_SITE whose modules are of the classes below.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/accept.sh with made-up steps: all of them run, each is told, the status is theirs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench allreduce`, run for real on CPU ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds of the scripts of every engine: their commands, and the variants they compare."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harness: what is captured and timed, that ranks stop together, and what a case refuses."""
 
 from __future__ import annotations

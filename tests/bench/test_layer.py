@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench layer`: routed, loaded, checked, timed and reported, on CPU ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floors: of which GPUs, and that no recorded figure lies below one."""
 
 from __future__ import annotations

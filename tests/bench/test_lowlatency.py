@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench lowlatency`: checked, timed, traced, reported, on CPU ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of what code a figure is: the commit, wherever the package lies, and the kernels' headers."""
 
 from __future__ import annotations

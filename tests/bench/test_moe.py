@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench moe`: sizes, routing, the bytes counted from it, and the check before timing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From samples to rows, tables, files and pictures."""
 
 from __future__ import annotations

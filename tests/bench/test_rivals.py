@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other libraries beside ours: found or not, right or not; and the adapters, which here meet
 weft.compat's version of the other libraries' calls. What the libraries themselves do, only a
 machine that has them shows: each is checked there before it is timed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/compat/run_rivals_tests.py with made-up programs: each is run, counted and ended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts that measure inside SGLang, from a server to a table, by a stand-in of SGLang."""
 
 from __future__ import annotations

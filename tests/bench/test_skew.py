@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clock offsets from causality: known skews are found again, within what is promised."""
 
 from __future__ import annotations

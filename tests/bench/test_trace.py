@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench moe --trace`: JSON that Perfetto loads, complete, on one clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts that measure inside vLLM, from an engine to a table, by a stand-in of vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds in flashinfer.comm's calls whose every byte is known."""
 
 from __future__ import annotations

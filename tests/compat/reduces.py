@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows, workspaces and poisoned outputs for flashinfer.comm's all-reduce calls."""
 
 from __future__ import annotations

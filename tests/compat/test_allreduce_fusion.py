@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """flashinfer.comm's all-reduce calls on weft: every pattern, right to the bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every argument of other projects' calls, with every value that it must refuse, in their words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that torch.compile takes apart around other projects' calls: the calls stay whole."""
 
 from __future__ import annotations

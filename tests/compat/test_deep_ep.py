@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deep_ep's low-latency calls on weft: the documented use, with rank and token in the data."""
 
 from __future__ import annotations

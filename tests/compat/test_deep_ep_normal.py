@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deep_ep's normal mode on weft, against plain torch: rows, ids, weights, counts and sums."""
 
 from __future__ import annotations

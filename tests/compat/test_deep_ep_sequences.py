@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences of calls that deep_ep's callers make: loops, dropped results, handles used again."""
 
 from __future__ import annotations

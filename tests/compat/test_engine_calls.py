@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of engines, in their order and with their arguments: SGLang 0.5.17 and 0.5.23, vLLM."""
 
 from __future__ import annotations

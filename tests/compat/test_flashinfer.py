@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """flashinfer.comm's calls on weft: the documented use, right to the byte."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workspaces of flashinfer.comm's all-reduce: sizes, strategies, refusals, whose ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 GPUs.
 
 A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels that pack rows, and return packed ones, do on a CPU what the CPU's own do."""
 
 from __future__ import annotations

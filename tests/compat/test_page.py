@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/user/compat.md: every name in its tables exists, and its samples call what exists."""
 
 from __future__ import annotations

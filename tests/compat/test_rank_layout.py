@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts, ranks of tokens and local ids of deep_ep's normal mode, and what a capture forbids."""
 
 from __future__ import annotations

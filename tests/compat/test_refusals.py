@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What flashinfer.comm's calls may not ask of weft, and how it is said."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Payload lists, workspaces that layers share, and the groups that are found for them."""
 
 from __future__ import annotations

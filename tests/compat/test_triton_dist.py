@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """triton_dist's low-latency layer on weft: the documented use, and what is refused."""
 
 from __future__ import annotations

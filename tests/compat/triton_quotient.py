@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Division as Triton's kernels have it on a GPU."""
 
 from __future__ import annotations

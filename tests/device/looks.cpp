@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What waits see of a host that asks its rank to leave, and of a peer's notice, where another wait
 // of the rank has looked round in the same 16 us.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Asks whether waits are overdue, at times that are given and not measured.
 
 #include <weft/device/wait.cuh>

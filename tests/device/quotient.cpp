@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compares the scales that a GPU computes for a block of FP8 with divisions, for every amax.
 
 #include <cmath>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One wait of a rank looks round for all of them in every 16 us, and all before they give up."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a wait is over, and whom nobody blames: a rank that waits itself, and the waiting rank."""
 
 from __future__ import annotations

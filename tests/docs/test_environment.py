@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment page names every variable that weft reads; quoted errors are weft's."""
 
 from __future__ import annotations

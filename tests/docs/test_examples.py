@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every script in examples/ runs on CPU ranks and exits with status 0; each checks its result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every link of README and docs that is no address leads to a file, and to a heading in it."""
 
 from __future__ import annotations

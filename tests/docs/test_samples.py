@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """README's sample runs, samples import what exists, and commands are understood."""
 
 from __future__ import annotations

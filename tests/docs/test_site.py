@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The site builds without a warning and shows every public name, without importing weft."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every figure of every result table of the docs is one of a file in benchmarks/."""
 
 from __future__ import annotations

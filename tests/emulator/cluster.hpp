@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Clusters of CTAs that reach into each other's shared memory, on a CPU: all threads of a cluster
 // are fibers of one thread of the system, in an order drawn from a seed. What other units than
 // threads do (copies, remote words and arrivals) lands when the policy says: as late as the

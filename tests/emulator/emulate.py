@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels of the fused all-reduce compiled for a CPU, behind the entries' interface."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // As much of a GPU as the kernels need, on a CPU: a CTA is a thread of the system, its threads are
 // fibers that take turns in it, a cluster's CTAs find each other's shared memory. Slow, and in
 // order where a GPU is not: what threads see here says nothing about memory order. What they

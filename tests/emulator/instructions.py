@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PTX as calls of the emulator: an `asm` statement of a kernel becomes C++ that does the same.
 
 What an instruction does follows from its text, scope and order included, and its operands stay

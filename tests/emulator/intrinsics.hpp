@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What CUDA C++ brings along, for the emulator's threads.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine code as what it does to memory that others see."""
 
 from __future__ import annotations

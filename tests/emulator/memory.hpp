@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory as kernels see it that share it: every access that is strong, or of whole vectors, by who
 // made it, in which order and at which scope. While somebody watches, each is written down, and a
 // clock for each thread tells whether two accesses to one word are ordered by the protocol or only

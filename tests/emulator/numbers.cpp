@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CPU ranks' number conversions, for kernels that run in the emulator: a library of their own,
 // in a namespace of its own, because its headers are read there as a GPU reads them.
 #define weft weft_on_a_cpu

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hopper's tensor cores and its copy engine's boxes on a CPU, for cluster.hpp: operands are found
 // by their descriptors, and read when the product is waited for.
 #pragma once

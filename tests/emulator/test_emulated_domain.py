@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels, on CPUs, in a domain of 72 ranks, whose sets of ranks take three words.
 
 Three ranks of it live, one in each word, so that few threads run. Bit by bit as the reference.

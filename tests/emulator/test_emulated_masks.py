@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels, on CPUs, go on without ranks that died: bit by bit, and without a look at them.
 
 After each recovery the memory of the dead cannot be read or written any more.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In machine code every flag, counter, poll and posted row has the order and the scope it needs.
 
 Which word is touched by which verb, the emulated kernels show (watch.py). Here is what the verbs

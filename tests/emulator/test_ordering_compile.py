@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The litmus of tests/gpu compiles without a GPU, to the layout that its Python side expects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiled kernels compile everywhere, and what profiling keeps costs no registers that spill."""
 
 from __future__ import annotations

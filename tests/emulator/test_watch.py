@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the emulator notices: a message between ranks that is broken in each possible way."""
 
 from __future__ import annotations

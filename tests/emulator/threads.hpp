@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // CTAs, warps and threads as the emulator keeps them: a CTA is a thread of the system, its threads
 // are fibers that take turns in it.
 #pragma once

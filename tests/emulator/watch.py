@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What emulated kernels did to memory: every strong access and every vector, and their races."""
 
 from __future__ import annotations

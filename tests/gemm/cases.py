@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMMs with known results: operands with traps, and an oracle that knows no tiles."""
 
 from __future__ import annotations

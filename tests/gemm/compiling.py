@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the grouped kernel for a GPU that is not there, and read what came out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grouped GEMM for Hopper compiled for a CPU, in the place of the reference."""
 
 from __future__ import annotations

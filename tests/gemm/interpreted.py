@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel's own source, run by Triton's interpreter on CPU tensors, against the oracle.
 
 A script of its own, because TRITON_INTERPRET must be 1 before Triton is imported. Prints a line for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls on CPU tensors that take themselves for a GPU's, up to their launches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the compiler makes of the kernel for Hopper: read in PTX and in the cubin, without a GPU."""
 
 from __future__ import annotations

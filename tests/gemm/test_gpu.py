@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMM on a GPU: every layout and epilogue with every kind of tile, bits and graphs."""
 
 from __future__ import annotations

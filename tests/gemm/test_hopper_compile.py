@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM compiles without a GPU, spills nothing and waits for no memory."""
 
 from __future__ import annotations

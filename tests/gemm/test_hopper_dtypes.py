@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM on a CPU with biases and results of other dtypes than its operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM on a CPU: clusters, copies, tensor cores and barriers, in orders by chance.
 
 The tensor cores' last bits are theirs; those that the GPU tests compare are not looked at here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper's grouped GEMM on a GPU: the bits of Triton's with any tile, and no other row written.
 
 Triton's has no MXFP4 weights: there all tiles make one result, that of FP8 weights of these values.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the emulated cluster notices: a GEMM that is broken on purpose fails, each in its way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP4 weights: how they are rounded and packed, what they mean, and which are refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans: which there are, and how many tiles they make."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An equal call goes to its launch at once; whatever the check reads makes it another one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a grouped GEMM means, on CPU tensors."""
 
 from __future__ import annotations

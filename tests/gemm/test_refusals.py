@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a grouped GEMM refuses before anything runs, each with both values in its text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tail of dispatch under load, reduced to what can go wrong: a producer on one GPU stores rows
 // that carry the number of the round into the other GPU's share, its last CTA raises a flag, and a
 // consumer there counts 16-byte vectors of another round. Other NVLink traffic runs beside it, both

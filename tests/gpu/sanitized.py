@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What compute-sanitizer watches: `python -m tests.gpu.sanitized PROGRAM` is one rank of it.
 
 The reference runs on the CPU, and only whole copies move between it and the GPU: the sanitizer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused all-reduces in CUDA graphs of several sizes and backends, replayed between eager calls."""
 
 from __future__ import annotations

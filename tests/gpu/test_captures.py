@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever weft makes, looks at and gives back while somebody captures a graph: the graph is right.
 
 An object is opened, told to abort, closed, dropped, or found by the collector, in the middle of a

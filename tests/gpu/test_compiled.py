@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled graphs on GPUs: inductor, and its captured CUDA graphs, with the bits of eager calls."""
 
 from __future__ import annotations

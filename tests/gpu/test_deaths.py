@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank is killed in the middle of a replayed graph: the others notice it soon.
 
 The deadline is a minute, so an error within a second has not waited for it. What was measured is

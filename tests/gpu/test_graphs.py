@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of several batch sizes, replayed between eager calls; routing changes each time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole grid of sizes on as many GPUs as there are, bitwise against the reference."""
 
 from __future__ import annotations

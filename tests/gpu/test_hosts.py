@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several hosts on GPUs: ranks of one machine that WEFT_HOST tells apart, NCCL between them.
 
 2 GPUs are two hosts of one rank, 4 are two of two.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that comes late costs its peers that once, however many of their threads wait for it."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replayed low-latency rounds: 100,000 of them with other rows and routing each time, every sum
 compared on the device; late ranks; profiled kernels beside plain ones. By hand, up to 8 GPUs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that find each other through NCCL, which says nothing of a peer's death by itself."""
 
 import os

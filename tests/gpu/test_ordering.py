@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tail of dispatch between two GPUs under NVLink load: no word may be older than its flag.
 
 `models/ptx` says what the memory model allows; this says what the machine does. It is the tail

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Overlap under replay, lateness and schedules that were made to break it: no word may differ.
 
 The bodies are in tests/moe/overlapping.py, and CPU ranks rehearse them; here they run as CUDA

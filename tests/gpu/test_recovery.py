@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank is killed while a graph is replayed; the same graph is right among the living.
 
 Ranks may share one GPU. How long the first right replay after a death takes is printed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A killed rank is replaced by a new process; the survivors replay the graph that they had.
 
 Ranks may share one GPU. Times are printed (`pytest -s`).

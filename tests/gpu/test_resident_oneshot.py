@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One shot of more tokens than fit on a GPU at once, in each of its forms; ranks share a GPU."""
 
 from __future__ import annotations

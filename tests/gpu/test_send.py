@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that a kernel of the caller's stores at their owners, in replayed graphs."""
 
 from __future__ import annotations

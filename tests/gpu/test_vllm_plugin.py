@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vLLM plug-in on GPUs, with the stand-in's layers: CUDA graphs of several sizes and eager."""
 
 from __future__ import annotations

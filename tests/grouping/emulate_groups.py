@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels of grouping, and of combine by choices, compiled for a CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of grouping and sending on a CPU give the bits of the CPU's own, in several grids.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.

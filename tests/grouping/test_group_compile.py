@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of grouping compile for every architecture, keep everything in registers, and agree
 with Python on their arguments."""
 

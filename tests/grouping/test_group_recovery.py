@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank dies while experts' results are sent: groups of the same objects go on with the living."""
 
 from __future__ import annotations

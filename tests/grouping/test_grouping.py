@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouping of inboxes filled by hand: every row, place and untouched byte."""
 
 from __future__ import annotations

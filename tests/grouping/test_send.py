@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results that are summed and sent in one kernel: the bits of scatter."""
 
 from __future__ import annotations

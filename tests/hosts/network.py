@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts of a test: network namespaces on one switch, whose links can be cut, slowed and counted.
 
 Ranks are processes of their own, started as torchrun would start them. Where namespaces may not be

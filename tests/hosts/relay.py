@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A relay between two links that holds every frame for a while: a link with delay.
 
 Usage: python -m tests.hosts.relay LINK LINK    in the namespace of both. Each line on stdin is the

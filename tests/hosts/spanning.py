@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of several hosts: here ranks of one machine that WEFT_HOST tells apart."""
 
 from __future__ import annotations

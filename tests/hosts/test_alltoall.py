@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The all-to-all over several hosts: every byte as `weft.reference` has it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a host sends in a round, counted at its link: the slots, and next to nothing beside them."""
 
 from __future__ import annotations

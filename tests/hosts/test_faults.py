@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank, a host or a link is lost under rounds: every rank that is left has an error in time."""
 
 from __future__ import annotations

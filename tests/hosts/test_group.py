@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What else a group of several hosts refuses, and what it gives back."""
 
 from __future__ import annotations

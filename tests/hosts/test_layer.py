@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE layers over several hosts, in both modes and every overlap."""
 
 from __future__ import annotations

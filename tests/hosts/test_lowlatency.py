@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The low-latency all-to-all over several hosts: every byte as its reference has it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines of one NVLink domain, whose GPUs map each other's memory, are one host.
 
 No machine here has such a neighbour. So ranks of one machine are told that they are of two, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Network namespaces that stand for hosts leave nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The deadline of exchanges, on counts that a test writes in place of a stream."""
 
 from __future__ import annotations

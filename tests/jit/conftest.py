@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fake`: a driver that only takes notes."""
 
 from __future__ import annotations

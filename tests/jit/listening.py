@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A driver that only takes notes, in place of cuda.bindings.driver."""
 
 from __future__ import annotations

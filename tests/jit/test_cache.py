@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk cache: one build for many processes, entries that are whole or absent, a directory of
 this user's alone."""
 

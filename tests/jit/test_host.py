@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The system's C++ compiler: libraries, and what is said when it is not there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading and launching, against a driver that only takes notes; with a GPU, also the real one."""
 
 from __future__ import annotations

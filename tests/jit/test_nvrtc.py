@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NVRTC: machine code for real architectures on a machine without a GPU."""
 
 from __future__ import annotations

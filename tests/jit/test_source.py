@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The header tree's digest and how sources are shown."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code on its way off a GPU, and what is read back of it, beside other people's captures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the low-latency all-to-all compiled for a CPU, behind its entries' interface."""
 
 from __future__ import annotations

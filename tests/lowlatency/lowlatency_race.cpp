@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-latency rounds with ranks as threads (tests/runtime/race.hpp): every element of every row is
 // stamped with source, token and round, checked where it arrives and again in the owner's sum. Exit
 // status 0: all are right. With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has

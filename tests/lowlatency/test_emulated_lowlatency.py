@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The low-latency kernels on a CPU: every byte as the reference has it, in whole calls and halves.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-latency rounds whose every byte is known, on every kind of rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What callers may do with a low-latency all-to-all, what is refused, and what is said of it."""
 
 from __future__ import annotations

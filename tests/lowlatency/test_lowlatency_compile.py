@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every low-latency kernel compiles for every architecture without a GPU, and spills nothing."""
 
 from __future__ import annotations

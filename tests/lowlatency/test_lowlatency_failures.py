@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are late change no byte, and a word that does not come is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A peer's words may say anything: what it sends of its rows never leads outside of this rank's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a low-latency all-to-all will allocate is known before, to the byte."""
 
 from __future__ import annotations

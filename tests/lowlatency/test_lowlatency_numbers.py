@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantisation in the kernel, bit by bit: zeros, denormals, infinities, NaN, and every bf16."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks die one after the other, in every phase; the living go on with the same object."""
 
 from __future__ import annotations

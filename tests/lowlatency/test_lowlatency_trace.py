@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiled low-latency rounds: what teams write down, and the files for Perfetto."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a process holds, and what a call raised and when: for counting before and after."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CUDA driver that only counts: what is held, by whom, and which call is to fail.
 
 It plays a process in which some stream is captured all the time, in the global mode: what a thread

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What somebody might send who is no rank, and what no rank would send."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that meet, in threads of one process, and strangers that connect."""
 
 import time

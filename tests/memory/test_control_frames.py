@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a rank sends, a control message ends with an error in words."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heaps on real GPUs: what the driver makes of the calls. More ranks than GPUs share them."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA driver calls of a heap, against a driver that counts what is held and fails on demand.
 
 What real GPUs do with the calls is tested in test_cuda.py.

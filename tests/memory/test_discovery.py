@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks find out that they share a host: containers, and answers that no rank would give."""
 
 import errno

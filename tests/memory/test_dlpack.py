@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors over bare addresses: they see the memory and keep its owner alive."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control messages of a group: votes, agreements, descriptors, and ranks that die or stall."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heaps of CPU ranks: addresses, views, guards, failing creations, and what is given back."""
 
 import ctypes

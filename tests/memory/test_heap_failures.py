@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Creations that fail: every rank raises the same, in time, and nothing stays behind."""
 
 import os

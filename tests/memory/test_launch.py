@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """launch: results in order, the cause of a failure by name, and nothing left behind."""
 
 import glob

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """launch: a failure ends all ranks soon, and the error names the rank that caused it."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the other ranks raise of one that leaves its group."""
 
 import contextlib

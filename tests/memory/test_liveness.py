@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a process is seen by a pidfd, and before that by a pipe that ends with it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever ends the meeting for one rank ends it for all, with one reason."""
 
 import contextlib

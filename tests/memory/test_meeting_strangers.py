@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever strangers send, the ranks meet; whatever ranks send, errors say it in words."""
 
 import contextlib

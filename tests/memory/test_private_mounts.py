@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks in containers with mounts of their own: no directory that all see, and yet one group."""
 
 import ctypes

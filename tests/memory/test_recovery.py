@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Survivors agree on who is gone, and go on without them."""
 
 from __future__ import annotations

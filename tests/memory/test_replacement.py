@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New processes take the numbers of ranks that are gone; what survivors hold stays where it is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shares that no memory is there for are refused before anything is made, by all ranks alike."""
 
 from __future__ import annotations

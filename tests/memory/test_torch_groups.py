@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups from torch.distributed and from a launcher's environment, and torch groups from groups."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages: what is taken from a socket, and what is refused from a peer that breaks the rules."""
 
 import array

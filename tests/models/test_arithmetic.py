@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic task, its trainer on a smaller model, and the checkpoint that was trained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """models/ordering/tail.cu: it compiles, and on two GPUs the ordered tails lose nothing."""
 
 from __future__ import annotations

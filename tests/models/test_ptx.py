@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every PTX litmus test has the verdict that is expected, computed here and as Dartagnan said."""
 
 from __future__ import annotations

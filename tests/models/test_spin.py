@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Promela models: right variants have no error, wrong ones the error that is named here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole layer known on every rank: seeded experts, tokens and logits, and what must come out."""
 
 from __future__ import annotations

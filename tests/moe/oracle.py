@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing by plain loops over Python numbers: slow, and nothing in common with weft.moe.router."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds of one overlap beside rounds of none, counted on the device: what all schedules run.
 
 Every round draws or is given new tokens and routing, is poisoned where nothing of it may be read,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules and logits that a router may meet, and what its kernel must make of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every argument of layers, routers, experts and the grouped GEMM, with every hostile value."""
 
 from __future__ import annotations

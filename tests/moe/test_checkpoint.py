@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts from checkpoints: layouts, FP8, what is read, and files that are wrong."""
 
 from __future__ import annotations

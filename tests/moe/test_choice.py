@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ "auto": the rule at its limits, the record it was made of, and the same choice on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gating, one expert, and many stacked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One expert in FP8 against the same numbers in float32."""
 
 from __future__ import annotations

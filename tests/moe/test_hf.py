@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configs as models publish them, and what is wrong with others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kimi-K3's MoE block: 896 experts in a latent space, SiTU, MXFP4 as compressed-tensors has it."""
 
 from __future__ import annotations

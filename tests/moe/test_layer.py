@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer against the dense reference: every rule and wire, in both modes."""
 
 from __future__ import annotations

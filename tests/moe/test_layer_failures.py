@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer built wrongly, called wrongly, or left by its peers: typed errors, never a hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer on GPUs: what the CPU tests run, in few launches, and captured graphs besides."""
 
 from __future__ import annotations

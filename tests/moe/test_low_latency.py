@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mode="low_latency": rounds by hand, rows pushed by the down projection, sizes, and options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank dies: replicas on the living serve the layer on, or what was lost is named, or dropped."""
 
 from __future__ import annotations

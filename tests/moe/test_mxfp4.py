@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer with MXFP4 experts: its results, its replicas, and the weights that it refuses."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routings that callers made: every form becomes what dispatch takes, on each device alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every overlap gives one result: the same bits, near the reference, whatever runs beside what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rehearsals on CPU ranks of what tests/gpu/test_overlap_graphs.py runs on GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer's experts load when they are made is all that its calls can need."""
 
 from __future__ import annotations

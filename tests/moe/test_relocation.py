@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas of experts: which serves whom, and how experts change their places."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas of experts: every placement is one, and ranks are equally loaded."""
 
 from __future__ import annotations

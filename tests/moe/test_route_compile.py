@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routing kernel compiles for every architecture and rule, and keeps all in registers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routing kernel on a CPU chooses and weighs as torch does, for every kind of rule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers against plain loops: any rule, any logits; and the rules of models by name."""
 
 from __future__ import annotations

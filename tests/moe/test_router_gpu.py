@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routing kernel on GPUs against torch's operations there: ids bit for bit."""
 
 from __future__ import annotations

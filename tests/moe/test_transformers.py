@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of transformers: their MoE blocks against the reference, from their files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of four families of transformers, and how N ranks load them."""
 
 from __future__ import annotations

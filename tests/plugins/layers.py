@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer of experts of transformers' shape on every rank, without the import of a model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine's sources, which are parsed and never imported, beside a plug-in's table of names."""
 
 from __future__ import annotations

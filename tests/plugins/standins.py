@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests of both engines' plug-ins take of their stand-ins."""
 
 from __future__ import annotations

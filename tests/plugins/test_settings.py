@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How engines find the plug-ins, and what a user may set for each through the environment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers by weft: logits and text against one process, and against its own ways."""
 
 from __future__ import annotations

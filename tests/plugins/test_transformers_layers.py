@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of experts by weft: batches of every size, who may call it, and how it ends."""
 
 from __future__ import annotations

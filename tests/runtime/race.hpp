@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the race programs share: ranks as threads, whose shares are neighbours in one allocation.
 // -DRANKS chooses how many.
 #include <cstdio>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank dies, stops, raises or closes: the others notice it soon, and blame that rank.
 
 Deadlines are ten minutes here, so an error that comes at all has not waited for one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank is late, absent, lying or stops all: on every operator a typed error in time, no hang."""
 
 from __future__ import annotations

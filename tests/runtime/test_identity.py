@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that make different calls all notice it in that call, and none returns a wrong result."""
 
 from __future__ import annotations

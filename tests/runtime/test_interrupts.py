@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C in a wait of a CPU rank."""
 
 from __future__ import annotations

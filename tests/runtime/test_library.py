@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that torch's compiled graphs know objects by."""
 
 from __future__ import annotations

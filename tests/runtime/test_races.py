@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each protocol under ThreadSanitizer with ranks as threads, with its mutations, and for long.
 
 Every run tries a few interleavings; the long campaign runs when these files change.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every operator does when it recovers: two deaths at once, many rounds, epochs that wrap."""
 
 from __future__ import annotations

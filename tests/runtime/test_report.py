@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Error records in words: who is to blame, which option ran out."""
 
 from __future__ import annotations

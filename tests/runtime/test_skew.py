@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that come late, in every mode: 0 to 200 us before dispatch, before combine, and between.
 
 Rounds of several sizes and inputs follow one another in an order that all ranks know; what each of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading and waiting beside other streams' captures, with a driver that only listens."""
 
 from __future__ import annotations

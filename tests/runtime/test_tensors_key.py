@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key of tensors: whatever a check reads of one makes another key, at every place of a call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The timeline that profiled kernels keep: every round, in order, and nothing when not asked."""
 
 from __future__ import annotations

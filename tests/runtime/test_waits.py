@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A wait for other ranks is logged: in which call, for whom, and in which call those are."""
 
 from __future__ import annotations

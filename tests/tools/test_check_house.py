@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/check_house.py: every rule refuses what it should and lets the rest pass."""
 
 from __future__ import annotations

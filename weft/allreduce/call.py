@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of the fused all-reduce: what a caller asks for, its one check, and what a kernel reads.
 
 An engine makes the same few calls for every token: other rows, other weights, equal in everything

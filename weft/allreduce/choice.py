@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backend "auto" takes: a rule by the bytes of one rank's rows, the same on every rank.
 
 Every backend gives the same bits, so this decides about time alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AllReduce.fused as an operator of torch.library (runtime/library.py)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one all-reduce is made from: arguments, their checks, and where its slots are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused all-reduce on a CPU: the protocol of the kernels with a team of one thread. A generated
 // entry includes this file.
 #include <weft/allreduce/rows_cpu.hpp>

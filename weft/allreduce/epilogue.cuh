@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue: what is elementwise once a row's statistics are known, that is the norm and its
 // FP8. Whole warps come here together, because the lanes of a group share their maximum; a lane
 // without a vector is not valid.

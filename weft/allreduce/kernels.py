@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of an all-reduce: generated entries, and how each is launched.
 
 Launches are local to a rank: peers may choose differently, and no choice changes a bit of a result.

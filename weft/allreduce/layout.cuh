@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused all-reduce: the layout of a share, and the arguments of its entries.
 //
 // It uses flag-in-data. Every 32-bit word of an empty slot holds the sentinel; a sender never

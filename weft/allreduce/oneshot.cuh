@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused all-reduce by oneshot: every rank stores its rows at every peer and sums all rows
 // itself. One trip over NVLink, no flag, no barrier of ranks.
 //

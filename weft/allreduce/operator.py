@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AllReduce: tensor-parallel sums fused with residual, RMSNorm and FP8, over symmetric memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the fused all-reduce means, in plain torch: the specification, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RMSNorm in plain arithmetic: the same bits on CPU and GPU, in every launch shape. Entries that
 // include it are compiled without fused multiply-adds; `/` and square_root are those of IEEE.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One 16-byte vector of a row in the fused all-reduce: its source, its sum over the ranks, and the
 // statistics of its row. A thread holds one vector and a warp 32 neighbouring ones, in every launch
 // shape, so that the tree of the norm never changes.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of the fused all-reduce on a CPU: their source, their sums, and their outputs.
 #pragma once
 #include <vector>

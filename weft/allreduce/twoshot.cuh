@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused all-reduce by twoshot: token t is summed by rank t % ranks. Twice the trips of oneshot,
 // 2 / ranks of its bytes. A build has the epilogue at one of two places:
 // owner     the rank that sums a row adds the residual, computes the row's statistics and sends row

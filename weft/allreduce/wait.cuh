@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A call of the fused all-reduce as its threads see it: the epoch, the slots, and the waits with
 // flag-in-data. Every poll reads this rank's own memory.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens one rank can bring to a call, from the arguments a server is started with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Combine: the rows that the experts' ranks made of a token are summed in rank order by the token's
 // owner. One launch, or split into a sending and a receiving kernel. The Shape fixes how rows
 // travel:

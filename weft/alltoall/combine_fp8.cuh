@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Combine by push_fp8, with flag-in-data: rows are summed as they arrive, so the link never waits
 // for a sum, nor a sum for the last row. A warp is the unit of work.
 //

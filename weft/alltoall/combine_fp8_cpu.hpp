@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Combine by push_fp8 on a CPU: rows are stored and received word by word, with flag-in-data. The
 // receiver restores the sentinel in each word.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The receiver of combine by gemm_push: the kernels that made the experts' rows have stored them
 // into this rank's inbox, where they are weighted and summed. The sum of each rank's rows is
 // rounded as if that rank had made it, so the bits are those of pull.

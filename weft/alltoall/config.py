@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one all-to-all is made from: arguments, their checks, its Shape, and where its parts are."""
 
 from __future__ import annotations

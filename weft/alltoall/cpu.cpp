@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The CPU backend of an all-to-all: the same protocol with a team of one thread. A generated entry
 // includes this file and exports its functions as extern "C".
 #include <weft/alltoall/combine_fp8_cpu.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dispatch: each token is stored directly into slot (source rank, token) of each rank that owns one
 // of its experts. One launch, or split into a sending and a receiving kernel.
 //

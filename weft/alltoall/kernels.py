@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of an all-to-all: generated entries, and how each is launched.
 
 Launches are local to a rank: peers may choose differently. The numbers are from sweeps on 8 x H200,

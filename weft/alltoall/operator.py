@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AllToAll: expert-parallel dispatch and combine, rank-major, over symmetric memory.
 
 A round is a dispatch and a combine; each is one call, or a send and a receive with anything between

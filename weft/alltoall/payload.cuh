@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A token's payload on its way into peers' inboxes: opaque rows, or the first row quantised to FP8
 // in registers. A PayloadFragment holds what a thread loads before anything is decided, so that all
 // cold loads of a token share one round trip.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The protocol: what each rank writes, in which order, and what it may read afterwards. A Team is
 // the set of threads that act as one (a CTA on a GPU, one thread on a CPU). It has the functions
 // lane, lanes and all; a profiled one also has first, teams and meet_publishers.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sender of combine by push: every row that this rank's experts made is stored into the inbox
 // of the token's owner, slot (this rank, token). Rows in FP8: combine_fp8.cuh.
 #pragma once

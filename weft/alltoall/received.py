@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a dispatch brought: views of this rank's inbox."""
 
 from __future__ import annotations

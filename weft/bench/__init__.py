@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One harness for benchmarks: a visitor, never imported by what it measures.
 
 harness   a case, its trials; check over poisoned memory, time, check again; graphs and clocks

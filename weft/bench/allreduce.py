@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench allreduce`: the fused all-reduce.
 
 Inputs are normally distributed. Every backend promises the bits of `weft.reference`, so whatever

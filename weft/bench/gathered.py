@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The all-to-all as collectives of torch.distributed: what weft is compared with.
 
 Dispatch is an all-gather of everything, combine a reduce-scatter: every rank receives every token,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The harness: start the ranks, check each trial over poisoned memory, time it, check it again.
 
 CUDA: a graph of CALLS calls is replayed back to back with an event after each replay, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench layer`: whole MoE layers of models by name, from router logits to output."""
 
 from __future__ import annotations

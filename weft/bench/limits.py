@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the hardware allows, as far as it was measured: the floor that every row is held against.
 
 A floor is a bound, so its numbers are the best that anything reached and a little more, and not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench lowlatency`: dispatch and combine of the low-latency all-to-all.
 
 Experts return their rows, as numbers that they can read. So what arrives and what combine

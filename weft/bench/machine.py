@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a figure was measured on, and of what code: without both a figure means nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft bench moe`: dispatch and combine of the all-to-all by rank.
 
 All numbers are chosen so that every sum is exact in fp32 in whatever order it is taken (values of

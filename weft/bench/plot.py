@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of a run: us over tokens, beside the floor and other libraries."""
 
 from __future__ import annotations

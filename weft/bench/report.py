@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run prints and writes: the table, and JSON with every sample."""
 
 from __future__ import annotations

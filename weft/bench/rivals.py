@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other libraries, measured in the same run where they are installed.
 
 They get the same inputs and the same clock. Each runs in processes of its own, after weft: one that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which token goes to which expert, for every rank, and the rows this puts on the wire."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: one process for each rank.
 
 Tracks of a rank: what it sends in dispatch, whom it waits for (one track for each peer), the wait

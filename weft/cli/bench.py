@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of `weft bench`: from options to a case, a report, and its files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `weft`: bench, doctor, demo, cache.
 
 Commands import what they need when they run: help and completion are to be quick.

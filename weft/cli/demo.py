@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft demo`: a trained mixture of experts answers on several ranks and in one process."""
 
 from __future__ import annotations

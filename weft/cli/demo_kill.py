@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft demo --kill R`: a rank dies while the model writes, and the survivors write on.
 
 Every rank has the whole model but for the experts, of which each is on two ranks. A rank that loses

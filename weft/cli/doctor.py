@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`weft doctor`: does this machine have what weft needs, and what to do where it has not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `weft doctor` finds: its lines, how they are shown, and those that need no torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hosts on one machine: network namespaces on one switch, joined by veth links."""
 
 from __future__ import annotations

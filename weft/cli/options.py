@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What several commands ask for: known words, a device, and a console for tables."""
 
 from __future__ import annotations

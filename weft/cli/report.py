@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a bug report needs, from `weft doctor --report`; none of it needs torch.
 
 A report names nobody: of the environment it shows the variables of one list, secrets among them

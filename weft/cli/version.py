@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versions that `weft --version` prints; no torch is imported for it."""
 
 from weft import __version__

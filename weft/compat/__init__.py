@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of other projects on weft: change an import and keep the engine.
 
 weft.compat.deep_ep: both modes of its Buffer.   weft.compat.triton_dist: its low-latency layer.

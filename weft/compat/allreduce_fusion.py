@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`allreduce_fusion` with the signatures of flashinfer.comm, on weft.AllReduce.
 
 docs/user/compat.md says what is the same, what is stricter and what is refused, pattern by pattern.

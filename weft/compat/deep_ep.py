@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
 docs/user/compat.md says what is the same, what is stricter and what is refused, call by call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What engines import from flashinfer.comm, under the same names.
 
 docs/user/compat.md says what is the same, what differs and what is refused, name by name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workspace of `allreduce_fusion`: a weft.AllReduce by flashinfer.comm's names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MoeAlltoAll` with the signatures of flashinfer.comm, on weft.AllToAll."""
 
 from __future__ import annotations

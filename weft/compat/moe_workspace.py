@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The all-to-alls of equal `MoeAlltoAll` objects, which `weft.lease` shares among them."""
 
 from __future__ import annotations

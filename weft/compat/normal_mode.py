@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The normal mode of deep_ep's buffer: rows to ranks and back, packed, in results of their own.
 
 A dispatch tells all ranks its counts, waits on the host for theirs unless the caller gives a bound,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The arguments by which rows are packed source after source, and packed rows go back to their
 // tokens' owners. A handle's own tensors say where they are: no routing travels again.
 #pragma once

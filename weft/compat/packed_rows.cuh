@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows are packed, and packed rows returned, each by one kernel.
 //
 // fetch_rows   loads each row of this rank out of its source's outbox, once the sources' flags have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled entries that pack rows and return packed ones, on a CPU or a GPU."""
 
 from __future__ import annotations

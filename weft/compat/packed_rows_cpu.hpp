@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows are packed, and packed rows returned, on a CPU: one row after the other.
 #pragma once
 #include <weft/compat/packed_layout.cuh>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a source's rows are among an expert's, as other projects pack it into one number."""
 
 from __future__ import annotations

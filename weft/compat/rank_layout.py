@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What deep_ep's normal mode derives from chosen experts: counts, ranks of tokens, local ids.
 
 In operators of torch that a CUDA graph may capture: none reads a value on the host.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks exchange tokens: from a mapping, a communication backend or torch.distributed.
 
 Engines make one all-to-all for each layer. The group that is found for them is made once and

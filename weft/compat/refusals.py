@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the calls of other projects may ask and weft does not do, in words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows to the ranks that a table names, packed source after source, and sums of rows back.
 
 Each exchange is a `weft.AllToAll` whose experts are the ranks: a token's ids are the ranks that it

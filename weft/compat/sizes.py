@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory an all-to-all takes, asked in flashinfer.comm's words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`EPLowLatencyAllToAllLayer` with the calls of triton_dist, on weft.LowLatencyAllToAll.
 
 docs/user/compat.md says what is the same, what is stricter and what is refused, call by call.

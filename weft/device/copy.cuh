@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loads and stores on this GPU: 16-byte vectors, the cache hints that measured best, conversion of
 // elements, and their quotients.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What all CPU backends share: a team of one thread and the conversion of elements in plain C++.
 #pragma once
 #include <bit>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Named fault points, compiled in only with -DWEFT_FAULTS=1. A test writes one Fault into its own
 // header. The protocol passes the points by name, and the planned one acts: it delays, drops a
 // flag, corrupts it, or kills the rank.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // e4m3 on a CPU: the rounding of the GPU's cvt.rn.satfinite, and the blocks of quantize.cuh in
 // memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The memory model, in one place: integer names, the operations that every flag and counter goes
 // through (store_release, load_acquire, add_acq_rel, claim, raise_to), the clock, and the back-off
 // of a spin loop. All code above this file is the same text for NVRTC and for c++; this file holds

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block-scaled FP8 (e4m3) in plain arithmetic: the same bits on CPU and GPU.
 //
 // fp8    a block is 128 columns with one fp32 scale: scale = amax / 448,

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FP8 in registers: each lane holds sixteen columns, so a block of 128 columns takes eight lanes
 // and a block of 32 takes two.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each CTA does in a kernel that sends rows and receives others at the same time.
 #pragma once
 #include <weft/device/team.cuh>

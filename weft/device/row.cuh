@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows on their way home with flag-in-data. A warp posts, polls, restores and adds one strip of
 // them at a time; operators say which rows, and where they are.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows in flight on a CPU with flag-in-data, in words of four or eight bytes that are seen whole.
 #pragma once
 #include <weft/device/cpu.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Flag-in-data. Every 32-bit word of an inbox holds the sentinel until a peer overwrites it, and no
 // word of a row equals the sentinel. So a reader that sees no sentinel in a row has the row,
 // without a counter, flag or fence in between. The reader then restores the sentinel. NCCL's LL128

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The sentinel in 16-byte vectors, as threads of a GPU store, poll and restore it.
 #pragma once
 #include <weft/device/copy.cuh>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads of one CTA as one team.
 #pragma once
 #include <weft/device/wait.cuh>

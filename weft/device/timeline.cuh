@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Time stamps of each operation, compiled in only with -DWEFT_PROFILE=1: the start of the first
 // CTA, the end of sending, the release of the flags, the arrival of each peer's flag, the end. An
 // operation writes one Timeline of its own header and nothing else, so a replayed graph leaves one

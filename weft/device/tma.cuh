@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiles of tensors, loaded into shared memory by the copy engine (TMA) for one CTA or for all CTAs
 // of a cluster, and what the CTAs of a cluster need around that: remote mbarriers and stores.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Errors and waits of every operator: how a rank refuses bad input, how it notifies its peers that
 // it has failed, how long it waits, and which rank it reports.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grouped GEMM of experts, in Triton and in CUDA for Hopper. docs/user/gemm.md."""
 
 from weft.gemm.config import (

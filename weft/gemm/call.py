@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One grouped GEMM: its tensors, and their one check."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The math warpgroups: for every tile a mainloop and an epilogue, by its height and the dtype.
 #pragma once
 #include <weft/gemm/epilogue.cuh>

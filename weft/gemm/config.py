@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a grouped GEMM does with its sums (epilogues), and its tiles (plans), as measured."""
 
 from __future__ import annotations

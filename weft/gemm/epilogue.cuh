@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Epilogues that store sums as they are: into the result, or (push) to each row's own address.
 #pragma once
 #include <weft/device/copy.cuh>

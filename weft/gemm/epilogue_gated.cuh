@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gated epilogue of BF16 and FP16, and the gate itself.
 #pragma once
 #include <weft/device/copy.cuh>

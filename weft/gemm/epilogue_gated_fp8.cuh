@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue of FP8 that gates and quantises: a row's 128 gated columns share one scale. In a
 // split tile one warp has all of them; in others each CTA has half, so the CTAs exchange the
 // largest |x| of each row.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // MXFP4 weights become E4M3 in registers, as wgmma's A operand: 4.25 bits of each number come from
 // memory, and none passes through shared memory twice.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The grouped GEMM on Hopper's tensor cores: FP8 with scales, FP8 rows by MXFP4 weights, BF16 or
 // FP16. A tile has as many rows as its expert, to a multiple of 16, so weights are read once.
 //

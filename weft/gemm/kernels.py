@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA kernel for Hopper's tensor cores, on the host: its source, its arguments, its launch."""
 
 from __future__ import annotations

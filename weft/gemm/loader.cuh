@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loading warpgroup: one thread brings weights and rows by TMA, three warps bring scales.
 #pragma once
 #include <weft/device/tma.cuh>

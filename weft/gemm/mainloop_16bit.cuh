@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mainloop of BF16 and FP16. There are no scales: a k block's product adds to the sums of those
 // before on the tensor cores, and nothing stands between one k block and the next. All tiles are
 // swapped, up to 256 rows high: which sums a thread holds is said in mainloop_fp8.cuh.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FP8 mainloops: each k block's product is scaled and added to the tile's sums in fp32.
 //
 // Swapped (A and B swapped): weights are wgmma's A operand, rows its B operand, which may be

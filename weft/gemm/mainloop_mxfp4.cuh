@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The mainloop of FP8 rows and MXFP4 weights. All tiles are swapped, up to 160 rows high: which
 // sums a thread holds is said in mainloop_fp8.cuh, and so is the scaling of each k block.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two math warpgroups: who a thread is among them, where they meet, and their operands.
 #pragma once
 #include <weft/gemm/pipeline.cuh>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MXFP4 weights: their rounding, and the units that `grouped_gemm` takes them in.
 
 A number is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign), two to a byte, the lower nibble first;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`grouped_gemm`: every expert's rows times its own weights, in one launch; and `quantize_rows`.
 
 An engine makes the same few calls for every step: other addresses, equal in everything else. What a

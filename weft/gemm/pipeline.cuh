@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the warps of a CTA share: the ring of stages with its mbarriers, scales, and the memory of
 // the epilogues. The tiles of the stages lie in front of it, on a boundary of 1024 bytes.
 #pragma once

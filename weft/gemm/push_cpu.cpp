@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Push with flag-in-data on a CPU. Like any file of this folder it is compiled into an entry, which
 // gemm/reference.py generates.
 #include <weft/device/row.hpp>

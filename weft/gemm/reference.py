@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a grouped GEMM means, in plain torch: the CPU's implementation, and the tests' oracle."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What specialises the grouped GEMM for Hopper (sizes, tiles, dtypes, epilogue), and its arguments.
 #pragma once
 #include <weft/device/header.cuh>

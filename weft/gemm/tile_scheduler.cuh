@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tile a cluster computes next.
 //
 // Static persistent scheduling: one warp of each CTA reads the counts, sorts experts by the height

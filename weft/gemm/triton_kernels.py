@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grouped GEMM as one persistent Triton kernel, and rows to FP8 as another.
 
 `weft_grouped_gemm` loops over tiles: `locate` says which tile comes next, the inner loop is the

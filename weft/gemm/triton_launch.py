@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernel, on the host: descriptors, constants and the grid of one launch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Instructions of Hopper's warpgroups: products of tiles in shared memory (wgmma), matrix stores,
 // register reallocation and named barriers. The wgmma instructions themselves, one for each N, come
 // with the generated entry.

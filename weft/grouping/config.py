@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the received rows of a rank are grouped: checked sizes, and what the kernels are given."""
 
 from __future__ import annotations

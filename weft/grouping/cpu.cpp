@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouping on a CPU: the same rows in the same order, one entry after the other. A generated entry
 // includes this file.
 #include <cstring>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first of the three kernels of grouping: how many rows each group has, and where they go.
 //
 // Roles: every CTA counts the entries of one tile with ballots and clears its share of the row

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of grouping: generated entries, and how each is launched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Grouping: received rows packed by expert in an order that only the ids decide: source rank first,
 // then token, then entry of the top k. A Grouping specialises the code beside the Shape; one struct
 // of arguments serves all entries.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Received rows by expert, as grouped GEMMs want them, and the way back.
 
 A `Received` has a slot for every token that could come, most of them empty. `ExpertGroups` packs

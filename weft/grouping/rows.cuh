@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The second kernel of grouping: `gather` reads each received row once and writes it to the rows of
 // all its entries. A CTA takes one token at a time, and every warp finds the token's rows for
 // itself, one entry per lane.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Experts' results on their way to the tokens' owners. `scatter` stores the sum of a token's rows
 // into the outbox, in top-k order. `send` is that and the sender of combine in one kernel: it
 // stores the sum straight into the owner's inbox or, with gemm_push, copies the rows there one by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which error came first: between hosts a rank that leaves for it can tell nobody but the store.
 
 Ranks of other hosts ask while they wait. The store is that of torch.distributed's default group. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What crosses between hosts for one operator, and how a host numbers the experts that it holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator of several hosts is beside its part on one: a rail, and what it refuses."""
 
 from __future__ import annotations

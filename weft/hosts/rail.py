@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rail: rows in fixed slots, to and from the ranks that have this one's place on other hosts.
 
 Out: each host gets this rank's rows once, with their ids and weights, whichever of its ranks hold

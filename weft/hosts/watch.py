@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watch: ends exchanges that are overdue, or that wait for a rank which an error elsewhere stopped.
 
 A thread compares two counts: of exchanges that have begun, and of those that have ended. On CPUs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From text to a callable: NVRTC or the system's C++ compiler, one disk cache, one launcher.
 
 Nothing here needs CUDA to be imported; `nvrtc`, `module` and `launch` look for it at first use.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk cache of compiled code, addressed by what went into it and shared by processes.
 
 An entry is one file in a flat directory, `<key>.data`: a line of JSON that names the key, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C++ to a shared library with the system's compiler: the CPU backend's half."""
 
 from __future__ import annotations

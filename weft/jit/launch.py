@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One kernel, one struct argument, launched again and again at the cost of a driver call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machine code on the current GPU: load a cubin, take its kernels, read its constants back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA C++ to machine code through NVRTC; needs neither a GPU, a driver nor a toolkit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The header tree that every entry includes, and how an entry is shown to a reader."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-latency combine on a CPU.
 #pragma once
 #include <cstring>

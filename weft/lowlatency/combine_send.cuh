@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The senders of a low-latency combine: experts' rows to their tokens' owners, one by one, or this
 // rank's rows of a token as one sum. A warp sends 512 columns.
 #pragma once

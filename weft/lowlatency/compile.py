@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LowLatencyAllToAll in compiled graphs: its operators of torch.library (runtime/library.py).
 
 In a graph what a dispatch brings is in tensors of its own, which the kernel writes: nothing is

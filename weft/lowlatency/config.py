@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a low-latency all-to-all is made from: arguments, their checks, its shape, its memory."""
 
 from __future__ import annotations

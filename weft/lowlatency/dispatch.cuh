@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-latency dispatch: tokens are quantised in registers, unless they came so, and go straight to
 // every rank that has one of their experts, once each; the receiver places them by expert as they
 // arrive. One launch, or split into a sending and a receiving kernel. A warp is the unit of work:

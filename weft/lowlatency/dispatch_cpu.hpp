@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Low-latency dispatch on a CPU: the same protocol and layout with a team of one thread.
 #pragma once
 #include <weft/device/row.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The low-latency all-to-all, with flag-in-data. A sender stores a token's row into the inbox of
 // each rank that wants it, and nothing else. The receiver polls the row until no word of it is the
 // sentinel, copies it and restores the sentinel. No counter, flag or fence stands between a row and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The metadata of a low-latency dispatch: the masks of tokens by expert, which metadata CTAs send,
 // and with each row the receiver's experts that it is for. Nothing is counted: one bit needs no
 // other bit, so no CTA looks at another one's tokens.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LowLatencyAllToAll: expert-parallel dispatch and combine for decoding, expert-major.
 
 A result lives from its dispatch to its combine. As many are alive at once as there are slots. At

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of the rank that every CTA of a low-latency kernel reads first, and the credits. The
 // protocol is in lowlatency/layout.cuh.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The receivers of a low-latency dispatch: they move rows out of the inbox, as they arrive, to
 // their places by expert. A warp moves 2 KiB of a row at a time.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a low-latency dispatch returns, and its memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trace records of the teams of a low-latency operation, compiled in only with -DWEFT_PROFILE=1.
 #pragma once
 #include <weft/device/wait.cuh>

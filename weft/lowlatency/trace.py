@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What profiled low-latency kernels wrote down, as a timeline for Perfetto (ui.perfetto.dev).
 
 Each rank writes a file of its own; all files are on rank 0's clock, so that several can be loaded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floor 1: bytes that every rank can see, and the ranks that see them."""
 
 from weft.memory.group import Group

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks are gone: one set that all survivors take. There is no coordinator that could die.
 
 Each rank has a page of shared memory that it alone writes, and which outlives it. In a round it

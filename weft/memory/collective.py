@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What weft asks of torch.distributed: control messages without Unix sockets, a group of its own.
 
 Nothing here unpickles: messages are JSON bytes in uint8 tensors.

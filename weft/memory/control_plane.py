@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control plane: a Unix socket between every two ranks of one host, kept after they met.
 
 Every collective is one message from each rank to each other one. A rank that dies ends its sockets,

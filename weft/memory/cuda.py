@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
 
 Driver calls go through cuda.bindings, imported at the first of them. Allocations leave the

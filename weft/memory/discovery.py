@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that some launcher started find out whether they share a host, and meet.
 
 They can already exchange small values, over a torch process group or by an engine's own means. One

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch tensors over device addresses, through DLPack.
 
 DLPack lets us say which device a tensor is on. `__cuda_array_interface__` does not: torch asks the

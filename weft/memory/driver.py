@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA driver calls through cuda.bindings, which is imported at the first call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of one job: how they find each other, and on which hosts they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mirrors of the structs in device/header.cuh that the host reads or writes.
 
 Every generated source asserts their sizes and the offset of every field (runtime/layout.py), but no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that every rank of a group can address."""
 
 from __future__ import annotations

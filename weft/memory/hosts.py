@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks of a torch process group share a host, and the process groups between hosts.
 
 Ranks share a host where they have one boot id and one WEFT_HOST, so containers of one machine are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a function on every rank of a group of this host."""
 
 from __future__ import annotations

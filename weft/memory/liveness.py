@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notices at once when the process of a peer ends, before all ranks have met and after that.
 
 Once they have met, every rank hands its peers a pidfd of itself, which becomes readable when its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of one host meet: at one of them, the hub, which hands every two ranks a socket.
 
 The hub listens at an abstract Unix address, which has a name and no file: nothing is left behind

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who the ranks of a group are: processes that share memory, each watched by all others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The messages between the ranks of a group, by which they make an object together or not at all.
 
 What a rank said while it made an object is noted, to be said again for one that joins later.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of CPU ranks: one sealed memfd a rank, mapped into one reservation in every process.
 
 A memfd has no name, so nothing outlives its processes. The seals keep a peer from shrinking it,

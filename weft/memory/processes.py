@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes: forked by a fork server that has torch imported, ended without leftovers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the survivors of a death go on: without those that died, or with new processes for them."""
 
 from __future__ import annotations

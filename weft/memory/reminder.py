@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a wait for other ranks is logged: after 5 s, then after 10 s, 20 s and so on."""
 
 from __future__ import annotations

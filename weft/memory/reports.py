@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a launched rank reports, and which report names the cause of a failure."""
 
 from __future__ import annotations

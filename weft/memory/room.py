@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is there memory for what all CPU ranks of a group are about to allocate?
 
 A memfd takes no memory when it is made: its pages come as they are first written, some when a share

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks: JSON objects on a Unix socket that keeps them whole (SOCK_SEQPACKET).
 
 At most one descriptor comes with a message. One that is too large for a socket's buffer travels as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
 from weft.keywords import explain_keywords

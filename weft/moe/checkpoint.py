@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer's experts in a checkpoint of safetensors files, one stored matrix at a time."""
 
 from __future__ import annotations

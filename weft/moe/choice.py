@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose the mode and overlap for "auto" from measured constants, identically on all ranks.
 
 Every overlap of a mode gives the same bits, so it decides time and memory only. The modes sum in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's calls as operations of torch's library, in which nothing is traced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's config: its options, their checks, what ranks compare, and the plan they lead to."""
 
 from __future__ import annotations

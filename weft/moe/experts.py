@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of experts: one MLP of its own, and all of a rank's stacked for grouped products."""
 
 from __future__ import annotations

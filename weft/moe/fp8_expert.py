@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One expert in FP8, for tokens that no dispatch has quantised: a shared expert."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's experts by `weft.gemm`: gating and FP8 in the epilogue of the first grouped GEMM."""
 
 from __future__ import annotations

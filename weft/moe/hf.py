@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model's config.json says of its MoE layers: each served family's names and rules."""
 
 from __future__ import annotations

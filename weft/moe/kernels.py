@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of routing: stateless, compiled once for each rule, launched on any stream."""
 
 from __future__ import annotations

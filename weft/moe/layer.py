@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE: an expert-parallel layer from router logits to output, on a one-sided exchange."""
 
 from __future__ import annotations

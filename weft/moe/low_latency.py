@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mode="low_latency": LowLatencyAllToAll brings rows by expert, and sends each back by itself."""
 
 from __future__ import annotations

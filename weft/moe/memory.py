@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer allocates, before anything is: the sizes of its workspace's parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoE layers of models by name: their sizes, and how they route."""
 
 from __future__ import annotations

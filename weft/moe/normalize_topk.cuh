@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A routing that the caller made, in the form that dispatch takes: ids in int32 with -1 for no
 // expert, weights in float32, logical experts replaced by physical ones. One thread takes one
 // entry.

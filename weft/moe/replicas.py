@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EPLB, expert-parallel load balancing: which experts get replicas, where, and how they move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // weft.moe.route in one launch: one warp finds a token's experts and their weights. Lane l holds
 // experts l, l + 32, ...; each round takes the largest choice and, among equal ones, the lowest id.
 #pragma once

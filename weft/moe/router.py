@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers: from logits, or from what a caller chose, to the ids and weights of dispatch."""
 
 from __future__ import annotations

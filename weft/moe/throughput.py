@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mode="throughput": AllToAll brings rows by source rank, ExpertGroups packs them by expert."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's experts by torch's own matrix products, for any dtype and device; FP8 is widened first.
 
 On a GPU one batched product covers a block of rows for each expert, full or not, so it waits for

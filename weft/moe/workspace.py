@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer keeps between calls, in either mode: all-to-all, experts' buffers, a stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """weft inside serving engines: each folder is for one of them, and is imported by its name.
 
 weft.plugins.transformers: expert parallelism of transformers, `ep_implementation="weft"`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A served model's MoE blocks on weft: two sizes with one set of weights, shared by all layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that has lost a rank ends soon, and says which."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of an engine that weft relies on, compared with the installed engine's before their use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user may set through the environment, each checked when an engine loads the plug-in."""
 
 from __future__ import annotations

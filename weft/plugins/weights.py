@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of routed experts as an engine holds it: the same tensors for weft, or a refusal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of tensors that callers pass, as declarations; a refusal gives both values.
 
 Other arguments are declared in weft/arguments.py. These checks are in every call, so the good

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The identity of a call: what all ranks must agree on, hashed for flags and described in errors.
 
 The ranks compare a hash of 24 bits (exchanges) or 40 bits (all-reduce) in the word that every round

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every operator loads: its compiled entries, on a CPU or a GPU, called in the same way.
 
 Everything is compiled and loaded here, at construction: a kernel that had to be loaded at its first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where things are in a share and in an argument struct: told by Python, asserted by C++.
 
 Python sizes memory and makes views before anything is compiled. Every generated source asserts the

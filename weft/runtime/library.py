@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.compile sees of weft: objects under numbers, and the order of what they do.
 
 Every public class registers its object here, and has operations in torch's library that name it by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every operator is: a collective object in symmetric memory, and the calls of one rank on it.
 
 One call at a time, from the process that made the object. Any thread may abort or close it while a

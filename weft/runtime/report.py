@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From error records to exceptions: what the device saw, in words, with the remedy."""
 
 from __future__ import annotations

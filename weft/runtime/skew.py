@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks' times on one clock, from causality alone.
 
 A flag is sent before it is seen. With o_r to be added to rank r's clock, each flag from p to q says

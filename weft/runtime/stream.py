@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stream that torch enqueues on, and how what is in it is waited for."""
 
 from __future__ import annotations

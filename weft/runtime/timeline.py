@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What profiled kernels recorded: when each operation sent, waited and ended, and for whom.
 
 Kernels compiled with `WEFT_PROFILE=1` keep the last 32 rounds in the header, as

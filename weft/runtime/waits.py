@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs calls that wait long for their peers: a rank that skips its first call is named in 5 s.
 
 One thread of the process looks once a second at the header of each operator's own share, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With RIVALS_CPU=N, a program written for N GPUs runs on CPU ranks: "cuda" is read as "cpu".
 
 A graph capture runs its body and notes the shims' calls in it; a replay makes those calls again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imported first where there is no GPU: torch.cuda answers as one H200, for imports and builds.
 
 Nothing can run on it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Empty CUDA libraries, by which a CUDA build of PyTorch imports on a machine without a GPU.
 
 make_cuda_stubs.py OUT_DIR LIB.so...    Each library holds the versioned symbols that the LIBs want

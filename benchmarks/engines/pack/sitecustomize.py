@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for Python packages that SGLang imports and these runs never call.
 
 ENGINE_STUBS lists their top-level names, comma separated. An installed package wins; calling what

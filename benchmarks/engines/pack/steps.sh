@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # What packs of engines have in common: sourced by a script that has set `here` and `skips`, the options that it takes
 # (--no-WHAT for each word), with its arguments. Sets `out`, and each word to 1, or to 0 where it is left out.
 #

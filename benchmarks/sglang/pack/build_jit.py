@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile SGLang's small kernels ahead, for sm_90a: build_jit.py PART PARTS
 
 A kernel is found again by its arguments, a hash of its sources, the architecture and the version of

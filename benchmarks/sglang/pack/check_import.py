@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import what the runs import, and parse their flags, without a GPU: check_import.py MODEL_DIR...
 
 Prints "all checks passed".

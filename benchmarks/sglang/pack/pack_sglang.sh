@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The folder that runs SGLang 0.5.17 on a GPU machine without a network, built from PyPI's wheels:
 #
 #     pack_sglang.sh OUT_DIR [--no-jit] [--no-check]     5 to 15 minutes, once; no GPU is needed

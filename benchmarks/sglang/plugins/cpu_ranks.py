@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's DP attention on CPU ranks: SGLang's plug-in "weft_cpu", for all servers alike.
 
 SGLang serves on CPUs (SGLANG_USE_CPU_ENGINE=1), but some of what DP attention and padded batches

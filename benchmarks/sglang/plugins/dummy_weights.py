@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's plug-in "weft_dummy": its dummy weights are those of `fill`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks wait before they touch a GPU: SGLang's plug-in "weft_gate".
 
 SERVER_GATE names a file that is there once it is this server's turn.

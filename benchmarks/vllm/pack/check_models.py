@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of today, made by vLLM for a GPU that is not there: whose experts does weft take?
 
 check_models.py TOKENIZER_DIR    Each model is a few layers of a small config, on PyTorch's device

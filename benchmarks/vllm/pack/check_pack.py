@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import what the runs import, and make models for a GPU that is not there: check_pack.py DIR...
 
 With LD_BIND_NOW=1 every function that a compiled part wants of PyTorch has to be found. Models are

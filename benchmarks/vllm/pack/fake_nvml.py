@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imported first where there is no GPU: what vLLM asks of NVML is answered as of one H200.
 
 Nothing can run on it.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The folder that runs vLLM 0.26.0 on a GPU machine without a network, built from PyPI's wheels:
 #
 #     pack_vllm.sh OUT_DIR [--no-check]     5 to 10 minutes, once; no GPU is needed

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leave one architecture's GPU code in shared objects: trim_kernels.py ARCH LIB.so...
 
 A fat binary is a header and entries, each PTX or a cubin of one architecture. What is not ARCH's is

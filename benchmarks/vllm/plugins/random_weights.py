@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's plug-in of these measurements: `load_format="weft_dummy"`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of the stand-in on one rank, served by weft, and what one process makes of its tokens."""
 
 from __future__ import annotations

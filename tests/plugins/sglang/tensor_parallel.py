@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model of the stand-in with tensor-parallel sums, and what one process makes of its tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's tensor parallelism by weft: against torch, and what is left to SGLang's own ways."""
 
 from __future__ import annotations

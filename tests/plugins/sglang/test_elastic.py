@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that outlive each other: in step whenever one dies, and what SGLang is told of it."""
 
 from __future__ import annotations

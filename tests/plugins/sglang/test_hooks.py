@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is checked before SGLang is patched, what settings may be, and whose experts are refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Servers of the stand-in whose ranks are on two hosts (--nnodes 2): ranks with WEFT_HOSTs."""
 
 from __future__ import annotations

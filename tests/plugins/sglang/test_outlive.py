@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server of the stand-in goes on when one of its ranks is killed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of the stand-in on CPU ranks, by weft, beside plain torch in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The hooks beside SGLang's own sources, which are parsed and never imported.
 
 WEFT_SGLANG_SITE is a folder with a wheel's `sglang/` and metadata. The stand-in goes through the

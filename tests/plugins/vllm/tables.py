@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m tests.plugins.vllm.tables SITE ...: what wheels have of the names that weft relies on.
 
 SITE is a folder with `vllm/` and `vllm-VERSION.dist-info/` of a wheel, of which nothing is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is checked before vLLM gets weft's layer, what settings may be, and what is refused."""
 
 from __future__ import annotations

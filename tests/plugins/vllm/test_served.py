@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of the stand-in on CPU ranks, by weft, beside plain torch in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plug-in's names beside vLLM's sources: a table of three wheels, and the stand-in.
 
 WEFT_VLLM_SITE is a folder with a wheel's `vllm/` and metadata, which the table is then compared to.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of the stand-in on one rank, by weft, and what one process makes of their tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """weft inside SGLang: `--moe-a2a-backend weft`, `--elastic-ep-backend weft` beside it for a server
 that outlives its ranks, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SGLang's tensor parallelism: its all-reduces, and the residual and RMSNorm after them.
 
     WEFT_SGLANG_ALLREDUCE=1 python3 -m sglang.launch_server --tp 4 ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dispatchers that FusedMoE layers are made with. Imports SGLang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that goes on after a rank has died: --elastic-ep-backend weft.
 
 SGLang's own machinery, which that flag turns on, keeps the server when a scheduler's process ends

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """weft's hooks on SGLang's models: what each replaces, and when it is on.
 
 Nothing here imports SGLang before one of its own functions has called; with any other backend

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The experts of SGLang's FusedMoE layers, as weft takes them."""
 
 from __future__ import annotations

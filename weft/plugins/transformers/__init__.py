@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism of transformers by weft.
 
     weft.plugins.transformers.register()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the layers of one model share: the group of its ranks, and the operators on it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The EPImplementation that `weft.plugins.transformers.register` registers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """weft inside vLLM: `WEFT_VLLM=block vllm serve ...`, and WEFT_VLLM_ALLREDUCE=1 for all-reduces.
 
 vLLM finds `register` by its entry point; docs/user/vllm.md says what is served. Importing this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's tensor parallelism: its fused all-reduces, residual and RMSNorm, by weft.
 
 vLLM makes them by FlashInfer's names, which two of its modules hold as an attribute. Here that is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's layers of routed experts on weft: how they are taken, built and called.
 
 Nothing here imports vLLM before `check_vllm`; the classes that derive from vLLM's are in layers.py.

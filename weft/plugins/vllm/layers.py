@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classes that are used in the place of vLLM's. Imports vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's layers of routed experts as weft takes them, and the servers that it takes them in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """deep_ep, from weft. Beside this file lie deep_ep's own helpers for tests, unchanged."""
 
 from weft.compat import deep_ep as _weft

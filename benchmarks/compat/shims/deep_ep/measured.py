@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepEP's measurement of single kernels, which looks for kernels of its own names in a profile.
 
 Here the call is made, and every kernel is said to take a second.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """As much of flashinfer as tests of its communication import; communication is weft's."""
 
 from typing import Any, NoReturn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decorator that flashinfer's own modules use."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norms that flashinfer's tests compare with, in torch."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What flashinfer's tests ask of the machine."""
 
 import functools

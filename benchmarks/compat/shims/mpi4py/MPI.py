@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """COMM_WORLD of the ranks that the runner started, all on one host."""
 
 from __future__ import annotations

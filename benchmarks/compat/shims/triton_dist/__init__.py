@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """triton_dist's low-latency layer, from weft, and what its test imports beside it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton's interpreter with the roundings of a GPU.
 
 Version 3.6 cuts bfloat16 off, and its e4m3 neither rounds halves to even nor carries into the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timing by events."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A name that deep_ep's helpers import for calls that the programs do not make."""
 
 from typing import NoReturn

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """flashinfer.comm, from weft.
 
 NVFP4 is refused by weft, which has nothing for it to run on. flashinfer's own test takes these

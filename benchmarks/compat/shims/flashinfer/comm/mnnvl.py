@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Communication backends of flashinfer's callers, and what its tests ask about NVLink."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A barrier that flashinfer's tests take from here."""
 
 from mpi4py import MPI

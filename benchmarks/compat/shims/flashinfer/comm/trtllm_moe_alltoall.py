@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The all-to-all by its module's name."""
 
 from flashinfer.comm import *  # noqa: F403

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What 0.5.23 has otherwise; the modules themselves are 0.5.17's."""
 
 import argparse

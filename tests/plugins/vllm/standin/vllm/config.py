@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags, as a worker has them."""
 
 from __future__ import annotations

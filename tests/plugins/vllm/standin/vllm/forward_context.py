@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward pass knows of other ranks, and of padding."""
 
 from __future__ import annotations

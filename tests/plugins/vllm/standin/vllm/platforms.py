@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This platform: CPU ranks."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This process's place, and the counts and flags of its forward pass; tests write to STATE."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags, parsed and resolved as far as the plug-in has a say."""
 
 from __future__ import annotations

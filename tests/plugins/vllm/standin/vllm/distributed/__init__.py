@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The expert-parallel group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registry of layers that others put in the place of vLLM's."""
 
 from __future__ import annotations

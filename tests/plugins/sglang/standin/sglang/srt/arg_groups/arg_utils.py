@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags from annotated fields, which 0.5.23's command line is made of."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where 0.5.23 decides about graphs."""
 
 from __future__ import annotations

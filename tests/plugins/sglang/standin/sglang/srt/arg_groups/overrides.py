@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one flag makes of another."""
 
 from __future__ import annotations

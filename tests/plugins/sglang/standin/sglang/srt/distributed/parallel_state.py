@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of ranks by what they share, and their sums, which go over gloo."""
 
 from __future__ import annotations

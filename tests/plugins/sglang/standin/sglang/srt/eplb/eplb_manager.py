@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What moves experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each expert's replicas are; 0.5.23 alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which physical expert a rank takes for a logical one."""
 
 from __future__ import annotations

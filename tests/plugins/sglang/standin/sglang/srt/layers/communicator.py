@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer asks before it leaves its sum to the next norm."""
 
 from __future__ import annotations

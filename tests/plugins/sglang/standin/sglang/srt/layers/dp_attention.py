@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of all attention groups in this forward pass."""
 
 from __future__ import annotations

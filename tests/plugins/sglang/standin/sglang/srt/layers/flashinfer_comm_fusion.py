@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of FlashInfer's fused all-reduces."""
 
 from __future__ import annotations

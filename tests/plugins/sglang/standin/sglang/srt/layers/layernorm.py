@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms that may be left a sum to make."""
 
 from __future__ import annotations

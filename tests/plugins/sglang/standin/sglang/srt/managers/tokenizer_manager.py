@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process that clients' requests come to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What graphs are captured, by phase."""
 
 from __future__ import annotations

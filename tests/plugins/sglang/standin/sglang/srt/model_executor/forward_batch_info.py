@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward pass knows of its batch."""
 
 from __future__ import annotations

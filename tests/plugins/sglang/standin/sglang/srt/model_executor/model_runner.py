@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What loads a model and runs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block with a shared expert; its gate reads the batch."""
 
 from __future__ import annotations

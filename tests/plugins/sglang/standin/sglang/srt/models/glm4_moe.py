@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block with a shared expert, and a scale that the runner applies."""
 
 from __future__ import annotations

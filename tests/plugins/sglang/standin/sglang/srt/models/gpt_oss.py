@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block of biased experts with a clamped SwiGLU; what makes the logits is called the router."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block whose shared expert has a gate of its own, also of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations

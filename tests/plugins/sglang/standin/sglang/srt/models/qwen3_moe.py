@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block without a shared expert."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plug-ins: each is called, and one that raises is logged."""
 
 from __future__ import annotations

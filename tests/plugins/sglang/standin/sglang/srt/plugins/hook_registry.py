@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks on functions and methods, found by their dotted path."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether ranks tell each other how many tokens they have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where FlashInfer was found."""
 
 fi_ar_available = True

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights loaded again, as vLLM's collective_rpc("reload_weights") does it layer by layer."""
 
 from __future__ import annotations

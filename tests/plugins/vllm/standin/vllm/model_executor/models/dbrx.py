@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DBRX has three matrices an expert."""
 
 from __future__ import annotations

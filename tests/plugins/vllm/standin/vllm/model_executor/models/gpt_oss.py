@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS loads an expert at a time."""
 
 from __future__ import annotations

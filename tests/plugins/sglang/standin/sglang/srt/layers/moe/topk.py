@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing: softmax scores, the best of them, and -1 for rows that are padding."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backends of the all-to-all."""
 
 from __future__ import annotations

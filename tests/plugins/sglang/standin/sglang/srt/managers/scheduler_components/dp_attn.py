@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks tell each other what batches they have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of a layer of experts, and of its ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a layer's weights are made, loaded and multiplied."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts between two steps that move tokens."""
 
 from __future__ import annotations

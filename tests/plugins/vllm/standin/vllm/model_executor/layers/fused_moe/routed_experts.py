@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer's experts on one rank."""
 
 from __future__ import annotations

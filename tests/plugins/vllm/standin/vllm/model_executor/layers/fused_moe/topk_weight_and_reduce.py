@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who weighs and sums the experts' rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights of the model's dtype."""
 
 from __future__ import annotations

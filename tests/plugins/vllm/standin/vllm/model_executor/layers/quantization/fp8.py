@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in FP8; here, rows in FP8 for weights of the model's dtype."""
 
 from __future__ import annotations

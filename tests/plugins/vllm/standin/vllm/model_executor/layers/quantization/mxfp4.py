@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS's weights in MXFP4, for which this machine's kernels are none."""
 
 from __future__ import annotations

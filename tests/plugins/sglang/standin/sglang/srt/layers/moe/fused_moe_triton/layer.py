@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer of experts: weights of this rank's, and a runner that multiplies in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a runner is told of a layer."""
 
 from __future__ import annotations

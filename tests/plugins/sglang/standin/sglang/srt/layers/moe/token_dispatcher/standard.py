@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dispatcher that moves nothing."""
 
 from __future__ import annotations

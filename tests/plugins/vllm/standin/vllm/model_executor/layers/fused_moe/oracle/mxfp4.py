@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels for MXFP4."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From logits to a layer's sum."""
 
 from __future__ import annotations
