@@ -9,7 +9,7 @@ may not be written outside of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,36 @@ def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# State of a caller that may surround any call.
+STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast to bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
+    "gradients": torch.enable_grad,
+    "no gradients": torch.no_grad,
+    "deterministic algorithms": deterministic,
+    "one thread": one_thread,
+}
+
+
 def flat(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(-1).view(torch.uint8)
 
@@ -69,8 +99,15 @@ def differing(group: weft.Group, names: list[str], device: str) -> dict[str, lis
     for name in names:
         plain = MODES[name](group)
         want = plain.call()
-        plain.give_back()
         found[name] = []
+        for state in STATES.values():
+            with state():
+                found[name].append(differ(plain.call(), want))
+        plain.give_back()
+        with torch.autocast("cpu", torch.bfloat16):
+            made = MODES[name](group)
+            found[name].append(differ(made.call(), want))
+        made.give_back()
         for dtype in DTYPES:
             with defaults(device, dtype):
                 made = MODES[name](group)
@@ -167,6 +204,14 @@ def meanings() -> Results:
     return found
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_no_meaning_depends_on_the_callers_state(state: str) -> None:
+    want = meanings()
+    with STATES[state]():
+        got = meanings()
+    assert differ(got, want) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_meaning_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
     want = meanings()
@@ -187,4 +232,4 @@ def test_no_object_depends_on_torchs_defaults_or_inference_mode(
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each rank")
     for found in ranks(2, device)(differing, names, default, timeout=900.0):
-        assert found == {name: [[]] * (len(DTYPES) + 2) for name in names}
+        assert found == {name: [[]] * (len(STATES) + 1 + len(DTYPES) + 2) for name in names}

@@ -17,6 +17,7 @@ from weft.shape import Shape
 
 MAX_EXPERTS = largest(Shape, "experts")
 MAX_EP_SIZE = 4096  # ranks of all hosts together
+NO_SUCH_EXPERT = 2**31 - 1  # for an id that names none; dispatch refuses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +161,25 @@ class Placed:
             local_ids: int32 or int64 of any shape, such as `Received.ids`. -1 stays -1.
 
         Returns:
-            int32 of the same shape. The call may be captured after a first eager one.
+            int32 of the same shape. The call may be captured after a first eager one. On a GPU,
+            for which the call does not wait, an id that is none of this rank's becomes 2**31 - 1,
+            which every dispatch refuses.
+
+        Raises:
+            InvalidArgument: on a CPU, an id is none of this rank's.
         """
         instance("local_ids", local_ids, torch.Tensor)
         if local_ids.dtype not in (torch.int32, torch.int64):
             refuse("local_ids", local_ids, "int32 or int64")
-        return self._by_local_id[local_ids.long()]
+        count = self.num_local_experts
+        known = (local_ids >= -1) & (local_ids < count)
+        if local_ids.device.type == "cpu" and not known.all():
+            raise InvalidArgument(
+                f"local_ids holds {int(local_ids[~known][0])}, but rank {self.rank} has local "
+                f"experts 0..{count - 1}, and -1 for none: pass `ids` of what dispatch returned"
+            )
+        found = self._by_local_id[torch.where(known, local_ids, -1).long()]
+        return torch.where(known, found, NO_SUCH_EXPERT)
 
     @functools.cached_property
     def _by_local_id(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ from weft.allreduce.reference import allreduce_fused, finalize_moe
 from weft.alltoall.received import Received
 from weft.fp8 import dequantize, quantize
 from weft.placement import Placement
+from weft.runtime.ambient import without_autocast
 
 __all__ = [
     "allreduce_fused",
@@ -34,6 +35,7 @@ __all__ = [
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@without_autocast
 def dispatch(
     payloads: Sequence[Sequence[torch.Tensor]],
     topk_ids: Sequence[torch.Tensor],
@@ -94,6 +96,7 @@ def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.bincount(topk_ids[known], minlength=num_experts).int()
 
 
+@without_autocast
 def combine(
     rows: Sequence[torch.Tensor],
     carries: Sequence[torch.Tensor],
@@ -133,6 +136,7 @@ def combine(
     return total.to(result)
 
 
+@without_autocast
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
     """Return the result of experts that copy their token: x times its local weights.
 
@@ -148,6 +152,7 @@ def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(carries, y, torch.full((), float("nan"), dtype=dtype, device=y.device))
 
 
+@without_autocast
 def identity_round_trip(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -195,17 +200,20 @@ def _owned(
     return known, owner[known] == rank
 
 
+@without_autocast
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return `gate * sigmoid(gate) * up`."""
     return gate * gate.sigmoid() * up
 
 
+@without_autocast
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return GPT-OSS's gating: `g * sigmoid(1.702 g) * (u + 1)`, g at most 7, u in -7..7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * (1.702 * gate).sigmoid() * (up + 1.0)
 
 
+@without_autocast
 def moe_layer(
     x: torch.Tensor,
     topk_ids: torch.Tensor,

@@ -15,7 +15,7 @@ from weft.errors import InvalidArgument
 from weft.moe import Replicas, Routed, normalize_topk
 from weft.moe.kernels import DTYPES, NormalizeArgs
 from weft.moe.kernels import NORMALIZE_THREADS as THREADS
-from weft.moe.router import NO_SUCH_EXPERT
+from weft.placement import NO_SUCH_EXPERT
 
 EXPERTS, TOKENS, TOP_K = 6, 53, 3  # 159 entries: two CTAs, the second not full
 REPLICAS = Replicas((0, 1, 2, 3, 4, 5, 0, 0, 5, 2), ranks=2)

@@ -26,6 +26,7 @@ from weft.runtime.check import (
     check_alignment,
     check_tensor,
     check_tokens,
+    extent,
     refuse_tensor,
     tensors_key,
 )
@@ -551,7 +552,7 @@ def check_overlaps(addresses: Sequence[int], pairs: Iterable[Pair]) -> None:
 
 def _pairs(tensors: Sequence[torch.Tensor | None], made: Sequence[int]) -> tuple[Pair, ...]:
     """Each given output with those before it and with the inputs; new memory overlaps nothing."""
-    spans = {i: (_extent(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
+    spans = {i: (_bytes(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
     outputs = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if i in spans and i not in made]
     pairs = []
     for i, index in enumerate(outputs):
@@ -563,9 +564,7 @@ def _pairs(tensors: Sequence[torch.Tensor | None], made: Sequence[int]) -> tuple
     return tuple(pairs)
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the end of the last element of a tensor, which may be strided."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    start, end = extent(tensor)
+    return end - start

@@ -25,7 +25,7 @@ from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import header_bytes
 from weft.placement import Placed
 from weft.runtime import library
-from weft.runtime.check import check_tensor, refuse_tensor, tensors_of
+from weft.runtime.check import check_apart, check_tensor, refuse_tensor, tensors_of
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE, Span, read_timeline
@@ -451,6 +451,7 @@ class AllToAll(Placed, AcrossHosts):
             self._check_outside("out", out)
         if add is not None:
             check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
+            check_apart("out", out, {"add": add}, exact="add")
         self._stage(y)
         if self._rail is None:
             args, tokens = self._combine_args, self._tokens

@@ -33,6 +33,7 @@ from weft.gemm.config import (
 )
 from weft.gemm.config import plan as triton_plan
 from weft.reference import quantize
+from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_tensor, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
@@ -64,6 +65,7 @@ class _Calls(threading.local):
 _calls = _Calls()
 
 
+@without_autocast
 def grouped_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -222,6 +224,7 @@ def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
     return triton_plan(*sizes, gated=call.gated)
 
 
+@without_autocast
 def quantize_rows(
     x: torch.Tensor, *, programmatic_launch: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

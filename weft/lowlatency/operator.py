@@ -34,7 +34,7 @@ from weft.memory import Group
 from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import mirrors
 from weft.placement import Placed
-from weft.runtime.check import check_choices, check_tensor
+from weft.runtime.check import check_apart, check_choices, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import one_call
@@ -462,6 +462,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             if tensor is not None:
                 check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
         self._check_outside("out", out)
+        read = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
+        check_apart("out", out, read, exact="add")
         args = self._combine_args
         args.y = 0 if y is None else y.data_ptr()
         args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()

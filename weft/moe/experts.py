@@ -34,6 +34,7 @@ from weft.memory.discovery import default_device
 from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
+from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
@@ -161,6 +162,7 @@ class ExpertWeights:
         fields = (getattr(self, field.name) for field in dataclass_fields(self))
         return tuple(tensor for tensor in fields if tensor is not None)
 
+    @without_autocast
     def to_fp8(self) -> ExpertWeights:
         """Return the same experts in FP8 with one scale for each 128 x 128 block.
 
@@ -169,6 +171,7 @@ class ExpertWeights:
         """
         return self._stored_by(to_blocks)
 
+    @without_autocast
     def to_mxfp4(self) -> ExpertWeights:
         """Return the same experts in MXFP4, packed for `grouped_gemm`.
 
@@ -192,6 +195,7 @@ class ExpertWeights:
         )
 
     @classmethod
+    @without_autocast
     def stack(
         cls,
         config: MoEConfig,
@@ -223,6 +227,7 @@ class ExpertWeights:
         return cls(**joined)
 
     @classmethod
+    @without_autocast
     def from_safetensors(
         cls,
         folder: Path | str,
@@ -273,6 +278,7 @@ class ExpertWeights:
         return weights
 
     @classmethod
+    @without_autocast
     def from_mxfp4(
         cls,
         config: MoEConfig,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any, Self
 
 import torch
@@ -38,7 +39,8 @@ from weft.moe.router import (
 from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
-from weft.runtime.check import check_group, check_tensor
+from weft.runtime.ambient import without_autocast
+from weft.runtime.check import check_apart, check_group, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
 
@@ -89,6 +91,8 @@ class MoE:
     """
 
     _weights: ExpertWeights
+    _handle: int
+    _checked_shared: bool
     _replicas: Replicas | None
     _table: torch.Tensor | None
 
@@ -284,6 +288,7 @@ class MoE:
         self._check_open()
         return self._workspace.bytes
 
+    @without_autocast
     def __call__(
         self,
         x: torch.Tensor,
@@ -331,7 +336,10 @@ class MoE:
             self._check_served()
         rounds = self._check_call(x, given, rows, num_tokens, out)
         workspace.begin("a call")
+        gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
         try:
+            self._check_shared()
             routed = self._routed(given, num_tokens)
             most_tokens = self.exchange.max_tokens if rows is None else rows
             self.exchange.begin_round(self._number, most_tokens, 0)
@@ -354,8 +362,21 @@ class MoE:
                 self.exchange._leave(reason(error))
             raise
         finally:
+            torch.set_grad_enabled(gradients)
             self.exchange.end_rounds()
             workspace.end()
+
+    def _check_shared(self) -> None:
+        """Run the shared expert on one row, once, so that a result that combine cannot add is
+        refused before anything is sent. Raises InvalidArgument.
+        """
+        if self._shared is None or self._checked_shared or capturing(self.exchange.group.device):
+            return
+        device, size = self.exchange.group.device, (1, self.config.hidden)
+        result = self._shared(torch.zeros(size, dtype=self.config.dtype, device=device))
+        name, dtypes = "what the shared expert returns", (self.config.dtype,)
+        check_tensor(name, result, shape=size, dtypes=dtypes, device=device, aligned=16)
+        self._checked_shared = True
 
     def route(self, logits: torch.Tensor, *, num_tokens: torch.Tensor | None = None) -> Routed:
         """Return the experts and weights that the layer chooses for logits.
@@ -389,6 +410,7 @@ class MoE:
         assert weights is not None
         return normalize_checked(ids, weights, num_tokens, self._table, self.exchange.rank)
 
+    @without_autocast
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
         """Run this rank's experts on what a dispatch of `exchange` brought.
 
@@ -409,6 +431,7 @@ class MoE:
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_experts(self, received)
         self._check_served()
+        self._check_weights()
         return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
@@ -508,6 +531,10 @@ class MoE:
             self._fill_table(replicas)
             synchronize_stream(device)
         self._shared, self._correction = shared, correction
+        self._checked_shared = False  # whether combine can add what the shared expert returns
+        names = (f.name for f in fields(ExpertWeights))
+        wanting = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
+        self._wants_gradient = next(wanting, "")
         self._number = self.exchange.next_layer()  # by which ranks tell layers of a workspace apart
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
@@ -646,7 +673,18 @@ class MoE:
         if out is not None:
             row = config.hidden * config.dtype.itemsize
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row)
+            read = {"x": x, "logits": logits, "topk_ids": topk_ids, "topk_weights": topk_weights}
+            check_apart("out", out, read | {"num_tokens": num_tokens}, exact="x")
+        self._check_weights()
         return 1 if rows is None else max(1, -(-rows // each))
+
+    def _check_weights(self) -> None:
+        """Raise InvalidArgument for weights whose gradient a caller would miss."""
+        if self._wants_gradient and torch.is_grad_enabled():
+            raise InvalidArgument(
+                f"weights.{self._wants_gradient} requires a gradient, and weft makes none: call "
+                "under torch.no_grad(), or make the layer with weights that are detached"
+            )
 
 
 def _check_one_round(tokens: int, max_tokens: int) -> None:

@@ -170,6 +170,7 @@ template <Routing R> WEFT_FN void score_groups(RouteScratch<R>& s, u32 lane) {
 }
 
 // Sets the choices of groups that lose to -inf. A group is kept if fewer than top_groups beat it.
+// In kept groups experts that a correction of -inf shuts come last, but before all other groups'.
 template <Routing R>
 WEFT_FN void limit_groups(RouteScratch<R>& s, u32 lane, float (&choice)[R.each()]) {
 #pragma unroll
@@ -188,7 +189,12 @@ WEFT_FN void limit_groups(RouteScratch<R>& s, u32 lane, float (&choice)[R.each()
 #pragma unroll
     for (u32 i = 0; i < R.each(); ++i) {
         const u32 e = i * warp_lanes + lane;
-        if (e < R.experts && !s.kept[e / R.group_size()]) choice[i] = -__uint_as_float(0x7f800000u);
+        if (e >= R.experts) continue;
+        constexpr u32 infinite = 0xff800000u, lowest = 0xff7fffffu;  // negative
+        if (!s.kept[e / R.group_size()])
+            choice[i] = __uint_as_float(infinite);
+        else if (__float_as_uint(choice[i]) == infinite)
+            choice[i] = __uint_as_float(lowest);
     }
 }
 

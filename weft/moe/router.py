@@ -25,14 +25,14 @@ from weft.moe.kernels import (
     NormalizeArgs,
     RouteArgs,
 )
-from weft.placement import MAX_EP_SIZE
-from weft.runtime.check import check_tensor, refuse_tensor
+from weft.placement import MAX_EP_SIZE, NO_SUCH_EXPERT
+from weft.runtime.ambient import without_autocast
+from weft.runtime.check import check_gradient, check_tensor, refuse_tensor
 from weft.shape import Shape
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
-NO_SUCH_EXPERT = 2**31 - 1  # for an id that int32 cannot hold; dispatch refuses it
 INT64 = -(1 << 63), (1 << 63) - 1
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax-chosen"]
@@ -140,6 +140,7 @@ class Routing:
             )
 
 
+@without_autocast
 def route(
     routing: Routing,
     logits: torch.Tensor,
@@ -244,6 +245,7 @@ def route_in_torch(
     return Routed(ids, weights.contiguous())
 
 
+@without_autocast
 def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
     """Return the weights of experts that something other than the logits chose.
 
@@ -281,6 +283,7 @@ def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
     )
 
 
+@without_autocast
 def router_logits(
     x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -297,6 +300,8 @@ def router_logits(
     for name, tensor in (("x", x), ("gate", gate), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "bias"):
             refuse_tensor(name, tensor)
+        if tensor is not None:
+            check_gradient(name, tensor)
     if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1] or x.device != gate.device:
         raise InvalidArgument(
             f"x is {list(x.shape)} on {x.device} and gate {list(gate.shape)} on {gate.device}; "
@@ -337,6 +342,10 @@ def _within_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
     by_group = choice.reshape(sizes)
     best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1)
     order = best.sort(dim=-1, descending=True, stable=True).indices
+    # -inf is for experts of other groups. Those that a correction of -inf shuts come last, but
+    # before all of these.
+    shut = torch.finfo(torch.float32).min
+    by_group = torch.where(by_group == -torch.inf, shut, by_group)
     lost = torch.ones_like(best, dtype=torch.bool)
     lost.scatter_(-1, order[:, : routing.top_groups], False)
     return by_group.masked_fill(lost.unsqueeze(-1), -torch.inf).view(choice.shape)
@@ -354,6 +363,7 @@ def check_logits(routing: Routing, logits: torch.Tensor) -> None:
             f"logits are {list(logits.shape)} {logits.dtype}; they must be [tokens, {experts}] in "
             "float32, bfloat16 or float16"
         )
+    check_gradient("logits", logits)
 
 
 def check_route(
@@ -390,6 +400,7 @@ def check_route(
     _check_count(num_tokens, logits.device)
 
 
+@without_autocast
 def normalize_topk(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,

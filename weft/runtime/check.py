@@ -8,7 +8,7 @@ case reads no more of a tensor than it must, and the bad one explains itself at 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -130,6 +130,49 @@ def check_gradient(name: str, tensor: torch.Tensor) -> None:
         raise InvalidArgument(
             f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
             f"{name}.detach()"
+        )
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first address and the end of the memory that a tensor, maybe strided, spans."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def check_apart(
+    name: str, out: torch.Tensor, others: Mapping[str, torch.Tensor | None], *, exact: str = ""
+) -> None:
+    """Require that a result shares no memory with other tensors of its call.
+
+    Args:
+        name: of `out` in the error.
+        others: tensors that are read while `out` is written, by name.
+        exact: the one of them that `out` may exactly be: same memory, shape and dtype.
+
+    Raises:
+        InvalidArgument: they overlap; names both tensors.
+    """
+    if type(out) is FakeTensor:
+        return
+    start, end = extent(out)
+    for other, tensor in others.items():
+        if tensor is None:
+            continue
+        first, last = extent(tensor)
+        if start >= last or first >= end:
+            continue
+        same = (first, last) == (start, end) and tensor.dtype == out.dtype
+        if other == exact and same and tensor.shape == out.shape:
+            continue
+        but = f"; it may be exactly {exact}" if exact else ""
+        raise InvalidArgument(
+            f"{name} overlaps {other} in memory, which is read while {name} is written: pass a "
+            f"tensor of its own{but}"
         )
 
 

@@ -39,7 +39,8 @@ from weft.memory.header import (
 from weft.memory.room import require_room
 from weft.memory.wire import JSON
 from weft.runtime import library
-from weft.runtime.check import check_group
+from weft.runtime.ambient import without_autocast
+from weft.runtime.check import check_group, extent
 from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_exchange
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
@@ -57,6 +58,9 @@ from weft.runtime.waits import WATCHER
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Of every operator's heap in this process: its first address, its end, and the operator's name.
+_heaps: dict[int, tuple[int, int, str]] = {}
 
 
 class Config(ShareConfig, Protocol):
@@ -140,6 +144,9 @@ class Operator(ABC):
         if own_bytes:
             require_room(local, share_bytes + own_bytes, what=what)
         self.heap = Heap.create(local, share_bytes)
+        end = self.heap.base + local.size * self.heap.stride
+        _heaps[id(self.heap)] = self.heap.base, end, self._what
+        weakref.finalize(self.heap, _heaps.pop, id(self.heap), None)
         # A vote: no peer may write into this share before it is initialised.
         local.together(self._initialise, doing=f"initialising {what}")
 
@@ -545,13 +552,15 @@ class Operator(ABC):
             )
 
     def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise InvalidArgument for a result in the heap, where peers read and write."""
-        offset = tensor.data_ptr() - self.heap.base
-        if 0 <= offset < self.group.local.size * self.heap.stride and tensor.numel():
-            raise InvalidArgument(
-                f"{name} is in the symmetric memory of this {self._what}, {offset} bytes from its "
-                f"start, which peers may still read: pass a tensor of your own, or leave {name} out"
-            )
+        """Raise InvalidArgument for a result in an operator's heap, where peers read and write."""
+        start, end = extent(tensor)
+        for base, stop, what in tuple(_heaps.values()):
+            if start < stop and base < end:
+                raise InvalidArgument(
+                    f"{name} is in the symmetric memory of an {what}, {start - base} bytes from "
+                    "its start, which peers may still read: pass a tensor of your own, or leave "
+                    f"{name} out"
+                )
 
     def _begin_close(self) -> bool:
         """No call may begin from now on, and none is under way on return; False the second time.
@@ -580,6 +589,7 @@ class Operator(ABC):
         with self._access:
             self._freed = True
             del self._mailbox
+            _heaps.pop(id(self.heap), None)
             self.heap.close()
 
     def _notify_once(self, code: int, why: str) -> None:
@@ -647,6 +657,6 @@ def one_call(
             finally:
                 operator._end()
 
-        return call
+        return without_autocast(call)
 
     return decorate
