@@ -8,6 +8,7 @@ of calls alone, so it is the same on every rank, as collective creation needs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Hashable
@@ -18,11 +19,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from weft.arguments import function, shown
-from weft.errors import InvalidArgument, OutOfOrder
+from weft.errors import InvalidArgument, OutOfOrder, WeftError
 from weft.memory import Group
 from weft.moe import MoE
 from weft.runtime.check import check_group
-from weft.runtime.operator import Operator
+from weft.runtime.operator import Operator, close_all
 
 # What layers of one workspace differ in; of the replicas only their number is the workspace's.
 OF_A_LAYER = ("weights", "shared", "correction", "replicas")
@@ -73,15 +74,19 @@ class Lease(Generic[T]):
             known = _of_group.get(self._group)
             if known is not None and known.get(self._key) is self._shared:
                 del known[self._key]
-            self._shared.operator.close()
-        if own:
+            close_all(self.operator.close, self._shared.operator.close)
+        elif own:
             self.operator.close()
 
     def __enter__(self) -> T:
         return self.operator
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(WeftError):  # the caller has an error of its own
+            self.close()
 
 
 def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:

@@ -7,6 +7,7 @@ patches every module that a torch kernel brings, and there are hundreds of kerne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import weft
 from tests.rounds import Round, bits, combining
 from weft.alltoall.config import Offsets
+from weft.errors import BadExpertId
 from weft.grouping.operator import ExpertGroups, Grouped
 
 CPU, BEGAN = torch.device("cpu"), time.monotonic()
@@ -73,6 +75,10 @@ def rounds(group: weft.Group) -> None:
                         x, ids, weights, a2a.placement, ranks=group.size
                     )
                     assert torch.equal(bits(out), bits(wanted))
+            if ids.numel():
+                with contextlib.suppress(BadExpertId):
+                    a2a.check()
+                    raise AssertionError("the wrong id was not refused")
             say("played with", options)
 
 

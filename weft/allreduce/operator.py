@@ -12,6 +12,7 @@ import torch
 from weft.allreduce import compile as traced
 from weft.allreduce.call import (
     Checked,
+    FP8Static,
     Fused,
     Key,
     MoEFinalize,
@@ -201,6 +202,10 @@ class AllReduce(Operator):
             entry = kernel if call.prologue is None else kernel + MOE
             prepared, addresses = checked.prepared(name, entry, self._site, layer=self._layer)
             self._keep(key, prepared)
+        if self._debug is not None and self.config.epilogue_at == "owner":
+            scale = call.quant.scale if isinstance(call.quant, FP8Static) else None
+            equal = {"residual": call.residual, "weight": call.weight, "quant.scale": scale}
+            self._debug.compare(equal)
         self._kernels.run(prepared.entry, prepared.arguments(addresses), prepared.tokens)
         self._raise_if_broken()
         return reduced

@@ -26,6 +26,7 @@ from weft.memory.header import header_bytes
 from weft.placement import Placed
 from weft.runtime import library
 from weft.runtime.check import check_apart, check_tensor, refuse_tensor, tensors_of
+from weft.runtime.debug import poison
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE, Span, read_timeline
@@ -484,6 +485,14 @@ class AllToAll(Placed, AcrossHosts):
         args.source_rows = self._source_rows
         self._kernels.run("combine", args, 0)
         self._reach(State.IDLE)
+
+    def poison(self, doing: str, *, before: bool) -> None:
+        received, output = self._whole
+        if before and doing in ("combine", "combine_send") and self._state is State.RECEIVED:
+            for plane in received.payloads:  # the experts are done, and peers wait for this rank
+                poison(plane)
+        elif not before and self._state is State.RECEIVED:
+            poison(output)  # peers have read what the last round had here
 
     @property
     def _mid_round(self) -> bool:

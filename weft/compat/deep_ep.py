@@ -32,6 +32,7 @@ from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.library import untraced
+from weft.runtime.operator import close_all
 from weft.runtime.stream import capturing
 from weft.shape import MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
@@ -666,13 +667,11 @@ class Buffer:
         if self._destroyed:
             return
         self._destroyed = True
-        for exchange in self._exchanges.values():
-            exchange.close()
+        closes = [exchange.close for exchange in self._exchanges.values()]
         self._exchanges.clear()
         self._inputs.clear()
-        self._normal.close()
-        if self._owns_group:
-            self._group.close()
+        close_group = [self._group.close] if self._owns_group else []
+        close_all(*closes, self._normal.close, *close_group)
 
     def _check(
         self,

@@ -17,6 +17,7 @@ from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, refuse_capture, renamed
 from weft.errors import OutOfOrder, UsageError
 from weft.memory import Group
+from weft.runtime.operator import close_all
 from weft.shape import DTYPE_NAMES
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
@@ -209,12 +210,11 @@ class AllReduceFusionWorkspace:
 
     def destroy(self) -> None:
         """Free the memory, and the group if it was not given. Local and idempotent."""
-        for reduce in self._reduces.values():
-            reduce.close()
+        closes = [reduce.close for reduce in self._reduces.values()]
         self._reduces.clear()
         self._scales.clear()
         self._indices.clear()
-        self._release()
+        close_all(*closes, self._release)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self

@@ -13,6 +13,7 @@ from weft.alltoall.operator import AllToAll
 from weft.compat.refusals import refuse_capture
 from weft.memory import Group
 from weft.runtime.identity import MAX_LAYERS
+from weft.runtime.operator import close_all
 from weft.shape import DTYPE_NAMES
 
 RowBytes = tuple[int, ...]  # of each payload: the memory of a dispatch follows from them
@@ -117,9 +118,9 @@ class MoeWorkspace:
 
     def close(self) -> None:
         """Give the memory back. Local."""
-        for operator in self._operators.values():
-            operator.close()
+        closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
+        close_all(*closes)
 
     def _check_open(self) -> None:
         """A lease may share it: nobody else closes it."""

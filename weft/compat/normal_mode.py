@@ -30,6 +30,7 @@ from weft.compat.row_exchange import (
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
+from weft.runtime.operator import close_all
 from weft.runtime.stream import synchronize_stream
 
 E = TypeVar("E", bound=RowExchange)
@@ -172,9 +173,9 @@ class NormalMode:
 
     def close(self) -> None:
         """Give all memory back. Local."""
-        for exchange in self.exchanges.values():
-            exchange.close()
+        closes = [exchange.close for exchange in self.exchanges.values()]
         self.exchanges.clear()
+        close_all(*closes)
 
     def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
         """What was told, on the host: the one wait of a dispatch."""

@@ -23,6 +23,7 @@ from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
 from weft.memory import Group
 from weft.runtime.library import untraced
+from weft.runtime.operator import close_all
 from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
@@ -213,8 +214,7 @@ class EPLowLatencyAllToAllLayer:
 
     def finalize(self) -> None:
         """Give all memory back. Waits for this rank's own work. Idempotent."""
-        self._a2a.close()
-        self._release()
+        close_all(self._a2a.close, self._release)
 
     def _dump(self, phase: str) -> None:
         if not self.enable_profiling:

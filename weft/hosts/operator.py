@@ -88,11 +88,12 @@ class AcrossHosts(Operator):
             self._rail.end(error)
         return error
 
-    def check(self) -> None:
-        super().check()
-        if self._rail is not None:
-            self._rail.raise_if_failed()
-        reports = None if self._rail is None else self._rail.reports()
+    def _raise_refusals(self) -> None:
+        super()._raise_refusals()
+        if self._rail is None:
+            return
+        self._rail.raise_if_failed()
+        reports = self._rail.reports()
         if reports is not None:
             raise refusal(*reports, drops_repeats=self._drops_repeats)
 

@@ -35,6 +35,7 @@ from weft.memory.driver import in_relaxed_mode
 from weft.memory.header import mirrors
 from weft.placement import Placed
 from weft.runtime.check import check_apart, check_choices, check_tensor
+from weft.runtime.debug import poison
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
 from weft.runtime.operator import one_call
@@ -507,6 +508,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         del self._kept
         self._raise_if_broken()
         return out
+
+    def poison(self, doing: str, *, before: bool) -> None:
+        if before or doing != "combine" or self._allow_handle_reuse:
+            return
+        for slot in self._slots:
+            if slot.alive is None:
+                for name in ("x", "scales"):
+                    if slot.tensors[name] is not None:
+                        poison(slot.tensors[name])
 
     @property
     def _mid_round(self) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from typing import Any, Self
 
@@ -12,7 +12,14 @@ import torch
 
 from weft.alltoall.received import Received
 from weft.arguments import function, instance, integer, shown
-from weft.errors import ExpertsLost, GroupError, InvalidArgument, OutOfOrder, TokenOverflow
+from weft.errors import (
+    ExpertsLost,
+    GroupError,
+    InvalidArgument,
+    OutOfOrder,
+    TokenOverflow,
+    WeftError,
+)
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
@@ -93,6 +100,7 @@ class MoE:
     _weights: ExpertWeights
     _handle: int
     _checked_shared: bool
+    _closed = False
     _replicas: Replicas | None
     _table: torch.Tensor | None
 
@@ -468,17 +476,31 @@ class MoE:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.exchange._tell_left(reason(error))
-        self.close()
+        if error is None:
+            self.close()
+            return
+        self.exchange._tell_left(reason(error))
+        with suppress(WeftError):  # the caller has an error of its own
+            self.close()
 
     def close(self) -> None:
-        """Free the workspace when no sibling is open. Idempotent."""
+        """Free the workspace when no sibling is open. Idempotent.
+
+        Raises:
+            WeftError: what `check` would have raised and nobody has seen; the layer is closed then.
+        """
+        if self._closed:
+            return
         self._closed = True
         library.forget(self._handle)
         self._workspace.layers.discard(self)
         if not self._workspace.layers:
             self._workspace.close()
+            return
+        synchronize_device(self.exchange.group.device)
+        pending = self.exchange._pending()
+        if pending is not None:
+            raise pending
 
     def _load(
         self,

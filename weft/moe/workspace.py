@@ -218,9 +218,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     def close(self) -> None:
         """Give everything back; waits for this rank's own work only. Idempotent."""
-        self.exchange.close()
-        for buffers in ("experts", "_weighed"):
-            vars(self).pop(buffers, None)
+        try:
+            self.exchange.close()
+        finally:
+            for buffers in ("experts", "_weighed"):
+                vars(self).pop(buffers, None)
 
     def _sent(
         self, x: torch.Tensor, weights: torch.Tensor

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError
+from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError, WeftError
 from weft.gemm.config import MXFP4
 from weft.leases import Lease, lease
 from weft.memory import Group
@@ -284,7 +284,10 @@ class Blocks:
         if self.watch is not None:
             self.watch.close()
         for each in self._leases:
-            each.close()
+            try:
+                each.close()
+            except WeftError as error:  # the engine ends: it has nobody to catch an error
+                _log.warning("closing a workspace: %s", error)
         self._leases.clear()
         self._served.clear()
         self.group.close()

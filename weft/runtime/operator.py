@@ -7,6 +7,7 @@ call waits: the call ends first, then the memory goes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -19,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import torch
 
 from weft.arguments import seconds
-from weft.errors import Aborted, GroupError, InvalidArgument, OutOfOrder
+from weft.errors import Aborted, GroupError, InvalidArgument, OutOfOrder, WeftError
 from weft.memory import Group, Heap
 from weft.memory.driver import relaxed
 from weft.memory.group import reason
@@ -41,6 +42,7 @@ from weft.memory.wire import JSON
 from weft.runtime import library
 from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_group, extent
+from weft.runtime.debug import DebugChecks, is_enabled
 from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_exchange
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import ShareConfig
@@ -90,6 +92,8 @@ class Operator(ABC):
     _layers = 0  # layers and leases that have had a number
     _seen_refusals = 0
     _failure: GroupError | None = None  # what made this rank leave, where calls raise it again
+    _debug: DebugChecks | None = None  # with WEFT_DEBUG=1
+    _has_raised = False  # whether a caller has seen what broke the group
     _drops_repeats = False  # does a dispatch drop ids that an earlier one of their row names?
 
     def _create(
@@ -116,6 +120,7 @@ class Operator(ABC):
         problem: Exception | None = None
         try:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            self._debug = DebugChecks(self) if is_enabled() else None
             self.config, self._kernels = prepare()
         except Exception as error:  # whatever it is, every rank hears of it
             problem = error
@@ -124,7 +129,7 @@ class Operator(ABC):
         self._living = group.local._living
         self._mirrors = mirrors(group.local.size)
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
-        manifest = self._manifest()
+        manifest = {**self._manifest(), "WEFT_DEBUG": self._debug is not None}
         try:
             group.agree(dict(manifest), what=f"{self._what} geometry")
             if group.hosts == 1:
@@ -204,6 +209,15 @@ class Operator(ABC):
         """Bytes that `_make_views` allocates beside the heap."""
         return 0
 
+    def poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (most have nothing)
+        """Overwrite what nobody may read before, or after, a call; see runtime/debug.py."""
+
+    def raise_recorded(self, *, refusals: bool) -> None:
+        """Raise what broke the group and, if asked for, refused input. Within a call."""
+        self._raise_if_broken()
+        if refusals:
+            self._raise_refusals()
+
     # Words for a CallRecord of this operator.
     _describe_call: Callable[[CallRecord], str] = staticmethod(describe_exchange)
 
@@ -241,13 +255,17 @@ class Operator(ABC):
         with self._access:
             self._check_open()
             self._raise_if_broken()
-            serial = self._mailbox.refusals
-            if serial == self._seen_refusals:
-                return
-            count = (serial - self._seen_refusals) & 0xFFFFFFFF
-            self._seen_refusals = serial
-            record = self._mailbox.refused[serial % len(self._mailbox.refused)]
-            self._refuse(record, count)
+            self._raise_refusals()
+
+    def _raise_refusals(self) -> None:
+        """Raise what the device has refused since the last time. Under `_access`."""
+        serial = self._mailbox.refusals
+        if serial == self._seen_refusals:
+            return
+        count = (serial - self._seen_refusals) & 0xFFFFFFFF
+        self._seen_refusals = serial
+        record = self._mailbox.refused[serial % len(self._mailbox.refused)]
+        self._refuse(record, count)
 
     def _refuse(self, record: ErrorRecord, count: int) -> None:
         """Raise what the device has refused: `count` reports, the last of which is `record`."""
@@ -301,17 +319,40 @@ class Operator(ABC):
 
         Any thread may call it. A call that waits in another thread ends first, with `Aborted`.
         Peers that are in a call which this rank has not finished raise `PeerLeft`.
+
+        Raises:
+            WeftError: what `check` would have raised and nobody has seen; the memory is free then.
         """
+        pending = self._release()
+        if pending is not None:
+            raise pending
+
+    def _release(self) -> WeftError | None:
+        """Free the memory; return what `check` would have raised and nobody has seen."""
         for handle in {self._handle, vars(self)["_handle"]}:
             library.forget(handle)
         if not self._begin_close():
-            return
+            return None
+        pending = self._pending()
         with relaxed(self.group.device):
             try:
                 self._kernels.close()
             finally:
                 self._drop_views()
                 self._free()
+        return pending
+
+    def _pending(self) -> WeftError | None:
+        """What `check` would raise and nobody has seen, of a rank that has not left by itself."""
+        if os.getpid() != self._owner or self._left or self._has_raised:
+            return None
+        try:
+            with self._access:
+                self._raise_if_broken()
+                self._raise_refusals()
+        except WeftError as error:
+            return error
+        return None
 
     @property
     def _operator(self) -> Self:
@@ -339,9 +380,11 @@ class Operator(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._tell_left(reason(error))
-        self.close()
+        if error is None:
+            self.close()
+            return
+        self._tell_left(reason(error))
+        self._release()
 
     # What its group calls.
 
@@ -420,7 +463,7 @@ class Operator(ABC):
         with relaxed(self.group.device):
             with self._access:
                 self._living, self._told = living, False
-                self._mailbox.broken_code = 0
+                self._mailbox.broken_code, self._has_raised = 0, False
                 words = self._mailbox.host_word
                 words[:] = [0] * len(words)
                 try:
@@ -502,6 +545,8 @@ class Operator(ABC):
 
     def _raise_if_broken(self) -> None:
         """Raise what ended the group, if anything did. Within a call, or under `_access`."""
+        if self._mailbox.broken_code or self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
+            self._has_raised = True
         if self._mailbox.broken_code:
             raise self._breakage(ErrorRecord.from_buffer_copy(self._mailbox.broken))
         if self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
@@ -630,6 +675,13 @@ def _view_type(kind: type[Operator]) -> type[Any]:
     return type(kind.__name__, (kind,), slots)
 
 
+def close_all(*closes: Callable[[], object]) -> None:
+    """Call all of them in order, also after one has raised; raise the last error."""
+    with contextlib.ExitStack() as stack:
+        for close in reversed(closes):
+            stack.callback(close)
+
+
 class OfOperator(Protocol):
     """An operator, or what makes calls of its own on an operator's memory."""
 
@@ -652,8 +704,14 @@ def one_call(
         def call(self: Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
             operator = self._operator
             operator._begin(doing)
+            debug = operator._debug
             try:
-                return method(self, *args, **kwargs)
+                if debug is None:
+                    return method(self, *args, **kwargs)
+                debug.before(doing)
+                result = method(self, *args, **kwargs)
+                debug.after(doing)
+                return result
             finally:
                 operator._end()
 

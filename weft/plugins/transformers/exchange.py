@@ -14,6 +14,7 @@ from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.memory import Group
 from weft.plugins.settings import first_timeout
+from weft.runtime.operator import close_all
 
 Operator = TypeVar("Operator", AllReduce, AllToAll)
 
@@ -70,10 +71,9 @@ class Exchange:
     def close(self) -> None:
         """Give operators and group back. Local and idempotent."""
         self._closed = True
-        for operator in self._operators.values():
-            operator.close()
+        closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
-        self.group.close()
+        close_all(*closes, self.group.close)
 
     def leave(self, error: BaseException) -> None:
         """Close because of `error`: peers that wait for this rank hear of it, and why."""
