@@ -27,23 +27,27 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Bytecode is kept, whatever the shell says: every worker, rank and program of a test imports the same files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test record check docs bench gpu format clean
+.PHONY: demo test test-slow test-gpu check docs bench gpu format clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 demo: $(RUNS)
 	$(BIN)/weft demo $(if $(KILL),--kill $(KILL)) $(if $(HOSTS),--hosts $(HOSTS))
 
-# The checks run beside the tests, and are heard of only if they fail: pytest's closing line is the last thing to read.
+# Checks, and all tests that are neither slow nor of GPUs. The checks run beside the tests and are heard of only if they fail:
+# pytest's closing line is the last thing to read.
 test: $(READY)
 	@mkdir -p build; $(MAKE) --no-print-directory check >build/check.txt 2>&1 & check=$$!; \
-	trap "kill $$check" INT TERM; $(PYTEST) $(PYTEST_ARGS); tests=$$?; \
+	trap "kill $$check" INT TERM; $(PYTEST) -m 'not slow and not gpu' $(PYTEST_ARGS); tests=$$?; \
 	wait $$check || { cat build/check.txt >&2; exit 1; }; exit $$tests
 
-# Every campaign (state spaces, broken kernels, machine code, long soaks), also those that `make test` spares itself because
-# they passed on the same files: slow. It writes down in tests/recorded.json which pass.
-record: $(READY)
-	$(PYTEST) --record -m reads $(PYTEST_ARGS)
+# State spaces, emulated kernels, broken kernels, machine code and soaks.
+test-slow: $(READY)
+	$(PYTEST) -m 'slow and not gpu' $(PYTEST_ARGS)
+
+# Tests of GPUs, as many as this machine has the GPUs for; one at a time, since they share them.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 import weft
 from tests import patience  # noqa: F401  (deadlines of this process)
 from tests.kept import cache_of
-from tests.recorded import Recorder
 from weft.cli import commands as cli
 from weft.memory import processes
 
@@ -25,18 +24,6 @@ HERE = Path(__file__).parent
 # How long an example takes says how busy the machine is.
 settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("weft")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--record`: tests/recorded.py says what for."""
-    text = "run tests that are on record, too, and write down in tests/recorded.json which passed"
-    parser.addoption("--record", action="store_true", help=text)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Campaigns run when what they read has changed."""
-    recorder = Recorder(HERE.parent, HERE / "recorded.json", record=config.getoption("--record"))
-    config.pluginmanager.register(recorder)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -100,14 +87,14 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped, and counted, where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what this machine cannot run: GPU tests without a GPU, or with too few."""
     if torch.cuda.is_available():
         return
-    reason = pytest.mark.skip(reason="needs a CUDA GPU; run by hand, see docs/results/index.md")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(reason)
+    without = [item for item in items if "gpu" in item.keywords]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
 @pytest.fixture

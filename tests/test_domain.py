@@ -17,7 +17,6 @@ import weft
 from tests import lowlatency_rounds, sums
 from tests.alltoall.test_recovery import one_round
 from tests.lowlatency_rounds import Mode
-from tests.recorded import reads
 from tests.rounds import Round, combining
 from weft.errors import InvalidArgument, PeerDied
 from weft.shape import MAX_RANKS
@@ -92,12 +91,12 @@ def rounds_and_a_death(group: weft.Group) -> tuple[int, ...]:
         return found.dead
 
 
-@pytest.mark.parametrize("ranks", [33, pytest.param(40, marks=reads())])
+@pytest.mark.parametrize("ranks", [33, pytest.param(40, marks=pytest.mark.slow)])
 def test_more_than_one_word_of_ranks(ranks: int) -> None:
     weft.launch(rounds, ranks=ranks, device="threads")
 
 
-@reads()
+@pytest.mark.slow
 def test_72_ranks_and_a_death_among_them() -> None:
     said = weft.launch(rounds_and_a_death, ranks=RANKS, timeout=3000.0, tolerate_deaths=True)
     assert said == [None if rank == VICTIM else (VICTIM,) for rank in range(RANKS)]

@@ -6,11 +6,10 @@ from __future__ import annotations
 import pytest
 
 from tests.emulator.machine_code import frames
-from tests.recorded import NVRTC, reads
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import KERNELS, MOE, cuda_program
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 REDUCTIONS = {
     "8 ranks": ReduceConfig(8, 2048, 32, 7168, "bf16"),

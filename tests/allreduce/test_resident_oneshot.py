@@ -28,13 +28,12 @@ from tests.faults import (
 )
 from tests.headers import HEADER_BYTES
 from tests.patience import hurry
-from tests.recorded import reads
 from tests.sums import Sum, play, quants
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 TOKENS = 13
 CASE = Sum(TOKENS, 640, special=True, bias=1.0)  # 80 vectors: two warps and a half

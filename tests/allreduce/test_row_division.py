@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.emulator.emulate import build_library, emulated_tree
-from tests.recorded import reads
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 ENTRY = """\
 extern "C" __attribute__((visibility("default")))

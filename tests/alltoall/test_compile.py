@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.recorded import NVRTC, reads
 from weft.alltoall.kernels import cuda_program
 from weft.errors import CompileError
 from weft.shape import Shape
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 SHAPES = {
     "deepseek-v3": Shape(8, 2048, 8, 256, 7168, "bf16", (14336,)),

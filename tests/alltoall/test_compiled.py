@@ -11,7 +11,6 @@ import torch
 import weft
 from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
 from tests.moe.layers import CONFIGS, Case
-from tests.recorded import TORCH, reads
 from tests.rounds import Round
 from tests.sums import Sum
 from weft.compat.flashinfer import (
@@ -27,13 +26,13 @@ PLAIN: dict[str, Any] = {"backend": "aot_eager"}
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_reduces(ranks):
     ranks(2, "cpu")(reduces, DYNAMIC, ("none", "static", "ue8m0"), timeout=550.0)
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_to_alls(ranks):
     ranks(2, "cpu")(exchanges, DYNAMIC, timeout=550.0)
@@ -44,7 +43,7 @@ def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
     low_rounds(group, options, ("fp8", "reduced"))
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_layers(ranks):
     ranks(2, "cpu")(both_layers, timeout=550.0)
@@ -59,7 +58,7 @@ def both_layers(group: weft.Group) -> None:
 ONCE = ((5, 3),)
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("body", ["reduces_by_inductor", "exchanges_by_inductor"])

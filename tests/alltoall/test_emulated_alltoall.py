@@ -29,7 +29,6 @@ from tests.alltoall.alltoall_rounds import (
 from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall, places
 from tests.emulator.watch import Event, watching, ways
 from tests.patience import hurry
-from tests.recorded import reads
 from tests.rounds import bits, play
 from tests.sending import round_trip, scattered, stored_at_owners
 from weft.alltoall.kernels import Plan
@@ -37,7 +36,7 @@ from weft.errors import BadExpertId, PeerTimeout
 from weft.grouping.operator import ExpertGroups
 from weft.runtime.timeline import DEFINE, read_timeline
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 PROFILED = ("pull", "push", "fp8")
 # Workers, parts of a row, threads.

@@ -16,12 +16,11 @@ import weft
 from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall
 from tests.alltoall.test_ways import one_round, strange_rows
 from tests.patience import hurry
-from tests.recorded import reads
 from tests.rounds import Round
 from weft.alltoall.kernels import Plan
 from weft.errors import PeerTimeout
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 # 1152 columns are two strips and a quarter, 4608 are nine.
 CASES = {

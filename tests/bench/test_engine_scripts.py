@@ -8,17 +8,9 @@ import dataclasses
 import pytest
 
 from tests.bench.conftest import BENCHMARKS
-from tests.recorded import TORCH, reads
 from weft.plugins.settings import FORMS, Settings
 
-READS = reads(
-    "benchmarks/engines/*.*",
-    "benchmarks/sglang/*.*",
-    "benchmarks/sglang/plugins/*.*",
-    "benchmarks/vllm/*.*",
-    "weft/cli/checkpoint/questions.jsonl",
-    tools=(TORCH,),
-)
+READS = pytest.mark.slow
 pytestmark = [READS, pytest.mark.parametrize("engine", ["sglang", "vllm"])]
 
 

@@ -16,20 +16,10 @@ import pytest
 import torch
 
 from tests.bench.stand_in_sglang import write_tree
-from tests.recorded import TORCH, reads
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "sglang"
-pytestmark = reads(
-    "tests/bench/conftest.py",
-    "benchmarks/engines/*.*",
-    "benchmarks/engines/pack/*.*",
-    "benchmarks/sglang/*.py",
-    "benchmarks/sglang/p*/*.*",
-    "benchmarks/sglang/run.sh",
-    "weft/cli/checkpoint/questions.jsonl",
-    tools=(TORCH,),
-)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -8,16 +8,7 @@ import tarfile
 
 import pytest
 
-from tests.recorded import TORCH, reads
-
-pytestmark = reads(
-    "tests/bench/conftest.py",
-    "benchmarks/engines/*.*",
-    "benchmarks/vllm/*.*",
-    "benchmarks/vllm/p*/*.*",
-    "weft/cli/checkpoint/questions.jsonl",
-    tools=(TORCH,),
-)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

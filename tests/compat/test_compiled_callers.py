@@ -11,7 +11,6 @@ import torch
 
 import weft
 from tests.public import MODES
-from tests.recorded import TORCH, reads
 from tests.test_defaults import differ
 
 NAMES = ["MoeAlltoAll", "allreduce_fusion", "EPLowLatencyAllToAllLayer"]
@@ -28,7 +27,7 @@ def compiled(group: weft.Group, name: str) -> list[list[int]]:
     return found
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_compiled_caller_gets_the_same_bits(

@@ -16,7 +16,6 @@ from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
 from tests.emulator.watch import watching
 from tests.grouping.emulate_groups import EmulatedGroups
-from tests.recorded import NVRTC, reads
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
@@ -90,7 +89,7 @@ def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
         exchange._entries = own
 
 
-@reads("tests/emulator/*.hpp")
+@pytest.mark.slow
 def test_the_kernels_move_what_the_cpu_moves(ranks, tmp_path):
     ranks(3, "threads")(emulated, str(tmp_path))
 
@@ -141,7 +140,7 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     rounds._kernels = own
 
 
-@reads("tests/emulator/*.hpp")
+@pytest.mark.slow
 def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
     ranks(2, "threads")(packed, str(tmp_path))
 
@@ -179,7 +178,7 @@ def test_tensors_of_a_handle_are_no_addresses(ranks):
     ranks(2, "threads")(misled)
 
 
-@reads(tools=(NVRTC,))
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_compile_without_spills(name: str, arch: str) -> None:

@@ -17,13 +17,12 @@ from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
-from tests.recorded import reads
 from tests.sums import BACKENDS, Sum, play, quants
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 TOKENS = 5
 

@@ -28,13 +28,12 @@ from tests.emulator.emulate import (
 )
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
-from tests.recorded import reads
 from tests.rounds import Round, combining
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 RANKS, LIVING = 72, (1, 34, 70)
 WIDE = ("WEFT_WIDE=1",)

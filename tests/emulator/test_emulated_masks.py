@@ -25,7 +25,6 @@ from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency.test_lowlatency_recovery import MODES
 from tests.lowlatency_rounds import play
-from tests.recorded import reads
 from tests.recovery import Survivors, run_survivors, surviving, until_broken
 from tests.rounds import combining
 from weft.allreduce.config import ReduceConfig
@@ -33,7 +32,7 @@ from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
 from weft.errors import BadExpertId
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 ORDER = (2, 0)  # the ranks die in this order
 WAYS = ("pull", "push", "fp8")
 SIZES = CASE.sizes(TOKENS)

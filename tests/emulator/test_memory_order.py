@@ -18,7 +18,6 @@ from tests.alltoall.test_compile import SHAPES
 from tests.emulator.machine_code import strong_accesses, verbs
 from tests.grouping.test_group_compile import CASES as GROUPINGS
 from tests.lowlatency.test_lowlatency_compile import SHAPES as LOW_SHAPES
-from tests.recorded import NVRTC, reads
 from weft.allreduce import kernels as reduce_kernels
 from weft.alltoall.kernels import cuda_program
 from weft.grouping import kernels as group_kernels
@@ -150,7 +149,7 @@ def test_verbs_become_these_instructions(arch: str) -> None:
     assert {s: code[f"verb_{i}"] for i, s in enumerate(VERBS)} == VERBS
 
 
-@reads(tools=(NVRTC,))
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_keep_what_orders_them(name: str, arch: str) -> None:

@@ -7,9 +7,8 @@ import pytest
 
 from tests.emulator.machine_code import numbers_of
 from tests.gpu.test_ordering import compile_litmus
-from tests.recorded import NVRTC, reads
 
-pytestmark = reads("tests/gpu/ordering.cuh", tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -9,11 +9,10 @@ import pytest
 
 from tests.alltoall.test_compile import SHAPES
 from tests.emulator.machine_code import frames
-from tests.recorded import NVRTC, reads
 from weft.alltoall.kernels import cuda_program
 from weft.runtime.timeline import DEFINE
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 PLAIN = SHAPES["deepseek-v3"]
 # These use all registers: there up to 24 bytes are spilled, once for each CTA.

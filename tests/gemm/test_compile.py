@@ -14,7 +14,6 @@ import pytest
 import torch
 import triton
 
-from tests.recorded import TRITON, reads
 from weft.gemm import GemmPlan, plan
 from weft.gemm.config import FP8
 
@@ -25,7 +24,7 @@ from triton.compiler import ASTSource
 
 from tests.gemm.compiling import Compiled, compiled, described
 
-pytestmark = reads("tests/gemm/interpreted.py", tools=(TRITON,))
+pytestmark = pytest.mark.slow
 
 BF16 = torch.bfloat16
 ROWS = (8, 32, 64, 128, 256)  # one for each of the default plans

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.machine_code import disassemble, numbers_of
-from tests.recorded import NVRTC, reads
 from weft.gemm.config import (
     FP8_BLOCK_MS,
     MXFP4_BLOCK_MS,
@@ -22,7 +21,7 @@ from weft.gemm.kernels import SHARED, GemmShape, wgmma_ns
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 EPILOGUES = ("store", "push", "gated_fp8")
 GATED_BY_SITU = (*EPILOGUES, "situ")

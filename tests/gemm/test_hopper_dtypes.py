@@ -12,11 +12,10 @@ import torch
 
 from tests.gemm.cases import Case, gated
 from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
-from tests.recorded import reads
 from weft.gemm import STORE, Gated, WgmmaPlan, kernels, reference
 from weft.gemm.kernels import BIASES, OPERANDS, GemmShape
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GATED = Gated(1.702, 1.0, 0.7)

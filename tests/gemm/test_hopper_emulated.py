@@ -36,7 +36,6 @@ from tests.gemm.emulate import (
     compile_gemms,
     tensor_map,
 )
-from tests.recorded import reads
 from weft.gemm import (
     STORE,
     Epilogue,
@@ -51,7 +50,7 @@ from weft.gemm import (
 from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), reads("tests/emulator/*.hpp")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 BF16 = torch.bfloat16
 
 # Odd numbers of k blocks, scales as vectors and one by one, rows up to the last of the tensor; with

@@ -13,7 +13,6 @@ import torch
 
 from tests.gemm.cases import UNTOUCHED, Case, Output, gated, shape_of
 from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
-from tests.recorded import reads
 from weft.gemm import STORE, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
 from weft.gemm.config import MXFP4
 from weft.gemm.kernels import GemmShape
@@ -509,7 +508,7 @@ def make(mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, seed
             raise AssertionError(WRONG) from error
 
 
-@reads("tests/emulator/*.hpp")
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp8", "mxfp4", "bf16"])
 @pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
 def test_the_kernel_as_it_is_passes(
@@ -522,7 +521,7 @@ def test_the_kernel_as_it_is_passes(
         make(mutation, tmp_path / str(block_m), monkeypatch, 3)
 
 
-@reads("tests/emulator/*.hpp")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_kernel_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mutation = MUTATIONS[name]

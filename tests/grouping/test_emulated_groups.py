@@ -16,14 +16,13 @@ import weft
 from tests.alltoall.emulate_alltoall import places
 from tests.emulator.watch import Event, watching, ways
 from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
-from tests.recorded import reads
 from tests.rounds import Round, bits, combining
 from tests.sending import make, round_trip, scattered, sent, stored_at_owners
 from weft.errors import TokenOverflow
 from weft.grouping.operator import ExpertGroups
 from weft.runtime.kernels import Kernels
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 CASE = Round(tokens=(16, 5), top_k=5, experts=12, hidden=640, router="holes", add=True)
 GROUPS: dict[str, dict[str, object]] = {

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.machine_code import disassemble
-from tests.recorded import NVRTC, reads
 from weft.grouping.config import GroupConfig
 from weft.grouping.kernels import cuda_program, results
 from weft.jit.cache import Cache
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.shape import Shape
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 DEEPSEEK = Shape(8, 4096, 8, 256, 7168, "bf16", (14336,))
 PUSHED = replace(DEEPSEEK, tokens=128, combine="push")

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 import weft
-from tests.recorded import reads
 from tests.rounds import Round, bits
 from weft import reference
 from weft.hosts.rail import Pending, Slots
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
-campaign = reads("weft/hosts/*.py", "weft/alltoall/*", "weft/lowlatency/*", "weft/moe/*.py")
+campaign = pytest.mark.slow
 
 
 def on_hosts(

@@ -17,7 +17,6 @@ import weft
 from tests.emulator.watch import watching, ways
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
-from tests.recorded import reads
 from tests.rounds import Round
 from weft.lowlatency.config import trace_record
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -26,7 +25,7 @@ from weft.memory.header import PHASES
 from weft.runtime.timeline import DEFINE, read_timeline
 
 TraceRecord = trace_record(2)
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 MOST = 56  # tokens: three chunks, the last of them cut
 CASE = Round(tokens=(5, 1), hidden=256, experts=9, top_k=4)

@@ -10,7 +10,6 @@ import torch
 
 import weft
 from tests.lowlatency_rounds import Mode, expert_results, play, wanted_out
-from tests.recorded import TORCH, reads
 from tests.rounds import Round, bits
 
 KINDS = ["cpu", "threads", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -53,7 +52,7 @@ def play_some(group: weft.Group, names: list[str]) -> None:
             play(a2a, mode, case.next(seed=2))
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_byte_of_every_case(ranks, kind):
     ranks(3, kind)(play_some, list(CASES))

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from tests.emulator.machine_code import frames
-from tests.recorded import NVRTC, reads
 from weft.errors import CompileError
 from weft.lowlatency.config import CHUNK_TOKENS, LowShape
 from weft.lowlatency.kernels import cuda_program, plan_low
 from weft.runtime.timeline import DEFINE
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
 SHAPES = {

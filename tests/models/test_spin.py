@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorded import reads
-
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "models" / "spin"
 SPIN = "Spin Version 6"  # of which the verdicts are
@@ -234,9 +232,7 @@ def spin() -> str:
 @pytest.mark.parametrize(
     ("model", "variant"),
     [
-        pytest.param(
-            model, each, id=each.name, marks=reads(f"models/spin/{model}.pml", tools=(SPIN,))
-        )
+        pytest.param(model, each, id=each.name, marks=pytest.mark.slow)
         for model, variants in VARIANTS.items()
         for each in variants
     ],

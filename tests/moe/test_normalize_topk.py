@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
-from tests.recorded import reads
 from weft.errors import InvalidArgument
 from weft.moe import Replicas, Routed, normalize_topk
 from weft.moe.kernels import DTYPES, NormalizeArgs
@@ -86,7 +85,7 @@ def test_on_a_gpu():
     hold(normalize_topk, "cuda")
 
 
-@reads("tests/emulator/*.hpp")
+@pytest.mark.slow
 def test_the_kernel_on_a_cpu(tmp_path):
     text = "#include <weft/moe/normalize_topk.cuh>\n" + entry(
         "normalize", "NormalizeArgs", "normalize_topk", ranks=None

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recorded import TORCH, reads
 from weft.gemm import GemmPlan, WgmmaPlan, reference
 from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
@@ -68,7 +67,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
     return kinds
 
 
-@reads(tools=(TORCH,))
+@pytest.mark.slow
 @pytest.mark.parametrize(("masked", "pushes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("experts", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "stored"), DTYPES)

@@ -7,11 +7,10 @@ import pytest
 
 from tests.emulator.machine_code import frames
 from tests.moe.routed import RULES
-from tests.recorded import NVRTC, reads
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.moe.kernels import NORMALIZE, ROUTE
 
-pytestmark = reads(tools=(NVRTC,))
+pytestmark = pytest.mark.slow
 
 
 CASES = {

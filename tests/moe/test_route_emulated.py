@@ -8,13 +8,12 @@ import torch
 
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.moe.routed import RULES, hold_to_torch
-from tests.recorded import reads
 from weft.moe import Routed, Routing
 from weft.moe.kernels import ROUTE_THREADS as THREADS
 from weft.moe.kernels import TOKENS
 from weft.moe.router import route_args
 
-pytestmark = reads("tests/emulator/*.hpp")
+pytestmark = pytest.mark.slow
 
 ROWS = 9  # two CTAs and a quarter
 

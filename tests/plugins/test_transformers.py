@@ -16,14 +16,13 @@ import torch
 import weft
 import weft.plugins.transformers as plugin
 from tests.plugins import families
-from tests.recorded import TORCH, TRANSFORMERS, reads
 from weft.errors import InvalidArgument, SetupError
 
 pytest.importorskip("transformers", minversion="5.23")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 # test_transformers_layers.py calls the same code in every run, without whole models around it.
-CAMPAIGN = reads(tools=(TORCH, TRANSFORMERS))
+CAMPAIGN = pytest.mark.slow
 SHARED, OWN = ("weft", "all_reduce", "all_to_all"), ("weft", "all_to_all")
 
 

@@ -18,7 +18,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import weft
 import weft.plugins.transformers as plugin
 from tests.plugins.layers import EXPERTS, HIDDEN, MAX_TOKENS, Experts, batch, layer
-from tests.recorded import TORCH, TRANSFORMERS, reads
 from weft.errors import InvalidArgument, OutOfOrder, PeerLeft
 
 pytest.importorskip("transformers", minversion="5.23")
@@ -152,7 +151,7 @@ def in_turn(group: weft.Group, *calls: tuple[Any, ...]) -> list[Any]:
     return [body(group, *given) for body, *given in calls]
 
 
-@reads(tools=(TORCH, TRANSFORMERS))
+@pytest.mark.slow
 def test_every_batch_is_served_whoever_shares_it(ranks: Any) -> None:
     served = [(sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
     calls = [*served, (compiled, 1), (compiled, 2), (economy, 1), (economy, 2)]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run_program
-from tests.recorded import reads
 
 TESTS, RACE = Path(__file__).parents[1], Path(__file__).with_name("race.hpp")
 A2A, LOW, REDUCE = (
@@ -26,7 +25,7 @@ WRAP = 2**40  # epochs have so many values
 
 def campaign(program: str, *given: object) -> object:
     """A case that runs when its program has changed."""
-    return pytest.param(program, *given, marks=reads("tests/runtime/race.hpp", f"tests/{program}"))
+    return pytest.param(program, *given, marks=pytest.mark.slow)
 
 
 def run(program: str, rounds: int, *options: str, first_epoch: int = 0) -> tuple[int, str]:
