@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unseen refusals are raised by close and by a clean exit, with WEFT_DEBUG=1 by every round."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Neutral torch state: a caller's autocast and gradient mode do not change weft's results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """WEFT_DEBUG=1: every call of an operator is checked, and memory that may not be read is poisoned.
 
 Each call waits for its device and raises what it has recorded; refused input is raised at the end
