@@ -89,7 +89,11 @@ def integers(
         values = values.tolist()
     if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
         refuse(name, values, f"a sequence of integers{where}")
-    return tuple(integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(values))
+    try:
+        entries = list(values)
+    except TypeError:  # an array without dimensions has the method, and no entries
+        refuse(name, values, f"a sequence of integers{where}")
+    return tuple(integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(entries))
 
 
 def flags(**values: object) -> None:

@@ -74,6 +74,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8, "linear_num_heads": 2,
          "index_kpool": 4, "qk_rope_head_dim": 0, "pad_token_id": None},
     ),
+    "mixtral": (
+        "Mixtral",
+        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,

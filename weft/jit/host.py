@@ -121,7 +121,12 @@ def find_compiler() -> tuple[str, ...]:
 
     Raises CompileError where it is not installed.
     """
-    if chosen := shlex.split(os.environ.get("CXX", "")):
+    asked = os.environ.get("CXX", "")
+    try:
+        chosen = shlex.split(asked)
+    except ValueError as error:
+        raise CompileError(f"CXX is {asked!r}, which is no command: {error}; {_REMEDY}") from error
+    if chosen:
         found = shutil.which(chosen[0])
         if found is None:
             raise CompileError(f"CXX is {shlex.join(chosen)!r}, which is not installed; {_REMEDY}")

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,7 +17,7 @@ from torch.nn import functional
 from weft.arguments import refuse
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
-from weft.moe.hf import read_json
+from weft.moe.formats import INT4_GROUPS, declared_format, read_json
 from weft.moe.models import MoEConfig
 from weft.shape import FP8_BLOCK
 
@@ -32,6 +33,9 @@ MX_BLOCK = 32
 _EXPERTS = re.compile(
     r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn|block_sparse_moe)\.experts\.(.+)"
 )
+
+# Stacks beside the model's own: of a draft model, or of an encoder.
+_BESIDE = re.compile(r"(?:^|\.)(?:mtp|draft|eagle|visual|vision\w*|audio\w*)\b")
 
 # How gate_up_proj holds a layer's experts. separate: not at all, each has matrices of its own;
 # fused: `[experts, rows, columns]`, as transformers does in memory; transposed: `[experts, columns,
@@ -73,15 +77,19 @@ class Part:
 
 
 @contextmanager
-def open_layer(folder: Path | str, layer: int, config: MoEConfig) -> Iterator[LayerReader]:
+def open_layer(
+    folder: Path | str, layer: int, config: MoEConfig, prefix: str | None = None
+) -> Iterator[LayerReader]:
     """The experts of a layer; the files it opens are closed at the end.
+
+    prefix: what the names of the stack's layers begin with, where a checkpoint has several.
 
     Raises InvalidArgument naming the file and the tensor that is not as the config says.
     """
     if not isinstance(folder, str | Path):
         refuse("folder", folder, f"the path of a folder with {INDEX} or {SINGLE}")
     with ExitStack() as files:
-        yield LayerReader(Path(folder), layer, config, files)
+        yield LayerReader(Path(folder), layer, config, files, prefix)
 
 
 class LayerReader:
@@ -90,7 +98,14 @@ class LayerReader:
     mxfp4: whether the experts are MXFP4.
     """
 
-    def __init__(self, folder: Path, layer: int, config: MoEConfig, files: ExitStack) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layer: int,
+        config: MoEConfig,
+        files: ExitStack,
+        prefix: str | None = None,
+    ) -> None:
         self._config, self._stack = config, files
         self._open: dict[Path, Any] = {}
         self._source = folder / INDEX
@@ -103,12 +118,14 @@ class LayerReader:
                     f"folder is {str(folder)!r}; it has neither {INDEX} nor {SINGLE}"
                 )
             self._files = dict.fromkeys(self._handle(self._source).keys(), self._source)
-        self._stem, self._names = self._experts_of(layer)
+        self._stem, self._names = self._experts_of(layer, prefix)
+        self._declared = declared_format(folder, self._stem)
         self._layout = self._layout_of()
         short = any(".w1." in name for name in self._names)
         self._matrices = SHORT_MATRICES if short else MATRICES
         self.mxfp4 = self._is_mxfp4()
         self._inner, self._hidden = self._sizes_of()
+        self._check_names()
 
     def parts(self, expert: int) -> Iterator[Part]:
         """All that the config wants of an expert, in the order in which files hold it."""
@@ -170,27 +187,35 @@ class LayerReader:
         beside = next((f"{stem}.{n}" for n in SCALE_NAMES if f"{stem}.{n}" in self._names), "")
         beside = beside or f"{stem}.{SCALE_NAMES[0]}"
         dtype, wider = self._dtype_of(name), (rows, -(-columns // FP8_BLOCK))
+        self._check_declared(name, dtype)
+        if dtype in PACKED or dtype == INT4:
+            unit = 8 if dtype == INT4 else MX_BLOCK
+            if columns % unit:
+                raise InvalidArgument(
+                    f"{self._source} has {self._stem}{name} as {dtype} with {columns} columns; "
+                    f"such weights have multiples of {unit}: pad them before they are quantised"
+                )
         if dtype in PACKED:
             values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
             powers = (rows, columns // MX_BLOCK)
             scale = self._read(beside, powers, dtypes=POWERS).view(torch.uint8)
             return self._part(field, expert, place, values, scale, columns)
         if dtype == INT4:
-            for more in ("weight_zero_point", "weight_g_idx"):
-                if f"{stem}.{more}" in self._names:
-                    raise InvalidArgument(
-                        f"{self._source} has {self._stem}{stem}.{more}; weft reads INT4 weights "
-                        "that are symmetric, in groups of neighbouring columns: convert them"
-                    )
             words = self._read(name, (rows, columns // 8), dtypes=(INT4,))
-            scale, block = self._scales(beside, shape, [(rows, columns // MX_BLOCK), wider])
+            groups: list[tuple[int, ...]] = [
+                (rows, columns // g) for g in INT4_GROUPS if columns % g == 0
+            ]
+            scale, block = self._scales(beside, shape, groups)
             values = _int4(words)
         else:
             values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED, INT4))
             if dtype != FP8:
                 return self._part(field, expert, place, values, None, columns)
-            blocks = [(-(-rows // FP8_BLOCK), wider[1]), (rows, columns // MX_BLOCK), wider]
-            scale, block = self._scales(beside, shape, [*blocks, (rows, 1), (rows,), (1,), ()])
+            blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), wider[1])]
+            if columns % MX_BLOCK == 0:
+                blocks.append((rows, columns // MX_BLOCK))
+            blocks += [wider, (rows, 1), (rows,), (1,), ()]
+            scale, block = self._scales(beside, shape, blocks)
         return self._part(field, expert, place, values, scale, columns, block)
 
     def _scales(
@@ -200,8 +225,16 @@ class LayerReader:
 
         allowed: shapes that they may have; errors name the first.
         """
-        have = tuple(self._opened(name)[1].get_shape())
-        found = self._read(name, have if have in allowed else allowed[0], dtypes=PLAIN + POWERS)
+        path, tensor = self._opened(name)
+        have = tuple(tensor.get_shape())
+        if have not in allowed:
+            some = ", ".join(str(list(each)) for each in allowed) or "none that weft reads"
+            raise InvalidArgument(
+                f"{path} has {self._stem}{name} {list(have)} beside weights {list(shape)}; scales "
+                f"that weft reads for them: {some}. Groups of a row have 32 or 128 columns, blocks "
+                "128 x 128: convert the checkpoint"
+            )
+        found = self._read(name, have, dtypes=PLAIN + POWERS)
         if found.dtype == torch.uint8:
             found = found.view(torch.float8_e8m0fnu)
         scale = found.float().reshape(have if len(have) == 2 else (-1, 1))
@@ -210,7 +243,70 @@ class LayerReader:
             for size, count in zip(shape, scale.shape, strict=True)
         )
         down, across = sizes
+        if not torch.isfinite(scale).all() or (scale < 0).any():
+            raise InvalidArgument(
+                f"{path} has a NaN, an infinity or a negative number in the scales "
+                f"{self._stem}{name}: the file is damaged"
+            )
+        self._check_block(name, shape, scale.shape, (down, across))
         return scale, (down, across)
+
+    def _check_declared(self, name: str, dtype: str) -> None:
+        """Raise InvalidArgument for a quantised tensor that config.json says is another."""
+        scheme = {FP8: "fp8", INT4: "int4"} | dict.fromkeys(PACKED, "mxfp4")
+        found, declared = scheme.get(dtype, ""), self._declared
+        if not found or not declared.scheme:
+            return
+        # Checkpoints of FP8 keep experts in MXFP4 without saying so; their bytes say it.
+        if declared.scheme in (found, "fp8" if found == "mxfp4" else found):
+            return
+        raise InvalidArgument(
+            f"{self._source} has {self._stem}{name} as {dtype}, which is {found}, but "
+            f"quantization_config of {declared.source} says that these experts are "
+            f"{declared.scheme}: one of the two is of another model"
+        )
+
+    def _check_block(
+        self, name: str, shape: tuple[int, int], scales: Sequence[int], block: tuple[int, int]
+    ) -> None:
+        """Raise InvalidArgument for scales whose block the config contradicts, or leaves open."""
+        declared = self._declared
+        if declared.block is not None and declared.scheme != "mxfp4":
+            said = tuple(b or size for b, size in zip(declared.block, shape, strict=True))
+            expected = tuple(-(-size // b) for size, b in zip(shape, said, strict=True))
+            if tuple(scales) != expected:
+                raise InvalidArgument(
+                    f"{self._source} has {self._stem}{name} {list(scales)} for weights "
+                    f"{list(shape)}, but quantization_config of {declared.source} says blocks of "
+                    f"{list(said)}, for which there are {list(expected)}: one of the two is of "
+                    "another model"
+                )
+            return
+        whole = all(
+            count == 1 or b == 1 or size % b == 0
+            for size, b, count in zip(shape, block, scales, strict=True)
+        )
+        if not whole:
+            raise InvalidArgument(
+                f"{self._source} has {self._stem}{name} {list(scales)} for weights {list(shape)}, "
+                "which are no whole blocks of 128, so other blocks would have as many scales, and "
+                "no config.json says which: put the model's config.json with its "
+                "quantization_config beside the checkpoint"
+            )
+
+    def _check_names(self) -> None:
+        """Raise InvalidArgument for a tensor of an expert that would change what it computes."""
+        if self._layout != "separate":
+            return
+        suffixes = ("weight", "weight_packed", "weight_shape", *SCALE_NAMES, "input_scale")
+        known = {f"{m}.{suffix}" for m in self._matrices for suffix in suffixes}
+        for name in sorted(self._names):
+            if name.partition(".")[2] not in known:
+                raise InvalidArgument(
+                    f"{self._source} has {self._stem}{name}, which weft does not read: experts are "
+                    f"{', '.join(self._matrices)} with symmetric scales, without biases, zero "
+                    "points or an order of columns: convert the checkpoint"
+                )
 
     def _fused(
         self, name: str, rows: int, columns: int, expert: int
@@ -250,8 +346,11 @@ class LayerReader:
             return found
         return wanted
 
-    def _experts_of(self, layer: int) -> tuple[str, set[str]]:
-        """What names of the layer's experts begin with, and how they go on."""
+    def _experts_of(self, layer: int, prefix: str | None) -> tuple[str, set[str]]:
+        """What names of the layer's experts begin with, and how they go on.
+
+        Without a prefix the model's own stack is read, not that of a draft model or an encoder.
+        """
         found: dict[str, set[str]] = {}
         others = set()
         for name in self._files:
@@ -259,12 +358,20 @@ class LayerReader:
                 others.add(int(match[1]))
                 if int(match[1]) == layer:
                     found.setdefault(name[: match.start(3)], set()).add(match[3])
-        if len(found) == 1:
-            return found.popitem()
+        stacks = {stem.rpartition("layers.")[0]: stem for stem in found}
+        if prefix is not None:
+            wanted = f"{prefix.rstrip('.')}." if prefix else ""
+            chosen = [stem for stack, stem in stacks.items() if stack == wanted]
+        else:
+            chosen = [stem for stack, stem in stacks.items() if not _BESIDE.search(stack)]
+        if len(chosen) == 1:
+            return chosen[0], found[chosen[0]]
         if found:
+            some = " and ".join(repr(stack.rstrip(".")) for stack in sorted(stacks))
+            asked = "" if prefix is None else f"prefix is {prefix!r}; "
             raise InvalidArgument(
-                f"{self._source} has experts of layer {layer} under {' and '.join(sorted(found))}; "
-                "weft reads checkpoints with one model: leave the other one out"
+                f"{asked}{self._source} has experts of layer {layer} under the prefixes {some}: "
+                "pass one of them as prefix="
             )
         known = f"layers {min(others)}..{max(others)} have some" if others else "no layer has any"
         raise InvalidArgument(f"layer is {layer}; {self._source} has no experts of it, {known}")
@@ -382,6 +489,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
                 f"{index} names the file {file!r}; weft reads *.safetensors in that folder only"
             )
         checked[file] = folder / path
+    try:
+        for file in checked:
+            os.fsencode(file)
+    except UnicodeError as error:
+        raise InvalidArgument(f"{index} names a file whose name is no text: {error}") from error
     return {name: checked[file] for name, file in weight_map.items()}
 
 

@@ -35,7 +35,7 @@ from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_tensor, refuse_tensor
+from weft.runtime.check import check_dense, check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
 
@@ -235,6 +235,7 @@ class ExpertWeights:
         experts: Sequence[int] | torch.Tensor,
         *,
         config: MoEConfig,
+        prefix: str | None = None,
         fp8: bool = False,
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
@@ -251,7 +252,11 @@ class ExpertWeights:
             folder: With model.safetensors.index.json or model.safetensors, as transformers saves.
             layer: Its number in the model.
             experts: Global ids, such as `MoE.local_experts`.
-            config: `MoEConfig.from_hf(folder)`, or what else fits.
+            config: `MoEConfig.from_hf(folder)`, or what else fits. How weights are quantised says
+                `quantization_config` of the folder's config.json; without it only what the tensors
+                leave no doubt about is read.
+            prefix: What the names of the layers begin with, where a checkpoint holds several
+                stacks: "mtp" for `mtp.layers.0.*`. Default: the model's own stack.
             fp8: As `MoE(fp8=True)` wants weights: bits of the checkpoint where it has MXFP4 or FP8
                 with scales for each 128 x 128. FP8 with powers of two for each 32 or 128 of a row
                 (MXFP8), or with one scale for a matrix, gets the largest scale of each 128 x 128:
@@ -269,7 +274,9 @@ class ExpertWeights:
         chosen = integers("experts", experts, 0, config.routing.num_experts - 1)
         flags(fp8=fp8)
         device = default_device(device)
-        with open_layer(folder, layer, config) as reader:
+        if prefix is not None and not isinstance(prefix, str):
+            refuse("prefix", prefix, "a str such as 'mtp'")
+        with open_layer(folder, layer, config, prefix) as reader:
             stored = MXFP4 if reader.mxfp4 else FP8
             weights = cls._empty(config, len(chosen), device, stored if fp8 else config.dtype)
             for place, expert in enumerate(chosen):
@@ -586,6 +593,7 @@ def _check_expert(
     for name, matrix in (("gate_up", gate_up), ("down", down)):
         if not isinstance(matrix, torch.Tensor):
             refuse_tensor(name, matrix)
+        check_dense(name, matrix)
     fits = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
     if not fits or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
         raise InvalidArgument(
@@ -602,6 +610,7 @@ def _check_expert(
             continue
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
+        check_dense(name, tensor)
         given = (tensor.shape, tensor.dtype, tensor.device)
         if given != (like, gate_up.dtype, gate_up.device):
             raise InvalidArgument(

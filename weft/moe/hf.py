@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from weft.arguments import flags, integer, listed, real, refuse, shown
 from weft.errors import InvalidArgument
+from weft.moe.formats import read_json
 from weft.moe.router import Routing, Score
 
 DTYPES = {
@@ -83,14 +83,6 @@ class Fields:
 
     def _named(self, name: str) -> str:
         return f"{name} in {self._where}"
-
-
-def read_json(path: Path, what: str) -> Any:
-    """A file's JSON values. Raises InvalidArgument naming what the file is, and itself."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"cannot read {what} {path}: {error}") from error
 
 
 def layer_of(config: object) -> Layer:
@@ -175,6 +167,17 @@ def _glm5_next(fields: Fields) -> Layer:
 def _qwen3_moe(fields: Fields) -> Layer:
     fields.require(shared_expert_intermediate_size=None)
     return _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
+
+
+def _mixtral(fields: Fields) -> Layer:
+    """Divided by the sum always: the config has no field for it."""
+    return {
+        "intermediate": fields.size("intermediate_size"),
+        "routing": Routing(
+            num_experts=fields.size("num_local_experts"),
+            top_k=fields.size("num_experts_per_tok"),
+        ),
+    }
 
 
 def _qwen3_next(fields: Fields) -> Layer:
@@ -310,6 +313,7 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "minimax_m2": _minimax_m2,
     "minimax_m3_vl": _minimax_m3,
     "minimax_m3_vl_text": _minimax_m3,
+    "mixtral": _mixtral,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,

@@ -27,7 +27,7 @@ from weft.moe.kernels import (
 )
 from weft.placement import MAX_EP_SIZE, NO_SUCH_EXPERT
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_gradient, check_tensor, refuse_tensor
+from weft.runtime.check import check_dense, check_gradient, check_tensor, refuse_tensor
 from weft.shape import Shape
 
 SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
@@ -301,6 +301,7 @@ def router_logits(
         if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "bias"):
             refuse_tensor(name, tensor)
         if tensor is not None:
+            check_dense(name, tensor)
             check_gradient(name, tensor)
     if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1] or x.device != gate.device:
         raise InvalidArgument(

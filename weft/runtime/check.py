@@ -195,6 +195,12 @@ def refuse_tensor(name: str, given: object) -> NoReturn:
     raise InvalidArgument(f"{name} is {kind_of(given)}{value}; it must be a torch.Tensor{fix}")
 
 
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidArgument for a sparse or nested tensor, which has no sizes or strides."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        _refuse_layout(name, tensor)
+
+
 def tensors_of(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """One tensor, or a list or tuple of them, as a tuple. Raises InvalidArgument for all else."""
     if isinstance(given, torch.Tensor):

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a checkpoint says that its experts are quantised: `quantization_config` of config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import InvalidArgument
+from weft.shape import FP8_BLOCK
+
+CONFIG = "config.json"
+MAX_JSON_BYTES = 64 << 20  # the index of a checkpoint with 10,000 tensors takes about 1 MB
+INT4_GROUPS = (32, 128)
+# Methods that are read, and what they store. Others are refused by name.
+METHODS = ("fp8", "compressed-tensors", "mxfp4")
+_SUPPORTED = (
+    "weft reads FP8 with one scale for each 128 x 128, 32 or 128 of a row, row or matrix, "
+    "symmetric INT4 in groups of 32 or 128, MXFP4, and plain floats"
+)
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Return the JSON value of a regular file of at most MAX_JSON_BYTES.
+
+    Args:
+        path: The file. A device, a pipe or a folder is refused without waiting for it.
+        what: What the file is, for errors.
+
+    Raises:
+        InvalidArgument: the file cannot be read or holds no JSON; names it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidArgument(f"{what} {path} is no regular file: pass a file with JSON")
+            data = file.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise InvalidArgument(
+                f"{what} {path} has more than {MAX_JSON_BYTES >> 20} MiB, which no such file has"
+            )
+        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except InvalidArgument:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"cannot read {what} {path}: {error}") from error
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What config.json says of the experts' storage.
+
+    Attributes:
+        source: The file, for errors; "" where there is none.
+        scheme: "fp8", "int4" or "mxfp4"; "" where the config does not say.
+        block: Rows and columns that share a scale; a 0 is a whole row or matrix. None: not said.
+    """
+
+    source: str = ""
+    scheme: str = ""
+    block: tuple[int, int] | None = None
+
+
+def declared_format(folder: Path, experts: str) -> Declared:
+    """Return how a checkpoint's config says that some experts are stored.
+
+    Args:
+        folder: Of the checkpoint.
+        experts: What the names of the experts' tensors begin with.
+
+    Raises:
+        InvalidArgument: the config names a method or options that weft does not read.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        return Declared()
+    config = read_json(path, "the model's config")
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    inner = config.get("text_config") if isinstance(config, dict) else None
+    if found is None and isinstance(inner, dict):
+        found = inner.get("quantization_config")
+    if found is None:
+        return Declared(str(path))
+    if not isinstance(found, Mapping):
+        raise InvalidArgument(f"quantization_config in {path} is no object")
+    method = found.get("quant_method")
+    if method not in METHODS:
+        raise InvalidArgument(
+            f"quant_method in quantization_config of {path} is {method!r}; {_SUPPORTED}: convert "
+            "the checkpoint"
+        )
+    ignored = [*_texts(found, "ignore", path), *_texts(found, "modules_to_not_convert", path)]
+    if any(_names_experts(each, experts) for each in ignored):
+        return Declared(str(path), "plain")
+    if method == "fp8":
+        return Declared(str(path), "fp8", _fp8_block(found, path))
+    if method == "mxfp4":
+        return Declared(str(path), "mxfp4", (1, 32))
+    return _compressed(found, path, experts)
+
+
+def _texts(found: Mapping[str, Any], name: str, path: Path) -> list[str]:
+    values = found.get(name) or []
+    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+        raise InvalidArgument(f"{name} in quantization_config of {path} is no list of names")
+    return values
+
+
+def _names_experts(pattern: str, experts: str) -> bool:
+    """Whether an entry of `ignore`, a module's name or `re:` and a pattern, covers experts."""
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], f"{experts}0.gate_proj") is not None
+        except re.error:
+            return False
+    return experts.startswith(f"{pattern}.") or f"{experts}0".startswith(f"{pattern}.")
+
+
+def _fp8_block(found: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
+    block = found.get("weight_block_size")
+    if block is None:
+        return None
+    if block not in ([FP8_BLOCK, FP8_BLOCK], [1, 32], [1, FP8_BLOCK]):
+        raise InvalidArgument(
+            f"weight_block_size in quantization_config of {path} is {block}; {_SUPPORTED}"
+        )
+    return block[0], block[1]
+
+
+def _compressed(found: Mapping[str, Any], path: Path, experts: str) -> Declared:
+    """The scheme of compressed-tensors for the experts."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise InvalidArgument(f"config_groups in quantization_config of {path} is no object")
+    schemes = [each for each in groups.values() if isinstance(each, Mapping)]
+    named = [
+        each
+        for each in schemes
+        if any(
+            _names_experts(str(target), experts)
+            for target in each.get("targets") or ()
+            if target != "Linear"
+        )
+    ]
+    general = [each for each in schemes if "Linear" in (each.get("targets") or ())]
+    chosen = named or general or schemes
+    if len(chosen) != 1:
+        raise InvalidArgument(
+            f"config_groups in quantization_config of {path} has {len(chosen)} groups for the "
+            f"experts {experts}*; weft needs one"
+        )
+    weights = chosen[0].get("weights")
+    if not isinstance(weights, Mapping):
+        raise InvalidArgument(f"a group in quantization_config of {path} has no weights")
+    return _weights_scheme(weights, path)
+
+
+def _weights_scheme(weights: Mapping[str, Any], path: Path) -> Declared:
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    said = f"{bits} bits, type {kind!r}, strategy {strategy!r}, group_size {size!r}"
+    refusal = InvalidArgument(f"weights in quantization_config of {path} are {said}; {_SUPPORTED}")
+    if weights.get("symmetric") is False or weights.get("actorder") not in (None, False, "weight"):
+        raise InvalidArgument(
+            f"weights in quantization_config of {path} are asymmetric or reordered (symmetric "
+            f"{weights.get('symmetric')!r}, actorder {weights.get('actorder')!r}); {_SUPPORTED}"
+        )
+    if (bits, kind, strategy) == (4, "int", "group") and size in INT4_GROUPS:
+        return Declared(str(path), "int4", (1, int(size)))
+    if (bits, kind) == (4, "float") and size == 32:
+        return Declared(str(path), "mxfp4", (1, 32))
+    if (bits, kind) != (8, "float"):
+        raise refusal
+    if strategy == "group" and size in (32, FP8_BLOCK):
+        return Declared(str(path), "fp8", (1, int(size)))
+    if strategy == "block" and weights.get("block_structure") in (None, [FP8_BLOCK, FP8_BLOCK]):
+        return Declared(str(path), "fp8", (FP8_BLOCK, FP8_BLOCK))
+    if strategy in ("channel", "tensor"):
+        return Declared(str(path), "fp8", (1, 0) if strategy == "channel" else (0, 0))
+    raise refusal
