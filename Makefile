@@ -54,7 +54,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_house.py
+	$(BIN)/python tools/check_cpp.py
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
 
 # The site, guides and API reference: build/docs/index.html. It has an environment of its own, since it needs no torch.

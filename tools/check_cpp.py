@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house that ruff, mypy and import-linter cannot see, all of them about C++.
+"""Check includes, inline assembly and loads of the C++ and CUDA sources.
 
 device/ includes only device/, and an operator only itself and device/ (MAY_INCLUDE); all else is a
 standard header in angle brackets. Inline asm is in seven files, and in the generated source
 of one instruction of the tensor cores. No non-coherent load, no [[no_unique_address]]. Tests may
 include sources.
 
-Usage: check_house.py [root]    prints `path:line: what is wrong`; returns 1 if anything is
+Usage: check_cpp.py [root]    prints `path:line: what is wrong`; returns 1 if anything is
 """
 
 from __future__ import annotations
@@ -109,5 +109,5 @@ def check(root: Path) -> list[str]:
 
 if __name__ == "__main__":
     breaches = check(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1])
-    print("\n".join(breaches) if breaches else "house rules: clean")
+    print("\n".join(breaches) if breaches else "check_cpp: clean")
     sys.exit(1 if breaches else 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/check_house.py: every rule refuses what it should and lets the rest pass."""
+"""tools/check_cpp.py: every rule refuses what breaks it and accepts the rest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import check_house
-from tools.check_house import check
+from tools import check_cpp
+from tools.check_cpp import check
 
 REFUSED = {
     "protocol includes kernels": (
@@ -95,7 +95,5 @@ def test_allowed(tmp_path: Path, case: tuple[str, str]) -> None:
 
 def test_the_command_fails_where_a_rule_is_broken(tmp_path: Path) -> None:
     judge(tmp_path, "weft/device/a.cuh", "x = __ldg(at);")
-    done = subprocess.run(
-        [sys.executable, check_house.__file__, str(tmp_path)], capture_output=True
-    )
+    done = subprocess.run([sys.executable, check_cpp.__file__, str(tmp_path)], capture_output=True)
     assert done.returncode == 1
