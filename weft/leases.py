@@ -122,7 +122,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     if shared is None:
         shared = known[key] = _Shared(kind(*bound.args, **bound.kwargs))
     if isinstance(shared.operator, Operator):
-        return Lease(shared.operator.leased(), key, shared, group)
+        return Lease(shared.operator._leased(), key, shared, group)
     if first or not issubclass(kind, MoE):
         return Lease(shared.operator, key, shared, group)
     own = {name: sizes[name] for name in OF_A_LAYER}

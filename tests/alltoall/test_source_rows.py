@@ -149,6 +149,6 @@ def test_ranks_that_differ_are_told_both_numbers(ranks, kind, mine):
     assert "nothing" not in said
     first, second = (TOKENS if n is None else n for n in mine)
     assert any(
-        f"rank {1 - r} dispatched with rows={b}, this rank with rows={a}" in said
+        f"rank {1 - r} called with rows={b}; this rank with rows={a}." in said
         for r, a, b in ((0, first, second), (1, second, first))
     )

@@ -10,6 +10,7 @@ import weft
 from tests.recovery import dropped, of_living, plan_death, run_survivors, surviving, until_broken
 from tests.rounds import Round, bits, combining
 from tests.sending import make, results
+from weft.errors import BadExpertId
 from weft.grouping.operator import ExpertGroups
 
 RANKS, ORDER, COMBINE_ENTER, AFTER_PAYLOAD = 4, (2, 0), 5, 2
@@ -58,6 +59,8 @@ def die_in_turn(group: weft.Group, folder: str, way: str) -> None:
             survivors.lose(dies, sealed=[a2a, plain])
             rounds(6)
             plain.check()  # its ids were masked by hand
+            with pytest.raises(BadExpertId, match="which is gone"):
+                a2a.check()
         survivors.barrier()
 
 

@@ -77,7 +77,11 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
         CONFIGS["gpt-oss"], [Expert.seeded(CONFIGS["gpt-oss"], e) for e in range(4)], device
     )
     wrong: list[tuple[ExpertWeights, dict[str, Any], str]] = [
-        (replace(good, gate_up=good.gate_up[1:]), {}, "gate_up has shape [3, 64, 128]"),
+        (
+            replace(good, gate_up=good.gate_up[1:]),
+            {},
+            "gate_up has 3 experts, and this rank has 4",
+        ),
         (replace(good, down=good.down.float()), {}, "down has dtype torch.float32"),
         (biased, {}, "the config has biased=False"),
         (good, {"shared": None}, "shared is None, the config has shared=48"),

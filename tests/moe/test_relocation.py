@@ -170,7 +170,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
 
         layer._shared = shared
         assert torch.equal(bits(layer(x, logits)), bits(wanted))
-        assert [type(error) for error in refused] == [OutOfOrder]
+        assert {type(error) for error in refused} == {OutOfOrder}
         assert layer.replicas == first
         layer._shared = None
         layer.relocate(second)

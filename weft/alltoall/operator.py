@@ -486,7 +486,7 @@ class AllToAll(Placed, AcrossHosts):
         self._kernels.run("combine", args, 0)
         self._reach(State.IDLE)
 
-    def poison(self, doing: str, *, before: bool) -> None:
+    def _poison(self, doing: str, *, before: bool) -> None:
         received, output = self._whole
         if before and doing in ("combine", "combine_send") and self._state is State.RECEIVED:
             for plane in received.payloads:  # the experts are done, and peers wait for this rank

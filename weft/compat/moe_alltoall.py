@@ -163,7 +163,7 @@ class MoeAlltoAll:
             release()
             raise
         self._workspace = shared.operator
-        self._number = shared.operator.next_layer()
+        self._number = shared.operator._next_layer()
         self._away: set[AllToAll] = set()  # in whose round this object is
         # Engines drop their objects without a word.
         self._give_up = weakref.finalize(self, _give_up, shared, release, self._away)
@@ -421,11 +421,11 @@ class MoeAlltoAll:
         rows: int,
     ) -> Received:
         """Dispatch as this object, so that ranks whose calls are of different objects notice it."""
-        operator.begin_round(self._number, rows, 0)
+        operator._begin_round(self._number, rows, 0)
         try:
             return operator.dispatch(planes, ids, stats=stats, rows=rows)
         finally:
-            operator.end_rounds()
+            operator._end_rounds()
 
     def _check_changes(self, row: CombineRow, running: _Round) -> torch.Tensor:
         """The tokens' ids, where this round may still return other rows. Raises InvalidArgument."""

@@ -63,7 +63,7 @@ class MoeWorkspace:
         if stats:
             self.no_stats = torch.zeros(stats, dtype=torch.int32, device=group.device)
 
-    def next_layer(self) -> int:
+    def _next_layer(self) -> int:
         """Return the number of another object that shares this workspace, from 1 on."""
         self._layers += 1
         return (self._layers - 1) % (MAX_LAYERS - 1) + 1

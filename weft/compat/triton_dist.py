@@ -16,14 +16,13 @@ from weft.arguments import flags, instance, integer, one_of
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, renamed
-from weft.errors import InvalidArgument, UsageError
+from weft.errors import GroupError, InvalidArgument, UsageError
 from weft.keywords import explain_keywords
 from weft.lowlatency.config import GROUPS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
 from weft.memory import Group
 from weft.runtime.library import untraced
-from weft.runtime.operator import close_all
 from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
@@ -214,7 +213,12 @@ class EPLowLatencyAllToAllLayer:
 
     def finalize(self) -> None:
         """Give all memory back. Waits for this rank's own work. Idempotent."""
-        close_all(self._a2a.close, self._release)
+        try:
+            pending = self._a2a._release()
+        finally:
+            self._release()
+        if isinstance(pending, GroupError):  # ids behind the last name no expert in the original
+            raise pending
 
     def _dump(self, phase: str) -> None:
         if not self.enable_profiling:

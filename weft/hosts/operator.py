@@ -38,11 +38,11 @@ class AcrossHosts(Operator):
         """Maximum number of tokens of one rank in one call."""
         return self.config.max_tokens
 
-    def begin_round(self, layer: int, rows: int, index: int) -> None:
-        """Until `end_rounds`, dispatches are round `index` of an MoE layer; see `exchange_call`."""
+    def _begin_round(self, layer: int, rows: int, index: int) -> None:
+        """Let dispatches be round `index` of an MoE layer, see `exchange_call`."""
         self._layer_call = layer, rows, index
 
-    def end_rounds(self) -> None:
+    def _end_rounds(self) -> None:
         """Dispatches are those of the operator's own callers again."""
         self._layer_call = None
 

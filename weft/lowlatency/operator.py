@@ -509,7 +509,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         self._raise_if_broken()
         return out
 
-    def poison(self, doing: str, *, before: bool) -> None:
+    def _poison(self, doing: str, *, before: bool) -> None:
         if before or doing != "combine" or self._allow_handle_reuse:
             return
         for slot in self._slots:

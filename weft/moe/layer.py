@@ -350,14 +350,14 @@ class MoE:
             self._check_shared()
             routed = self._routed(given, num_tokens)
             most_tokens = self.exchange.max_tokens if rows is None else rows
-            self.exchange.begin_round(self._number, most_tokens, 0)
+            self.exchange._begin_round(self._number, most_tokens, 0)
             if rounds == 1:
                 return workspace.run(self._weights, self._shared, x, routed, num_tokens, rows, out)
             assert rows is not None
             out = torch.empty_like(x) if out is None else out
             each = self.exchange.max_tokens
             for index, start in enumerate(range(0, rows, each)):
-                self.exchange.begin_round(self._number, rows, index)
+                self.exchange._begin_round(self._number, rows, index)
                 # Padding has ids of -1 by now, so no count is needed.
                 part, most = slice(start, start + each), min(each, rows - start)
                 some = Routed(routed.ids[part], routed.weights[part])
@@ -371,7 +371,7 @@ class MoE:
             raise
         finally:
             torch.set_grad_enabled(gradients)
-            self.exchange.end_rounds()
+            self.exchange._end_rounds()
             workspace.end()
 
     def _check_shared(self) -> None:
@@ -557,7 +557,9 @@ class MoE:
         names = (f.name for f in fields(ExpertWeights))
         wanting = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
         self._wants_gradient = next(wanting, "")
-        self._number = self.exchange.next_layer()  # by which ranks tell layers of a workspace apart
+        self._number = (
+            self.exchange._next_layer()
+        )  # by which ranks tell layers of a workspace apart
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
         self._workspace.layers.add(self)

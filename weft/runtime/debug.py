@@ -30,10 +30,10 @@ class Checked(Protocol):
 
     group: Group
 
-    def poison(self, doing: str, *, before: bool) -> None:
+    def _poison(self, doing: str, *, before: bool) -> None:
         """Overwrite what nobody may read before, or after, this call."""
 
-    def raise_recorded(self, *, refusals: bool) -> None:
+    def _raise_recorded(self, *, refusals: bool) -> None:
         """Raise what broke the group and, if asked for, refused input."""
 
 
@@ -54,7 +54,7 @@ class DebugChecks:
     def before(self, doing: str) -> None:
         """Overwrite what the call may not read."""
         if not capturing(self._operator.group.device):
-            self._operator.poison(doing, before=True)
+            self._operator._poison(doing, before=True)
 
     def after(self, doing: str) -> None:
         """Wait for the call, raise what it has recorded, and overwrite what is over."""
@@ -62,8 +62,8 @@ class DebugChecks:
         if capturing(device):
             return
         synchronize_device(device)
-        self._operator.poison(doing, before=False)
-        self._operator.raise_recorded(refusals=doing in ROUND_ENDS)
+        self._operator._poison(doing, before=False)
+        self._operator._raise_recorded(refusals=doing in ROUND_ENDS)
 
     def compare(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Raise GeometryMismatch for tensors that are not the same bits on all ranks. Collective.

@@ -8,6 +8,7 @@ device/header.cuh), from which `describe_*` words the error of a mismatch.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import struct
@@ -116,12 +117,16 @@ def describe_reduce(record: CallRecord) -> str:
     names = {number: name for name, number in BACKENDS.items()}
     codings = {number: name for name, number in CODINGS.items()}
     present = [name for i, name in enumerate(PARTS) if flags >> i & 1]
-    eps, bias = (
-        f"{value:.9g}" for value in _CONSTANTS.unpack(record.constants.to_bytes(8, "little"))
-    )
+    eps, bias = map(_shortest, _CONSTANTS.unpack(record.constants.to_bytes(8, "little")))
     caller = f"layer {layer} of this workspace, " if layer else ""
     return (
         f"{caller}{tokens} tokens by {names.get(backend, backend)}, "
         f"with {' and '.join(present) or 'no residual, no weight'}, "
         f"quant {codings.get(coding, coding)}, eps {eps}, weight_bias {bias}"
     )
+
+
+def _shortest(value: float) -> str:
+    """The fewest digits that give this float32."""
+    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+    return next((t for t in texts if ctypes.c_float(float(t)).value == value), str(value))

@@ -209,10 +209,10 @@ class Operator(ABC):
         """Bytes that `_make_views` allocates beside the heap."""
         return 0
 
-    def poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (most have nothing)
+    def _poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (most have nothing)
         """Overwrite what nobody may read before, or after, a call; see runtime/debug.py."""
 
-    def raise_recorded(self, *, refusals: bool) -> None:
+    def _raise_recorded(self, *, refusals: bool) -> None:
         """Raise what broke the group and, if asked for, refused input. Within a call."""
         self._raise_if_broken()
         if refusals:
@@ -358,18 +358,18 @@ class Operator(ABC):
     def _operator(self) -> Self:
         return self
 
-    def next_layer(self) -> int:
+    def _next_layer(self) -> int:
         """Return the number of another layer or lease on this operator, from 1 on."""
         self._layers += 1
         return (self._layers - 1) % (MAX_LAYERS - 1) + 1
 
-    def leased(self) -> Self:
+    def _leased(self) -> Self:
         """Return this operator as one of its leases sees it; ranks create leases in one order.
 
         The view shares all state with the operator. Its calls carry its own number, so that ranks
         whose calls belong to different leases notice that.
         """
-        kind, number = type(self), self.next_layer()
+        kind, number = type(self), self._next_layer()
         view: Self = object.__new__(_view_type(kind))
         view.__dict__ = self.__dict__
         view._layer, view._shared_operator = number, self  # type: ignore[attr-defined]
