@@ -119,12 +119,7 @@ def compile_gemms(
 
     mutation: texts of the kernel, and what they become, wherever they stand in it.
     """
-    root = emulated_tree(folder)
-    for name, bodies in BODIES.items():
-        replace_bodies(root / "weft/device" / name, bodies)
-    path = root / "weft/gemm/wgmma.cuh"
-    replace_bodies(path, WGMMA_BODIES)
-    path.write_text(translated(path.read_text()))
+    root = gemm_tree(folder)
     path = root / "weft/gemm/grouped_gemm.cuh"
     text = path.read_text()
     assert SHARED in text
@@ -134,9 +129,26 @@ def compile_gemms(
     entries = "".join(
         ENTRY.format(i=i, literal=shape.literal, threads=THREADS) for i, shape in enumerate(shapes)
     )
+    return build_library(
+        root, f"{gemm_head()}{LATE_MEMORY}#include <weft/gemm/grouped_gemm.cuh>\n{entries}"
+    )
+
+
+def gemm_tree(folder: Path) -> Path:
+    """Like `emulated_tree`, with the instructions of the GEMM replaced as well."""
+    root = emulated_tree(folder)
+    for name, bodies in BODIES.items():
+        replace_bodies(root / "weft/device" / name, bodies)
+    path = root / "weft/gemm/wgmma.cuh"
+    replace_bodies(path, WGMMA_BODIES)
+    path.write_text(translated(path.read_text()))
+    return root
+
+
+def gemm_head() -> str:
+    """The emulated cluster and tensor cores, to be placed before headers of the GEMM."""
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
-    includes = "#include <weft/gemm/wgmma.cuh>\n", "#include <weft/gemm/grouped_gemm.cuh>\n"
-    return build_library(root, f"{emulator}{LATE_MEMORY}{includes[0]}{WGMMA}{includes[1]}{entries}")
+    return f"{emulator}#include <weft/gemm/wgmma.cuh>\n{WGMMA}"
 
 
 def _mutate(kernels: Path, old: str, new: str) -> None:

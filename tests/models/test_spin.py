@@ -225,7 +225,7 @@ def spin() -> str:
     found = shutil.which("spin")
     assert found is not None
     version = run([found, "-V"], ROOT)
-    assert SPIN in version, f"recorded.json has the verdicts of {SPIN}, this is {version}"
+    assert SPIN in version, f"the verdicts are of {SPIN}, this is {version}"
     return found
 
 
