@@ -21,6 +21,7 @@ import torch
 from weft.arguments import function, shown
 from weft.errors import InvalidArgument, OutOfOrder, WeftError
 from weft.memory import Group
+from weft.memory.messages import Creation
 from weft.moe import MoE
 from weft.runtime.check import check_group
 from weft.runtime.operator import Operator, close_all
@@ -42,6 +43,7 @@ T = TypeVar("T", bound=Leasable)
 @dataclass(eq=False)
 class _Shared(Generic[T]):
     operator: T
+    creation: Creation | None = None
     users: int = 0
 
 
@@ -57,8 +59,16 @@ class Lease(Generic[T]):
         operator: Operator to call: the shared one, or with MoE a layer of its own.
     """
 
-    def __init__(self, operator: T, key: Hashable, shared: _Shared[T], group: Group) -> None:
+    def __init__(
+        self,
+        operator: T,
+        key: Hashable,
+        shared: _Shared[T],
+        group: Group,
+        creation: Creation | None = None,
+    ) -> None:
         self.operator = operator
+        self._creation = creation
         self._key, self._shared, self._group = key, shared, group
         self._open = True
         shared.users += 1
@@ -69,13 +79,14 @@ class Lease(Generic[T]):
             return
         self._open = False
         self._shared.users -= 1
-        own = isinstance(self.operator, MoE) and self.operator is not self._shared.operator
+        if self._creation is not None:
+            self._creation.end()
         if not self._shared.users:
             known = _of_group.get(self._group)
             if known is not None and known.get(self._key) is self._shared:
                 del known[self._key]
             close_all(self.operator.close, self._shared.operator.close)
-        elif own:
+        elif isinstance(self.operator, MoE):
             self.operator.close()
 
     def __enter__(self) -> T:
@@ -120,18 +131,30 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
         shared = None
     first = shared is None
     if shared is None:
-        shared = known[key] = _Shared(kind(*bound.args, **bound.kwargs))
+        shared = known[key] = _open(group, kind, bound)
     if isinstance(shared.operator, Operator):
-        return Lease(shared.operator._leased(), key, shared, group)
+        with group.creation(workspace=shared.creation) as creation:
+            view = shared.operator._leased()
+            creation.add(view)
+        return Lease(view, key, shared, group, creation)
     if first or not issubclass(kind, MoE):
         return Lease(shared.operator, key, shared, group)
     own = {name: sizes[name] for name in OF_A_LAYER}
     return Lease(shared.operator.sibling(**own), key, shared, group)
 
 
+def _open(group: Group, kind: type[T], bound: inspect.BoundArguments) -> _Shared[T]:
+    """Make what leases share. A layer notes its own workspace for new processes."""
+    if not (isinstance(kind, type) and issubclass(kind, Operator)):
+        return _Shared(kind(*bound.args, **bound.kwargs))
+    with group.creation(is_workspace=True) as creation:
+        return _Shared(kind(*bound.args, **bound.kwargs), creation)
+
+
 def _serves(operator: Leasable) -> bool:
+    """Whether the memory is open; a layer's outlives the layer while it has siblings."""
     try:
-        operator._check_open()
+        (operator.exchange if isinstance(operator, MoE) else operator)._check_open()
     except OutOfOrder:
         return False
     return True

@@ -27,7 +27,7 @@ from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import flags, integer, listed, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.memory import Group
-from weft.memory.driver import in_relaxed_mode
+from weft.memory.driver import as_creation
 from weft.memory.header import ErrorRecord
 from weft.memory.wire import JSON
 from weft.runtime.check import check_tokens
@@ -77,7 +77,7 @@ class AllReduce(Operator):
     config: ReduceConfig
     _describe_call = staticmethod(describe_reduce)
 
-    @in_relaxed_mode
+    @as_creation
     def __init__(
         self,
         group: Group,

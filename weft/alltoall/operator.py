@@ -21,7 +21,7 @@ from weft.arguments import flags
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.hosts.operator import AcrossHosts
 from weft.memory import Group, Heap
-from weft.memory.driver import in_relaxed_mode
+from weft.memory.driver import as_creation
 from weft.memory.header import header_bytes
 from weft.placement import Placed
 from weft.runtime import library
@@ -89,7 +89,7 @@ class AllToAll(Placed, AcrossHosts):
 
     config: AllToAllConfig
 
-    @in_relaxed_mode
+    @as_creation
     def __init__(
         self,
         group: Group,

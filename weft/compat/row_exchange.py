@@ -83,9 +83,11 @@ class RowExchange:
         """What is needed beside the all-to-all; where one rank cannot make it, none has either."""
         made: list[P] = []
         try:
-            self.a2a.group.together(
-                lambda: made.append(make()), doing="preparing an exchange of rows"
-            )
+            with self.a2a.group.creation() as creation:
+                creation.add(self.a2a.heap)
+                self.a2a.group.together(
+                    lambda: made.append(make()), doing="preparing an exchange of rows"
+                )
         except BaseException:
             for each in made:
                 each.close()

@@ -31,7 +31,7 @@ from weft.lowlatency.reference import sent
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.memory import Group
-from weft.memory.driver import in_relaxed_mode
+from weft.memory.driver import as_creation
 from weft.memory.header import mirrors
 from weft.placement import Placed
 from weft.runtime.check import check_apart, check_choices, check_tensor
@@ -106,7 +106,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     config: LowLatencyConfig
     _drops_repeats = True  # a row is among an expert's once
 
-    @in_relaxed_mode
+    @as_creation
     def __init__(
         self,
         group: Group,

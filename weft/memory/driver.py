@@ -119,21 +119,34 @@ def plain_tensors() -> Iterator[None]:
 
 
 def in_relaxed_mode(init: Init) -> Init:
-    """For constructors on a group: all of it within `relaxed`, what torch allocates for it, too.
+    """Run a constructor on a group within `relaxed` and `plain_tensors`.
 
-    And within `plain_tensors`: the caller may be in inference mode. The group notes the control
-    messages, for a rank that is replaced.
+    What torch allocates for it is allocated there too; the caller may be in inference mode.
     """
 
     @functools.wraps(init)
-    def wrapped(self: Any, group: Any, *args: Any, **given: Any) -> None:
-        noted = getattr(group, "creation", None)
-        if noted is None:  # what is no group is for the constructor to refuse
-            init(self, group, *args, **given)
+    def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(group, "creation"):  # what is no group is for the constructor to refuse
+            init(self, group, *args, **kwargs)
             return
-        with relaxed(group.device), plain_tensors(), noted() as creation:
+        with relaxed(group.device), plain_tensors():
+            init(self, group, *args, **kwargs)
+
+    return cast("Init", wrapped)
+
+
+def as_creation(init: Init) -> Init:
+    """Run a constructor as `in_relaxed_mode` does, and note it for a rank that is replaced."""
+
+    @in_relaxed_mode
+    @functools.wraps(init)
+    def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(group, "creation"):
+            init(self, group, *args, **kwargs)
+            return
+        with group.creation() as creation:
             creation.add(self)
-            init(self, group, *args, **given)
+            init(self, group, *args, **kwargs)
 
     return cast("Init", wrapped)
 

@@ -115,6 +115,7 @@ class Group(Recovering):
         try:
             group._recoverable()
             check_joining(group._gather("replace", None, timeout))
+            group._is_newcomer = True
         except BaseException as error:
             group._leave(reason(error))
             raise

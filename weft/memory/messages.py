@@ -39,21 +39,32 @@ class Control(Protocol):
 
 
 class Creation:
-    """The control messages of one constructor, and what it made: the object and its heaps."""
+    """The control messages of one constructor, and what it made: the object and its heaps.
 
-    def __init__(self) -> None:
+    Attributes:
+        workspace: Creation of the memory that this object shares with others, or None.
+    """
+
+    def __init__(self, workspace: Creation | None = None) -> None:
         self.steps: list[Step] = []
+        self.workspace = workspace
         self._made: list[weakref.ref[object]] = []
+        self._ended = False
 
     def add(self, made: object) -> None:
         """Belongs to this creation."""
         self._made.append(weakref.ref(made))
 
+    def end(self) -> None:
+        """Mark the object as closed: a new process does not make it."""
+        self._ended = True
+
     @property
     def exists(self) -> bool:
-        """Is everything that was made still there, and open?"""
-        found = [each() for each in self._made]
-        return all(each is not None and not getattr(each, "closed", False) for each in found)
+        """Whether everything that was made is still there, and open."""
+        made = [each() for each in self._made]
+        is_open = all(each is not None and not getattr(each, "closed", False) for each in made)
+        return bool(made) and is_open and not self._ended
 
 
 class Messages:
@@ -68,6 +79,7 @@ class Messages:
         self._generation = 0
         self._creations: list[Creation] = []
         self._creation: Creation | None = None  # that is under way
+        self._is_newcomer = False  # between `join` and `enter`
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -234,27 +246,58 @@ class Messages:
         self.noted(lambda group: pass_on(group, group.joining), lambda: pass_on(self, self.living))
 
     def next_generation(self) -> int:
-        """1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
-        following = self._generation % 0xFFFF + 1
-        # The most of all: a creation that was interrupted was begun on some ranks only, and a rank
-        # that joins has made none.
-        said = self.noted(lambda group: group._gather("generation", following, None))
-        self._generation = max(said[rank] for rank in self.living)
+        """Return 1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
+        self._generation = self.next_number("generation", self._generation, 0xFFFF)
         return self._generation
 
+    def next_number(self, what: str, last: int, limit: int) -> int:
+        """Return the number after `last`, from 1 to `limit`, the same on every rank. Collective.
+
+        A new process gets the number that the survivors have given to the same object.
+        """
+        chosen: list[int] = []
+
+        def choose() -> int:
+            proposed = None if self._is_newcomer else last % limit + 1
+            proposals = self._gather(what, proposed, None)
+            # The largest: a creation that was interrupted had begun on some ranks only.
+            chosen.append(max(each for each in proposals if each is not None))
+            return chosen[0]
+
+        return cast("int", self.noted(lambda group: group._gather(what, chosen[0], None), choose))
+
     @contextlib.contextmanager
-    def creation(self) -> Iterator[Creation]:
-        """Inside, control messages are noted for a rank that makes the same object later."""
+    def creation(
+        self, *, is_workspace: bool = False, workspace: Creation | None = None
+    ) -> Iterator[Creation]:
+        """Note the control messages inside, for a new process that makes the same object.
+
+        Args:
+            is_workspace: The object is memory that others share. A new process makes it with the
+                first of them that is open.
+            workspace: Creation of the memory that the object shares.
+        """
         if self._creation is not None:  # part of another object
             yield self._creation
             return
-        self._creation = Creation()
+        self._creation = Creation(workspace)
         try:
             yield self._creation
-            self._creations = [each for each in self._creations if each.exists]
-            self._creations.append(self._creation)
+            if not is_workspace:
+                self._creations = [each for each in self._creations if each.exists]
+                self._creations.append(self._creation)
         finally:
             self._creation = None
+
+    def creations_to_repeat(self) -> list[Creation]:
+        """Return what a new process makes, in its order: all that is open."""
+        creations: list[Creation] = []
+        for each in self._creations:
+            if each.exists:
+                if each.workspace is not None and each.workspace not in creations:
+                    creations.append(each.workspace)
+                creations.append(each)
+        return creations
 
     def noted(self, step: Callable[[Any], T], now: Callable[[], T] | None = None) -> T:
         """Take `step` with this group, and again for a rank that joins. now: what stands for it

@@ -303,7 +303,7 @@ class Recovering(Messages):
             )
         self.joining, before, self.timeout = gone, self.timeout, timeout
         try:
-            for creation in [each for each in self._creations if each.exists]:
+            for creation in self.creations_to_repeat():
                 for step in creation.steps:
                     step(self)
         finally:
@@ -319,6 +319,7 @@ class Recovering(Messages):
         timeout = seconds("timeout", timeout)
         with self._one_recovery():
             self._go_on(time.monotonic() + timeout)
+            self._is_newcomer = False
 
     def _meet_again(self, meeting: Meeting, gone: frozenset[int], timeout: float) -> Membership:
         """This rank's sockets and pages with the other survivors and new processes for `gone`."""

@@ -106,7 +106,8 @@ class LayerOptions:
         """What ranks compare before anything is chosen or built."""
         compared = ("max_tokens", "mode", "overlap", "missing", "fp8")
         rules = asdict(config) | {name: getattr(self, name) for name in compared}
-        rules["replicas"] = None if self.replicas is None else self.replicas.logical
+        # Each layer of a workspace has a placement of its own, which may change.
+        rules["replicas"] = None if self.replicas is None else len(self.replicas.logical)
         return {name: str(value) for name, value in rules.items()}
 
 

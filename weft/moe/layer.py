@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields
@@ -23,7 +24,7 @@ from weft.errors import (
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
-from weft.memory.driver import in_relaxed_mode
+from weft.memory.driver import in_relaxed_mode, plain_tensors, relaxed
 from weft.memory.group import reason
 from weft.memory.header import Record
 from weft.moe import compile as moe_compile
@@ -132,15 +133,17 @@ class MoE:
     ) -> None:
         options = LayerOptions.of(locals())
         check_group(group)
-        plans = group.together(
-            lambda: plans_of(config, options, group.device, hosts=group.hosts),
-            doing="preparing an MoE layer",
-        )
-        group.agree(options.manifest(config), what="MoE layer")
-        choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
-        plan = plans[choice.mode, choice.overlap]
-        kind = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
-        self._workspace: LayerWorkspace[Any] = kind(group, config, options, plan, choice)
+        with group.creation(is_workspace=True) as creation:
+            plans = group.together(
+                lambda: plans_of(config, options, group.device, hosts=group.hosts),
+                doing="preparing an MoE layer",
+            )
+            group.agree(options.manifest(config), what="MoE layer")
+            choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
+            plan = plans[choice.mode, choice.overlap]
+            kind = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
+            self._workspace: LayerWorkspace[Any] = kind(group, config, options, plan, choice)
+        self._workspace.creation = creation
         try:
             self._load(weights, shared, correction, replicas)
         except BaseException:
@@ -175,7 +178,8 @@ class MoE:
         other = MoE.__new__(MoE)
         own = self._replicas if replicas is None else replicas
         other._workspace = self._workspace
-        other._load(weights, shared, correction, own)
+        with relaxed(self.exchange.group.device), plain_tensors():
+            other._load(weights, shared, correction, own)
         return other
 
     memory_bytes = staticmethod(memory_bytes)
@@ -492,6 +496,7 @@ class MoE:
         if self._closed:
             return
         self._closed = True
+        self._creation.end()
         library.forget(self._handle)
         self._workspace.layers.discard(self)
         if not self._workspace.layers:
@@ -510,7 +515,20 @@ class MoE:
         replicas: Replicas | None,
     ) -> None:
         """Take and check what makes this layer differ from its siblings; every rank votes."""
-        device, config = self.exchange.group.device, self.config
+        with self.exchange.group.creation(workspace=self._workspace.creation) as creation:
+            creation.add(self)
+            self._creation = creation
+            self._load_noted(weights, shared, correction, replicas)
+
+    def _load_noted(
+        self,
+        weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
+        shared: Shared | None,
+        correction: torch.Tensor | None,
+        replicas: Replicas | None,
+    ) -> None:
+        """Do what `_load` does, while the group notes its control messages."""
+        group, device, config = self.exchange.group, self.exchange.group.device, self.config
         self._replicas, self._table = replicas, None
         self._lost: list[int] = []  # experts that no living rank holds
         self._mixed = False  # weights of two placements, since moving them has failed
@@ -544,7 +562,9 @@ class MoE:
             return mine
 
         doing = "loading an MoE layer"
-        self._weights = self.exchange.group.together(check, doing=doing)
+        self._weights = group.together(check, doing=doing)
+        itself = weakref.ref(self)  # a group holds what it notes
+        group.noted(lambda group: group._agree(_placement(itself()), "the placement of experts"))
         if replicas is not None:
             experts, physical = config.routing.num_experts, len(replicas.logical)
             # As wide as any placement of so many needs: graphs hold its address.
@@ -718,3 +738,9 @@ def _check_one_round(tokens: int, max_tokens: int) -> None:
             "pass rows=, the most tokens that any rank has in this call, on every rank, and the "
             "layer takes several rounds; or build it with a larger max_tokens"
         )
+
+
+def _placement(layer: MoE | None) -> dict[str, list[int] | None]:
+    """Return what ranks compare of a layer's current placement."""
+    replicas = None if layer is None else layer.replicas
+    return {"logical": None if replicas is None else list(replicas.logical)}

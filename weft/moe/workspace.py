@@ -18,6 +18,7 @@ from weft.errors import OutOfOrder
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.memory import Group
+from weft.memory.messages import Creation
 from weft.memory.wire import JSON
 from weft.moe.choice import LayerChoice
 from weft.moe.config import LayerOptions, LayerPlan
@@ -108,6 +109,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     GeometryMismatch on every rank alike.
     """
 
+    creation: Creation  # of this workspace, set by the layer that makes it
     exchange: Exchange
     side_stream: SideStream
     experts: Experts

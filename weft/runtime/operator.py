@@ -114,7 +114,7 @@ class Operator(ABC):
 
         A rank that fails is named on every rank, and then nothing stays loaded or allocated. Memory
         is that of the ranks of this host. The constructor that calls this is decorated with
-        `in_relaxed_mode`.
+        `as_creation`.
         """
         check_group(group)
         problem: Exception | None = None
@@ -359,12 +359,12 @@ class Operator(ABC):
         return self
 
     def _next_layer(self) -> int:
-        """Return the number of another layer or lease on this operator, from 1 on."""
-        self._layers += 1
-        return (self._layers - 1) % (MAX_LAYERS - 1) + 1
+        """Return the number of another layer or lease on this operator, from 1 on. Collective."""
+        self._layers = self.group.next_number("layer number", self._layers, MAX_LAYERS - 1)
+        return self._layers
 
     def _leased(self) -> Self:
-        """Return this operator as one of its leases sees it; ranks create leases in one order.
+        """Return this operator as one of its leases sees it. Collective.
 
         The view shares all state with the operator. Its calls carry its own number, so that ranks
         whose calls belong to different leases notice that.
