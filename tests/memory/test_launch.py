@@ -2,6 +2,7 @@
 """launch: results in order, the cause of a failure by name, and nothing left behind."""
 
 import glob
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from weft.errors import (
     InvalidArgument,
     PeerTimeout,
     RankFailed,
+    SetupError,
 )
 from weft.memory import processes
 from weft.memory.launch import launch
@@ -205,9 +207,23 @@ def die(group, number):
 )
 def test_a_dead_rank_is_the_cause(number, how):
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=f"rank 2 of 3 died: .*{how}"):
+    with pytest.raises(RankFailed, match=f"rank 2 of 3 died: .*{how}") as told:
         launch(die, number, ranks=3)
+    assert "__main__" not in str(told.value), "its function had begun"
     assert time.monotonic() - started < 100.0
+
+
+def from_daemon(results):
+    with pytest.raises(SetupError, match="is daemonic .* daemon=False, .* device=.threads"):
+        launch(sleep, {}, ranks=2)
+    results.put(launch(sleep, {}, ranks=2, device="threads"))
+
+
+def test_a_daemonic_process_launches_threads_alone():
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    context.Process(target=from_daemon, args=(results,), daemon=True).start()
+    assert results.get(timeout=100.0) == [0, 1]
 
 
 def sleep(group, seconds):

@@ -114,6 +114,25 @@ def test_a_rank_that_dies_in_from_torch_is_named_at_once(victim):
         assert re.search(rf"rank {victim} \(pid \d+\) died before all ranks had met", text)
 
 
+def never_calls(group, calls_before):
+    pg = group.process_group()
+    if calls_before:
+        TorchControl(pg, group.rank, 3).gather("an earlier call", 1, 600.0)
+    error = raised(Group.from_torch, pg, device="cpu", timeout=1.5)[:2] if group.rank < 2 else None
+    group.barrier()
+    return error
+
+
+@pytest.mark.parametrize("calls_before", [False, True])
+def test_a_rank_that_does_not_call_from_torch_is_named(calls_before):
+    last = r" \(last in an earlier call\)" if calls_before else ""
+    for rank, (kind, text) in enumerate(launch(never_calls, calls_before, ranks=3)[:2]):
+        assert kind == RendezvousFailed.__name__
+        wanted = rf"rank {rank}: Group.from_torch did not end within 1.5 s. rank 2{last} did not"
+        assert re.match(wanted, text), text
+        assert "every rank of the process group must call Group.from_torch" in text
+
+
 class Said:
     """A process group whose ranks said these bytes."""
 

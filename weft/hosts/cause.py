@@ -1,69 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which error came first: between hosts a rank that leaves for it can tell nobody but the store.
 
-Ranks of other hosts ask while they wait. The store is that of torch.distributed's default group. It
-may be on the host that is gone, and then answers nobody: every question has a limit, after which
-the rank goes on without an answer.
+Ranks of other hosts ask while they wait.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import threading
-import time
-from collections.abc import Callable
-
-from torch.distributed import distributed_c10d
+from collections.abc import Sequence
 
 from weft.memory import Group
-
-LIMIT = 1.0  # seconds
-_asking: set[threading.Thread] = set()  # that wait for the store
+from weft.memory.store import BoundedStore
 
 
 class FirstCause:
     """The text of the first error of a group's exchanges, the same for all ranks that ask later."""
 
     def __init__(self, group: Group) -> None:
-        self._store = distributed_c10d._get_default_store()
+        self._group, self._store = group, BoundedStore()
         self._key = f"weft/first-cause/{group.token}"
-        self._silent = False  # a question had no answer in time
+
+    def wait_for(self, hosts: Sequence[int]) -> None:
+        """Say that this rank waits for hosts, longer than its deadline."""
+        self._store.set(f"{self._key}/{self._group.rank}", " ".join(map(str, hosts)))
+
+    def culprits(self, hosts: Sequence[int]) -> list[int]:
+        """Return which hosts wait for no other, of `hosts` and those that these wait for.
+
+        None of the ranks there can be named from here: the one that is waited for may wait for
+        another of its host. Where all wait for each other, it is `hosts`: the link is gone.
+        """
+        ranks = self._group.host_ranks
+        texts = self._store.get([f"{self._key}/{rank}" for rank in range(self._group.size)])
+        if texts is None:
+            return list(hosts)
+        waits = {
+            host: {int(each) for rank in ranks[host] for each in texts[rank].split()}
+            for host in range(len(ranks))
+        }
+        reached, pending = set[int](), list(hosts)
+        while pending:
+            host = pending.pop()
+            if host not in reached:
+                reached.add(host)
+                pending += waits[host]
+        return sorted(host for host in reached if not waits[host]) or list(hosts)
 
     def tell(self, text: str) -> None:
         """Leave an error, unless there is one."""
-        self._within(lambda: self._store.compare_set(self._key, "", text).decode())
+        self._store.set_first(self._key, text)
 
     def ask(self) -> str:
-        """The first error; nothing where there is none, or no answer now or before."""
-        return "" if self._silent else self._within(self._look)
-
-    def _look(self) -> str:
-        return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
-
-    def _within(self, step: Callable[[], str]) -> str:
-        said = [""]
-
-        def run() -> None:
-            # Without an answer the store is gone: its host may be the one that is.
-            with contextlib.suppress(RuntimeError):
-                said[0] = step()
-            _asking.discard(thread)
-
-        thread = threading.Thread(target=run, name="weft-first-cause", daemon=True)
-        _asking.add(thread)
-        thread.start()
-        thread.join(LIMIT)
-        self._silent = thread.is_alive()
-        return said[0]
-
-
-@atexit.register
-def _let_them_end() -> None:
-    """An answer that comes while Python ends aborts the process (up to Python 3.13).
-
-    It comes where the store's process ends, too, which mostly is the same moment.
-    """
-    until = time.monotonic() + 3 * LIMIT
-    for thread in list(_asking):
-        thread.join(max(0.0, until - time.monotonic()))
+        """Return the first error; "" where there is none, or no answer now or before."""
+        values = self._store.get([self._key])
+        return values[0] if values else ""

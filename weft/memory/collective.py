@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.memory.messages import Messages
 from weft.memory.reminder import Reminder
+from weft.memory.store import BoundedStore
 from weft.memory.wire import (
     JSON,
     SLACK,
@@ -91,10 +93,50 @@ def _message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     return said
 
 
+class Entries:
+    """Which gathers the ranks of a process group have entered, in its store.
+
+    torch.distributed does not say whom a collective waits for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._name, self._count = group.group_name, 0
+        self._store = BoundedStore()
+
+    def enter(self, doing: str) -> None:
+        """Note that this rank enters its next gather."""
+        self._count += 1
+        self._store.set(self._key(self._rank), f"{self._count} {doing}")
+
+    def missing(self) -> list[str] | None:
+        """Return each rank that has not entered this rank's gather, with the one before; None
+        where the store does not answer.
+        """
+        values = self._store.get([self._key(rank) for rank in range(self._size)])
+        if values is None:
+            return None
+        missing = []
+        for rank, value in enumerate(values):
+            count, _, doing = value.partition(" ")
+            if not count or int(count) < self._count:
+                missing.append(f"rank {rank}" + (f" (last in {text_of(doing)})" if doing else ""))
+        return missing
+
+    def _key(self, rank: int) -> str:
+        return f"weft/entered/{self._name}/{rank}"
+
+
+_entries: WeakKeyDictionary[dist.ProcessGroup, Entries] = WeakKeyDictionary()
+
+
 def gather_bytes(
     group: dist.ProcessGroup, data: bytes, timeout: float, *, doing: str = "a control message"
 ) -> list[bytes]:
     """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds."""
+    if group not in _entries:
+        _entries[group] = Entries(group)
+    _entries[group].enter(doing)
     device = _message_device(group)
     size = dist.get_world_size(group)
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -122,7 +164,8 @@ def _all_gather(
     timeout: float,
     doing: str,
 ) -> None:
-    deadline, pause, reminder = time.monotonic() + timeout, _POLL[0], Reminder()
+    began = time.monotonic()
+    deadline, pause, reminder = began + timeout, _POLL[0], Reminder()
     try:
         work = dist.all_gather(out, own, group=group, async_op=True)
         if work is None:
@@ -130,17 +173,33 @@ def _all_gather(
         while not work.is_completed() and time.monotonic() < deadline:
             if (waited := reminder.due()) is not None:
                 _log.warning(
-                    "rank %d of %d has waited %.0f s of at most %g s in %s: another rank of the "
-                    "process group has not entered it, or another call",
+                    "rank %d of %d has waited %.0f s of at most %g s in %s. %s",
                     *(dist.get_rank(group), dist.get_world_size(group), waited, timeout, doing),
+                    _whom(group, doing),
                 )
             time.sleep(pause)
             pause = min(2 * pause, _POLL[1])
         work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except RuntimeError as error:
+        first, took = str(error).partition("\n")[0], time.monotonic() - began
+        how = f"within {timeout:g} s" if took >= timeout else f"and failed after {took:.1f} s"
         raise RendezvousFailed(
-            f"torch.distributed could not gather within {timeout:g} s: {error}"
+            f"rank {dist.get_rank(group)}: {doing} did not end {how}. "
+            f"{_whom(group, doing)} (torch.distributed: {first})"
         ) from error
+
+
+def _whom(group: dist.ProcessGroup, doing: str) -> str:
+    """Whom a gather waits for, and what to do about it."""
+    missing = _entries[group].missing()
+    if missing:
+        return (
+            f"{', '.join(missing)} did not enter it: every rank of the process group must call "
+            f"{doing}, and make the same calls in the same order"
+        )
+    if missing is None:
+        return "The store does not answer: the process or the host that serves it may be gone"
+    return "Every rank has entered it: a rank died since, or the network between them is slow"
 
 
 def _message_device(group: dist.ProcessGroup) -> torch.device:

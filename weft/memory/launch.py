@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import queue
@@ -57,7 +58,7 @@ def launch(
 
     Raises:
         InvalidArgument: a new process cannot import `fn`, or this process is itself a rank.
-        SetupError: this process may not open enough files.
+        SetupError: this process may not open enough files, or is daemonic.
         RankFailed: a rank raised, died or ran longer than `timeout` seconds.
     """
     function("fn", fn, "which every rank calls with its group and args")
@@ -68,6 +69,8 @@ def launch(
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
     _check_launches()
+    if device != "threads":
+        _check_has_children()
     work = b"" if device == "threads" else _packed(fn, args)
     _check_open_files(ranks, device)
     meeting = Meeting.open()
@@ -95,6 +98,17 @@ def _check_launches() -> None:
             f"this process is rank {rank} of the {size} that torchrun (RANK, WORLD_SIZE) started, "
             "and launch would start ranks of its own in each: call init_process_group and "
             "weft.Group.from_torch() here, or run the script without torchrun"
+        )
+
+
+def _check_has_children() -> None:
+    """Raise SetupError in a daemonic process, which multiprocessing refuses children."""
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise SetupError(
+            f"this process, {process.name}, is daemonic (a worker of multiprocessing.Pool or of an "
+            "engine), and Python lets it start no ranks: start it with daemon=False, call launch "
+            'from the main process, or use device="threads"'
         )
 
 

@@ -161,18 +161,18 @@ def _hear(rank: int, each: _Rank) -> Report | None:
     except (EOFError, OSError):
         each.process.join(1.0)  # the pipe ends a moment before the process
     if each.report is None and each.process.exitcode is not None:
-        each.report = Report(
-            rank, "died", name="died", text=_exit(each.process), when=time.monotonic()
-        )
+        each.report = Report(rank, "died", name="died", text=_exit(each), when=time.monotonic())
     return each.report
 
 
-def _exit(process: ForkServerProcess) -> str:
-    code = process.exitcode
+def _exit(rank: _Rank) -> str:
+    process, code = rank.process, rank.process.exitcode
     if code is None or code >= 0:
-        return (
-            f"process {process.pid} ended with exit code {code} before its function returned; a "
-            'script that calls launch needs `if __name__ == "__main__":` around the call'
+        text = f"process {process.pid} ended with exit code {code} before its function "
+        if rank.met:
+            return text + "returned: it ended itself (os._exit, or a library that does so)"
+        return text + (
+            'began; a script that calls launch needs `if __name__ == "__main__":` around the call'
         )
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     hint = "; the kernel may have run out of memory (see dmesg)" if name == "SIGKILL" else ""
