@@ -90,8 +90,8 @@ ALIKE = {(len(case.round.tokens), str(case.hosts)): case.hosts for case in CASES
 SHORT = ("pull", "fp8", "halves", "statistics")
 
 
-def test_two_hosts_meet_the_reference(ranks):
-    ranks(4, "cpu")(on_hosts, 2, rounds, *(CASES[name] for name in SHORT))
+def test_two_hosts_whose_ranks_cross_meet_the_reference(ranks):
+    ranks(4, "cpu")(on_hosts, [0, 1, 1, 0], rounds, *(CASES[name] for name in SHORT))
 
 
 @campaign

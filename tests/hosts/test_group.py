@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import weft
@@ -26,6 +28,7 @@ from weft.errors import (
     RailFailed,
     RendezvousFailed,
 )
+from weft.reference import identity_experts
 
 
 def refused(group: weft.Group) -> None:
@@ -70,10 +73,10 @@ def test_an_operator_is_made_on_all_hosts_or_on_none(ranks):
 
 
 def other_rows(group: weft.Group) -> str:
-    """One host's ranks make a call with other rows than the other's."""
+    """One host's ranks make their first call with other rows than the other's."""
     case = Round(tokens=(2, 2))
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with weft.AllToAll(group, timeout=1.0, first_timeout=1.0, **case.sizes(8)) as a2a:
+    with weft.AllToAll(group, timeout=9.0, first_timeout=1.0, **case.sizes(8)) as a2a:
         with pytest.raises(RailFailed) as told:
             a2a.dispatch(x, ids, weights, rows=4 + group.host)
         with pytest.raises(RailFailed):
@@ -83,7 +86,43 @@ def other_rows(group: weft.Group) -> str:
 
 def test_unequal_rows_are_an_error_in_time(ranks):
     said = ranks(2, "cpu")(on_hosts, 2, other_rows)
-    assert any("made it with other rows" in text for text in said)
+    words = "did not arrive within 1 s.*made it with other rows; raise first_timeout="
+    assert any(re.search(words, text) for text in said), said
+
+
+def stalls(group: weft.Group, culprit: int, before: str) -> str:
+    """One rank stops before its dispatch or its combine."""
+    case = Round(tokens=(2,) * group.size)
+    with weft.AllToAll(group, timeout=1.0, **case.sizes(8)) as a2a:
+        play(a2a, case)
+        group.barrier()
+        with pytest.raises(GroupError) as told:
+            slow_round(a2a, case, before if group.rank == culprit else "")
+        time.sleep(5.0)  # rank 0 serves the store in which the others look for the cause
+    return str(told.value)
+
+
+def slow_round(a2a: weft.AllToAll, case: Round, before: str) -> None:
+    x, ids, weights, _ = case.of(a2a.rank, torch.device("cpu"))
+    time.sleep(5.0 if before == "dispatch" else 0.0)
+    received = a2a.dispatch(x, ids, weights)
+    time.sleep(5.0 if before == "combine" else 0.0)
+    a2a.combine(identity_experts(received, x.dtype))
+    slow_round(a2a, case, "")  # a rank that needed nothing of the culprit
+
+
+@pytest.mark.parametrize(
+    ("hosts", "culprit", "before"), [(2, 3, "combine"), (2, 2, "dispatch"), (3, 5, "combine")]
+)
+def test_no_neighbour_of_a_rank_that_stalls_is_named(hosts, culprit, before, ranks):
+    said = ranks(2 * hosts, "cpu")(on_hosts, hosts, stalls, culprit, before)
+    for rank, text in enumerate(said):
+        if rank != culprit:
+            own = text.partition("What came first")[0]
+            named = {int(each) for each in re.findall(r"rank (\d+)", own)}
+            echo = "raised RailFailed" in own or "left its wait" in own or own.endswith("left. ")
+            assert echo or named <= {rank, culprit}, text
+            assert f"rank {culprit}" in text or f"host {culprit // 2}" in text, text
 
 
 def aborted(group: weft.Group) -> tuple[str, str, float]:

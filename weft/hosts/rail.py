@@ -12,6 +12,7 @@ Both are point-to-point messages of torch.distributed: NCCL on GPUs, gloo on CPU
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 
 SENT, ARRIVED = range(2)  # what is refused: of this rank's own call, or of another host's
 CPU_ROWS = 64  # that are summed at once
+HEARING = 0.3  # seconds from an overdue exchange to its error: some looks of every rank's watch
 MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
 
 
@@ -118,10 +120,11 @@ class Rail:
         self._hosts, self._own = group.hosts, group.host
         self._others = [h for h in range(self._hosts) if h != self._own]
         self._awaited = self._others  # hosts that an exchange may wait for now
-        self._peers = {h: dist.get_global_rank(group.rail, h) for h in self._others}
+        self._peers = {h: group.rail_peers[h] for h in self._others}
         self._failed: GroupError | None = None
         self._on_failure = weakref.WeakMethod(on_failure)
         self._first_cause = FirstCause(group)
+        self._overdue_since: float | None = None  # of the exchange under way
         self._allocate()
         # Exchanges of the first round, whose peers may still compile; on GPUs one comes before it.
         limits = {"timeout": timeout, "first_timeout": first_timeout}
@@ -453,9 +456,16 @@ class Rail:
         that left an operator may live on. On a GPU its kernels end by the abort.
         """
         whom = self._awaited
-        # What is late asks nobody: the store may be on the host that is gone.
-        if overdue is not None:
-            self._fail(self._overdue(whom, overdue))
+        now, since = time.monotonic(), self._overdue_since
+        if overdue is None and since is not None:  # what was overdue came after all
+            self._overdue_since = None
+            self._first_cause.wait_for([])
+        elif overdue is not None and since is None:
+            # Others that wait as long may wait for another host: they have a moment to say so.
+            self._overdue_since = now
+            self._first_cause.wait_for(whom)
+        if overdue is not None and since is not None and now - since >= HEARING:
+            self._fail(self._overdue(self._first_cause.culprits(whom), overdue))
         elif first := self._first_cause.ask():
             names = self._names(whom)
             self._fail(
@@ -465,11 +475,12 @@ class Rail:
 
     def _overdue(self, hosts: Sequence[int], limit: float) -> str:
         option = "timeout" if limit == self._timeout else "first_timeout"
+        names = " and ".join(self._group._host_name(host) for host in hosts)
         return (
-            f"rank {self._group.rank}: the rows to or from {self._names(hosts)} did not arrive "
-            f"within {limit:g} s. The host or the link is gone, or it was slower than the "
-            f"deadline, did not make this call or made it with other rows; raise {option}= if it "
-            "was only slow, then make a new group."
+            f"rank {self._group.rank}: rows to or from {names} did not arrive within {limit:g} s. "
+            "A rank there, the host or its link is gone or stopped, was slower than the deadline, "
+            f"did not make this call or made it with other rows; raise {option}= if it was only "
+            "slow, then make a new group."
         )
 
     def _broken(self, whom: str, error: Exception) -> str:

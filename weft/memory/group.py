@@ -214,7 +214,10 @@ class Group(Recovering):
                     "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and start anew"
                 )
             local._job_machines = self._machines
-            return Hosts(ranks, names, index, local, rail, said[0]["token"])
+            # Torch numbers the rail's ranks by rank, which need not be the order of hosts.
+            world, place = dist.get_process_group_ranks(whole), ranks[index].index(self.rank)
+            peers = tuple(world[each[place]] for each in ranks)
+            return Hosts(ranks, names, index, local, rail, peers, said[0]["token"])
 
         doing = f"meeting on one host, its ranks {list(ranks[index])} numbered from 0,"
         self._hosts = self.together(meet_on_host, doing=doing)
@@ -246,14 +249,26 @@ class Group(Recovering):
 
     @property
     def rail(self) -> dist.ProcessGroup:
-        """Process group of the ranks with this rank's place on each host, ordered by host.
+        """Process group of the ranks with this rank's place on each host, ordered by rank.
 
         Raises:
             InvalidArgument: the group is on one host.
         """
+        return self._several().rail
+
+    @property
+    def rail_peers(self) -> tuple[int, ...]:
+        """Rank of `rail` on each host, as torch's default process group numbers it.
+
+        Raises:
+            InvalidArgument: the group is on one host.
+        """
+        return self._several().peers
+
+    def _several(self) -> Hosts:
         if self._hosts is None:
             raise InvalidArgument("this group is on one host, and has no rail to another")
-        return self._hosts.rail
+        return self._hosts
 
     def one_host(
         self,

@@ -40,7 +40,8 @@ class Hosts:
 
     ranks: of each host, ascending; hosts in the order of their first ranks.   names: host names.
     index: this rank's host.   local: the group of this host.
-    rail: the process group of the ranks that have this one's place on each host, by host.
+    rail: the process group of the ranks that have this one's place on each host, by rank.
+    peers: of each host, the rank of that process group as the default group numbers it.
     token: a word that no other group has, equal on all ranks.
     """
 
@@ -49,6 +50,7 @@ class Hosts:
     index: int
     local: Group
     rail: dist.ProcessGroup
+    peers: tuple[int, ...]
     token: str
 
     def close(self, why: str | None) -> None:
