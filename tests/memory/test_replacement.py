@@ -602,7 +602,8 @@ def replaced_at_work(group, seed):
 
 
 def heap_of(called: Any) -> Heap:
-    return getattr(called, "exchange", called).heap
+    heap: Heap = getattr(called, "exchange", called).heap
+    return heap
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -577,9 +577,8 @@ class MoE:
         names = (f.name for f in fields(ExpertWeights))
         wanting = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
         self._wants_gradient = next(wanting, "")
-        self._number = (
-            self.exchange._next_layer()
-        )  # by which ranks tell layers of a workspace apart
+        # By which ranks tell layers of a workspace apart.
+        self._number = self.exchange._next_layer()
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
         self._workspace.layers.add(self)
