@@ -168,6 +168,7 @@ def test_only_known_devices(monkeypatch):
     assert discovery.default_device("cpu") == torch.device("cpu")
     with pytest.raises(InvalidArgument, match='weft runs on "cpu" and "cuda"'):
         discovery.default_device("meta")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
