@@ -116,9 +116,10 @@ def test_a_pipe_tells_of_an_end_before_the_process_has_ended() -> None:
     heard: list[int] = []
     told = threading.Event()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)}
+    last = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)} | {3: os.pidfd_open(last.pid)}
     pipes, kept = {}, {}
-    for rank in peers:
+    for rank in (1, 2):
         pipes[rank], kept[rank] = lifelong_pipe()
     liveness = Liveness(peers, pipes, lifelong_pipe(), lambda rank: tell(rank, heard, told))
     os.write(kept[1], b".")
@@ -132,8 +133,12 @@ def test_a_pipe_tells_of_an_end_before_the_process_has_ended() -> None:
     assert told.wait(600.0)
     process.communicate()
     assert liveness.ended(1)
+    told.clear()
+    last.kill()  # heard after what ended before
+    assert told.wait(600.0)
+    last.communicate()
     liveness.close()
-    assert heard == [2, 1]
+    assert heard == [2, 1, 3]
 
 
 def keeps_a_high_end(group: weft.Group) -> int:

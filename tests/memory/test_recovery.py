@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -94,7 +95,13 @@ def idle(group, victims):
     if group.rank in victims:
         die()
     assert group.living == (0, 1, 2, 3)
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    logged: list[logging.LogRecord] = []
+    handler: Any = logging.Handler()
+    handler.emit = logged.append
+    logging.getLogger("weft.memory.recovery").addHandler(handler)
     found = group.recover(timeout=LONG)
+    assert [each.msg for each in logged if "torchrun: its agent ends all ranks" in each.msg]
     assert group.living == found.living
     assert made.asked[-2:] == ["quiesce", ("recover", sum(1 << r for r in found.living))]
     together(group)

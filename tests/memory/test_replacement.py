@@ -591,7 +591,10 @@ def replaced_at_work(group, seed):
         die()
     assert raised(stack.work)[0] in ("PeerDied", "RendezvousFailed")
     group.recover(timeout=LONG)
+    group.open_meeting()
+    files = len(os.listdir("/proc/self/fd"))
     meeting = group.open_meeting()
+    assert len(os.listdir("/proc/self/fd")) == files, "the earlier meeting is closed"
     process = start(works, meeting.address, 2, seed) if group.rank == 0 else None
     group.replace(meeting, timeout=LONG)
     assert group.timeout == before

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import threading
 import time
@@ -29,6 +31,7 @@ from weft.memory.meeting import Meeting, meet
 from weft.memory.membership import Member, Membership
 from weft.memory.messages import Control, Messages
 
+_log = logging.getLogger(__name__)
 _SAMPLE = 0.1  # seconds between two looks at a peer that may wait
 
 
@@ -207,6 +210,7 @@ class Recovering(Messages):
             OutOfOrder: the process is a forked child, or another thread recovers.
         """
         began, timeout = time.monotonic(), seconds("timeout", timeout)
+        _warn_of_torchrun()
         doubted = set(integers("suspects", suspects, 0, self.size - 1))
         with self._one_recovery():
             return self._agree_and_go_on(doubted, began, timeout)
@@ -403,6 +407,17 @@ class Recovering(Messages):
                     member._peer_ended(rank)
         barrier(problems)  # every share is as at creation: calls may store into it
         return finished
+
+
+@functools.cache
+def _warn_of_torchrun() -> None:
+    """Log, once, that an agent of torchrun ends all ranks after the first that fails."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _log.warning(
+            "recover under torchrun: its agent ends all ranks of this machine as soon as one has "
+            "failed. Start the ranks with weft.launch(..., tolerate_deaths=True) or another "
+            "launcher that lets the survivors live"
+        )
 
 
 def _tried(steps: list[Callable[[], None]]) -> list[Exception]:
