@@ -98,6 +98,10 @@ template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
     widen_vector<R.dtype>(sum, row[0]);
 #pragma unroll
     for (u32 rank = 1; rank < R.ranks; ++rank) add_vector<R.dtype>(sum, row[rank]);
+    // A sum makes every NaN the one that GPUs write, and so does the sum of one row.
+    if constexpr (R.ranks == 1)
+        for (u32 i = 0; i < R.width(); ++i)
+            if (sum[i] != sum[i]) sum[i] = __uint_as_float(0x7fffffffu);
     return round_vector<R.dtype>(sum);
 }
 
