@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import weft
 from weft import reference
+from weft.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,12 @@ def settle(device: torch.device) -> None:
     """Wait for a GPU; CPU ranks have ended what they were asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def drop_refusals(operator: Any) -> None:
+    """Ask for what a test's wrong input has left, which closing would raise."""
+    with contextlib.suppress(UsageError):
+        operator.check()
 
 
 def combining(way: str) -> dict[str, Any]:

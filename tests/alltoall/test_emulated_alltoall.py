@@ -29,7 +29,7 @@ from tests.alltoall.alltoall_rounds import (
 from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall, places
 from tests.emulator.watch import Event, watching, ways
 from tests.patience import hurry
-from tests.rounds import bits, play
+from tests.rounds import bits, drop_refusals, play
 from tests.sending import round_trip, scattered, stored_at_owners
 from weft.alltoall.kernels import Plan
 from weft.errors import BadExpertId, PeerTimeout
@@ -221,6 +221,7 @@ def profiled(group: weft.Group, case: Case, library: str, number: int) -> list[A
             launch_as(entries, seed)
             one_round(a2a, case, seed)
         group.barrier()
+        drop_refusals(a2a)
         return read_timeline(a2a.heap)
 
 

@@ -28,7 +28,7 @@ from tests.emulator.emulate import (
 )
 from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
-from tests.rounds import Round, combining
+from tests.rounds import Round, combining, drop_refusals
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
@@ -120,6 +120,8 @@ def rounds(
                 each._operator._recover(group._living)
             met.wait()
             play_rounds(kind, operators, libraries)
+        for each in operators:
+            drop_refusals(each)
         all_here.wait()
 
 

@@ -16,7 +16,7 @@ import weft
 from tests.alltoall.emulate_alltoall import places
 from tests.emulator.watch import Event, watching, ways
 from tests.grouping.emulate_groups import EmulatedGroups, compile_groups
-from tests.rounds import Round, bits, combining
+from tests.rounds import Round, bits, combining, drop_refusals
 from tests.sending import make, round_trip, scattered, sent, stored_at_owners
 from weft.errors import TokenOverflow
 from weft.grouping.operator import ExpertGroups
@@ -87,6 +87,8 @@ def emulated(group: weft.Group, name: str, layout: str, folder: str) -> None:
         with watching(group, entries.library, a2a._site.stride, whole=False) as watch:
             round_trip(a2a, groups, case, sent)
         check_touched(watch.events(), a2a, way)
+        for each in (a2a, plain):
+            drop_refusals(each)
 
 
 def overflowing(group: weft.Group, folder: str) -> None:
