@@ -278,6 +278,7 @@ def test_mxfp4_that_cannot_be_packed_is_named(tmp_path):
     read(folder, 0, fp8=True)
     read(folder, 1)
     tensors[f"layers.{LAYER}.ffn.experts.2.w1.weight"] = torch.ones(128, 256).bfloat16()
+    del tensors[f"layers.{LAYER}.ffn.experts.2.w1.scale"]
     with pytest.raises(InvalidArgument, match="experts.2, .* is torch.bfloat16, other experts are"):
         read(save(tmp_path, tensors), 2, fp8=True)
 
@@ -458,6 +459,12 @@ def test_what_was_read_is_the_callers(tmp_path):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
+def replace_all(tensors: Tensors, others: Tensors) -> None:
+    """Put other tensors in the place of all."""
+    tensors.clear()
+    tensors.update(others)
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda t: t.pop(f"{NAME}.1.up_proj.weight"),
@@ -483,20 +490,22 @@ WRONG: dict[str, tuple[Any, str]] = {
         "have biases, the config has biased=False",
     ),
     "MXFP4 of another shape": (
-        lambda t: t.update(
+        lambda t: replace_all(
+            t,
             {
                 f"{NAME}.{name}_proj_blocks": torch.ones(4, dtype=torch.uint8)
                 for name in ("gate_up", "down")
-            }
+            },
         ),
         r"gate_up_proj_blocks \[4\]; the config wants \[4, 256, 8, 16\]",
     ),
     "MXFP4 without scales": (
-        lambda t: t.update(
+        lambda t: replace_all(
+            t,
             {
                 f"{NAME}.gate_up_proj_blocks": torch.ones(4, 256, 8, 16, dtype=torch.uint8),
                 f"{NAME}.down_proj_blocks": torch.ones(4, 256, 4, 16, dtype=torch.uint8),
-            }
+            },
         ),
         "no tensor .*gate_up_proj_scales; MXFP4 weights need a scale for each 32 of a row",
     ),

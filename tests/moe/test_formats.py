@@ -172,6 +172,25 @@ def test_damaged_scales_are_refused(tmp_path):
             read(tmp_path, (128, 128))
 
 
+@pytest.mark.parametrize(
+    ("stored", "more", "words"),
+    [
+        ("plain", {"0.up_proj.weight_scale": (1, 1)}, "beside plain weights"),
+        ("fp8 128 x 128", {"0.up_proj.weight_scale_inv": (1, 1)}, "a matrix has one of them"),
+        ("int4 32", {"0.up_proj.weight": (128, 128)}, "a matrix has one of them"),
+        ("plain", {"0.up_proj.bias": (128,)}, "up_proj.bias, which weft does not read"),
+        ("plain", {"gate_up_proj": (2, 256, 128)}, "beside fused experts"),
+    ],
+)
+def test_tensors_that_would_be_left_unread_are_refused(tmp_path, stored, more, words):
+    write_checkpoint(tmp_path, stored, None, (128, 128), 0)
+    tensors = pytest.importorskip("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    tensors |= {f"{STEM}.{name}": torch.ones(size) for name, size in more.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidArgument, match=words):
+        read(tmp_path, (128, 128))
+
+
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "nested", "twice", "NaN", "bytes"])
 def test_json_is_read_from_regular_files_only(tmp_path, what):
     path = tmp_path / "config.json"

@@ -181,6 +181,8 @@ class LayerReader:
     ) -> Part:
         """One matrix that is stored alone, in any of the formats."""
         (rows, columns), stem = shape, f"{expert}.{name}"
+        self._check_alone(stem, ("weight", "weight_packed"))
+        self._check_alone(stem, SCALE_NAMES)
         name = f"{stem}.weight"
         if f"{name}_packed" in self._names:  # compressed-tensors
             name = f"{name}_packed"
@@ -210,6 +212,12 @@ class LayerReader:
         else:
             values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED, INT4))
             if dtype != FP8:
+                if beside in self._names:
+                    raise InvalidArgument(
+                        f"{self._source} has scales {self._stem}{beside} beside plain weights "
+                        f"{self._stem}{name} ({dtype}), which have none: one of the two is of "
+                        "another checkpoint"
+                    )
                 return self._part(field, expert, place, values, None, columns)
             blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), wider[1])]
             if columns % MX_BLOCK == 0:
@@ -250,6 +258,15 @@ class LayerReader:
             )
         self._check_block(name, shape, scale.shape, (down, across))
         return scale, (down, across)
+
+    def _check_alone(self, stem: str, names: Sequence[str]) -> None:
+        """Raise InvalidArgument where a matrix has several tensors of which one alone is read."""
+        found = [f"{stem}.{name}" for name in names if f"{stem}.{name}" in self._names]
+        if len(found) > 1:
+            raise InvalidArgument(
+                f"{self._source} has {' and '.join(f'{self._stem}{each}' for each in found)}; a "
+                "matrix has one of them: remove the other"
+            )
 
     def _check_declared(self, name: str, dtype: str) -> None:
         """Raise InvalidArgument for a quantised tensor that config.json says is another."""
@@ -297,6 +314,13 @@ class LayerReader:
     def _check_names(self) -> None:
         """Raise InvalidArgument for a tensor of an expert that would change what it computes."""
         if self._layout != "separate":
+            stored = ("", "_blocks", "_scales", "_bias")
+            known = {f"{m}{suffix}" for m in ("gate_up_proj", "down_proj") for suffix in stored}
+            for name in sorted(self._names - known):
+                raise InvalidArgument(
+                    f"{self._source} has {self._stem}{name} beside fused experts, which weft does "
+                    "not read: they are gate_up_proj and down_proj, with biases, blocks and scales"
+                )
             return
         suffixes = ("weight", "weight_packed", "weight_shape", *SCALE_NAMES, "input_scale")
         known = {f"{m}.{suffix}" for m in self._matrices for suffix in suffixes}
