@@ -260,9 +260,9 @@ def test_ranks_of_a_host_learn_at_once_that_their_rail_failed(ranks):
     """Rank 3 has its own rows by then, and waits for rank 2, which waits for rank 0."""
     said = ranks(4, "cpu")(on_hosts, 2, late)
     assert said[2].startswith("RailFailed: ")
-    assert "rank 0 on host 0" in said[2]
+    assert "host 0 (host-0)" in said[2]
     assert said[3].startswith("PeerLeft: rank 3, dispatch: rank 2 raised RailFailed: ")
-    assert "rank 0 on host 0" in said[3]
+    assert "host 0 (host-0)" in said[3]
 
 
 def refusals(group: weft.Group) -> None:

@@ -261,6 +261,7 @@ def experts() -> list[Row]:
                 "layer": listed(*WHOLE, -1),
                 "experts": listed(7, "x", [EXPERTS], [-1], [0.5], [True], torch.zeros(2)),
                 **{"config": THING, "fp8": FLAG, "device": HOST_DEVICE},
+                "prefix": listed(7, b"x", True, [], Stranger()).optional(),
             },
         ),
         Row(

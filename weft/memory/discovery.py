@@ -121,7 +121,8 @@ def default_device(given: torch.device | str | None) -> torch.device:
         ) from error
     if device is None and not torch.cuda.is_available():
         return torch.device("cpu")
-    if device is not None and device.type == "cuda" and torch.version.cuda is None:
+    whole = device is not None and device.type == "cuda" and device.index is None
+    if whole and torch.version.cuda is None:
         raise InvalidArgument(
             f"device is {shown(given)}, but this torch, {torch.__version__}, is built without "
             'CUDA: use "cpu", or install a torch for CUDA'

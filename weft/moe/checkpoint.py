@@ -222,7 +222,7 @@ class LayerReader:
             blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), wider[1])]
             if columns % MX_BLOCK == 0:
                 blocks.append((rows, columns // MX_BLOCK))
-            blocks += [wider, (rows, 1), (rows,), (1,), ()]
+            blocks += [wider, (rows, 1), (rows,), (1, 1), (1,), ()]
             scale, block = self._scales(beside, shape, blocks)
         return self._part(field, expert, place, values, scale, columns, block)
 
