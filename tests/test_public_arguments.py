@@ -51,7 +51,7 @@ HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
     *("Expert.forward", "Group.map_shares", "Group.noted", "Group.one_host", "Group.one_machine"),
-    "Group.whereabouts",
+    *("Group.creation", "Group.next_number", "Group.whereabouts"),
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages", "WgmmaPlan.ctas_per_sm"),
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
