@@ -55,8 +55,12 @@ class BoundedStore:
             _asking.discard(thread)
 
         thread = threading.Thread(target=run, name="weft-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is free: errors name no ranks then, and nothing else
+            self._is_silent = True
+            return
         _asking.add(thread)
-        thread.start()
         thread.join(LIMIT)
         self._is_silent = thread.is_alive()
 
