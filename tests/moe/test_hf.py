@@ -381,3 +381,30 @@ def test_files_that_are_no_config(tmp_path):
             MoEConfig.from_hf(file)
     with pytest.raises(InvalidArgument, match=r"config is 7; it must be a dict, a config\.json"):
         MoEConfig.from_hf(7)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        *(
+            (family, field, value)
+            for family in ("qwen3_moe", "mixtral")
+            for field, value in (
+                ("scoring_func", "sigmoid"),
+                ("routed_scaling_factor", 2.5),
+                ("n_group", 4),
+                ("n_shared_experts", 1),
+                ("use_routing_bias", True),
+                ("swiglu_limit", 7.0),
+            )
+        ),
+        ("mixtral", "norm_topk_prob", False),
+    ],
+)
+def test_fields_that_a_family_does_not_have_are_refused(family, field, value):
+    config = {"model_type": family, "hidden_size": 64, "num_experts_per_tok": 2}
+    config |= {"num_local_experts": 8, "num_experts": 8, "norm_topk_prob": True}
+    config |= {"intermediate_size": 32, "moe_intermediate_size": 32}
+    assert MoEConfig.from_hf(config).intermediate == 32
+    with pytest.raises(InvalidArgument, match=field):
+        MoEConfig.from_hf(config | {field: value})

@@ -55,11 +55,11 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
         raise ValueError(f"the key {twice!r} is there twice")
-    return found
+    return values
 
 
 def _no_constant(text: str) -> float:
@@ -73,7 +73,7 @@ class Declared:
     Attributes:
         source: The file, for errors; "" where there is none.
         scheme: "fp8", "int4" or "mxfp4"; "" where the config does not say.
-        block: Rows and columns that share a scale; a 0 is a whole row or matrix. None: not said.
+        block: Rows and columns that share a scale; 0 is a whole row or matrix. None: open.
     """
 
     source: str = ""
@@ -92,35 +92,38 @@ def declared_format(folder: Path, experts: str) -> Declared:
         InvalidArgument: the config names a method or options that weft does not read.
     """
     path = folder / CONFIG
-    if not path.exists():
+    if not os.path.lexists(path):
         return Declared()
     config = read_json(path, "the model's config")
-    found = config.get("quantization_config") if isinstance(config, dict) else None
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
     inner = config.get("text_config") if isinstance(config, dict) else None
-    if found is None and isinstance(inner, dict):
-        found = inner.get("quantization_config")
-    if found is None:
+    if quantization is None and isinstance(inner, dict):
+        quantization = inner.get("quantization_config")
+    if quantization is None:
         return Declared(str(path))
-    if not isinstance(found, Mapping):
+    if not isinstance(quantization, Mapping):
         raise InvalidArgument(f"quantization_config in {path} is no object")
-    method = found.get("quant_method")
+    method = quantization.get("quant_method")
     if method not in METHODS:
         raise InvalidArgument(
             f"quant_method in quantization_config of {path} is {method!r}; {_SUPPORTED}: convert "
             "the checkpoint"
         )
-    ignored = [*_texts(found, "ignore", path), *_texts(found, "modules_to_not_convert", path)]
+    ignored = [
+        *_texts(quantization, "ignore", path),
+        *_texts(quantization, "modules_to_not_convert", path),
+    ]
     if any(_names_experts(each, experts) for each in ignored):
         return Declared(str(path), "plain")
     if method == "fp8":
-        return Declared(str(path), "fp8", _fp8_block(found, path))
+        return Declared(str(path), "fp8", _fp8_block(quantization, path))
     if method == "mxfp4":
         return Declared(str(path), "mxfp4", (1, 32))
-    return _compressed(found, path, experts)
+    return _compressed(quantization, path, experts)
 
 
-def _texts(found: Mapping[str, Any], name: str, path: Path) -> list[str]:
-    values = found.get(name) or []
+def _texts(quantization: Mapping[str, Any], name: str, path: Path) -> list[str]:
+    values = quantization.get(name) or []
     if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
         raise InvalidArgument(f"{name} in quantization_config of {path} is no list of names")
     return values
@@ -131,13 +134,15 @@ def _names_experts(pattern: str, experts: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], f"{experts}0.gate_proj") is not None
-        except re.error:
-            return False
+        except re.error as error:
+            raise InvalidArgument(
+                f"quantization_config has the pattern {pattern!r}, which is none: {error}"
+            ) from error
     return experts.startswith(f"{pattern}.") or f"{experts}0".startswith(f"{pattern}.")
 
 
-def _fp8_block(found: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
-    block = found.get("weight_block_size")
+def _fp8_block(quantization: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
+    block = quantization.get("weight_block_size")
     if block is None:
         return None
     if block not in ([FP8_BLOCK, FP8_BLOCK], [1, 32], [1, FP8_BLOCK]):
@@ -147,9 +152,9 @@ def _fp8_block(found: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def _compressed(found: Mapping[str, Any], path: Path, experts: str) -> Declared:
+def _compressed(quantization: Mapping[str, Any], path: Path, experts: str) -> Declared:
     """The scheme of compressed-tensors for the experts."""
-    groups = found.get("config_groups")
+    groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise InvalidArgument(f"config_groups in quantization_config of {path} is no object")
     schemes = [each for each in groups.values() if isinstance(each, Mapping)]
@@ -178,11 +183,14 @@ def _compressed(found: Mapping[str, Any], path: Path, experts: str) -> Declared:
 def _weights_scheme(weights: Mapping[str, Any], path: Path) -> Declared:
     bits, kind = weights.get("num_bits"), weights.get("type")
     strategy, size = weights.get("strategy"), weights.get("group_size")
-    said = f"{bits} bits, type {kind!r}, strategy {strategy!r}, group_size {size!r}"
-    refusal = InvalidArgument(f"weights in quantization_config of {path} are {said}; {_SUPPORTED}")
+    where = f"weights in quantization_config of {path}"
+    scheme = f"{bits} bits, type {kind!r}, strategy {strategy!r}, group_size {size!r}"
+    refusal = InvalidArgument(
+        f"weights in quantization_config of {path} are {scheme}; {_SUPPORTED}"
+    )
     if weights.get("symmetric") is False or weights.get("actorder") not in (None, False, "weight"):
         raise InvalidArgument(
-            f"weights in quantization_config of {path} are asymmetric or reordered (symmetric "
+            f"{where} are asymmetric or reordered (symmetric "
             f"{weights.get('symmetric')!r}, actorder {weights.get('actorder')!r}); {_SUPPORTED}"
         )
     if (bits, kind, strategy) == (4, "int", "group") and size in INT4_GROUPS:

@@ -20,6 +20,15 @@ DTYPES = {
     "float32": torch.float32,
 }
 Layer = dict[str, Any]
+# Fields of other families that would change how a softmax over all experts chooses and weighs.
+PLAIN_SOFTMAX: Mapping[str, Any] = {
+    "scoring_func": "softmax",
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": None,
+    "use_routing_bias": None,
+}
 
 
 class Fields:
@@ -155,6 +164,7 @@ def _deepseek_v3(fields: Fields) -> Layer:
 
 def _deepseek_v4(fields: Fields) -> Layer:
     """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
+    fields.require(n_group=1, topk_group=1)
     layer = _deepseek(fields, "sqrtsoftplus", grouped=False)
     return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
 
@@ -170,7 +180,13 @@ def _qwen3_moe(fields: Fields) -> Layer:
 
 
 def _mixtral(fields: Fields) -> Layer:
-    """Divided by the sum always: the config has no field for it."""
+    """Weights are always divided by their sum; Mixtral's configs have no field for it."""
+    fields.require(swiglu_limit=None, **PLAIN_SOFTMAX)
+    if fields.has("norm_topk_prob") and not fields.flag("norm_topk_prob"):
+        raise InvalidArgument(
+            "norm_topk_prob is False in a config of model_type 'mixtral', whose layers divide by "
+            "the sum: write a MoEConfig by hand"
+        )
     return {
         "intermediate": fields.size("intermediate_size"),
         "routing": Routing(
@@ -193,7 +209,7 @@ def _qwen3_5_moe(fields: Fields) -> Layer:
 
 
 def _softmax_of_all(fields: Fields, *, renormalise: bool) -> Layer:
-    fields.require(swiglu_limit=None)
+    fields.require(swiglu_limit=None, **PLAIN_SOFTMAX)
     return {
         "intermediate": fields.size("moe_intermediate_size"),
         "routing": Routing(
@@ -284,7 +300,7 @@ def _minimax(fields: Fields, *, scale: float) -> Layer:
 
 
 def _llama4(fields: Fields) -> Layer:
-    fields.require(swiglu_limit=None)
+    fields.require(swiglu_limit=None, norm_topk_prob=None, routed_scaling_factor=1.0)
     intermediate = fields.size("intermediate_size")
     return {
         "intermediate": intermediate,
