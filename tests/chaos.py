@@ -614,7 +614,7 @@ def one_run(seed: int) -> Counter[str]:
 
 def fork_server() -> ForkServerContext:
     """What starts processes, with everything imported that they need."""
-    return processes.fork_server([*processes._PRELOAD, *IMPORTED])
+    return processes.fork_server(IMPORTED)
 
 
 def in_shared_memory() -> set[str]:

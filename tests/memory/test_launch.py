@@ -82,13 +82,17 @@ def test_results_come_in_rank_order(device):
 
 
 def values(group):
-    return {"tensor": torch.full((3,), group.rank), "threads": torch.get_num_threads()}
+    ready = "tests.ready" in sys.modules
+    return {
+        "tensor": torch.full((3,), group.rank), "threads": torch.get_num_threads(), "ready": ready
+    }  # fmt: skip
 
 
 def test_tensors_come_back_and_processes_use_one_thread():
     for rank, value in enumerate(launch(values, ranks=2)):
         assert value["tensor"].tolist() == [rank] * 3
         assert value["threads"] == 1
+        assert value["ready"], "the fork server has imported what tests share"
 
 
 def environment(group):

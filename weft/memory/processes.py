@@ -75,14 +75,15 @@ def run_processes(job: Job, timeout: float) -> list[Report]:
         _end(ranks)
 
 
-def fork_server(preload: Sequence[str] = _PRELOAD) -> ForkServerContext:
-    """The fork server, started if need be; its modules come from where this process finds them.
+def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
+    """Return the fork server, which imports `_PRELOAD` and `more` when the first call starts it.
 
-    CPython runs it as `python -c` and ignores this process's sys.path while it imports `preload`,
-    so a `weft` in the working directory would be taken before the installed one.
+    They come from where this process finds modules. CPython runs the server as `python -c` and
+    ignores this process's sys.path meanwhile, so a `weft` in the working directory would be taken
+    before the installed one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([*_PRELOAD, *more])
     there = {
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
