@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.mutations import Mutation, source_of
 from weft.jit import Cache
 from weft.jit.host import compile_code
 
 
-def compile_program(*sources: Path, name: str, options: Sequence[str] = ()) -> Path:
-    """The program that these files make, one after the other; what they include is weft's."""
+def compile_program(
+    *sources: Path, name: str, options: Sequence[str] = (), mutation: Mutation | None = None
+) -> Path:
+    """Return the program that these files make, one after the other, with a fault in weft's headers
+    or none.
+    """
     text = "".join(source.read_text() for source in sources)
+    text = text if mutation is None else inline_headers(text, mutation, set())
     cache = Cache()
     code = compile_code(text, name=name, options=options, cache=cache)
     program = cache.path / f"{name}-{hashlib.sha256(code).hexdigest()[:16]}"
@@ -27,12 +34,30 @@ def compile_program(*sources: Path, name: str, options: Sequence[str] = ()) -> P
     return program
 
 
+def inline_headers(text: str, mutation: Mutation, included: set[str]) -> str:
+    """Replace each first include of a header of weft by its text with a fault."""
+
+    def include(match: re.Match[str]) -> str:
+        if match[1] in included:
+            return ""
+        included.add(match[1])
+        header = mutation.apply(match[1], source_of(match[1])).replace("#pragma once", "")
+        return inline_headers(header, mutation, included)
+
+    return re.sub(r"^#include <weft/(.*)>$", include, text, flags=re.MULTILINE)
+
+
 def run_program(
-    sources: Sequence[Path], *arguments: object, name: str, options: Sequence[str]
+    sources: Sequence[Path],
+    *arguments: object,
+    name: str,
+    options: Sequence[str],
+    mutation: Mutation | None = None,
 ) -> tuple[int, str]:
-    """Its exit status and what it printed. Of data races the first report is the verdict."""
+    """Return its exit status and what it printed. Of data races the first report is the verdict."""
+    program = compile_program(*sources, name=name, options=options, mutation=mutation)
     done = subprocess.run(
-        [str(compile_program(*sources, name=name, options=options)), *map(str, arguments)],
+        [str(program), *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,

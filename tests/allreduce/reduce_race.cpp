@@ -2,9 +2,8 @@
 // The fused all-reduce with ranks as threads (tests/runtime/race.hpp): backends and sizes in an
 // order that all ranks draw alike, every element of every output checked. Exit status 0: all are
 // right. Slots are atomic words, so ThreadSanitizer has nothing to say of them; what it watches is
-// everything else that ranks might share. With -DWEFT_ONE_SIDE=1 rows that are pushed to be summed
-// have one buffer instead of two, and the test must catch a fast rank that overwrites what a slow
-// one has not read. With -DEPILOGUE_AT=receiver each rank has a weight of its own.
+// everything else that ranks might share. With -DEPILOGUE_AT=receiver each rank has a weight of its
+// own.
 #include <weft/allreduce/cpu.cpp>
 
 #ifndef EPILOGUE_AT

@@ -11,6 +11,7 @@ import weft
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.watch import Watch
 from tests.headers import HEADER_BYTES, Header
+from tests.mutations import Mutation
 from weft.alltoall.config import Offsets
 from weft.alltoall.kernels import PHASES, Plan
 from weft.runtime.kernels import in_parts
@@ -24,18 +25,10 @@ def compile_alltoall(
     folder: Path,
     *,
     defines: Sequence[str] = (),
-    broken: tuple[str, str, str] | None = None,
+    mutation: Mutation | None = None,
 ) -> Path:
-    """The shared library of all entries of some Shapes; those that pull know their rank.
-
-    broken: a header, a text that it has once, and what the text becomes.
-    """
-    root = emulated_tree(folder)
-    if broken is not None:
-        header, text, becomes = root / "weft" / broken[0], *broken[1:]
-        right = header.read_text()
-        assert right.count(text) == 1, text
-        header.write_text(right.replace(text, becomes))
+    """Return the shared library of all entries of some Shapes; those that pull know their rank."""
+    root = emulated_tree(folder, mutation)
     lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
     for i, shape in enumerate(shapes):
         lines += [f"namespace shape_{i} {{", f"constexpr weft::Shape S = {shape.literal()};"]

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The protocol with ranks as threads (tests/runtime/race.hpp), for ThreadSanitizer: every payload
 // word is stamped with (source, token, round) and verified at the receiver and again after combine.
-// Exit status 0: all words are right. With -DWEFT_WEAK_FLAGS=1 the flags publish nothing, which x86
-// hides from the words but not from ThreadSanitizer. -DCOMBINE and -DSPLIT_PHASE choose how combine
-// returns rows, and whether each phase is split.
+// Exit status 0: all words are right. -DCOMBINE and -DSPLIT_PHASE choose how combine returns rows,
+// and whether each phase is split.
 #include <cmath>
 
 #include <weft/alltoall/cpu.cpp>

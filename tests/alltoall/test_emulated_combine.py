@@ -15,6 +15,7 @@ import torch
 import weft
 from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall
 from tests.alltoall.test_ways import one_round, strange_rows
+from tests.mutations import COMBINE_FP8, Mutation
 from tests.patience import hurry
 from tests.rounds import Round
 from weft.alltoall.kernels import Plan
@@ -38,40 +39,6 @@ PLANS = (
 )
 
 
-# A header, a text of it, and what that becomes in a kernel that is broken.
-COMBINE, ROW = "alltoall/combine_fp8.cuh", "device/row.cuh"
-BROKEN = {
-    "a sentinel that is not restored": (ROW, "    rows.restore();\n", ""),
-    "a NaN that looks like an empty place": (
-        COMBINE,
-        "quantize(x, block.inverse, amax >= infinity_bits)",
-        "amax >= infinity_bits ? sentinel_vector() : quantize(x, block.inverse, false)",
-    ),
-    "a vector beyond the row": (
-        COMBINE,
-        "if (v < ReturnedRows<S>::vectors)\n            post_vector",
-        "post_vector",
-    ),
-    "a scale of another block": (COMBINE, "lane % blocks_in_strip * block_lanes", "0"),
-    "rows that nobody is owed": (COMBINE, "if (wanted) push_fragment", "push_fragment"),
-    "strips that nobody pushes": (
-        COMBINE,
-        "strip < fragment.end; ++strip",
-        "strip + 1 < fragment.end; ++strip",
-    ),
-    "a vector that is taken before it has come": (
-        ROW,
-        "if ((mine >> i & 1) != 0 && !is_ready(v[i])) found",
-        "if (false) found",
-    ),
-    "a scale that is taken before it has come": (
-        ROW,
-        "(has_scale && scale == sentinel ? 1u << scale_row() : 0)",
-        "0",
-    ),
-}
-
-
 def make(group: weft.Group, case: Round) -> weft.AllToAll:
     return weft.AllToAll(
         group,
@@ -90,15 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("combine")
 
 
-def emulate(
-    a2a: weft.AllToAll, folder: Path, broken: tuple[str, str, str] | None = None
-) -> EmulatedAllToAll:
+def emulate(a2a: weft.AllToAll, folder: Path, mutation: Mutation | None = None) -> EmulatedAllToAll:
     """Let this rank run kernels; rank 0 compiles them for all."""
     shape = a2a.config.shape
     place = folder / f"{shape.ranks}-{shape.dtype}-{shape.hidden}-{shape.top_k}"
     if a2a.rank == 0 and not place.exists():
         place.mkdir()
-        compile_alltoall([shape], place, broken=broken)
+        compile_alltoall([shape], place, mutation=mutation)
     a2a.group.barrier()
     a2a._kernels = entries = EmulatedAllToAll(place / "kernels.so", 0, a2a)
     return entries
@@ -171,7 +136,7 @@ def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(ranks, folder):
     ranks(2, "threads")(strange, folder)
 
 
-def broken(group: weft.Group, folder: Path, how: tuple[str, str, str] | None) -> bool:
+def broken(group: weft.Group, folder: Path, how: Mutation | None) -> bool:
     """Rounds until one is wrong on some rank: is there one?"""
     case = Round(tokens=(9, 9), hidden=1152, top_k=2, experts=4)
     with make(group, case) as a2a:
@@ -193,9 +158,9 @@ def broken(group: weft.Group, folder: Path, how: tuple[str, str, str] | None) ->
         return False
 
 
-@pytest.mark.parametrize("name", [None, *BROKEN])
+@pytest.mark.parametrize("name", [None, *COMBINE_FP8])
 def test_a_broken_kernel_is_noticed(ranks, tmp_path, name):
-    how = None if name is None else BROKEN[name]
+    how = None if name is None else COMBINE_FP8[name]
     assert ranks(2, "threads")(broken, tmp_path, how) == [name is not None] * 2
 
 

@@ -7,13 +7,13 @@ import atexit
 import ctypes
 import functools
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.emulator.instructions import translated
+from tests.mutations import Mutation
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import KERNELS, MOE, ReducePlan
 from weft.jit.host import find_compiler
@@ -36,12 +36,13 @@ BODIES: dict[str, dict[str, str]] = {
 TRANSLATED = ("device/order.cuh", "device/team.cuh", "device/copy.cuh", "device/quantize_warp.cuh")
 
 
-def emulated_tree(folder: Path) -> Path:
-    """A copy of weft's headers in which no assembly is left; returns the include root."""
+def emulated_tree(folder: Path, mutation: Mutation | None = None) -> Path:
+    """Copy weft's headers without assembly, with a fault or none; return the include root."""
     for header in (path for end in ("cuh", "hpp", "cpp") for path in PACKAGE.rglob(f"*.{end}")):
-        copy = folder / "weft" / header.relative_to(PACKAGE)
+        name, text = header.relative_to(PACKAGE), header.read_text()
+        copy = folder / "weft" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(header, copy)
+        copy.write_text(mutation.apply(name.as_posix(), text) if mutation else text)
     for name, bodies in BODIES.items():
         replace_bodies(folder / "weft/device" / name, bodies)
     for name in TRANSLATED:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
 from tests.emulator.instructions import translated
+from tests.mutations import Mutation
 from weft.gemm import Push, WgmmaPlan, kernels
 from weft.gemm.call import GemmCall
 from weft.gemm.config import CLUSTER_N
@@ -113,19 +114,14 @@ extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
 
 
 def compile_gemms(
-    shapes: Iterable[kernels.GemmShape], folder: Path, mutation: Mapping[str, str] | None = None
+    shapes: Iterable[kernels.GemmShape], folder: Path, mutation: Mutation | None = None
 ) -> Path:
-    """The shared library of the kernels of some shapes.
-
-    mutation: texts of the kernel, and what they become, wherever they stand in it.
-    """
-    root = gemm_tree(folder)
+    """Return the shared library of the kernels of some shapes, with a fault or none."""
+    root = gemm_tree(folder, mutation)
     path = root / "weft/gemm/grouped_gemm.cuh"
     text = path.read_text()
     assert SHARED in text
     path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
-    for old, new in (mutation or {}).items():
-        _mutate(root / "weft/gemm", old, new)
     entries = "".join(
         ENTRY.format(i=i, literal=shape.literal, threads=THREADS) for i, shape in enumerate(shapes)
     )
@@ -134,9 +130,9 @@ def compile_gemms(
     )
 
 
-def gemm_tree(folder: Path) -> Path:
+def gemm_tree(folder: Path, mutation: Mutation | None = None) -> Path:
     """Like `emulated_tree`, with the instructions of the GEMM replaced as well."""
-    root = emulated_tree(folder)
+    root = emulated_tree(folder, mutation)
     for name, bodies in BODIES.items():
         replace_bodies(root / "weft/device" / name, bodies)
     path = root / "weft/gemm/wgmma.cuh"
@@ -149,13 +145,6 @@ def gemm_head() -> str:
     """The emulated cluster and tensor cores, to be placed before headers of the GEMM."""
     emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
     return f"{emulator}#include <weft/gemm/wgmma.cuh>\n{WGMMA}"
-
-
-def _mutate(kernels: Path, old: str, new: str) -> None:
-    texts = {path: path.read_text() for path in kernels.glob("*.cuh")}
-    assert any(old in text for text in texts.values()), f"the kernel has no {old!r}"
-    for path, text in texts.items():
-        path.write_text(text.replace(old, new))
 
 
 @dataclass

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Low-latency rounds with ranks as threads (tests/runtime/race.hpp): every element of every row is
 // stamped with source, token and round, checked where it arrives and again in the owner's sum. Exit
-// status 0: all are right. With -DWEFT_NO_GRANTS=1 ranks store into inboxes that nobody has
-// emptied, and rows are lost. -DREDUCE and -DSPLIT_PHASE choose which rank adds, and whether two
+// status 0: all are right. -DREDUCE and -DSPLIT_PHASE choose which rank adds, and whether two
 // results cross; with -DGEMM_PUSH=1 experts store their rows at the owners themselves.
 #include <weft/gemm/push_cpu.cpp>
 #include <weft/lowlatency/combine_cpu.hpp>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the race programs share: ranks as threads, whose shares are neighbours in one allocation.
-// -DRANKS chooses how many.
+// -DRANKS chooses how many, -DDEADLINE_S the seconds that a wait may last.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +11,9 @@
 
 #ifndef RANKS
 #define RANKS 4
+#endif
+#ifndef DEADLINE_S
+#define DEADLINE_S 60
 #endif
 
 using namespace weft;
@@ -31,9 +34,7 @@ template <class Share> struct Race {
             Header& header = shares[rank].header;
             header.generation = 1;
             header.living = (1u << RANKS) - 1;
-            // Without credits, or with one buffer, rows are lost and waits end at the deadline.
-            header.deadline_ns = header.first_deadline_ns =
-                (WEFT_NO_GRANTS || WEFT_ONE_SIDE ? 1 : 60) * 1000000000ull;
+            header.deadline_ns = header.first_deadline_ns = DEADLINE_S * 1000000000ull;
             header.first_epoch = header.state.epoch = first_epoch;
         }
     }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each protocol under ThreadSanitizer with ranks as threads, with its mutations, and for long.
+"""Each protocol under ThreadSanitizer with ranks as threads, with its faults, and for long.
 
-Every run tries a few interleavings; the long campaign runs when these files change.
+Every run tries a few interleavings; the slow tests try many.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations import RACES
 from tests.programs import run_program
 
 TESTS, RACE = Path(__file__).parents[1], Path(__file__).with_name("race.hpp")
@@ -24,14 +25,16 @@ WRAP = 2**40  # epochs have so many values
 
 
 def campaign(program: str, *given: object) -> object:
-    """A case that runs when its program has changed."""
+    """Return a case of the slow tests."""
     return pytest.param(program, *given, marks=pytest.mark.slow)
 
 
-def run(program: str, rounds: int, *options: str, first_epoch: int = 0) -> tuple[int, str]:
-    name = Path(program).stem
+def run(
+    program: str, rounds: int, *options: str, first_epoch: int = 0, fault: str | None = None
+) -> tuple[int, str]:
+    name, mutation = Path(program).stem, RACES[fault] if fault else None
     sources = RACE, TESTS / program
-    return run_program(sources, rounds, first_epoch, name=name, options=options)
+    return run_program(sources, rounds, first_epoch, name=name, options=options, mutation=mutation)
 
 
 def require_right(found: tuple[int, str], program: str, rounds: int, ranks: int = 4) -> None:
@@ -75,23 +78,24 @@ def test_no_race_with_ranks_as_threads(program, rounds, ranks, options):
     ],
 )
 def test_a_weakened_release_is_reported(program, combine):
-    """x86 hides the missing order from the data; the sanitizer must see it or proves nothing."""
-    weak = (f"-DCOMBINE={combine}", "-DWEFT_WEAK_FLAGS=1")
-    status, text = run(program, 300, *SANITIZED, *weak)
+    """x86 hides the missing order from the data, but the sanitizer sees it."""
+    options = (*SANITIZED, f"-DCOMBINE={combine}")
+    status, text = run(program, 300, *options, fault="a release that orders nothing")
     assert status != 0
     assert "ThreadSanitizer: data race" in text
 
 
 @pytest.mark.parametrize(
-    ("program", "rounds", "options"),
+    ("program", "rounds", "options", "fault"),
     [
-        (LOW, 20_000, "-DWEFT_NO_GRANTS=1 -DSPLIT_PHASE=0"),
-        (LOW, 20_000, "-DWEFT_NO_GRANTS=1 -DSPLIT_PHASE=1"),
-        (REDUCE, 200_000, "-DWEFT_ONE_SIDE=1"),
+        (LOW, 20_000, ["-DSPLIT_PHASE=0"], "no credits"),
+        (LOW, 20_000, ["-DSPLIT_PHASE=1"], "no credits"),
+        (REDUCE, 200_000, [], "one buffer instead of two"),
     ],
 )
-def test_without_credits_or_with_one_buffer_rows_are_lost(program, rounds, options):
-    status, text = run(program, rounds, *options.split())
+def test_without_credits_or_with_one_buffer_rows_are_lost(program, rounds, options, fault):
+    # Rows are lost, so waits end at the deadline.
+    status, text = run(program, rounds, "-DDEADLINE_S=1", *options, fault=fault)
     assert status != 0
     assert ": 0 wrong" not in text
 

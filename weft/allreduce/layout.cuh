@@ -95,7 +95,7 @@ template <Reduction R> WEFT_FN bool is_summed(RankSet summed, u32 rank) {
 template <DType D> constexpr u32 neutral_word = D == DType::fp32 ? 0x80000000u : 0x80008000u;
 
 // The buffer that a call uses, of two.
-WEFT_FN constexpr u32 side_of(u64 epoch) { return WEFT_ONE_SIDE ? 0 : u32(epoch & 1); }
+WEFT_FN constexpr u32 side_of(u64 epoch) { return u32(epoch & 1); }
 
 // The arguments of one call. A null pointer is an output that is not wanted, or an input that is
 // not there.

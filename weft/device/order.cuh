@@ -25,10 +25,6 @@
 // -DWEFT_FAULTS=1 arms the named fault points.
 // -DWEFT_PROFILE=1 records timelines.
 // -DWEFT_WIDE=1 is for more than 32 ranks: sets of ranks take several words.
-// -DWEFT_WEAK_FLAGS=1 breaks the release on purpose.
-// -DWEFT_ONE_SIDE=1 removes the second buffer where two are needed.
-// -DWEFT_NO_GRANTS=1 stores into inboxes that nobody has emptied.
-// With each of the last three, the race tests must fail.
 #ifndef WEFT_FAULTS
 #define WEFT_FAULTS 0
 #endif
@@ -37,15 +33,6 @@
 #endif
 #ifndef WEFT_WIDE
 #define WEFT_WIDE 0
-#endif
-#ifndef WEFT_ONE_SIDE
-#define WEFT_ONE_SIDE 0
-#endif
-#ifndef WEFT_WEAK_FLAGS
-#define WEFT_WEAK_FLAGS 0
-#endif
-#ifndef WEFT_NO_GRANTS
-#define WEFT_NO_GRANTS 0
 #endif
 
 namespace weft {
@@ -74,11 +61,7 @@ using i64 = long long;
 // Order: publishes everything that this thread wrote before it, and everything it acquired from its
 // team. Pairs with load_acquire.
 template <class Word> WEFT_FN void store_release(Word* at, Word value) {
-#if WEFT_WEAK_FLAGS
-    WEFT_STORE(at, value, RELAXED, SYSTEM);
-#else
     WEFT_STORE(at, value, RELEASE, SYSTEM);
-#endif
 }
 
 // Order: the reads that follow see what the releasing thread published.

@@ -236,7 +236,6 @@ WEFT_FN u64 credit_needed(const Progress& progress, Phase phase) {
 // after the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phase, u32 peer) {
-    if constexpr (WEFT_NO_GRANTS) return true;
     const u64 wanted = credit_needed(progress, phase);
     // Deadlines identify a round by the epoch that it makes.
     return await_flag(own_share<S>(site).header, site, credit_of<S>(site, phase, peer), peer, phase,

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulated cluster notices every fault of the table in the grouped GEMM."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gemm.cases import UNTOUCHED, Case, Output, gated, shape_of
+from tests.gemm.emulate import EmulatedGemms, compile_gemms, tensor_map
+from tests.mutations import GEMM, WRONG, Mutation
+from weft.gemm import STORE, Epilogue, Gated, GatedQuant, Push, WgmmaPlan, kernels, reference
+from weft.gemm.config import MXFP4
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+
+# Swapped and normal tiles in turn, enough for the ring of stages to wrap.
+FP8 = Case(counts=(40, 130, 120, 5, 30), n=256, k=384)
+CASES = {
+    "fp8": FP8,
+    "bf16": replace(FP8, dtype=torch.bfloat16, n=272, bias=True),
+    "mxfp4": replace(FP8, dtype=MXFP4, bias=True),
+    # Split tiles, some cut, one of which leaves a warpgroup without rows.
+    "split": replace(FP8, counts=(30, 190, 270)),
+}
+EPILOGUES: dict[str, tuple[Epilogue, float]] = {
+    "store": (STORE, 2.0**-7),
+    "gated": (Gated(), 2.0**-6),
+    "gated_fp8": (GatedQuant(), 0.08),
+}
+
+
+@dataclass(frozen=True)
+class GemmRun:
+    """One grouped GEMM on an emulated GPU of `sms`. block_m: of the plan. k: of the case."""
+
+    epilogue: str = "store"
+    block_m: int = 128
+    sms: int = 2
+    k: int = 384
+    weights: str = "fp8"
+    prefetch_weights: bool = False
+
+    def play(
+        self, folder: Path, patch: pytest.MonkeyPatch, seeds: int, mutation: Mutation | None = None
+    ) -> None:
+        """Compare the GEMM with the oracle in many orders. Raises AssertionError."""
+        split = self.weights == "fp8" and self.block_m == 256
+        case = replace(CASES["split" if split else self.weights], k=self.k)
+        prefetch, plan = {"prefetch_weights": self.prefetch_weights}, WgmmaPlan(self.block_m)
+        shapes = (shape_of(case, self.block_m, self.epilogue, **prefetch),)
+        library = ctypes.CDLL(str(compile_gemms(shapes, folder / "tree", mutation)))
+        patch.setattr(kernels, "tensor_map", tensor_map)
+        made = case.make()
+        oracle = made.oracle()
+        for seed in range(seeds):
+            gemms = EmulatedGemms(library, shapes, seed, seed % 3, self.sms)
+            patch.setattr(reference, "compute", gemms.compute)
+            options = prefetch | {"programmatic_launch": True}
+            if self.epilogue == "push":
+                remote = torch.full((case.rows, case.n), UNTOUCHED, dtype=torch.bfloat16)
+                order = torch.arange(case.rows).flip(0)
+                made.call(Push(remote.data_ptr() + order * case.n * 2), plan, **options)
+                got, expected, tolerance = Output(case, remote[order]), oracle, 2.0**-7
+            else:
+                epilogue, tolerance = EPILOGUES[self.epilogue]
+                got = made.call(epilogue, plan, **options)
+                expected = gated(epilogue, oracle) if isinstance(epilogue, Gated) else oracle
+            try:
+                got.agrees(expected, tolerance)
+            except AssertionError as error:
+                raise AssertionError(WRONG) from error
+
+
+@pytest.mark.parametrize(
+    ("weights", "block_ms"),
+    [("fp8", (128, 256)), ("mxfp4", (32, 64, 96, 128)), ("bf16", (256,))],
+)
+@pytest.mark.parametrize("epilogue", ["store", "push", "gated"])
+def test_the_kernel_without_a_fault_passes(
+    epilogue: str,
+    weights: str,
+    block_ms: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    name = "gated_fp8" if epilogue == "gated" and weights != "bf16" else epilogue
+    for block_m in block_ms:
+        GemmRun(name, block_m, weights=weights).play(tmp_path / str(block_m), monkeypatch, 3)
+
+
+@pytest.mark.parametrize("name", GEMM)
+def test_a_fault_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mutation = GEMM[name]
+    with pytest.raises(AssertionError, match=mutation.error):
+        GemmRun(**mutation.run).play(tmp_path, monkeypatch, 40, mutation)

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults for the kernels, one table: edits of their source that tests must notice.
+
+An edit names a file below weft/, a function and a regular expression, which must match exactly once
+in the function's body. A space in the expression matches any white space.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.jit.source import PACKAGE
+
+_NO_CODE = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"')
+_BRACKETS = re.compile(r"[(){}]")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of a function.
+
+    function: its name, as "Struct::name" if it is a member; of overloads, all bodies are searched.
+    replacement: may name groups of the pattern.
+    """
+
+    file: str
+    function: str
+    pattern: str
+    replacement: str = ""
+
+    def apply(self, text: str) -> str:
+        """Return the changed text of the file. Raises LookupError unless one place matches."""
+        pattern = re.compile(self.pattern.replace(" ", r"\s+"), re.DOTALL)
+        found = [
+            match
+            for begin, end in function_bodies(text, self.function)
+            for match in pattern.finditer(text[:end], begin)
+        ]
+        if len(found) != 1:
+            raise LookupError(
+                f"{self.pattern!r} matches {len(found)} times in {self.function} of {self.file}"
+            )
+        begin, end = found[0].span()
+        return text[:begin] + found[0].expand(self.replacement) + text[end:]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault: edits that belong together.
+
+    error: a regular expression for what must fail.   run: what the test needs to provoke it.
+    """
+
+    edits: tuple[Edit, ...]
+    error: str = ""
+    run: dict[str, Any] = field(default_factory=dict)
+
+    def apply(self, file: str, text: str) -> str:
+        """Return the text of a file below weft/ with the edits that are in it."""
+        for edit in self.edits:
+            if edit.file == file:
+                text = edit.apply(text)
+        return text
+
+
+def function_bodies(text: str, function: str) -> Iterator[tuple[int, int]]:
+    """Yield where each body of a function lies, braces included."""
+    code = _NO_CODE.sub(lambda match: " " * len(match[0]), text)
+    scope, _, name = function.rpartition("::")
+    begin, end = 0, len(code)
+    if scope:
+        for struct in re.finditer(rf"\bstruct\b[^;{{}}()]*(?:\([^()]*\))?\s*\b{scope} \{{", code):
+            begin, end = struct.end() - 1, _closing(code, struct.end() - 1)
+    head = re.compile(rf"WEFT_(?:SLOW_)?FN\b[^;{{}}()]*?\b{name}\(")
+    for match in head.finditer(code, begin, end):
+        body = code.find("{", _closing(code, match.end() - 1))
+        if ";" not in code[match.end() : body]:
+            yield body, _closing(code, body)
+
+
+def _closing(code: str, opening: int) -> int:
+    """Return the place behind the bracket that closes the one at `opening`."""
+    depth = 0
+    for match in _BRACKETS.finditer(code, opening):
+        depth += 1 if match[0] in "({" else -1
+        if depth == 0:
+            return match.end()
+    raise LookupError(f"a bracket is not closed: {code[opening : opening + 80]!r}")
+
+
+@functools.cache
+def source_of(file: str) -> str:
+    """Return the text of a file below weft/."""
+    return (PACKAGE / file).read_text()
+
+
+WRONG = "wrong rows"
+
+
+def _gemm(
+    file: str, function: str, pattern: str, replacement: str = "", error: str = WRONG, **run: Any
+) -> Mutation:
+    """A fault of the grouped GEMM. run: fields of `GemmRun` (tests/gemm/test_mutations.py)."""
+    return Mutation((Edit(f"gemm/{file}", function, pattern, replacement),), error, run)
+
+
+def _paired(
+    function: str, pattern: str, replacement: str, error: str = WRONG, **run: Any
+) -> Mutation:
+    """A fault of swapped tiles beside split ones, which have two k blocks in a stage."""
+    file = "loader.cuh" if function.startswith(("load", "prefetch")) else "mainloop_fp8.cuh"
+    run = {"epilogue": "gated_fp8", "block_m": 256, **run}
+    return _gemm(file, function, pattern, replacement, error, **run)
+
+
+BF16 = {"weights": "bf16", "block_m": 256}
+GATED = {"epilogue": "gated_fp8", "block_m": 64}
+GATED_16BIT = {"epilogue": "gated", "weights": "bf16", "block_m": 256}
+MXFP4 = {"weights": "mxfp4"}
+EARLY = {"prefetch_weights": True}
+STUCK = f"overrun|deadlock|{WRONG}"
+
+# What the emulated cluster must notice.
+# fmt: off
+GEMM = {
+    # The ring of stages.
+    "one arrival too few on empty":
+        _gemm("pipeline.cuh", "init_mbarriers", r"2 \* math_warps", "2 * math_warps - 1",
+              "overrun|gone"),
+    "the other CTA is not told of a released stage":
+        _gemm("pipeline.cuh", "release_stage", r"if \(lane == 1\)[^;]*;", "", "deadlock"),
+    "scales are not awaited":
+        _gemm("pipeline.cuh", "init_mbarriers", r"S\.has_fp8_rows\(\) \? [^)]* : 1", "1",
+              "overrun"),
+    "a warp releases a stage that its lanes read":
+        _gemm("pipeline.cuh", "release_stage", r"__syncwarp\(\);", block_m=160),
+    "a stage is released before its wgmma is complete":
+        _gemm("mainloop_fp8.cuh", "mainloop_swap_ab",
+              r"(block\.template promote<0>\(sum\);) (release_stage[^;]*;)", r"\2 \1"),
+    "a normal tile's stage is released before its wgmma is complete":
+        _gemm("mainloop_fp8.cuh", "mainloop_normal",
+              r"(one\.template promote<1>\(sum, scales\);) (release_stage[^;]*;)", r"\2 \1"),
+    "a k block is added before it is complete":
+        _gemm("mainloop_fp8.cuh", "mainloop_normal", r"one\.template promote<1>",
+              "one.template promote<2>"),
+    "the loader does not wait":
+        _gemm("loader.cuh", "load_tiles", r"smem\.empty[^;]*;(?= load_weights)", "", STUCK),
+    # The end, and the beginning.
+    "the last arrivals are not awaited":
+        _gemm("loader.cuh", "load_tiles", r"i < S\.stages", "i < 0", "gone"),
+    "the CTAs of a cluster do not meet first":
+        _gemm("grouped_gemm.cuh", "grouped_gemm", r"(__syncthreads\(\);) sync_cluster_relaxed\(\);",
+              r"\1", "unmade"),
+    "mbarriers are not published":
+        _gemm("pipeline.cuh", "init_mbarriers", r"fence_mbarrier_init\(\);", "", "unmade"),
+    "the copy engine is not fenced":
+        _gemm("loader.cuh", "load_tiles", r"fence_for_bulk\(\);", "", "unordered"),
+    "wgmma is not fenced":
+        _gemm("wgmma.cuh", "issue_k_block", r"wgmma_fence\(\);(?=.*accumulate)", "", "unordered"),
+    "wgmma is not committed":
+        _gemm("wgmma.cuh", "issue_k_block", r"(accumulate \|\| i != 0\);) wgmma_commit\(\);",
+              r"\1"),
+    # The exchange of amax.
+    "one exchange buffer":
+        Mutation(
+            tuple(
+                Edit("gemm/epilogue_gated_fp8.cuh", f"AmaxExchange::{function}", *edit)
+                for function, *edit in (
+                    ("expect", r"turn % 2", "0"),
+                    ("send", r"turn % 2\](.*)turn % 2\]", r"0]\g<1>0]"),
+                    ("wait", r"turn % 2\](.*)turn / 2 % 2", r"0]\1turn % 2"),
+                    ("merged", r"turn % 2", "0"),
+                )
+            ),
+            WRONG, {"epilogue": "gated_fp8"},
+        ),
+    "expected after the wait":
+        _gemm("epilogue_gated_fp8.cuh", "store_gated_fp8_swap_ab",
+              r"(exchange\.expect\(tile\.m\);)(.*exchange\.wait\(\);)", r"\2 \1", "deadlock",
+              epilogue="gated_fp8"),
+    "one CTA's amax alone":
+        _gemm("epilogue_gated_fp8.cuh", "AmaxExchange::merged", r"return [^;]*;", "return bits;",
+              **GATED),
+    "one CTA's amax alone, normal":
+        _gemm("epilogue_gated_fp8.cuh", "store_gated_fp8_normal",
+              r"exchange\.merged\(first \+ 8 \* i, bits\[i\]\)", "bits[i]", epilogue="gated_fp8"),
+    "warps do not meet before the amax is read":
+        _gemm("epilogue_gated_fp8.cuh", "store_gated_fp8_swap_ab",
+              r"(store_warp_amax[^;]*;) sync_math_warps\(\);", r"\1", **GATED),
+    "gates are read before they are written":
+        _gemm("epilogue_gated_fp8.cuh", "gate_swap_ab", r"named_barrier[^;]*;", **GATED),
+    "gates are overwritten while they are read":
+        _gemm("epilogue_gated_fp8.cuh", "gate_swap_ab", r"i % 2 \* 2 \* warp_lanes", "0", **GATED),
+    "gates are ups":
+        _gemm("epilogue_gated_fp8.cuh", "gate_swap_ab", r">= warpgroup_threads", "< 128", **GATED),
+    # What is stored.
+    "staging memory is read before it is written":
+        _gemm("epilogue.cuh", "store_swap_ab", r"sync_math_warps\(\);", block_m=64),
+    "FP8 staging is read before it is written":
+        _gemm("epilogue_gated_fp8.cuh", "store_fp8_swap_ab", r"(?<=\}) named_barrier[^;]*;",
+              **GATED),
+    "FP8 staging is overwritten while it is read":
+        _gemm("epilogue_gated_fp8.cuh", "store_fp8_swap_ab",
+              r"if \(first != 0\) named_barrier[^;]*;", "", **GATED | {"block_m": 160}),
+    "dst_addr is read before it is shared":
+        _gemm("epilogue.cuh", "share_dst_addrs", r"(= dst_addr;) sync_math_warps\(\);", r"\1",
+              f"misaligned|{WRONG}", epilogue="push"),
+    "dst_addr is overwritten while it is read":
+        _gemm("epilogue.cuh", "share_dst_addrs", r"sync_math_warps\(\);(?= if constexpr)",
+              **{"epilogue": "push", "block_m": 32, "k": 128}),
+    "normal staging is read before it is written":
+        _gemm("epilogue.cuh", "store_normal", r"__syncwarp\(\);(?= #pragma)"),
+    "rows of padding are stored":
+        _gemm("epilogue.cuh", "store_swap_ab", r"r < tile\.valid_m", "r < tile.m", block_m=64),
+    "blocks lie untransposed":
+        _gemm("epilogue.cuh", "store_swap_ab", r"stmatrix_x4_trans", "stmatrix_x4", block_m=64),
+    "scales lie in order":
+        _gemm("pipeline.cuh", "scale_slot", r"return [^;]*;", "return row + 0 * (j + q);"),
+    # Split tiles.
+    "a block is added before it is complete":
+        _gemm("mainloop_fp8.cuh", "mainloop_split", r"promote<0>(\(sum\[block\], scales\);)",
+              r"promote<1>\1 wgmma_wait<0>();", block_m=256),
+    "a stage is released before its blocks are complete":
+        _gemm("mainloop_fp8.cuh", "mainloop_split",
+              r"(wait\(at\.parity\);)(.*)(release_stage\(smem, at\.stage, rank\);)", r"\1 \3 \2",
+              block_m=256),
+    "both blocks have the scales of the first":
+        _gemm("mainloop_fp8.cuh", "NormalScales::read_split", r"rows\[block\]", "rows[0]",
+              block_m=256),
+    "both halves share staging memory":
+        _gemm("epilogue_gated_fp8.cuh", "store_gated_fp8_split",
+              r"if \(half != 0\) __syncwarp\(\);", "", **GATED | {"block_m": 256}),
+    "both CTAs load the first rows":
+        _gemm("loader.cuh", "load_row_tile", r"rank \* normal_m \+ r", "r", block_m=256),
+    "weights are loaded for one CTA alone":
+        _gemm("loader.cuh", "load_weight_box", r"multicast\(3,", "multicast(2,", "deadlock",
+              block_m=256),
+    "a warpgroup without rows releases nothing":
+        _gemm("mainloop_fp8.cuh", "mainloop_split",
+              r"(wait\(pipeline\.parity\);) release_stage[^;]*;", r"\1", "deadlock", block_m=256),
+    # Two k blocks in a stage.
+    "the second k block is added before it is complete":
+        _paired("mainloop_paired", r"two\.template promote<0>(\(sum\);)",
+                r"two.template promote<1>\1 wgmma_wait<0>();"),
+    "the first k block is added before it is complete":
+        _paired("mainloop_paired", r"one\.template promote<1>", "one.template promote<2>"),
+    "a stage is released before its second k block is complete":
+        _paired("mainloop_paired", r"(two\.template promote[^;]*;) (release_stage[^;]*;)", r"\2 \1",
+                k=1280),
+    "the second k block has the weights of the first":
+        _paired("mainloop_paired", r"weights \+ S\.half_stage_bytes\(\) / 16", "weights"),
+    "the second k block has the scales of the first":
+        _paired("mainloop_paired", r"pipeline\.stage, max_paired_m", "pipeline.stage"),
+    "scales of both k blocks go to one place":
+        _paired("load_tile_scales", r"place \* max_paired_m", "0"),
+    "one k block of two is awaited":
+        _paired("load_weights", r"arrive_expect_tx\(k_blocks \*", "arrive_expect_tx(", STUCK),
+    "rows of both k blocks go to one place":
+        _paired("load_rows", r"to \+ i \* S\.half_stage_bytes\(\)", "to"),
+    "an odd last k block is left out":
+        _paired("mainloop_paired", r"S\.k_blocks\(\) % 2 != 0", "false", f"deadlock|{WRONG}"),
+    "the scales of an odd last k block never arrive":
+        _paired("load_tile_scales", r" && k \+ n \+ 1 < S\.k_blocks\(\)", "", "deadlock"),
+    "prefetched weights are one k block a stage":
+        _paired("prefetch_weights", r"k \+= [^;]*;", "k += 1;", STUCK, sms=8, **EARLY),
+    # BF16.
+    "a stage is released before the last k block is complete":
+        _gemm("mainloop_16bit.cuh", "mainloop_16bit", r"wgmma_wait<1>\(\);", **BF16),
+    "sums are read before the last k block is complete":
+        _gemm("mainloop_16bit.cuh", "mainloop_16bit", r"wait_accumulator<0>\(sum\);", **BF16),
+    "the last stage is never released":
+        _gemm("mainloop_16bit.cuh", "mainloop_16bit",
+              r"(wait_accumulator[^;]*;) release_stage[^;]*;", r"\1", "deadlock", **BF16),
+    "k blocks do not add up":
+        _gemm("mainloop_16bit.cuh", "mainloop_16bit", r"offset, true", "offset, false", **BF16),
+    "columns beyond n are stored":
+        _gemm("epilogue.cuh", "store_swap_ab", r"valid_m && exists", "valid_m", **BF16),
+    "gated columns beyond n are stored":
+        _gemm("epilogue_gated.cuh", "store_gated_16bit", r" && column < S\.n / 2", **GATED_16BIT),
+    "gated staging is read before it is written":
+        _gemm("epilogue_gated.cuh", "store_gated_16bit", r"sync_math_warps\(\);(?= const)",
+              **GATED_16BIT),
+    "gated staging is overwritten while it is read":
+        _gemm("epilogue_gated.cuh", "store_gated_16bit", r"c % 2 \* staging", "0 * staging",
+              **GATED_16BIT),
+    "ups have the bias of gates":
+        _gemm("epilogue.cuh", "BiasColumns::BiasColumns", r"\? S\.n / 2 : 8", "? 0 : 8",
+              **GATED_16BIT),
+    "the second column has the bias of the first":
+        _gemm("epilogue.cuh", "BiasColumns::add_to", r"bias\[i / 2 % 2\]", "bias[0]", **BF16),
+    "tiles of an expert overlap":
+        _gemm("tile_scheduler.cuh", "TileScheduler::next", r"m_block \* full_m",
+              "m_block * block_m_granularity", **BF16 | {"block_m": 64}),
+    # MXFP4.
+    "registers are written while wgmma reads them":
+        Mutation(
+            tuple(
+                Edit("gemm/mainloop_mxfp4.cuh", "multiply_packed", *edit)
+                for edit in ((r"expand\(a\[i\]", "expand(a[0]"), (r"acc, a\[i\]", "acc, a[0]"))
+            ),
+            WRONG, MXFP4,
+        ),
+    "a stage is released before its rows are multiplied":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4",
+              r"(if \(ahead &&)(.*)(release_stage\(smem, stage, rank\);)", r"\3 \1\2", **MXFP4),
+    "two CTAs an SM: sums and registers do not wait for wgmma":
+        _gemm("mainloop_mxfp4.cuh", "multiply_packed", r"promote<0>(\(sum \+ first_rows / 2\);)",
+              r"promote<1>\1 wgmma_wait<0>();", **MXFP4 | {"block_m": 96}),
+    "two CTAs an SM: the other rows have the scales of the first":
+        _gemm("mainloop_mxfp4.cuh", "multiply_packed", r"stage, first_rows", "stage, 0",
+              **MXFP4 | {"block_m": 96}),
+    "packed weights are not awaited":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"smem\.full[^;]*;", "", "overrun", **MXFP4),
+    "the next k block's weights are multiplied twice":
+        _gemm("mainloop_mxfp4.cuh", "mainloop_mxfp4", r"packed = next", "if (k == 0) packed = next",
+              **MXFP4),
+    "both rows have the exponents of one":
+        _gemm("expand.cuh", "PackedWeights::expand", r"exponents\.y", "exponents.x", **MXFP4),
+    "signs are those of the other half":
+        _gemm("expand.cuh", "PackedWeights::expand", r"packed << 4", "packed", **MXFP4),
+    "both columns have the power of one":
+        _gemm("mainloop_mxfp4.cuh", "Mxfp4Columns::apply_to",
+              r"(__fmaf_rn\(sum\[i\],) scale\[i / 2 % 2\]", r"\1 scale[0]", **MXFP4),
+    "units of ups are those of gates":
+        _gemm("loader.cuh", "load_units", r"S\.gated\(\) \? units / 2 : 1", "1",
+              **MXFP4 | {"epilogue": "gated_fp8"}),
+    "ups have the power and the bias of gates":
+        _gemm("mainloop_mxfp4.cuh", "Mxfp4Columns::Mxfp4Columns", r"group \* \(S\.n / 2\)", "0",
+              **MXFP4 | {"epilogue": "gated_fp8"}),
+    # Before the previous kernel has ended.
+    "rows are loaded before they are written":
+        _gemm("loader.cuh", "load_tiles", r"pdl_wait\(\);", "", "hasty|unordered", **EARLY),
+    "scales are read before they are written":
+        _gemm("loader.cuh", "load_scales", r"pdl_wait\(\);", "{}", **EARLY),
+    "results are stored before they may":
+        _gemm("compute.cuh", "compute_tiles", r"pdl_wait\(\);", "{}", "hasty", **BF16 | EARLY),
+    "prefetched weights are loaded again":
+        _gemm("loader.cuh", "load_tiles", r"prefetched != 0\) \{ --prefetched;", "false) {",
+              "overrun|deadlock", **EARLY),
+    "weights of the first tile, over and over":
+        _gemm("loader.cuh", "prefetch_weights", r"(while \([^;]*?) && (scheduler\.next\(tile\))\)",
+              r"\2; \1)", f"deadlock|{WRONG}", **EARLY | {"k": 128}),
+    # Which tile is whose.
+    "two clusters compute the same tiles":
+        _gemm("tile_scheduler.cuh", "TileScheduler::next", r"clusters - 1 - self", "clusters - 1",
+              block_m=64, sms=4),
+}
+# fmt: on
+
+_COMBINE, _ROW = "alltoall/combine_fp8.cuh", "device/row.cuh"
+
+# What rounds of a combine by FP8 must notice (tests/alltoall/test_emulated_combine.py).
+# fmt: off
+COMBINE_FP8 = {
+    name: Mutation((Edit(*edit),))
+    for name, edit in {
+        "a sentinel that is not restored":
+            (_ROW, "await_rows", r"rows\.restore\(\);"),
+        "a NaN that looks like an empty place":
+            (_COMBINE, "push_fragment", r"quantize\(x, block\.inverse, (amax >= infinity_bits)\)",
+             r"\1 ? sentinel_vector() : quantize(x, block.inverse, false)"),
+        "a vector beyond the row":
+            (_COMBINE, "push_fragment", r"if \(v < ReturnedRows<S>::vectors\)"),
+        "a scale of another block":
+            (_COMBINE, "push_fragment", r"lane % blocks_in_strip \* block_lanes", "0"),
+        "rows that no owner waits for":
+            (_COMBINE, "push_fragments", r"if \(wanted\)"),
+        "strips that no rank pushes":
+            (_COMBINE, "push_fragment", r"strip (< fragment\.end; \+\+strip)", r"strip + 1 \1"),
+        "a vector that is taken before it has come":
+            (_ROW, "PolledVectors::missing", r"if \(\(mine[^;]*\)(?= found \|=)", "if (false)"),
+        "a scale that is taken before it has come":
+            (_ROW, "RowStrip::missing", r"has_scale && scale == sentinel", "false"),
+    }.items()
+}
+
+# What programs with ranks as threads must notice (tests/runtime/test_races.py).
+RACES = {
+    name: Mutation((Edit(*edit),))
+    for name, edit in {
+        "a release that orders nothing":
+            ("device/order.cuh", "store_release", "RELEASE", "RELAXED"),
+        "no credits":
+            ("lowlatency/layout.cuh", "await_credit", r"(?<=\{)(?= const u64)", " return true;"),
+        "one buffer instead of two":
+            ("allreduce/layout.cuh", "side_of", r"epoch & 1", "epoch & 0"),
+    }.items()
+}
+# fmt: on
+
+TABLES = {"GEMM": GEMM, "combine by FP8": COMBINE_FP8, "races": RACES}
