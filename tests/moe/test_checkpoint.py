@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts from checkpoints: layouts, FP8, what is read, and files that are wrong."""
+"""Experts from checkpoints: layouts, quantisation, declarations, what is read, and wrong files."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import os
+import random
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +24,7 @@ from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 from weft.moe.experts import to_blocks
+from weft.moe.formats import read_json
 
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -25,11 +32,19 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 LAYER, EXPERTS = 3, 4
 CONFIG = MoEConfig(256, 128, Routing(EXPERTS, 2))
 NAME = f"model.layers.{LAYER}.mlp.experts"
+MATRICES = ("gate_up", "down")
 Tensors = dict[str, torch.Tensor]
 
 
+@functools.cache
 def experts_of(config: MoEConfig = CONFIG) -> list[Expert]:
     return [Expert.seeded(config, seed) for seed in range(EXPERTS)]
+
+
+def stacked(*experts: int, config: MoEConfig = CONFIG) -> ExpertWeights:
+    """What a checkpoint of `experts_of(config)` holds of these experts."""
+    every = experts_of(config)
+    return ExpertWeights.stack(config, [every[expert] for expert in experts])
 
 
 def separate(config: MoEConfig = CONFIG) -> Tensors:
@@ -42,10 +57,10 @@ def separate(config: MoEConfig = CONFIG) -> Tensors:
     return found
 
 
-def in_fp8(tensors: Tensors) -> Tensors:
+def in_fp8() -> Tensors:
     """The same with blocks of 128 x 128 and their scales, as DeepSeek stores them."""
     found: Tensors = {}
-    for name, tensor in tensors.items():
+    for name, tensor in separate().items():
         packed, scales = to_blocks(tensor.unsqueeze(0))
         found[name], found[f"{name}_scale_inv"] = packed[0], scales[0]
     return found
@@ -99,66 +114,55 @@ def test_some_experts_of_one_layer_in_many_files(tmp_path):
     tensors["model.layers.2.mlp.gate_proj.weight"] = torch.ones(3, 3)
     names = sorted(tensors)
     folder = save(tmp_path, *({n: tensors[n] for n in names[i::3]} for i in range(3)))
-    wanted = [experts_of()[expert] for expert in (2, 0, 2)]
-    same(read(folder, 2, 0, 2), ExpertWeights.stack(CONFIG, wanted))
+    with torch.device("meta"):  # the caller's default device does not matter
+        found = read(folder, 2, 0, 2)
+    same(found, stacked(2, 0, 2))
+    found.gate_up.zero_()  # these tensors are the caller's
+    same(read(folder, 2), stacked(2))
     assert read(folder).gate_up.shape == (0, 256, 256)
     for dtype in (torch.float16, torch.float32):
         config = replace(CONFIG, dtype=dtype)
-        wanted = [experts_of()[1].to(dtype)]
-        same(read(folder, 1, config=config), ExpertWeights.stack(config, wanted))
-
-
-def test_the_callers_default_device_does_not_matter(tmp_path):
-    folder = save(tmp_path, separate())
-    with torch.device("meta"):
-        found = read(folder, 1)
-    same(found, read(folder, 1))
+        same(
+            read(folder, 1, config=config),
+            ExpertWeights.stack(config, [Expert.seeded(CONFIG, 1).to(dtype)]),
+        )
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.model."])
 @pytest.mark.parametrize("layout", ["fused", "llama", "gpt-oss"])
 def test_fused_layouts(tmp_path, layout, prefix):
-    config = replace(CONFIG, hidden=256, intermediate=128, biased=layout == "gpt-oss")
+    config = replace(CONFIG, biased=layout == "gpt-oss")
     assert config.hidden == 2 * config.intermediate, "shapes do not tell the layouts apart"
-    whole = ExpertWeights.stack(config, experts_of(config))
+    whole = stacked(*range(EXPERTS), config=config)
     gate_up, down = whole.gate_up, whole.down
     stem = f"{prefix}layers.{LAYER}.mlp.experts."
     tensors: Tensors = {}
     if layout == "gpt-oss":
-        gate, up = gate_up.chunk(2, dim=1)
-        gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
+        gate_up = torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1, 2)
         assert whole.gate_up_bias is not None
         assert whole.down_bias is not None
-        gate, up = whole.gate_up_bias.chunk(2, dim=1)
-        tensors[f"{stem}gate_up_proj_bias"] = torch.stack((gate, up), dim=2).flatten(1)
-        tensors[f"{stem}down_proj_bias"] = whole.down_bias
+        bias = torch.stack(whole.gate_up_bias.chunk(2, dim=1), dim=2).flatten(1)
+        tensors |= {f"{stem}gate_up_proj_bias": bias, f"{stem}down_proj_bias": whole.down_bias}
     if layout == "llama":
         stem = stem.replace("mlp", "feed_forward")
     if layout != "fused":
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     tensors[f"{stem}gate_up_proj"] = gate_up.contiguous()
     tensors[f"{stem}down_proj"] = down.contiguous()
-    folder = save(tmp_path, tensors)
-    chosen = [experts_of(config)[expert] for expert in (3, 1)]
-    stacked = ExpertWeights.stack(config, chosen)
-    same(read(folder, 3, 1, config=config), stacked)
-    same(read(folder, 3, 1, config=config, fp8=True), stacked.to_fp8())
+    folder, expected = save(tmp_path, tensors), stacked(3, 1, config=config)
+    same(read(folder, 3, 1, config=config), expected)
+    same(read(folder, 3, 1, config=config, fp8=True), expected.to_fp8())
 
 
 def test_fp8_blocks(tmp_path):
-    folder = save(tmp_path, in_fp8(separate()))
-    whole = ExpertWeights.stack(CONFIG, experts_of())
-    same(read(folder, *range(EXPERTS), fp8=True), whole.to_fp8())
-    wide = read(folder, *range(EXPERTS))
+    every, whole = range(EXPERTS), stacked(*range(EXPERTS))
+    same(read(save(tmp_path, separate()), *every, fp8=True), whole.to_fp8())
+    folder = save(tmp_path, in_fp8())
+    same(read(folder, *every, fp8=True), whole.to_fp8())
+    wide = read(folder, *every)
     assert torch.equal(wide.down, dequantized(whole.to_fp8(), "down").bfloat16())
     assert not torch.equal(wide.down, whole.down)
     torch.testing.assert_close(wide.gate_up, whole.gate_up, rtol=1 / 8, atol=1 / 128)
-
-
-def test_fp8_of_a_checkpoint_without(tmp_path):
-    folder = save(tmp_path, separate())
-    whole = ExpertWeights.stack(CONFIG, experts_of())
-    same(read(folder, *range(EXPERTS), fp8=True), whole.to_fp8())
 
 
 def test_blocks_at_the_edge(tmp_path):
@@ -166,21 +170,18 @@ def test_blocks_at_the_edge(tmp_path):
     config = replace(CONFIG, hidden=200, intermediate=72)
     generator = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
-    wanted = torch.empty(200, 72)
     for name, rows, columns in (("gate", 72, 200), ("up", 72, 200), ("down", 200, 72)):
         packed = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
         scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator) + 0.5
         key = f"{NAME}.0.{name}_proj.weight"
         # Some write scales in bfloat16.
         tensors[key], tensors[f"{key}_scale_inv"] = packed, scales.bfloat16()
-        if name == "down":
-            for row in range(rows):
-                wanted[row] = packed[row].float() * scales.bfloat16().float()[row // 128, 0]
+    expected = packed.float() * scales.bfloat16().float().repeat_interleave(128, 0)[:200]
     folder = save(tmp_path, tensors)
     with pytest.raises(InvalidArgument, match="no whole blocks of 128, so other blocks"):
         read(folder, 0, config=config)
     declare(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert torch.equal(read(folder, 0, config=config).down[0], wanted.bfloat16())
+    assert torch.equal(read(folder, 0, config=config).down[0], expected.bfloat16())
     with pytest.raises(InvalidArgument, match="fp8 is True for intermediate 72 and hidden 200"):
         read(folder, 0, config=config, fp8=True)
 
@@ -193,8 +194,8 @@ def mxfp4_of(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Te
     return values, scales
 
 
-def gpt_oss(config: MoEConfig) -> tuple[Tensors, ExpertWeights]:
-    """MXFP4 as GPT-OSS stores it, and what it means."""
+def gpt_oss(config: MoEConfig) -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """MXFP4 as GPT-OSS stores it, and its values."""
     wide, inner, hidden = 2 * config.intermediate, config.intermediate, config.hidden
     gate_up, down = mxfp4_of(wide, hidden, 1), mxfp4_of(hidden, inner, 2)
     biases = torch.randn(EXPERTS, wide).bfloat16(), torch.randn(EXPERTS, hidden).bfloat16()
@@ -203,47 +204,49 @@ def gpt_oss(config: MoEConfig) -> tuple[Tensors, ExpertWeights]:
         tensors[f"{NAME}.{name}_proj_blocks"] = values.unflatten(2, (-1, 16))
         tensors[f"{NAME}.{name}_proj_scales"] = scales
     apart = torch.cat((torch.arange(0, wide, 2), torch.arange(1, wide, 2)))
-    wholes = decode_mxfp4(*gate_up)[:, apart], decode_mxfp4(*down)
-    meant = (x.bfloat16() for x in (*wholes, biases[0][:, apart], biases[1]))
-    return tensors, ExpertWeights(*meant)
+    return tensors, {
+        "gate_up": decode_mxfp4(*gate_up)[:, apart].bfloat16(),
+        "down": decode_mxfp4(*down).bfloat16(),
+        "gate_up_bias": biases[0][:, apart],
+        "down_bias": biases[1],
+    }
+
+
+def holds(weights: ExpertWeights, values: dict[str, torch.Tensor], *, packed: bool) -> None:
+    """Whether weights are these values, matrices with scales where `packed`."""
+    for name, expected in values.items():
+        found = getattr(weights, name)
+        if packed and name in MATRICES:
+            found, expected = dequantized(weights, name), expected.float()
+        assert torch.equal(found, expected), name
 
 
 def test_mxfp4_with_gate_and_up_in_turn(tmp_path):
     config = replace(CONFIG, biased=True)
-    tensors, meant = gpt_oss(config)
+    tensors, values = gpt_oss(config)
     folder = save(tmp_path, tensors)
+    chosen = {name: tensor[[2, 0]] for name, tensor in values.items()}
     packed = read(folder, 2, 0, config=config, fp8=True)
     assert packed.gate_up.dtype == torch.uint8
-    chosen = [2, 0]
-    for name in ("gate_up", "down"):
-        assert torch.equal(dequantized(packed, name), getattr(meant, name)[chosen].float())
-    plain = read(folder, 2, 0, config=config)
-    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-        assert torch.equal(getattr(plain, name), getattr(meant, name)[chosen]), name
-    assert packed.gate_up_bias is not None
-    assert plain.gate_up_bias is not None
-    assert torch.equal(packed.gate_up_bias, plain.gate_up_bias)
+    holds(packed, chosen, packed=True)
+    holds(read(folder, 2, 0, config=config), chosen, packed=False)
 
 
 def test_mxfp4_of_other_sizes_is_filled_up_with_zeros(tmp_path):
     small = replace(CONFIG, hidden=160, intermediate=96, biased=True)
-    tensors, meant = gpt_oss(small)
-    folder = save(tmp_path, tensors)
-    same(read(folder, 1, config=small), ExpertWeights(*(t[1:2] for t in meant.tensors)))
+    tensors, values = gpt_oss(small)
+    one, folder = {name: tensor[1:2] for name, tensor in values.items()}, save(tmp_path, tensors)
+    holds(read(folder, 1, config=small), one, packed=False)
     with pytest.raises(InvalidArgument, match="fp8 is True for intermediate 96 and hidden 160"):
         read(folder, 1, config=small, fp8=True)
     with pytest.raises(InvalidArgument, match=r"\[4, 192, 5, 16\]; the config wants \[4, 256, 12"):
         read(folder, 1, config=replace(small, hidden=384, intermediate=128), fp8=True)
     packed = read(folder, 1, config=replace(small, hidden=256, intermediate=128), fp8=True)
-    names = ("gate_up", "down", "gate_up_bias", "down_bias")
-    wanted = padded_with_zeros({name: getattr(meant, name)[1:2] for name in names}, False)
-    for name in ("gate_up", "down"):
-        assert torch.equal(dequantized(packed, name), wanted[name].float())
-        assert torch.equal(getattr(packed, f"{name}_bias"), wanted[f"{name}_bias"])
+    holds(packed, padded_with_zeros(one, False), packed=True)
 
 
-def deepseek_v4() -> tuple[Tensors, ExpertWeights]:
-    """MXFP4 as DeepSeek-V4 stores it, and what it means."""
+def deepseek_v4() -> tuple[Tensors, dict[str, torch.Tensor]]:
+    """MXFP4 as DeepSeek-V4 stores it, and its values."""
     tensors: Tensors = {}
     found = {"w1": mxfp4_of(128, 256, 1), "w3": mxfp4_of(128, 256, 2), "w2": mxfp4_of(256, 128, 3)}
     for name, (values, scales) in found.items():
@@ -252,17 +255,24 @@ def deepseek_v4() -> tuple[Tensors, ExpertWeights]:
             tensors[f"{key}.weight"] = values[expert].view(torch.int8).clone()
             tensors[f"{key}.scale"] = scales[expert].view(torch.float8_e8m0fnu).clone()
     gate, up, down = (decode_mxfp4(*each).bfloat16() for each in found.values())
-    return tensors, ExpertWeights(torch.cat((gate, up), dim=1), down)
+    return tensors, {"gate_up": torch.cat((gate, up), dim=1), "down": down}
 
 
-def test_mxfp4_of_separate_experts(tmp_path):
-    tensors, meant = deepseek_v4()
+def kimi_k3(name: str) -> str:
+    """A name of DeepSeek-V4's as compressed-tensors has it."""
+    name = name.replace(".weight", ".weight_packed").replace(".scale", ".weight_scale")
+    return name.replace("ffn", "block_sparse_moe")
+
+
+@pytest.mark.parametrize("kimi", [False, True])
+def test_mxfp4_of_separate_experts(tmp_path, kimi):
+    tensors, values = deepseek_v4()
+    if kimi:
+        tensors = {kimi_k3(name): tensor.view(torch.uint8) for name, tensor in tensors.items()}
     folder = save(tmp_path, tensors)
-    packed, plain = read(folder, 3, 1, fp8=True), read(folder, 3, 1)
-    for name in ("gate_up", "down"):
-        wanted = getattr(meant, name)[[3, 1]]
-        assert torch.equal(dequantized(packed, name), wanted.float())
-        assert torch.equal(getattr(plain, name), wanted)
+    chosen = {name: tensor[[3, 1]] for name, tensor in values.items()}
+    holds(read(folder, 3, 1, fp8=True), chosen, packed=True)
+    holds(read(folder, 3, 1), chosen, packed=False)
 
 
 def test_mxfp4_that_cannot_be_packed_is_named(tmp_path):
@@ -283,128 +293,180 @@ def test_mxfp4_that_cannot_be_packed_is_named(tmp_path):
         read(save(tmp_path, tensors), 2, fp8=True)
 
 
-MATRICES = (("w1", 128, 256), ("w3", 128, 256), ("w2", 256, 128))
+class Format(NamedTuple):
+    """How a matrix is stored: numbers, rows and columns of a scale's block (0: all), scales."""
+
+    numbers: str
+    rows: int = 1
+    columns: int = 1
+    scales: str = "float"  # or powers of two in "e8m0" or "bytes"; "vector", "scalar": the shape
 
 
-def stored(folder: Path, name: str, tensors: dict[str, Tensors]) -> Path:
-    """A checkpoint with MiniMax's names; of each matrix, what follows its own name."""
-    block = f"language_model.model.layers.{LAYER}.block_sparse_moe.experts"
-    return save(
-        folder,
-        {
-            f"{block}.{expert}.{matrix}.{suffix}": tensor.clone()
-            for expert in range(EXPERTS)
-            for matrix, parts in tensors.items()
-            for suffix, tensor in parts.items()
-        },
-    )
+# With a declaration each, of quantization_config.
+FORMATS = {
+    "plain": Format("plain"),
+    **{f"fp8 {a} x {b}": Format("fp8", a, b) for a, b in ((128, 128), (64, 64), (1, 32), (1, 128))},
+    "fp8 row": Format("fp8", 1, 0),
+    "fp8 matrix": Format("fp8", 0, 0),
+    **{f"int4 {group}": Format("int4", 1, group) for group in (32, 64, 96, 128)},
+}
+READ = {*FORMATS} - {"fp8 64 x 64", "int4 64", "int4 96"}
+OTHER_SCALES = {
+    "mxfp8": Format("fp8", 1, 32, "bytes"),
+    "e8m0": Format("fp8", 1, 128, "e8m0"),
+    "e8m0 blocks": Format("fp8", 128, 128, "e8m0"),
+    "fp8 row, vector": Format("fp8", 1, 0, "vector"),
+    "fp8 matrix, scalar": Format("fp8", 0, 0, "scalar"),
+}
 
 
-def meaning(wide: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"gate_up": torch.cat((wide["w1"], wide["w3"])), "down": wide["w2"]}
+class Drawn(NamedTuple):
+    """A matrix: its tensors by what follows its name, its values and the scale of each."""
+
+    parts: Tensors
+    values: torch.Tensor
+    scale: torch.Tensor
 
 
-def fp8_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Every finite number of e4m3, in some order."""
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (rows, columns), generator=generator).byte()
-    return torch.where(codes & 127 == 127, codes - 1, codes).view(torch.float8_e4m3fn)
+def draw_matrix(chance: torch.Generator, form: Format, rows: int, columns: int) -> Drawn:
+    if form.numbers == "plain":
+        values = torch.randn(rows, columns, generator=chance).bfloat16()
+        return Drawn({"weight": values}, values.float(), torch.ones(rows, columns))
+    down, across = form.rows or rows, form.columns or columns
+    size = (-(-rows // down), -(-columns // across))
+    if form.scales in ("e8m0", "bytes"):
+        powers = torch.randint(118, 124, size, generator=chance).byte()
+        scale = torch.ldexp(torch.ones(size), powers.int() - 127)
+        saved = powers if form.scales == "bytes" else powers.view(torch.float8_e8m0fnu)
+    else:
+        saved = scale = (torch.rand(size, generator=chance) + 0.5).bfloat16().float()
+        saved = {"vector": saved.ravel(), "scalar": saved.sum()}.get(form.scales, saved)
+    wide = scale.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
+    if form.numbers == "fp8":
+        codes = torch.randint(0, 256, (rows, columns), generator=chance).byte()  # all but NaN
+        q = torch.where(codes & 127 == 127, codes - 1, codes).view(torch.float8_e4m3fn)
+        name = "weight_scale_inv" if form.scales == "bytes" else "weight_scale"
+        return Drawn({"weight": q, name: saved}, q.float() * wide, wide)
+    # Four bits and an offset of 8, the lowest bits first.
+    numbers = torch.randint(-8, 8, (rows, columns), generator=chance)
+    words = ((numbers + 8).view(rows, -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    parts = {"weight_packed": words, "weight_scale": saved.bfloat16()}
+    parts["weight_shape"] = torch.tensor([rows, columns])
+    return Drawn(parts, numbers.float() * wide, wide)
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "e8m0", "blocks", "rows", "vector", "matrix", "scalar"])
-def test_scales_of_fp8(tmp_path, kind):
-    """Powers of two for 32 and 128 of a row and for blocks, numbers for a row or a matrix."""
-    generator = torch.Generator().manual_seed(2)
-    shapes: dict[str, Any] = {
-        "mxfp8": lambda r, c: (r, c // 32), "e8m0": lambda r, c: (r, c // 128),
-        "blocks": lambda r, c: (r // 128, c // 128), "rows": lambda r, c: (r, 1),
-        "vector": lambda r, c: (r,), "matrix": lambda r, c: (1,), "scalar": lambda r, c: (),
-    }  # fmt: skip
-    tensors: dict[str, Tensors] = {}
-    wide, largest = {}, {}
-    for seed, (name, rows, columns) in enumerate(MATRICES):
-        shape = shapes[kind](rows, columns)
-        q = fp8_numbers(rows, columns, seed)
-        if kind in ("mxfp8", "e8m0", "blocks"):
-            powers = torch.randint(118, 124, shape, generator=generator).byte()
-            saved = powers if kind == "mxfp8" else powers.view(torch.float8_e8m0fnu)
-            scale = torch.ldexp(torch.ones(shape), powers.int() - 127)
-        else:
-            saved = scale = torch.rand(shape, generator=generator) / 64 + 0.01
-        suffix = "weight_scale_inv" if kind == "mxfp8" else "weight_scale"
-        tensors[name] = {"weight": q, suffix: saved}
-        scale = scale.reshape(shape if len(shape) == 2 else (-1, 1))
-        for axis, size in enumerate((rows, columns)):
-            scale = scale.repeat_interleave(size // scale.shape[axis], axis)
-        wide[name] = q.float() * scale
-        top = scale.view(rows // 128, 128, columns // 128, 128).amax(dim=(1, 3))
-        largest[name] = top.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    folder = stored(tmp_path, kind, tensors)
+def declaration(name: str) -> dict[str, Any] | None:
+    """The quantization_config of a format."""
+    numbers, down, across, _ = FORMATS[name]
+    if numbers == "plain":
+        return None
+    if numbers == "fp8" and down == across != 0:
+        return {"quant_method": "fp8", "weight_block_size": [down, across]}
+    strategy = "group" if across else "channel" if down else "tensor"
+    weights: dict[str, Any] = {"num_bits": 4 if numbers == "int4" else 8, "strategy": strategy}
+    weights |= {"type": "int" if numbers == "int4" else "float", "symmetric": True}
+    weights |= {"group_size": across or None}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def draw_layer(
+    form: Format, hidden: int = 256, inner: int = 128, seed: int = 0, minimax: bool = False
+) -> tuple[Tensors, list[Drawn]]:
+    """Two experts in a format, by MiniMax's names or Qwen's; gate, up and down of the first."""
+    chance = torch.Generator().manual_seed(seed)
+    stem, names = NAME, ("gate_proj", "up_proj", "down_proj")
+    if minimax:
+        stem = f"language_model.model.layers.{LAYER}.block_sparse_moe.experts"
+        names = ("w1", "w3", "w2")
+    tensors: Tensors = {}
+    first: list[Drawn] = []
+    for expert in range(2):
+        for name, rows, columns in zip(
+            names, (inner, inner, hidden), (hidden, hidden, inner), strict=True
+        ):
+            drawn = draw_matrix(chance, form, rows, columns)
+            tensors |= {f"{stem}.{expert}.{name}.{k}": v.clone() for k, v in drawn.parts.items()}
+            first += [] if expert else [drawn]
+    return tensors, first
+
+
+def whole_matrices(parts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"gate_up": torch.cat(parts[:2]), "down": parts[2]}
+
+
+KINDS = ("fp8 128 x 128", "fp8 row", "fp8 matrix", "int4 32", "int4 128", *OTHER_SCALES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_every_form(tmp_path, kind):
+    form = (FORMATS | OTHER_SCALES)[kind]
+    tensors, drawn = draw_layer(form, minimax=True)
+    folder = save(tmp_path, tensors)
     plain, packed = read(folder, 0), read(folder, 0, fp8=True)
-    for name, wanted in meaning(wide).items():
-        assert torch.equal(getattr(plain, name)[0], wanted.bfloat16())
-        found, top = dequantized(packed, name)[0], meaning(largest)[name]
-        if kind in ("rows", "vector"):
-            assert torch.equal(found, rounded(wanted))
+    scales = whole_matrices([each.scale for each in drawn])
+    for name, values in whole_matrices([each.values for each in drawn]).items():
+        assert torch.equal(getattr(plain, name)[0], values.bfloat16())
+        found = dequantized(packed, name)[0]
+        if form.numbers == "int4" or kind.startswith("fp8 row"):
+            assert torch.equal(found, widened(*to_blocks(values.unsqueeze(0)))[0])
             continue
-        assert torch.equal(getattr(packed, f"{name}_scale")[0], top[::128, ::128])
-        exact = wanted.abs() >= 2.0**-6 * top
-        assert torch.equal(found[exact], wanted[exact])
-        assert bool(((found - wanted).abs() <= 2.0**-10 * top).all())
-        changed = float((found != wanted).float().mean())
-        assert 0.01 < changed < 0.2 if kind in ("mxfp8", "e8m0") else changed == 0.0
+        top = scales[name].unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax(dim=(1, 3))
+        assert torch.equal(getattr(packed, f"{name}_scale")[0], top)
+        top = top.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        exact = values.abs() >= 2.0**-6 * top
+        assert torch.equal(found[exact], values[exact])
+        assert bool(((found - values).abs() <= 2.0**-10 * top).all())
+        changed = float((found != values).float().mean())
+        assert 0.01 < changed < 0.2 if form.rows == 1 else changed == 0.0
 
 
-def rounded(wide: torch.Tensor) -> torch.Tensor:
-    return widened(*to_blocks(wide.unsqueeze(0)))[0]
+def test_a_checkpoint_is_read_right_or_refused(tmp_path):
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(60):
+        stored = chance.choice([*FORMATS])
+        declared = chance.choice([None, stored, stored, chance.choice([*FORMATS])])
+        unit = 96 if stored == "int4 96" else 32
+        sizes = unit * chance.choice((1, 3, 4)), unit * chance.choice((1, 2, 4))
+        tensors, drawn = draw_layer(FORMATS[stored], *sizes, chance.randrange(1 << 30))
+        declare(save(tmp_path, tensors), declared and declaration(declared))
+        case = f"{stored} declared as {declared}, {sizes}, seed {seed}"
+        refusal, weights = "", None
+        try:
+            weights = read(
+                tmp_path, 0, config=replace(CONFIG, hidden=sizes[0], intermediate=sizes[1])
+            )
+        except InvalidArgument as error:
+            refusal = str(error)
+        if weights is None:
+            outcomes["refused"] += 1
+            assert NAME in refusal or "quantization_config" in refusal, (case, refusal)
+            whole = all(size % 128 == 0 for size in sizes)
+            assert not (stored == declared and stored in READ and whole), (case, refusal)
+            continue
+        outcomes["read"] += 1
+        for name, values in whole_matrices([each.values for each in drawn]).items():
+            assert torch.equal(getattr(weights, name)[0], values.bfloat16()), case
+    assert min(outcomes.values()) > 5, outcomes
 
 
-@pytest.mark.parametrize("group", [32, 128])
-def test_int4_of_compressed_tensors(tmp_path, group):
-    """Kimi-K2: four bits and an offset of 8, the lowest bits first, with a scale for each group."""
-    generator = torch.Generator().manual_seed(3)
-    tensors: dict[str, Tensors] = {}
-    wide = {}
-    for name, rows, columns in MATRICES:
-        numbers = torch.randint(-8, 8, (rows, columns), generator=generator)
-        scale = (torch.rand(rows, columns // group, generator=generator) + 0.5).bfloat16()
-        shifted = (numbers + 8).view(rows, -1, 8) << torch.arange(0, 32, 4)
-        words = shifted.sum(-1)
-        words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-        sizes = torch.tensor([rows, columns])
-        tensors[name] = {"weight_packed": words, "weight_scale": scale, "weight_shape": sizes}
-        wide[name] = numbers.float() * scale.float().repeat_interleave(group, 1)
-    folder = stored(tmp_path, "int4", tensors)
-    plain, packed = read(folder, 0), read(folder, 0, fp8=True)
-    for name, wanted in meaning(wide).items():
-        assert torch.equal(getattr(plain, name)[0], wanted.bfloat16())
-        assert torch.equal(dequantized(packed, name)[0], rounded(wanted))
-    for name in tensors:
-        tensors[name]["weight_zero_point"] = torch.zeros(1)
-    with pytest.raises(InvalidArgument, match="w1.weight_zero_point, which weft does not read"):
-        read(stored(tmp_path, "int4", tensors), 0)
-
-
-def test_mxfp4_of_compressed_tensors(tmp_path):
-    """Kimi-K3: the same numbers as DeepSeek-V4's, under other names."""
-    tensors, meant = deepseek_v4()
-    renamed = {
-        name.replace(".weight", ".weight_packed").replace(".scale", ".weight_scale").replace(
-            "ffn", "block_sparse_moe"
-        ): tensor.view(torch.uint8)
-        for name, tensor in tensors.items()
-    }  # fmt: skip
-    folder = save(tmp_path, renamed)
-    found = dequantized(read(folder, 2, fp8=True), "gate_up")
-    assert torch.equal(found, meant.gate_up[[2]].float())
-    assert torch.equal(read(folder, 2).down, meant.down[[2]])
+def test_the_models_own_stack_is_read_and_others_by_prefix(tmp_path):
+    tensors = separate()
+    tensors |= {name.replace("model.", "mtp."): 2 * tensor for name, tensor in tensors.items()}
+    save(tmp_path, tensors)
+    same(read(tmp_path, 0), stacked(0))
+    assert torch.equal(read(tmp_path, 0, prefix="mtp").down, 2 * stacked(0).down)
+    with pytest.raises(InvalidArgument, match="prefix is 'visual'; .* 'model' and 'mtp'"):
+        read(tmp_path, 0, prefix="visual")
 
 
 def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
     """Slices of fused tensors, and matrices of the experts that were asked for."""
-    whole = ExpertWeights.stack(CONFIG, experts_of())
-    fused = {f"{NAME}.gate_up_proj": whole.gate_up, f"{NAME}.down_proj": whole.down}
-    asked: list[tuple[str, Any]] = []
+    reads: list[tuple[str, Any]] = []
     real = safetensors.safe_open
 
     class Slice:
@@ -412,147 +474,135 @@ def test_only_what_the_experts_need_is_read(tmp_path, monkeypatch):
             self.name, self.inner = name, inner
             self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
 
-        def __getitem__(self, key: Any) -> torch.Tensor:
-            asked.append((self.name, key))
-            found = self.inner[key]
-            assert isinstance(found, torch.Tensor)
-            return found
+        def __getitem__(self, key: Any) -> Any:
+            reads.append((self.name, key))
+            return self.inner[key]
 
-    class File:
-        def __init__(self, *given: Any, **options: Any) -> None:
-            self.inner = real(*given, **options)
-            self.keys = self.inner.keys
+    @contextlib.contextmanager
+    def noted(*args: Any, **options: Any) -> Iterator[Any]:
+        with real(*args, **options) as inner:
+            yield SimpleNamespace(
+                keys=inner.keys, get_slice=lambda name: Slice(name, inner.get_slice(name))
+            )
 
-        def __enter__(self) -> File:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.inner.__exit__(None, None, None)
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(name, self.inner.get_slice(name))
-
-    monkeypatch.setattr(safetensors, "safe_open", File)
-    same(read(save(tmp_path, fused), 2), ExpertWeights.stack(CONFIG, experts_of()[2:3]))
-    assert asked == [(f"{NAME}.gate_up_proj", 2), (f"{NAME}.down_proj", 2)]
-    asked.clear()
-    same(read(save(tmp_path, separate()), 1), ExpertWeights.stack(CONFIG, experts_of()[1:2]))
-    wanted = [f"{NAME}.1.{name}_proj.weight" for name in ("gate", "up", "down")]
-    assert asked == [(name, ...) for name in wanted]
+    monkeypatch.setattr(safetensors, "safe_open", noted)
+    whole = stacked(*range(EXPERTS))
+    fused = {f"{NAME}.gate_up_proj": whole.gate_up, f"{NAME}.down_proj": whole.down}
+    same(read(save(tmp_path, fused), 2), stacked(2))
+    assert reads == [(f"{NAME}.gate_up_proj", 2), (f"{NAME}.down_proj", 2)]
+    reads.clear()
+    same(read(save(tmp_path, separate()), 1), stacked(1))
+    assert reads == [(f"{NAME}.1.{name}_proj.weight", ...) for name in ("gate", "up", "down")]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("store", [dict, in_fp8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("store", [separate, in_fp8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_gpu_holds_the_same_bits(tmp_path, store, fp8):
-    folder = save(tmp_path, store(separate()))
+    folder = save(tmp_path, store())
     found = read(folder, *range(EXPERTS), fp8=fp8, device="cuda")
     assert all(tensor.is_cuda for tensor in found.tensors)
     same(found, read(folder, *range(EXPERTS), fp8=fp8))
 
 
-def test_what_was_read_is_the_callers(tmp_path):
-    folder = save(tmp_path, separate())
-    before = (folder / "model.safetensors").read_bytes()
-    found = read(folder, 0)
-    found.gate_up.zero_()
-    assert (folder / "model.safetensors").read_bytes() == before
+Change = Callable[[Tensors], object]
+UP, BIASED = "1.up_proj.weight", replace(CONFIG, biased=True)
 
 
-def replace_all(tensors: Tensors, others: Tensors) -> None:
-    """Put other tensors in the place of all."""
-    tensors.clear()
-    tensors.update(others)
+def int4() -> Tensors:
+    return draw_layer(FORMATS["int4 32"])[0]
 
 
-WRONG: dict[str, tuple[Any, str]] = {
-    "missing": (
-        lambda t: t.pop(f"{NAME}.1.up_proj.weight"),
-        rf"model.safetensors has no tensor {NAME}.1.up_proj.weight; {NAME}.* are "
-        "1.down_proj.weight, 1.gate_proj.weight",
-    ),
-    "misshapen": (
-        lambda t: t.update({f"{NAME}.1.up_proj.weight": torch.ones(64, 256)}),
-        r"has .*1.up_proj.weight \[64, 256\]; the config wants \[128, 256\]: take MoEConfig.from",
-    ),
-    "dtype": (
-        lambda t: t.update({f"{NAME}.1.up_proj.weight": torch.ones(128, 256, dtype=torch.int16)}),
-        "up_proj.weight as I16; weft reads it as F32, BF16, F16, F8_E4M3, U8, I8",
-    ),
-    "no scale": (
-        lambda t: t.update(
-            {f"{NAME}.1.up_proj.weight": torch.ones(128, 256).to(torch.float8_e4m3fn)}
-        ),
-        r"has no tensor .*1.up_proj.weight_scale_inv; weights need scales: FP8 for each 128",
-    ),
-    "biases": (
-        lambda t: t.update({f"{NAME}.gate_up_proj_bias": torch.ones(4, 256)}),
-        "have biases, the config has biased=False",
-    ),
-    "MXFP4 of another shape": (
-        lambda t: replace_all(
-            t,
-            {
-                f"{NAME}.{name}_proj_blocks": torch.ones(4, dtype=torch.uint8)
-                for name in ("gate_up", "down")
-            },
-        ),
-        r"gate_up_proj_blocks \[4\]; the config wants \[4, 256, 8, 16\]",
-    ),
-    "MXFP4 without scales": (
-        lambda t: replace_all(
-            t,
-            {
-                f"{NAME}.gate_up_proj_blocks": torch.ones(4, 256, 8, 16, dtype=torch.uint8),
-                f"{NAME}.down_proj_blocks": torch.ones(4, 256, 4, 16, dtype=torch.uint8),
-            },
-        ),
-        "no tensor .*gate_up_proj_scales; MXFP4 weights need a scale for each 32 of a row",
-    ),
-    "two models": (
-        lambda t: t.update({f"other.{NAME}.0.up_proj.weight": torch.ones(1)}),
-        "experts of layer 3 under the prefixes 'model' and 'other.model': pass one .* prefix=",
-    ),
-    "another layer": (
-        lambda t: [t.update({k.replace("layers.3", "layers.7"): t.pop(k)}) for k in list(t)],
-        r"layer is 3; .*model.safetensors has no experts of it, layers 7..7 have some",
-    ),
-    "dense": (lambda t: [t.pop(k) for k in list(t)], "no experts of it, no layer has any"),
-}
+def put(name: str, *size: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> Change:
+    """Add a tensor of the experts, or replace it."""
+    return lambda t: t.update({f"{NAME}.{name}": torch.full(size, value).to(dtype)})
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_tensors_that_are_wrong(tmp_path, what):
-    change, words = WRONG[what]
-    tensors = separate()
+def in_mxfp4(*shapes: tuple[int, ...]) -> Change:
+    """Nothing but the blocks of fused matrices."""
+
+    def change(t: Tensors) -> None:
+        t.clear()
+        for name, shape in zip(MATRICES, shapes, strict=True):
+            t[f"{NAME}.{name}_proj_blocks"] = torch.ones(shape, dtype=torch.uint8)
+
+    return change
+
+
+def of_layer_7(t: Tensors) -> None:
+    for name in list(t):
+        t[name.replace("layers.3", "layers.7")] = t.pop(name)
+
+
+E4M3, ONE_OF_THEM = torch.float8_e4m3fn, "a matrix has one of them"
+WRONG: list[tuple[Callable[[], Tensors], Change, str]] = [
+    (separate, lambda t: t.pop(f"{NAME}.{UP}"),
+     rf"no tensor {NAME}.{UP}; {NAME}.* are 1.down_proj.weight, 1.gate_proj.weight"),
+    (separate, put(UP, 64, 256), r"\[64, 256\]; the config wants \[128, 256\]: take MoEConfig"),
+    (separate, put(UP, 128, 256, dtype=torch.int16),
+     "up_proj.weight as I16; weft reads it as F32, BF16, F16, F8_E4M3, U8, I8"),
+    (separate, put(UP, 128, 256, dtype=E4M3),
+     "no tensor .*1.up_proj.weight_scale_inv; weights need scales: FP8 for each 128"),
+    (separate, put("gate_up_proj_bias", 4, 256), "have biases, the config has biased=False"),
+    (separate, in_mxfp4((4,), (4,)),
+     r"gate_up_proj_blocks \[4\]; the config wants \[4, 256, 8, 16\]"),
+    (separate, in_mxfp4((4, 256, 8, 16), (4, 256, 4, 16)),
+     "no tensor .*gate_up_proj_scales; MXFP4 weights need a scale for each 32 of a row"),
+    (separate, lambda t: t.update({f"other.{NAME}.0.up_proj.weight": torch.ones(1)}),
+     "experts of layer 3 under the prefixes 'model' and 'other.model': pass one .* prefix="),
+    (separate, of_layer_7, "layer is 3; .*model.safetensors has no .*, layers 7..7 have some"),
+    (separate, lambda t: t.clear(), "no experts of it, no layer has any"),
+    (in_fp8, put("0.gate_proj.weight_scale_inv", 64, 1),
+     r"inv \[64, 1\] beside weights \[128, 256\]"),
+    *((in_fp8, put("0.up_proj.weight_scale_inv", 1, 2, value=value), "in the scales .*up_proj")
+      for value in (float("nan"), float("inf"), -1.0)),
+    # Tensors that would be left unread.
+    (int4, put("0.up_proj.weight_zero_point", 1), "weight_zero_point, which weft does not read"),
+    (separate, put("0.up_proj.weight_scale", 1, 1), "beside plain weights"),
+    (in_fp8, put("0.up_proj.weight_scale", 1, 1), ONE_OF_THEM),
+    (int4, put("0.up_proj.weight", 128, 256), ONE_OF_THEM),
+    (separate, put("0.up_proj.bias", 128), "up_proj.bias, which weft does not read"),
+    (separate, put("gate_up_proj", 2, 256, 256), "beside fused experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "change", "words"), WRONG)
+def test_tensors_that_are_wrong(tmp_path, base, change, words):
+    tensors = base()
     change(tensors)
     with pytest.raises(InvalidArgument, match=words):
         read(save(tmp_path, tensors or {"embedding": torch.ones(1)}), 0, 1)
 
 
-def test_config_with_biases_that_are_not_there(tmp_path):
+def test_declarations_that_are_refused(tmp_path):
+    save(tmp_path, in_fp8())
+    for method in ("gptq", "awq", "bitsandbytes", "modelopt", None):
+        declare(tmp_path, {"quant_method": method})
+        with pytest.raises(InvalidArgument, match=f"quant_method .* is {method!r}; weft reads FP8"):
+            read(tmp_path, 0)
+    plain = {"modules_to_not_convert": ["lm_head", f"model.layers.{LAYER}.mlp"]}
+    declare(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128], **plain})
+    with pytest.raises(InvalidArgument, match="says that these experts are plain"):
+        read(tmp_path, 0)
+    (tmp_path / "config.json").unlink()
     with pytest.raises(InvalidArgument, match="have no biases, the config has biased=True"):
-        read(save(tmp_path, separate()), 0, config=replace(CONFIG, biased=True))
+        read(save(tmp_path, separate()), 0, config=BIASED)
 
 
-def test_scales_of_other_blocks(tmp_path):
-    tensors = in_fp8(separate())
-    name = f"{NAME}.0.gate_proj.weight_scale_inv"
-    tensors[name] = torch.ones(64, 1)
-    with pytest.raises(InvalidArgument, match=r"scale_inv \[64, 1\] beside weights \[128, 256\]"):
-        read(save(tmp_path, tensors), 0, fp8=True)
-
-
-@pytest.mark.parametrize(
-    "file", ["../model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors", "m.bin", 7]
-)
-def test_an_index_that_leaves_the_folder(tmp_path, file):
-    inside = tmp_path / "inside"
-    inside.mkdir()
-    save(tmp_path, separate())
-    write_index(inside, dict.fromkeys(separate(), file))
-    with pytest.raises(InvalidArgument, match=r"index.json names (the|a) file "):
-        read(inside, 0)
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "nested", "twice", "NaN", "bytes"])
+def test_json_is_read_from_regular_files_only(tmp_path, what):
+    path = tmp_path / "config.json"
+    texts = {"nested": "[" * 200_000, "twice": '{"a": 1, "a": 2}', "NaN": '{"a": NaN}'}
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(texts[what].encode() if what in texts else b"\xff\xfe{")
+    with pytest.raises(InvalidArgument, match="the model's config .*config.json"):
+        read_json(path, "the model's config")
 
 
 def test_links_inside_the_folder_are_followed(tmp_path):
@@ -563,44 +613,42 @@ def test_links_inside_the_folder_are_followed(tmp_path):
     save(tmp_path / "blobs", separate())
     (folder / "model-1.safetensors").symlink_to("../blobs/model.safetensors")
     write_index(folder, dict.fromkeys(separate(), "model-1.safetensors"))
-    same(read(folder, 0), ExpertWeights.stack(CONFIG, experts_of()[:1]))
+    same(read(folder, 0), stacked(0))
 
 
-def test_files_that_are_wrong(tmp_path):
-    with pytest.raises(InvalidArgument, match="it has neither model.safetensors.index.json nor"):
-        read(tmp_path, 0)
-    with pytest.raises(InvalidArgument, match="folder is 7; it must be the path of a folder"):
-        read(7, 0)  # type: ignore[arg-type]
-    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint at all")
-    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors': "):
-        read(tmp_path, 0)
+def test_files_that_are_wrong(tmp_path, monkeypatch):
+    def refuses(words: str, folder: Any = tmp_path) -> None:
+        with pytest.raises(InvalidArgument, match=words):
+            read(folder, 0)
+
+    def index(file: object) -> None:
+        write_index(tmp_path, dict.fromkeys(separate(), file))
+
+    refuses("it has neither model.safetensors.index.json nor")
+    refuses("folder is 7; it must be the path of a folder", 7)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"not a checkpoint at all")
+    refuses(r"cannot read .*model.safetensors': ")
     save(tmp_path, separate())
-    cut = (tmp_path / "model.safetensors").read_bytes()[:-7]
-    (tmp_path / "model.safetensors").write_bytes(cut)
-    with pytest.raises(InvalidArgument, match=r"cannot read .*model.safetensors': "):
-        read(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors", None)
+        refuses("checkpoints need safetensors.*'checkpoint' extra")
+    file.write_bytes(file.read_bytes()[:-7])
+    refuses(r"cannot read .*model.safetensors': ")
     save(tmp_path, separate(), {"embedding": torch.ones(1)})
-    write_index(tmp_path, dict.fromkeys(separate(), "model-1.safetensors"))
-    with pytest.raises(InvalidArgument, match=r"model-1.* has no tensor .*, though .*index.json"):
-        read(tmp_path, 0)
-    write_index(tmp_path, dict.fromkeys(separate(), "gone.safetensors"))
-    with pytest.raises(InvalidArgument, match=r"cannot read .*gone.safetensors': No such file"):
-        read(tmp_path, 0)
+    index("model-1.safetensors")
+    refuses(r"model-1.* has no tensor .*, though .*index.json")
+    index("gone.safetensors")
+    refuses(r"cannot read .*gone.safetensors': No such file")
     for strange in ([1], None, "x"):
         write_index(tmp_path, strange)
-        with pytest.raises(InvalidArgument, match="has no object 'weight_map'"):
-            read(tmp_path, 0)
+        refuses("has no object 'weight_map'")
     for text in ("{", "[" * 200_000):
         (tmp_path / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(InvalidArgument, match="cannot read the checkpoint's index"):
-            read(tmp_path, 0)
-    write_index(tmp_path, dict.fromkeys(separate(), "\ud800.safetensors"))
-    with pytest.raises(InvalidArgument, match="index.json names a file whose name is no text"):
-        read(tmp_path, 0)
-
-
-def test_without_safetensors(tmp_path, monkeypatch):
-    folder = save(tmp_path, separate())
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(InvalidArgument, match="checkpoints need safetensors.*'checkpoint' extra"):
-        read(folder, 0)
+        refuses("cannot read the checkpoint's index")
+    index("\ud800.safetensors")
+    refuses("index.json names a file whose name is no text")
+    (tmp_path.parent / "b.safetensors").write_bytes(b"")
+    for outside in ("../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "m.bin", 7):
+        index(outside)
+        refuses(r"index.json names (the|a) file ")
