@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ from weft.memory import processes
 
 RunRanks = Callable[..., list[Any]]
 HERE = Path(__file__).parent
+
+# Workers and ranks share the cores: a second thread of each would spin for the first one's sake. On
+# two busy cores tests/moe/test_layer.py takes a quarter of the time by one thread.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of programs that tests start
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("weft", deadline=None, suppress_health_check=[HealthCheck.too_slow])
