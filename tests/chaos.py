@@ -44,9 +44,9 @@ import pytest
 import torch
 
 import weft
-from tests import lowlatency_rounds, sums
+from tests import lowlatency_rounds, rounds, sums
 from tests.alltoall.test_recovery import CASE as ROUND
-from tests.alltoall.test_recovery import TOKENS, one_round
+from tests.alltoall.test_recovery import TOKENS
 from tests.lowlatency_rounds import Mode
 from tests.memory.baseline import state
 from tests.moe.test_moe_recovery import CASE as LAYER
@@ -269,7 +269,7 @@ class Rank:
             return
         operator = self.operators[kind]
         if kind == "alltoall":
-            one_round(operator, ROUND.next(seed=step), living, "pull", rows=None, halves=False)
+            rounds.play(operator, ROUND.next(seed=step), poison=False, living=living)
         elif kind == "lowlatency":
             case = ROUND.next(seed=step)
             lowlatency_rounds.play(operator, Mode(), case, living=living, checks=False)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import weft
 from tests import patience  # noqa: F401  (deadlines of this process)
+from tests.emulator.operators import Emulator
 from tests.kept import cache_of
 from weft.cli import commands as cli
 from weft.memory import processes
@@ -61,16 +62,25 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Kernels compiled for a CPU, each once in a session."""
+    return Emulator(lambda: tmp_path_factory.mktemp("emulated"))
+
+
 @pytest.fixture
-def ranks() -> Callable[[int, str], RunRanks]:
+def ranks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], RunRanks]:
     """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks; it returns a list.
 
     Devices: "cpu" (processes), "threads" (CPU ranks in this process), "cuda" (one process each;
-    more ranks than GPUs share them).
+    more ranks than GPUs share them), "emulated" (threads that run CUDA kernels, emulated).
     """
 
     def choose(count: int, device: str) -> RunRanks:
         longest = 220.0 if device == "cuda" else 3000.0
+        if device == "emulated":
+            emulator.patch(monkeypatch)
+            device = "threads"
 
         def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
             options = {"timeout": longest, **options}

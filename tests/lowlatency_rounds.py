@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import weft
-from tests.recovery import dropped, of_living
-from tests.rounds import Round, bits, settle
+from tests.rounds import Round, bits, dropped, settle
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
 from weft.lowlatency.config import LowLatencyConfig, LowShape
@@ -172,7 +171,7 @@ def play(
     """
     group = a2a.group
     living = range(group.size) if living is None else living
-    inputs = [of_living(case, living).of(rank, group.device) for rank in range(group.size)]
+    inputs = [case.living(living).of(rank, group.device) for rank in range(group.size)]
     x, ids, weights, add = inputs[group.rank]
     sent = [(i[0], dropped(i[1], a2a.placement.ranks, living), *i[2:]) for i in inputs]
     if poison:

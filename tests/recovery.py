@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import weft
 from tests.faults import DIE, plan_fault
 from tests.patience import HasHeap
-from tests.rounds import Round
+from tests.rounds import dropped
 from weft.errors import GroupError
 
+__all__ = ["dropped"]
 _libc = ctypes.CDLL(None, use_errno=True)
 PATIENCE = 60.0  # seconds, for a peer on a busy machine
 ROUNDS = 5  # a death is noticed in so many rounds, or never
@@ -83,16 +83,3 @@ def until_broken(one_round: Callable[[], object]) -> str:
         except GroupError as error:
             return str(error)
     raise AssertionError(f"{ROUNDS} rounds went on, though a rank is dead")
-
-
-def of_living(case: Round, living: Iterable[int]) -> Round:
-    """The same round without the tokens of ranks that are gone."""
-    return case.next(tokens=tuple(n if r in living else 0 for r, n in enumerate(case.tokens)))
-
-
-def dropped(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int]) -> torch.Tensor:
-    """ids with -1 for those of experts on ranks that are gone; owners: the rank of each expert."""
-    kept = torch.tensor([rank in set(living) for rank in owners], device=ids.device)
-    known = (ids >= 0) & (ids < len(kept))
-    gone = known & ~kept[torch.where(known, ids, 0).long()]
-    return torch.where(gone, -1, ids)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from weft.errors import UsageError
 
 @dataclass(frozen=True)
 class Round:
-    """One round of all ranks, made from a seed: any rank can compute what every other one sends."""
+    """One round of all ranks, made from a seed: any rank can compute what every other one sends.
+
+    extra: bytes of a token's row in each further payload.   lost: some ids name no expert.
+    options: of the AllToAll, as far as they decide what arrives.
+    """
 
     tokens: tuple[int, ...]
     top_k: int = 4
@@ -28,12 +33,24 @@ class Round:
     weighted: bool = True
     add: bool = False
     ids_dtype: torch.dtype = torch.int32
+    extra: tuple[int, ...] = ()
+    lost: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def next(self, **changes: object) -> Round:
         return replace(self, **changes)  # type: ignore[arg-type]
 
+    def turned(self, seed: int) -> Round:
+        """Return the next round, in which each rank has the tokens that another had."""
+        turn = seed % len(self.tokens)
+        return self.next(seed=seed, tokens=self.tokens[turn:] + self.tokens[:turn])
+
+    def living(self, ranks: Iterable[int]) -> Round:
+        """Return the same round without the tokens of ranks that are gone."""
+        return self.next(tokens=tuple(n if r in ranks else 0 for r, n in enumerate(self.tokens)))
+
     def sizes(self, max_tokens: int) -> dict[str, Any]:
-        """What an exchange of these rows is made for."""
+        """Return the sizes of an exchange of these rows."""
         return {
             "max_tokens": max_tokens,
             "top_k": self.top_k,
@@ -41,16 +58,42 @@ class Round:
             "hidden": self.hidden,
         }
 
+    def open(self, group: weft.Group, max_tokens: int = 16, **more: Any) -> weft.AllToAll:
+        """Construct an AllToAll for these rounds."""
+        payloads = [weft.Payload((self.hidden,), self.dtype)]
+        payloads += [weft.Payload((size,), torch.uint8) for size in self.extra]
+        given: dict[str, Any] = {"dtype": self.dtype, "payloads": payloads, **self.options, **more}
+        return weft.AllToAll(group, **self.sizes(max_tokens), **given)
+
     def of(self, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """(x, ids, weights, add) of one rank."""
+        """Return (x, ids, weights, add) of one rank."""
         generator = torch.Generator(device=device)
         generator.manual_seed(self.seed * 1009 + rank)
         tokens = self.tokens[rank]
         shape = (tokens, self.hidden)
-        x = torch.randn(shape, generator=generator, device=device).to(self.dtype)
+        x = torch.randn(shape, generator=generator, device=device)
+        if "quantize" in self.options:  # the scale of another block is far off
+            x = x * torch.logspace(-3, 3, self.hidden, device=device)
         weights = torch.rand((tokens, self.top_k), generator=generator, device=device)
         add = torch.randn(shape, generator=generator, device=device).to(self.dtype)
-        return x, self._ids(rank, generator).to(self.ids_dtype), weights, add
+        ids = self._ids(rank, generator).to(self.ids_dtype)
+        if self.lost and tokens:
+            ids[0, 0], ids[-1, -1] = self.experts, -7
+            if ids.dtype == torch.int64:
+                ids[0, 1] = 1 << 40
+        return x.to(self.dtype), ids, weights, add
+
+    def rows_of(self, rank: int, device: torch.device) -> list[torch.Tensor]:
+        """Return the further payloads of one rank."""
+        generator = torch.Generator().manual_seed(self.seed * 64 + rank)
+        sizes = [(self.tokens[rank], size) for size in self.extra]
+        rows = [torch.randint(0, 256, s, generator=generator, dtype=torch.uint8) for s in sizes]
+        return [row.to(device) for row in rows]
+
+    def stats_of(self, rank: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return int32 `[count]` of one rank, of all 32 bits."""
+        generator = torch.Generator().manual_seed(self.seed * 64 + rank)
+        return torch.randint(-(2**31), 2**31, (count,), generator=generator).int().to(device)
 
     def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
         device, tokens = generator.device, self.tokens[rank]
@@ -74,46 +117,140 @@ class Round:
         return ids
 
 
-def play(a2a: weft.AllToAll, case: Round, *, poison: bool = True, rows: int | None = None) -> None:
-    """Run one round; compare every byte that is defined, and every one that must not change."""
-    group = a2a.group
-    ranks = range(group.size)
-    inputs = [case.of(r, group.device) for r in ranks]
-    x, ids, weights, add = inputs[group.rank]
-    given = weights if case.weighted else None
-    settle(group.device)
-    group.barrier()
-    inbox = a2a._received.x
+def play(
+    a2a: weft.AllToAll,
+    case: Round,
+    *,
+    poison: bool = True,
+    rows: int | None = None,
+    halves: bool = False,
+    counts: Sequence[int | None] | None = None,
+    living: Sequence[int] | None = None,
+) -> int:
+    """Run one round; compare every byte that is defined, and every one that must not change.
+
+    halves: call each phase in two halves.   living: the ranks that take part; default all.
+    counts: of each rank, how many tokens count, which the device knows alone; None for all.
+
+    Returns how many rows arrived here.
+    """
+    group, device, shape = a2a.group, a2a.group.device, a2a.config.shape
+    ranks, rank, max_tokens = range(group.size), group.rank, rows or a2a.max_tokens
+    case = case if living is None else case.living(living)
+    inputs = [case.of(r, device) for r in ranks]
+    x, ids, weights, add = inputs[rank]
+    used = [
+        n if c is None else min(max(c, 0), n)
+        for n, c in zip(case.tokens, counts or [None] * group.size, strict=True)
+    ]
+    options: dict[str, Any] = {"rows": rows}
+    if counts is not None and counts[rank] is not None:
+        options["num_tokens"] = torch.tensor([counts[rank]], dtype=torch.int32, device=device)
+    stats = [case.stats_of(r, shape.stats, device) for r in ranks] if shape.stats else None
+    if stats is not None:
+        options["stats"] = stats[rank].clone()
+    settle(device)
     if poison:
-        inbox.view(torch.uint8).fill_(0xFF)  # NaN in every float type
-        a2a.output().fill_(float("nan"))
-        settle(group.device)
         group.barrier()
-    received = a2a.dispatch(x, ids, given, rows=rows)
+        for plane in a2a._received.payloads:
+            plane.view(torch.uint8).fill_(MARK)
+        if shape.combine != "gemm_push":
+            a2a.output().fill_(float("nan"))
+        settle(device)
+        group.barrier()
+    given = weights if case.weighted else None
+    payloads = [x, *case.rows_of(rank, device)]
+    if halves:
+        a2a.dispatch_send(payloads, ids, given, **options)
+        if stats is not None:
+            options["stats"].zero_()  # it has been read, or is before this in the stream
+        received = a2a.dispatch_recv()
+    else:
+        received = a2a.dispatch(payloads, ids, given, **options)
+    kind = None if shape.quant == "none" else shape.quant
+    sent = [_arriving([inputs[r][0], *case.rows_of(r, device)], kind, used[r]) for r in ranks]
+    routed = [_dropped(i[1][:n], a2a, living) for i, n in zip(inputs, used, strict=True)]
     expected = reference.dispatch(
-        [[i[0]] for i in inputs],
-        [i[1] for i in inputs],
-        [i[2] if case.weighted else None for i in inputs],
+        sent,
+        routed,
+        [i[2][:n] if case.weighted else None for i, n in zip(inputs, used, strict=True)],
         a2a.placement,
-        rank=group.rank,
-        max_tokens=rows or a2a.max_tokens,
+        rank=rank,
+        max_tokens=max_tokens,
+        stats=stats,
     )
-    assert torch.equal(received.counts, expected.counts), (received.counts, expected.counts)
-    assert torch.equal(received.ids, expected.ids)
-    carries = (expected.ids >= 0).any(dim=2)
-    assert torch.equal(received.weights[carries], expected.weights[carries])
-    assert torch.equal(bits(received.x[carries]), bits(expected.x[carries]))
-    if poison:
-        untouched = received.x[~carries].contiguous().view(torch.uint8)
-        assert bool((untouched == 0xFF).all()), "a slot that carries no token was written"
-    y = reference.identity_experts(received, case.dtype)
-    a2a.output(rows).copy_(y)
+    order = list(a2a.sources)
+    assert torch.equal(received.counts, expected.counts[order]), (received.counts, expected.counts)
+    assert torch.equal(received.ids, expected.ids[order])
+    if stats is not None:
+        assert received.stats is not None
+        assert expected.stats is not None
+        assert torch.equal(received.stats, expected.stats[order])
+    carries = (received.ids >= 0).any(dim=2)
+    assert torch.equal(received.weights[carries], expected.weights[order][carries])
+    for got, plane in zip(received.payloads, expected.payloads, strict=True):
+        assert torch.equal(bits(got[carries]), bits(plane[order][carries]))
+        if poison:
+            untouched = got[~carries].contiguous().view(torch.uint8)
+            assert bool((untouched == MARK).all()), "a slot that carries no token was written"
+    y = _answer(received, kind, case.dtype)
     out = torch.full_like(x, float("nan"))
-    result = a2a.combine(out=out, add=add if case.add else None)
+    more = add if case.add else None
+    own = (y,) if case.seed % 2 else ()  # experts return a tensor of theirs, or write in place
+    if not own:
+        a2a.output(rows).copy_(y)
+    if halves:
+        a2a.combine_send(*own)
+        a2a.combine_recv(out=out, add=more)
+    else:
+        assert a2a.combine(*own, out=out, add=more) is out
+    x = x if kind is None else reference.dequantize(*reference.quantize(x, kind)).to(x.dtype)
+    none = torch.full_like(ids[used[rank] :], -1)
     wanted = reference.identity_round_trip(
-        x, ids, given, a2a.placement, ranks=group.size, add=add if case.add else None
+        x,
+        torch.cat((routed[rank], none)),
+        given,
+        a2a.placement,
+        ranks=group.size,
+        hosts=group.host_ranks,
+        add=more,
+        combine_dtype="fp8" if shape.combine == "push_fp8" else None,
     )
-    assert torch.equal(bits(result), bits(wanted))
+    assert torch.equal(bits(out), bits(wanted))
+    return int(carries.sum())
+
+
+MARK = 0xFF  # NaN in every float type, where no rank may write
+
+
+def _arriving(rows: list[torch.Tensor], kind: str | None, count: int) -> list[torch.Tensor]:
+    """Return the payloads as they arrive: the first one quantised where the exchange does so."""
+    if kind is not None:
+        rows = [*reference.quantize(rows[0], kind), *rows[1:]]
+    # Torch moves no rows of exponents.
+    return [(r.view(torch.uint8) if r.dtype == torch.float8_e8m0fnu else r)[:count] for r in rows]
+
+
+def _dropped(ids: torch.Tensor, a2a: weft.AllToAll, living: Sequence[int] | None) -> torch.Tensor:
+    return ids if living is None else dropped(ids, a2a.placement.ranks, living)
+
+
+def dropped(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int]) -> torch.Tensor:
+    """Return ids with -1 for experts of ranks that are gone. owners: the rank of each expert."""
+    kept = torch.tensor([rank in set(living) for rank in owners], device=ids.device)
+    known = (ids >= 0) & (ids < len(kept))
+    gone = known & ~kept[torch.where(known, ids, 0).long()]
+    return torch.where(gone, -1, ids)
+
+
+def _answer(received: weft.Received, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows of experts that copy their token; NaN where there is none."""
+    if kind is not None:
+        numbers, scales = received.payloads[:2]
+        scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+        x = reference.dequantize(numbers, scales).to(dtype)
+        received = weft.Received((x,), received.ids, received.weights, received.counts)
+    return reference.identity_experts(received, dtype)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

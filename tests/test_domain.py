@@ -15,9 +15,8 @@ import pytest
 
 import weft
 from tests import lowlatency_rounds, sums
-from tests.alltoall.test_recovery import one_round
 from tests.lowlatency_rounds import Mode
-from tests.rounds import Round, combining
+from tests.rounds import Round, combining, play
 from weft.errors import InvalidArgument, PeerDied
 from weft.shape import MAX_RANKS
 
@@ -44,10 +43,10 @@ class Domain:
     def __init__(self, group: weft.Group, stack: ExitStack) -> None:
         self.group, self.case = group, case_of(group.size)
         sizes = self.case.sizes(8)
-        self.exchanges = {
-            way: stack.enter_context(weft.AllToAll(group, **sizes, **combining(way), **PATIENT))
+        self.exchanges = [
+            stack.enter_context(weft.AllToAll(group, **sizes, **combining(way), **PATIENT))
             for way in WAYS
-        }
+        ]
         self.low = [stack.enter_context(mode.make(group, self.case, 8)) for mode in MODES]
         self.sum = stack.enter_context(
             weft.AllReduce(group, max_tokens=8, hidden=128, missing="drop", **PATIENT)
@@ -56,8 +55,8 @@ class Domain:
     def play(self, seed: int, living: list[int]) -> None:
         """Rounds of every operator."""
         case = self.case.next(seed=seed)
-        for way, a2a in self.exchanges.items():
-            one_round(a2a, case, living, way, rows=None, halves=False)
+        for a2a in self.exchanges:
+            play(a2a, case, poison=False, living=living)
         for mode, low in zip(MODES, self.low, strict=True):
             lowlatency_rounds.play(low, mode, case, living=living, checks=False)
         sums.play(self.sum, sums.Sum(tokens=5, hidden=128, seed=seed), "auto", None, living)

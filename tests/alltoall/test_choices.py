@@ -6,19 +6,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-import weft
+from tests.kinds import on_ranks
 from tests.rounds import Round, bits, settle
 from tests.sending import make, results
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-
-def own_addresses(group: weft.Group) -> None:
-    """What is refused where choices return one by one, and what an address is."""
+@on_ranks(2)
+def test_addresses(group):
+    """Check what is refused where choices return one by one, and what an address is."""
     case = Round(tokens=(4, 9), hidden=256, top_k=3)
-    x, ids, weights, add = case.of(group.rank, group.device)
+    x, ids, weights, _ = case.of(group.rank, group.device)
     y_shape = (group.size, 16, case.hidden)
     with make(group, case, combine="gemm_push", split_phase=False) as a2a:
         with pytest.raises(InvalidArgument, match="combine='gemm_push'"):
@@ -27,24 +26,28 @@ def own_addresses(group: weft.Group) -> None:
         assert ExpertGroups.memory_bytes(a2a) == groups._buffers.bytes()
         grouped = groups.gather(a2a.dispatch(x, ids, weights))
         y = results(groups, grouped, 1, a2a.dtype)
-        with pytest.raises(InvalidArgument, match="scatter on an all-to-all with"):
-            groups.scatter(y)
-        for refused in (lambda: groups.send(y), groups.sent):
-            with pytest.raises(InvalidArgument, match="split_phase=True"):
+        for refused, words in (
+            (lambda: groups.scatter(y), "scatter on an all-to-all with"),
+            (lambda: groups.send(y), "split_phase=True"),
+            (groups.sent, "split_phase=True"),
+            (
+                lambda: a2a.combine(torch.zeros(y_shape, dtype=a2a.dtype, device=group.device)),
+                "stored at its token's owner",
+            ),
+        ):
+            with pytest.raises(InvalidArgument, match=words):
                 refused()
-        with pytest.raises(InvalidArgument, match="stored at its token's owner"):
-            a2a.combine(torch.zeros(y_shape, dtype=a2a.dtype, device=group.device))
         address = grouped.dst_addr
         assert address is not None
         settle(group.device)
         assert torch.equal(address != 0, grouped.slot >= 0)
         used = address[address != 0]
         assert used.unique().numel() == used.numel()
-        at, rows = a2a._site, a2a.config.shape.returned_rows
-        place = used - at.base - a2a.config.offsets.returned
-        owner = torch.div(place, at.stride, rounding_mode="floor")
+        site, rows = a2a._site, a2a.config.shape.returned_rows
+        place = used - site.base - a2a.config.offsets.returned
+        owner = torch.div(place, site.stride, rounding_mode="floor")
         assert torch.equal(owner, grouped.slot[address != 0].long() // a2a.max_tokens)
-        within = (place - owner * at.stride) // (2 * case.hidden)
+        within = (place - owner * site.stride) // (2 * case.hidden)
         assert bool(((within >= 0) & (within < rows)).all())
         a2a.combine()
     with make(group, case, combine="push") as a2a:
@@ -62,36 +65,24 @@ def own_addresses(group: weft.Group) -> None:
             groups.sent()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_addresses(ranks, kind):
-    ranks(2, kind)(own_addresses)
-
-
-def changed(group: weft.Group) -> None:
-    """The caller's ids and weights may change once dispatch has read them."""
+@on_ranks(2)
+def test_ids_and_weights_may_change_after_dispatch(group):
     case = Round(tokens=(16, 9), hidden=256)
     x, ids, weights, _ = case.of(group.rank, group.device)
+    count = torch.tensor([3], dtype=torch.int32, device=group.device)
     outs = []
     with make(group, case, combine="gemm_push") as a2a:
         groups = ExpertGroups(a2a)
-        for spoils in (False, True):
-            mine, scale = ids.clone(), weights.clone()
-            grouped = groups.gather(a2a.dispatch(x, mine, scale))
+        for spoils, num_tokens in ((False, None), (True, None), (False, count)):
+            own_ids, own_weights = ids.clone(), weights.clone()
+            received = a2a.dispatch(x, own_ids, own_weights, num_tokens=num_tokens)
+            grouped = groups.gather(received)
             if spoils:
-                mine.fill_(-1)
-                scale.fill_(float("nan"))
+                own_ids.fill_(-1)
+                own_weights.fill_(float("nan"))
             groups.send(results(groups, grouped, 3, a2a.dtype))
             outs.append(a2a.combine_recv())
-        # Fewer tokens than before: the device's own count says so, and the rest is zero.
-        count = torch.tensor([3], dtype=torch.int32, device=group.device)
-        grouped = groups.gather(a2a.dispatch(x, ids, weights, num_tokens=count))
-        groups.send(results(groups, grouped, 3, a2a.dtype))
-        few = a2a.combine_recv()
     assert torch.equal(bits(outs[0]), bits(outs[1]))
-    assert bool(few[:3].any())
-    assert not bool(few[3:].any())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_choices_are_kept_from_dispatch(ranks, kind):
-    ranks(2, kind)(changed)
+    # Fewer tokens than before count, and the rest is zero.
+    assert bool(outs[2][:3].any())
+    assert not bool(outs[2][3:].any())

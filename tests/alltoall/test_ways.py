@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows pushed to their owners, FP8 on the wire in both directions, and phases in two halves."""
+"""Rows that are quantised on their way, counts that no peer sends, and the order of halves."""
 
 from __future__ import annotations
 
@@ -7,68 +7,13 @@ import pytest
 import torch
 
 import weft
-from tests.alltoall.test_alltoall import make
-from tests.rounds import Round, bits, combining
+from tests.kinds import THREADS, on_ranks
+from tests.rounds import Round, bits, combining, play
 from weft.errors import InvalidArgument, OutOfOrder
-
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
-CASES = [
-    Round(tokens=(5, 0, 16), hidden=256, add=True),
-    Round(tokens=(16, 16, 16), hidden=1152, router="perfect", experts=18, top_k=6),
-    Round(tokens=(0, 0, 0), hidden=256),
-    Round(tokens=(9, 16, 2), hidden=256, router="holes", dtype=torch.float16, add=True),
-    Round(tokens=(3, 1, 7), hidden=384, router="one-hot", dtype=torch.float32),
-    Round(tokens=(4, 5, 6), hidden=7168, top_k=8, experts=256),
-]
-
-
-def return_rows(group: weft.Group, way: str, split_phase: bool) -> None:
-    for case in CASES:
-        with make(group, case, **combining(way), split_phase=split_phase) as a2a:
-            for seed in range(3):
-                turn = case.next(seed=seed, tokens=case.tokens[seed:] + case.tokens[:seed])
-                one_round(a2a, turn, way, split_phase)
-            a2a.check()
-
-
-def one_round(a2a: weft.AllToAll, case: Round, way: str, split_phase: bool) -> None:
-    group = a2a.group
-    x, ids, weights, add = case.of(group.rank, group.device)
-    given, out = add if case.add else None, torch.full_like(x, float("nan"))
-    if split_phase:
-        a2a.dispatch_send(x, ids, weights)
-        between = x.float().sum()  # anything at all fits between the halves
-        received = a2a.dispatch_recv()
-    else:
-        received = a2a.dispatch(x, ids, weights)
-    a2a.output().copy_(weft.reference.identity_experts(received, case.dtype))
-    if split_phase:
-        a2a.combine_send()
-        between = between + 1
-        a2a.combine_recv(out=out, add=given)
-    else:
-        a2a.combine(out=out, add=given)
-    wanted = weft.reference.identity_round_trip(
-        x,
-        ids,
-        weights,
-        a2a.placement,
-        ranks=group.size,
-        add=given,
-        combine_dtype={"fp8": "fp8"}.get(way),
-    )
-    assert torch.equal(bits(out), bits(wanted))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("split_phase", [False, True])
-@pytest.mark.parametrize("way", ["pull", "push", "fp8"])
-def test_rows_return_bit_by_bit(ranks, kind, way, split_phase):
-    ranks(3, kind)(return_rows, way, split_phase)
 
 
 def strange_rows(hidden: int) -> torch.Tensor:
-    """Rows whose blocks are zeros, specials, tiny, huge, and everything between."""
+    """Return rows whose blocks are zeros, specials, tiny, huge, and everything between."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn((16, hidden), generator=generator)
     x *= torch.logspace(-40, 36, 16)[:, None]
@@ -84,43 +29,34 @@ def strange_rows(hidden: int) -> torch.Tensor:
 
 # One block, several, and as many as a model has.
 QUANTISED = (
-    (torch.bfloat16, 7168),
-    (torch.bfloat16, 128),
-    (torch.float16, 640),
-    (torch.float32, 640),
+    *((torch.bfloat16, 7168), (torch.bfloat16, 128)),
+    *((torch.float16, 640), (torch.float32, 640)),
 )
 
 
-def quantised(group: weft.Group, kind: str) -> None:
+@pytest.mark.parametrize("quantize", ["fp8", "mxfp8"])
+@on_ranks(2)
+def test_dispatch_quantises_bit_by_bit(group, quantize):
     for dtype, hidden in QUANTISED:
-        case = Round(tokens=(16, 16), hidden=hidden, dtype=dtype, top_k=2, experts=6)
-        extra = weft.Payload((3,), torch.int32)
-        a2a = make(group, case, quantize=kind, payloads=[weft.Payload((hidden,), dtype), extra])
-        with a2a:
-            x = strange_rows(hidden).to(dtype).to(group.device)
-            tag = torch.arange(48, dtype=torch.int32, device=group.device).view(16, 3)
+        case = Round(tokens=(16, 16), hidden=hidden, dtype=dtype, top_k=2, experts=6, extra=(12,))
+        with case.open(group, quantize=quantize) as a2a:
+            x = strange_rows(hidden).to(dtype)
+            tag = torch.arange(16 * 12, dtype=torch.uint8).view(16, 12)
             ids = case.of(group.rank, group.device)[1]
-            received = a2a.dispatch([x, tag], ids)
-            carried = (received.ids >= 0).any(dim=2)
-            q, scales, tags = received.payloads
-            wanted_q, wanted_scales = weft.reference.quantize(x.cpu(), kind)
+            received = a2a.dispatch([x.to(group.device), tag.to(group.device)], ids)
+            carries = (received.ids >= 0).any(dim=2).cpu()
+            q, scales, tags = (plane.cpu() for plane in received.payloads)
+            expected_q, expected_scales = weft.reference.quantize(x, quantize)
             for source in range(group.size):
-                here = carried[source].cpu()
-                assert torch.equal(bits(q[source].cpu()[here]), bits(wanted_q[here]))
-                # Which NaN a NaN scale is, is not told.
-                ours = scales[source].cpu()[here].float().nan_to_num(7e37)
-                theirs = wanted_scales[here].float().nan_to_num(7e37)
-                assert torch.equal(ours, theirs)
-                assert torch.equal(tags[source].cpu()[here], tag.cpu()[here])
+                kept = carries[source]
+                assert torch.equal(bits(q[source][kept]), bits(expected_q[kept]))
+                # Which NaN a NaN scale is, is not defined.
+                found = scales[source][kept].float().nan_to_num(7e37)
+                assert torch.equal(found, expected_scales[kept].float().nan_to_num(7e37))
+                assert torch.equal(tags[source][kept], tag[kept])
             a2a.output().zero_()
             a2a.combine()
             a2a.check()
-
-
-@pytest.mark.parametrize("device", KINDS)
-@pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
-def test_dispatch_quantises_bit_by_bit(ranks, device, kind):
-    ranks(2, device)(quantised, kind)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
@@ -130,37 +66,32 @@ def test_errors_are_bounded(kind):
     x = torch.randn((64, 1024), generator=generator) * torch.logspace(-30, 30, 64)[:, None]
     q, scales = weft.reference.quantize(x, kind)
     back = weft.reference.dequantize(q, scales).double()
-    columns = 1024 // scales.shape[1]
-    step = scales.double().repeat_interleave(columns, dim=1)
+    step = scales.double().repeat_interleave(1024 // scales.shape[1], dim=1)
     error = (back - x.double()).abs()
     allowed = torch.maximum(2.0**-4 * x.double().abs(), 2.0**-10 * step)
     assert bool((error <= allowed * (1 + 1e-6)).all())
 
 
-def lying_counts(group: weft.Group, way: str) -> None:
-    case = CASES[1]
-    with make(group, case, **combining(way)) as a2a:
+@pytest.mark.parametrize("way", ["push", "fp8"])
+@on_ranks(3)
+def test_a_count_is_never_believed_beyond_the_inbox(group, way):
+    case = Round(tokens=(16, 16, 16), hidden=256, experts=18, top_k=6, options=combining(way))
+    with case.open(group) as a2a:
         for lie in (-1, 2**31 - 1):
-            x, ids, weights, _ = case.of(group.rank, group.device)
-            received = a2a.dispatch(x, ids, weights)
+            received = a2a.dispatch(*case.of(group.rank, group.device)[:3])
             a2a.output().zero_()
             received.counts.fill_(lie)
             a2a.combine()
-        one_round(a2a, case, way, split_phase=False)
+        play(a2a, case, poison=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["push", "fp8"])
-def test_a_count_is_never_believed_beyond_the_inbox(ranks, kind, way):
-    ranks(3, kind)(lying_counts, way)
-
-
-def out_of_turn(group: weft.Group) -> None:
-    case = CASES[0]
+@on_ranks(3, [THREADS])
+def test_halves_come_in_turn(group):
+    case = Round(tokens=(5, 0, 16), hidden=256)
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with make(group, case) as a2a, pytest.raises(InvalidArgument, match="split_phase=True"):
+    with case.open(group) as a2a, pytest.raises(InvalidArgument, match="split_phase=True"):
         a2a.dispatch_send(x, ids, weights)
-    with make(group, case, split_phase=True) as a2a:
+    with case.open(group, split_phase=True) as a2a:
         for call in (a2a.dispatch_recv, a2a.combine_send, a2a.combine_recv, a2a.combine):
             with pytest.raises(OutOfOrder, match="expects dispatch"):
                 call()
@@ -172,25 +103,3 @@ def out_of_turn(group: weft.Group) -> None:
         with pytest.raises(OutOfOrder, match="expects combine_recv"):
             a2a.combine()
         a2a.combine_recv()
-
-
-def test_halves_come_in_turn(ranks):
-    ranks(3, "threads")(out_of_turn)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"quantize": "fp8", "hidden": 96}, ("96", "pad hidden to 128")),
-        ({"combine_dtype": "fp8", "hidden": 200}, ("200", "pad hidden to 256")),
-        (
-            {"quantize": "fp8", "payloads": [weft.Payload((64,), torch.uint8)]},
-            ("[64]", "uint8", "[128]"),
-        ),
-    ],
-)
-def test_sizes_that_cannot_be(options, words):
-    sizes = {"ranks": 2, "max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 128, **options}
-    with pytest.raises(InvalidArgument) as caught:
-        weft.AllToAll.memory_bytes(**sizes)
-    assert all(word in str(caught.value) for word in words), caught.value

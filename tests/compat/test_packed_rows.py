@@ -14,8 +14,8 @@ from tests.compat.test_deep_ep import whole
 from tests.compat.test_deep_ep_normal import batch, layout, made, on, sent
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
+from tests.emulator.operators import EmulatedGroups
 from tests.emulator.watch import watching
-from tests.grouping.emulate_groups import EmulatedGroups
 from tests.rounds import bits
 from weft.compat import packed_rows, rank_layout
 from weft.compat.deep_ep import Buffer
@@ -133,8 +133,8 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
         )
     group.barrier()
     own = rounds._kernels
-    for ctas, threads in ((1, 32), (3, 96)):
-        rounds._kernels = EmulatedGroups(library, rounds, ctas, threads)
+    rounds._kernels = EmulatedGroups(library, exchange.a2a.config.shape, rounds.config)
+    for _ in range(2):
         for value, want in zip(calls(), wanted, strict=True):
             assert torch.equal(bits(value), bits(want))
     rounds._kernels = own

@@ -16,19 +16,21 @@ import pytest
 import torch
 
 import weft
-from tests import sums
-from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall
-from tests.alltoall.test_emulated_alltoall import launch_as
-from tests.alltoall.test_recovery import one_round
+from tests import lowlatency_rounds, sums
 from tests.emulator.emulate import (
     EmulatedEntries,
     build_library,
     compile_emulated,
     emulated_tree,
 )
-from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
-from tests.lowlatency_rounds import Mode, play
-from tests.rounds import Round, combining, drop_refusals
+from tests.emulator.operators import (
+    EmulatedAllToAll,
+    EmulatedLow,
+    compile_alltoall,
+    compile_low,
+)
+from tests.lowlatency_rounds import Mode
+from tests.rounds import Round, combining, drop_refusals, play
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
@@ -57,7 +59,7 @@ def compiled(kind: str, folder: Path) -> Any:
     """The kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
         shapes = [AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS]
-        return compile_alltoall(shapes, folder, defines=WIDE)
+        return [compile_alltoall(s, room(folder, s.combine), defines=WIDE) for s in shapes]
     if kind == "lowlatency":
         return [
             compile_low(mode.shape(CASE, 8), room(folder, str(i)), defines=WIDE)
@@ -80,17 +82,16 @@ def opened(kind: str, group: weft.Group) -> list[Any]:
 def play_rounds(kind: str, operators: list[Any], libraries: Any) -> None:
     living = list(LIVING)
     if kind == "alltoall":
-        for number, (way, a2a) in enumerate(zip(WAYS, operators, strict=True)):
-            a2a._kernels = entries = EmulatedAllToAll(libraries, number, a2a)
+        for a2a, library in zip(operators, libraries, strict=True):
+            a2a._kernels = EmulatedAllToAll(library, a2a.config.shape, a2a.rank)
             for seed in range(2):
-                launch_as(entries, seed)
-                case = CASE.next(seed=seed)
-                one_round(a2a, case, living, way, rows=None, halves=False)
+                play(a2a, CASE.next(seed=seed), poison=False, living=living)
     elif kind == "lowlatency":
         for mode, low, library in zip(MODES, operators, libraries, strict=True):
             low._kernels = EmulatedLow(library, low.config.shape)
             for seed in range(2):
-                play(low, mode, CASE.next(seed=seed), living=living, checks=False)
+                case = CASE.next(seed=seed)
+                lowlatency_rounds.play(low, mode, case, living=living, checks=False)
     else:
         operators[0]._kernels = reducing = EmulatedEntries(libraries)
         for tokens in (1, 5):

@@ -17,16 +17,19 @@ import pytest
 import torch
 
 import weft
+from tests import lowlatency_rounds
 from tests.allreduce.test_reduce_recovery import sums
-from tests.alltoall.emulate_alltoall import EmulatedAllToAll, compile_alltoall
-from tests.alltoall.test_emulated_alltoall import launch_as
-from tests.alltoall.test_recovery import CASE, RANKS, TOKENS, one_round
+from tests.alltoall.test_recovery import CASE, RANKS, TOKENS
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
-from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
+from tests.emulator.operators import (
+    EmulatedAllToAll,
+    EmulatedLow,
+    compile_alltoall,
+    compile_low,
+)
 from tests.lowlatency.test_lowlatency_recovery import MODES
-from tests.lowlatency_rounds import play
 from tests.recovery import Survivors, run_survivors, surviving, until_broken
-from tests.rounds import combining
+from tests.rounds import combining, play
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.alltoall.config import AllToAllConfig
@@ -55,34 +58,27 @@ def kill_in_turn(survivors: Survivors, operator: Any, rounds: Callable[[int, boo
     survivors.barrier()
 
 
-def all_to_all(group: weft.Group, folder: str, library: str, way: str, number: int) -> None:
+def all_to_all(group: weft.Group, folder: str, library: str, way: str) -> None:
     options = combining(way) | {"split_phase": True}
     with surviving(group, folder) as survivors, weft.AllToAll(group, **SIZES, **options) as a2a:
-        entries = EmulatedAllToAll(Path(library), number, a2a)
-        a2a._kernels = entries
+        a2a._kernels = EmulatedAllToAll(Path(library), a2a.config.shape, group.rank)
 
         def rounds(count: int, checks: bool) -> None:
             for seed in range(count):
-                launch_as(entries, seed)
                 rows = (None, 6, 6, TOKENS)[seed % 4]
                 tokens = tuple(min(n, rows or TOKENS) for n in CASE.tokens)
-                case, halves = CASE.next(seed=seed, tokens=tokens), seed % 3 == 1
-                one_round(a2a, case, survivors.ranks, way, rows=rows, halves=halves)
+                case, living = CASE.next(seed=seed, tokens=tokens), survivors.ranks
+                play(a2a, case, poison=False, rows=rows, halves=seed % 3 == 1, living=living)
                 if checks:
                     a2a.check()
 
         kill_in_turn(survivors, a2a, rounds)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    shapes = [AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS]
-    return str(compile_alltoall(shapes, tmp_path_factory.mktemp("masks")))
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_all_to_alls(ranks, tmp_path, library, way):
-    args = (str(tmp_path), library, way, WAYS.index(way))
+def test_all_to_alls(ranks, tmp_path, way):
+    shape = AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape
+    args = (str(tmp_path), str(compile_alltoall(shape, tmp_path)), way)
     run_survivors(lambda: ranks(RANKS, "cpu")(all_to_all, *args), tmp_path, [1, 3])
 
 
@@ -96,7 +92,9 @@ def low_latency(group: weft.Group, folder: str, library: str, name: str) -> None
             for seed in range(count):
                 split, living = halves and seed % 2 == 1, survivors.ranks
                 case = CASE.next(seed=seed)
-                play(a2a, mode, case, split_phase=split, living=living, checks=checks)
+                lowlatency_rounds.play(
+                    a2a, mode, case, split_phase=split, living=living, checks=checks
+                )
 
         kill_in_turn(survivors, a2a, rounds)
 

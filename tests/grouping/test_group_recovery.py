@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import weft
-from tests.recovery import dropped, of_living, plan_death, run_survivors, surviving, until_broken
-from tests.rounds import Round, bits, combining
+from tests.recovery import plan_death, run_survivors, surviving, until_broken
+from tests.rounds import Round, bits, combining, dropped
 from tests.sending import make, results
 from weft.errors import BadExpertId
 from weft.grouping.operator import ExpertGroups
@@ -42,7 +42,7 @@ def die_in_turn(group: weft.Group, folder: str, way: str) -> None:
 
         def rounds(count: int) -> None:
             for seed in range(count):
-                case = of_living(CASE.next(seed=seed), survivors.ranks)
+                case = CASE.next(seed=seed).living(survivors.ranks)
                 ids = case.of(group.rank, group.device)[1]
                 got = one_round(a2a, groups, case, sends=True, ids=ids)
                 kept = dropped(ids, plain.placement.ranks, survivors.ranks)

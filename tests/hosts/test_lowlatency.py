@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import weft
+from tests.emulator.operators import EmulatedLow, compile_low
 from tests.hosts.spanning import campaign, lying, on_hosts
-from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.rounds import Round, bits
 from weft.errors import BadExpertId, InvalidArgument
 from weft.hosts.rail import Slots

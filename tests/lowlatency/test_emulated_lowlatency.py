@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import weft
+from tests.emulator.operators import EmulatedLow, compile_low
 from tests.emulator.watch import watching, ways
-from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.lowlatency.config import trace_record

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import weft
+from tests.emulator.operators import EmulatedLow, compile_low
 from tests.headers import HEADER_BYTES
-from tests.lowlatency.emulate_lowlatency import EmulatedLow, compile_low
 from tests.lowlatency_rounds import Mode, store_at_owners
 from tests.rounds import Round, settle
 from weft.errors import PeerTimeout

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine in the emulator: order of memory, deadlines, timelines and faults.
+
+That the kernels give the reference's bits in every launch shape is in test_alltoall.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.alltoall.test_alltoall import CASES, SLOW_SHAPES, rounds
+from tests.alltoall.test_ways import strange_rows
+from tests.emulator.operators import (
+    COMBINE_FP8,
+    DISPATCH,
+    EmulatedAllToAll,
+    Emulator,
+    compile_alltoall,
+    places,
+    watched,
+)
+from tests.emulator.watch import Event, watching, ways
+from tests.kinds import EMULATED, on_ranks
+from tests.mutations import COMBINE_FP8 as FAULTS
+from tests.mutations import Mutation
+from tests.patience import hurry
+from tests.rounds import Round, bits, drop_refusals, play
+from tests.sending import round_trip, scattered, stored_at_owners
+from weft.errors import PeerTimeout
+from weft.grouping.operator import ExpertGroups
+from weft.runtime.timeline import read_timeline
+from weft.shape import Shape
+
+pytestmark = pytest.mark.slow
+RANKS, WATCHED = 3, SLOW_SHAPES[1:]
+PROFILED = ("planes", "pushed, fp16, holes, statistics", "fp8 both ways")
+
+
+def case_of(name: str) -> Round:
+    """Return a case of three ranks."""
+    case = CASES[name]
+    return case.next(tokens=case.tokens[:RANKS])
+
+
+def options_of(case: Round) -> dict[str, Any]:
+    """Return the options with an expert map of three ranks."""
+    owners = case.options.get("expert_map")
+    return {} if owners is None else {"expert_map": [owner % RANKS for owner in owners]}
+
+
+def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shape]:
+    """Return how many rows came, and what memory saw."""
+    case, rows = case_of(name), 0
+    with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
+        watch, entries = watched(a2a), a2a._kernels
+        assert isinstance(entries, EmulatedAllToAll)
+        with watching(group, entries.library, a2a._site.stride):
+            for seed in range(4):
+                counts = [n // 2 for n in case.turned(seed).tokens] if seed % 2 else None
+                rows += play(a2a, case.turned(seed), halves=seed % 2 == 0, counts=counts)
+        drop_refusals(a2a)
+        return rows, watch.events(), a2a.config.shape
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_memory_is_touched_in_the_order_that_it_needs(ranks, name):
+    found = ranks(RANKS, "emulated")(watched_rounds, name)
+    rows, (_, events, shape) = sum(count for count, *_ in found), found[0]
+    seen = ways(events, places(shape))
+    seen.pop("failed", None)  # which only waits that last look at
+    assert seen == expected_ways(shape, case_of(name).lost)
+    # No vector is stored twice, and none but those of rows that some rank waits for.
+    writes = Counter(
+        part
+        for event in events
+        if event.how == "writes weak"
+        for part in ways([event], places(shape))
+    )
+    assert writes["plane 0"] == rows * shape.row_bytes[0] // 16
+    if shape.combine == "push":
+        assert writes["returned"] == rows * shape.out_bytes // 16
+    for phase in ("dispatched", "arrived"):
+        assert len([e for e in events if e.offset in places(shape)[phase]]) > RANKS
+    reported = {e.how for e in events if e.share < 0 and e.how.startswith("writes r")}
+    assert reported == ({"writes release sys"} if case_of(name).lost else set())  # the mailbox
+
+
+def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
+    """Return how each part of a share is to be touched."""
+    flag = {"writes release sys", "reads acquire sys"}
+    ways = {"dispatched": flag, "ready": flag, "route": {"writes weak"}, "outbox": {"reads weak"}}
+    ways["arrived"] = {"updates acq_rel gpu"}
+    # Narrow stores are plain ones and are not written down.
+    ways |= {
+        f"plane {i}": {"writes weak"} for i, size in enumerate(shape.row_bytes) if size % 16 == 0
+    }
+    if lost:
+        ways["refusing"] = {"updates acq_rel gpu"}
+    if shape.combine == "push":
+        ways["returned"] = {"writes weak", "reads weak"}
+    if shape.combine == "push_fp8":
+        ways["returned"] = {"writes relaxed sys", "reads relaxed sys"}
+        ways["arrived"] = {"updates acq_rel gpu", "reads acquire gpu"}
+        ways["route"] = {"writes weak", "reads weak"}
+    return ways
+
+
+def mixed(group: weft.Group, name: str, emulator: Emulator) -> None:
+    """Rank 1 runs the CPU's own protocol: it is the same."""
+    case = case_of(name)
+    with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
+        if group.rank != 1:
+            shape = a2a.config.shape
+            library = emulator.library(compile_alltoall, shape, defines=())
+            a2a._kernels = EmulatedAllToAll(library, shape, group.rank)
+        rounds(a2a, case)
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_kernels_and_cpu_ranks_understand_each_other(ranks, emulator, name):
+    ranks(RANKS, "threads")(mixed, name, emulator)
+
+
+CHOICES = (
+    Round((8, 3, 5), 5, 9, 264, torch.float16, "holes", add=True),
+    Round((8, 3, 5), 5, 12, 264, torch.float32),
+    Round((3, 8, 5), 16, 24, 640, add=True),
+)
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=lambda case: f"top {case.top_k} of {case.experts}")
+@on_ranks(RANKS, [EMULATED])
+def test_choices_have_the_bits_of_sums(group, case):
+    """Rows that each choice's expert stores at its owner, beside rows that are summed there."""
+    with (
+        case.open(group, 8, combine="gemm_push", split_phase=True) as a2a,
+        case.open(group, 8, split_phase=True) as other,
+    ):
+        groups, others = ExpertGroups(a2a), ExpertGroups(other)
+        for seed in range(4):
+            turn = case.turned(seed)
+            wanted = round_trip(other, others, turn, scattered)
+            assert torch.equal(bits(round_trip(a2a, groups, turn, stored_at_owners)), bits(wanted))
+        a2a.check()
+
+
+def alone(group: weft.Group, phase: str) -> str:
+    """Rank 1 stays away from the second round's dispatch, or from its combine."""
+    case = CASES["fp8 back"].next(tokens=(4, 4, 4))
+    with case.open(group, 8) as a2a:
+        play(a2a, case)
+        hurry(a2a, 4.0)
+        group.barrier()
+        text, given = "", case.of(group.rank, group.device)[:3]
+        if phase == "combine":
+            a2a.dispatch(*given)
+        if group.rank != 1:
+            with pytest.raises(PeerTimeout) as caught:
+                a2a.combine() if phase == "combine" else a2a.dispatch(*given)
+            text = str(caught.value)
+            with pytest.raises(PeerTimeout):
+                a2a.dispatch(*given)
+        group.barrier()
+        return text
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_phase_ends_when_a_peer_stays_away(ranks, phase):
+    texts = ranks(RANKS, "emulated")(alone, phase)
+    for rank in (0, 2):
+        seen = f"rank {rank}, {phase}: rank 1 did not publish epoch 2"
+        heard = f"rank {rank}, {phase}: rank {2 - rank} waited in vain for rank 1"
+        assert seen in texts[rank] or heard in texts[rank], texts[rank]
+
+
+@pytest.mark.parametrize("name", PROFILED)
+@on_ranks(RANKS, [EMULATED])
+def test_profiled_kernels_keep_every_round_in_order(group, name):
+    case = case_of(name)
+    with case.open(group, 8, profile=True, split_phase=True, **options_of(case)) as a2a:
+        for seed in range(4):
+            play(a2a, case.turned(seed), halves=seed % 2 == 0)
+        group.barrier()
+        drop_refusals(a2a)
+        spans = read_timeline(a2a.heap)
+    both = [(epoch, phase) for epoch in range(1, 5) for phase in ("dispatch", "combine")]
+    assert [(span.epoch, span.phase) for span in spans] == both
+    for span in spans:
+        turn = span.epoch - 1 + group.rank
+        plans = DISPATCH if span.phase == "dispatch" else a2a._kernels.combines
+        whole = span.epoch % 2 == 0 or span.phase == "dispatch"
+        if name != "planes" or whole:  # the first half of a pull is flags only
+            plan = plans[turn % len(plans)]
+            assert span.ctas == plan.workers * plan.chunks
+        assert span.rank == group.rank
+        assert span.finished
+        assert all(span.arrived_ns)
+        stamps = [span.start_ns, span.sent_ns, span.published_ns, span.received_ns, span.end_ns]
+        assert stamps == sorted(stamps), span
+
+
+def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Play strange rows, the ninth a NaN of all ones; return whether the result is right."""
+    received = a2a.dispatch(x, ids)
+    a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
+    a2a.output()[:, 8].view(torch.int16)[:] = -1
+    if a2a.rank == 1:
+        time.sleep(0.2)  # so that rank 0 looks for rows before they come
+    out = a2a.combine()
+    wanted = weft.reference.identity_round_trip(
+        x, ids, None, a2a.placement, ranks=2, combine_dtype="fp8"
+    )
+    values = [rows.nan_to_num(7.0) for rows in (out, wanted)]
+    return torch.equal(out.isnan(), wanted.isnan()) and torch.equal(*values)
+
+
+def is_blank(a2a: weft.AllToAll) -> bool:
+    """Whether every word of every place is absent, as the next round must find it."""
+    shape = a2a.config.shape
+    size = (shape.returned_rows * shape.returned_bytes,)
+    places = a2a.heap.tensor(size, torch.uint8, offset=a2a.config.offsets.returned)
+    return bool((places == 0xFF).all())
+
+
+def finds_fault(group: weft.Group, folder: Path, mutation: Mutation | None) -> bool:
+    """Play rounds until one is wrong on some rank."""
+    case = Round(tokens=(9, 9), hidden=1152, top_k=2, experts=4)
+    with case.open(group, combine_dtype="fp8") as a2a:
+        shape = a2a.config.shape
+        if group.rank == 0:
+            compile_alltoall(shape, folder, mutation=mutation)
+        group.barrier()
+        a2a._kernels = entries = EmulatedAllToAll(folder / "kernels.so", shape, group.rank)
+        entries.combines = COMBINE_FP8[1:2]
+        x = strange_rows(1152)[:9].bfloat16()
+        x[8].view(torch.int16)[:] = -1
+        ids = torch.tensor([[0, 2], [1, -1], [3, -1]], dtype=torch.int32).repeat(3, 1)
+        ids[8] = torch.tensor([0, 2])
+        if mutation is not None:
+            hurry(a2a, 8.0)
+        for _ in range(2):
+            try:
+                right = strange_round(a2a, x, ids)
+            except PeerTimeout:
+                right = False
+            group.barrier()
+            if not all(group.all_gather(right and is_blank(a2a))):
+                return True
+        return False
+
+
+@pytest.mark.parametrize("name", [None, *FAULTS])
+def test_a_fault_is_noticed(ranks, tmp_path, name):
+    mutation = None if name is None else FAULTS[name]
+    assert ranks(2, "threads")(finds_fault, tmp_path, mutation) == [name is not None] * 2
+
+
+@on_ranks(2, [EMULATED])
+def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(group):
+    case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
+    with case.open(group, combine_dtype="fp8") as a2a:
+        x = strange_rows(640).bfloat16()
+        x[8].view(torch.int16)[:] = -1  # NaN with all bits set
+        ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
+        for _ in range(2):
+            assert strange_round(a2a, x, ids)
+            group.barrier()
+            assert is_blank(a2a)
+            group.barrier()

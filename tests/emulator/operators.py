@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels of both all-to-alls and of groups, compiled for a CPU, as their entries."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
+from tests.emulator.watch import Watch
+from tests.headers import HEADER_BYTES, Header
+from tests.mutations import Mutation
+from weft.alltoall import kernels as alltoall
+from weft.alltoall.config import AllToAllConfig, Offsets
+from weft.alltoall.kernels import Plan
+from weft.grouping.config import GroupConfig
+from weft.grouping.kernels import COUNTING, results
+from weft.lowlatency import kernels as lowlatency
+from weft.lowlatency.config import LowShape
+from weft.runtime.kernels import Build, Kernels, in_parts
+from weft.shape import Shape
+
+FLAGS_ONLY = Plan(1, 1, 64)
+# Launch shapes that rounds take in turn: workers, parts of a row, threads.
+DISPATCH = (Plan(3, 1, 32), Plan(1, 2, 64), Plan(2, 2, 32), Plan(1, 1, 96))
+COMBINE = (Plan(2, 2, 32), Plan(3, 1, 64), Plan(1, 1, 32), Plan(2, 1, 96))
+# Also CTAs that push, and strips that a warp pushes at a time.
+COMBINE_FP8 = (
+    *(Plan(3, 1, 64, 1, 1), Plan(6, 1, 32, 3, 2), Plan(4, 1, 96, 2, 8), Plan(20, 1, 64, 12, 4)),
+)
+SMS, RESIDENT = 2, 8  # of the GPU of low-latency kernels: each of few CTAs does several units
+
+
+def compile_alltoall(
+    shape: Shape,
+    folder: Path,
+    *,
+    defines: Sequence[str] = (),
+    mutation: Mutation | None = None,
+) -> Path:
+    """Return the shared library of all entries of a Shape; those that pull know their rank."""
+    lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
+    lines.append(f"constexpr weft::Shape S = {shape.literal()};")
+    for rank in range(known_ranks(shape)):
+        before = f"constexpr weft::u32 rank = {rank}; (void)rank; "
+        lines += [
+            entry(f"{name}_{rank}", struct.__name__, call, before=before)
+            for name, (struct, call) in in_parts(alltoall.PHASES, split_phase=True).items()
+        ]
+    root = emulated_tree(folder, mutation)
+    return build_library(root, "\n".join(lines) + "\n", defines=defines)
+
+
+def known_ranks(shape: Shape) -> int:
+    """Return for how many ranks there are entries: one serves all where none knows its rank."""
+    return shape.ranks if shape.combine == "pull" else 1
+
+
+class EmulatedAllToAll(Emulated):
+    """Entries that run the kernels of one rank in launch shapes that change from round to round."""
+
+    def __init__(self, library: Path, shape: Shape, rank: int) -> None:
+        super().__init__(library)
+        self._shape, self._rank, self._offsets = shape, rank, Offsets.of(shape)
+        self._suffix = f"_{rank % known_ranks(shape)}"
+        self.combines = COMBINE_FP8 if shape.combine == "push_fp8" else COMBINE
+        self._turns = {"dispatch": itertools.count(rank), "combine": itertools.count(rank)}
+        self._turn = dict.fromkeys(self._turns, 0)
+        self.watch: Watch | None = None
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation to its end."""
+        combine, phase = self._shape.combine, name.partition("_")[0]
+        if not name.endswith("receive"):
+            self._turn[phase] = next(self._turns[phase])
+        plans = DISPATCH if phase == "dispatch" else self.combines
+        plan = plans[self._turn[phase] % len(plans)]
+        if name == "dispatch_receive" or (
+            name == "combine_send" and combine in ("pull", "gemm_push")
+        ):
+            plan = FLAGS_ONLY  # as on a GPU
+        if combine == "push_fp8" and phase == "combine":
+            args.pushers, args.strips = plan.pushers, plan.strips
+        if phase == "combine" and not name.endswith("receive") and combine != "gemm_push":
+            self._host(range(self._offsets.outbox, self._offsets.destinations), writes=True)
+        kernel = name + self._suffix
+        self.launch(kernel, args, plan.workers, plan.threads, chunks=plan.chunks)
+        if name in ("dispatch", "dispatch_receive"):
+            end = self._offsets.returned or self._offsets.stats or self._offsets.outbox
+            self._host(range(self._offsets.route, end))
+
+    def _host(self, place: range, *, writes: bool = False) -> None:
+        """Report what experts read and write between the two kernels."""
+        if self.watch is not None:
+            self.watch.host(self._rank, self._rank, place.start, len(place), writes=writes)
+
+
+def places(shape: Shape) -> dict[str, range]:
+    """Return the parts of a share by name."""
+    layout, flags = Offsets.of(shape), 8 * shape.ranks
+    ready = HEADER_BYTES + -(-flags // 128) * 128
+    found = {
+        "dispatched": range(HEADER_BYTES, HEADER_BYTES + flags),
+        "ready": range(ready, ready + flags),
+        "route": range(layout.route, layout.planes[0]),
+        "outbox": range(layout.outbox, layout.destinations),
+    }
+    for name in ("arrived", "failed", "refusing"):
+        at = getattr(Header, name).offset
+        found[name] = range(at, at + 4)
+    if layout.returned:
+        size = shape.returned_rows * shape.returned_bytes
+        found["returned"] = range(layout.returned, layout.returned + size)
+    for i, (at, pitch) in enumerate(zip(layout.planes, layout.pitches, strict=True)):
+        found[f"plane {i}"] = range(at, at + shape.ranks * shape.tokens * pitch)
+    return found
+
+
+def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -> Path:
+    """Return the shared library of all kernels of a LowShape."""
+    entries = "".join(
+        entry(name, struct.__name__, call)
+        for name, (struct, call) in in_parts(lowlatency.PHASES, split_phase=True).items()
+    )
+    text = (
+        "#include <weft/lowlatency/combine.cuh>\n"
+        "#include <weft/lowlatency/dispatch.cuh>\n"
+        f"constexpr weft::LowLatencyShape S = {shape.literal()};\n{entries}"
+    )
+    return build_library(emulated_tree(folder), text, defines=defines)
+
+
+class EmulatedLow(Emulated):
+    """Entries that run low-latency kernels on a GPU of few SMs."""
+
+    def __init__(self, library: Path, shape: LowShape) -> None:
+        super().__init__(library)
+        self._shape = shape
+        self.plans: dict[str, lowlatency.LowLatencyPlan] = {}  # the latest of each entry
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation to its end."""
+        threads = lowlatency.FEW_THREADS
+        plan = lowlatency.plan_low(self._shape, name, tokens, threads, SMS, RESIDENT)
+        args.senders = plan.senders
+        self.plans[name] = plan
+        self.launch(name, args, plan.ctas, plan.threads)
+
+
+def compile_groups(shape: Shape, grouping: GroupConfig, folder: Path) -> Path:
+    """Return the shared library of all kernels of a grouping."""
+    names = ("group", "gather", *results(shape, shape.combine != "pull"))
+    return build_library(
+        emulated_tree(folder),
+        "#include <weft/grouping/send.cuh>\n"
+        f"constexpr weft::Shape S = {shape.literal()};\n"
+        f"constexpr weft::Grouping G = {grouping.literal()};\n"
+        + "".join(entry(n, "GroupArgs", f"{n}<S, G>") for n in names),
+    )
+
+
+class EmulatedGroups(Emulated):
+    """Entries of a grouping, with one small CTA or several larger ones in turn."""
+
+    def __init__(self, library: Path, shape: Shape, grouping: GroupConfig) -> None:
+        super().__init__(library)
+        entries = (shape.ranks, shape.tokens, shape.top_k)
+        self._tiles, self._turns = grouping.tiles(shape), itertools.count()
+        self._within = torch.zeros(entries, dtype=torch.int32)
+        self._before = torch.zeros((self._tiles, grouping.groups), dtype=torch.int32)
+
+    def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
+        """Run one operation: both kernels of a gather."""
+        ctas, threads = ((1, 32), (3, 96))[next(self._turns) // 2 % 2]
+        if name == "gather":
+            args.within, args.before = self._within.data_ptr(), self._before.data_ptr()
+            self.launch("group", args, self._tiles, COUNTING)
+        self.launch(name, args, ctas, threads)
+
+
+class Emulator:
+    """Compiles kernels for a CPU, each once, and gives operators their entries."""
+
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder, self._lock = folder, threading.Lock()
+        self._libraries: dict[Any, Path] = {}
+
+    def library(self, compile_: Callable[..., Path], *sizes: Any, **options: Any) -> Path:
+        """Return the library that `compile_(*sizes, folder, **options)` makes."""
+        key = (compile_.__name__, *map(repr, sizes), *sorted(options.items()))
+        with self._lock:
+            if key not in self._libraries:
+                self._libraries[key] = compile_(*sizes, self._folder(), **options)
+            return self._libraries[key]
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Let all-to-alls and groups of this process run emulated kernels."""
+
+        def all_to_all(
+            device: torch.device, rank: int, config: AllToAllConfig, build: Build
+        ) -> Kernels:
+            defines = tuple(build.defines)
+            library = self.library(compile_alltoall, config.shape, defines=defines)
+            return EmulatedAllToAll(library, config.shape, rank)
+
+        def low_latency(device: torch.device, shape: LowShape, build: Build) -> Kernels:
+            library = self.library(compile_low, shape, defines=tuple(build.defines))
+            return EmulatedLow(library, shape)
+
+        def groups(
+            device: torch.device, shape: Shape, config: GroupConfig, build: Build, *, sends: bool
+        ) -> Kernels:
+            return EmulatedGroups(self.library(compile_groups, shape, config), shape, config)
+
+        loaders = {"alltoall": all_to_all, "lowlatency": low_latency, "grouping": groups}
+        for name, load in loaders.items():
+            patch.setattr(f"weft.{name}.operator.load_kernels", load)
+
+
+def watched(a2a: weft.AllToAll) -> Watch:
+    """Return the watch of an emulated all-to-all, which also sees what its experts touch."""
+    entries: Any = a2a._kernels
+    entries.watch = Watch(entries.library, a2a._site.stride)
+    return entries.watch
