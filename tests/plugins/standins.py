@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of both engines' plug-ins take of their stand-ins."""
+"""Helpers of the tests of both engines' plug-ins: stand-ins, launches of several checks, logs."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,33 +17,78 @@ import torch
 import weft
 
 CLOSE = 2e-5  # of float32 sums in another order
+HERE = Path(__file__).parent
 
 
-class Kept(logging.Handler):
-    """Keeps what weft logs."""
+def find(engine: str, release: str) -> None:
+    """Let `import <engine>` find the stand-in as this release, with its package metadata."""
+    if engine in sys.modules:
+        return
+    sys.path.insert(0, str(HERE / "metadata" / f"{engine}-{release}"))
+    spec = importlib.util.spec_from_file_location(engine, HERE / engine / "standin.py")
+    assert spec is not None
+    assert spec.loader is not None
+    root: Any = importlib.util.module_from_spec(spec)
+    sys.modules[engine] = root
+    spec.loader.exec_module(root)
+    for line in root.become(release).splitlines():
+        path, *names = line.split()
+        parts = path.split(".")
+        for count in range(1, len(parts) + 1):
+            name = ".".join([engine, *parts[:count]])
+            module = sys.modules.setdefault(name, ModuleType(name))
+        served = release
+        for each in names:
+            if each.startswith("["):
+                served = each[1:-1]
+            elif served == release:
+                setattr(module, each, getattr(root, each))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("weft").addHandler(self)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
-        self.lines.append(record.getMessage())
-
-
-def forget(engine: str, folder: str, module: str) -> None:
-    """No more find an engine's stand-in, nor what was imported of it, nor weft's own `module`."""
-    sys.path[:] = [each for each in sys.path if not each.startswith(folder)]
+def forget(engine: str, module: str) -> None:
+    """Remove an engine's stand-in and settings, and weft's own `module`, which derives from it."""
+    sys.path[:] = [each for each in sys.path if not each.startswith(str(HERE / "metadata"))]
     for name in [n for n in sys.modules if n.split(".")[0] == engine]:
         del sys.modules[name]
     plugin = f"weft.plugins.{engine}"
     if sys.modules.pop(f"{plugin}.{module}", None):
         delattr(sys.modules[plugin], module)
+    for name in [n for n in os.environ if n.startswith(f"WEFT_{engine.upper()}")]:
+        del os.environ[name]
 
 
-def told(call: Callable[..., Any], *args: Any) -> str:
-    """The error of weft's that a call raises, or nothing."""
+def in_turn(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """Return the results of several bodies; an error names its body."""
+    results = []
+    for body, *args in calls:
+        try:
+            results.append(body(group, *args))
+        except BaseException as error:
+            error.add_note(f"in {body} of {args}")
+            raise
+    return results
+
+
+def launched(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """Run several (body, *args) in one launch; return the ranks' results of each."""
+    return [list(each) for each in zip(*ranks(count, "cpu")(in_turn, calls), strict=True)]
+
+
+class Kept(logging.Handler):
+    """The lines that weft logs."""
+
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("weft").addHandler(self)
+        logging.getLogger("weft").setLevel(level)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def error_of(call: Callable[..., Any], *args: Any) -> str:
+    """Return the error of weft's that a call raises, or nothing."""
     try:
         call(*args)
     except weft.errors.WeftError as error:
@@ -52,7 +101,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def clamped(limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """GPT-OSS's activation."""
+    """Return GPT-OSS's activation."""
 
     def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -62,6 +111,6 @@ def clamped(limit: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor
 
 
 def far(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, in parts of the largest number."""
+    """Return the largest difference, relative to the largest number."""
     assert got.shape == want.shape
     return float((got - want).abs().max() / want.abs().max()) if want.numel() else 0.0

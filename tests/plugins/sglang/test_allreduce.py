@@ -7,104 +7,217 @@ import importlib
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import weft
-from tests.plugins.sglang.server import find
-from tests.plugins.sglang.tensor_parallel import HIDDEN, LAYERS, LIMIT, make_runner, state, step
-from weft.errors import InvalidArgument, PeerDied, RankFailed, SetupError
+from tests.plugins.sglang.server import NEWER, OLDER, enter, find, leave
+from tests.plugins.standins import error_of, launched
+from weft.errors import PeerDied, RankFailed, SetupError
 from weft.plugins import sglang as plugin
-from weft.plugins.sglang import allreduce, hooks
+from weft.plugins.sglang import allreduce
 
+LAYERS, HIDDEN = 3, 64
+LIMIT = 16  # the stand-in's FUSE_ALLREDUCE_MAX_BATCH_SIZE
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.12}
+# What a layer asks before it leaves its sum to the next norm, by release.
+GATES = {
+    OLDER: ("communicator", "apply_flashinfer_allreduce_fusion"),
+    NEWER: ("layer_boundary.residual.add_norm", "flashinfer_ar_fusion_applies"),
+}
 
 
-def start(group: weft.Group, dtype: torch.dtype, gemma: bool = False, **more: Any) -> Any:
-    """A loaded model whose all-reduces are weft's."""
-    runner = make_runner(group, dtype, gemma, **more)
+def state() -> Any:
+    """Return the groups of the stand-in, and the ways in which they summed."""
+    return importlib.import_module("sglang").STATE
+
+
+class Model(nn.Module):
+    """Layers of two sums; each rank has a part of the matrix before each."""
+
+    def __init__(self, dtype: torch.dtype, gemma: bool, release: str, **norm: Any) -> None:
+        from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+        super().__init__()
+        kind, draw = GemmaRMSNorm if gemma else RMSNorm, torch.Generator().manual_seed(5)
+        self.norms = [
+            kind((torch.rand(HIDDEN, generator=draw) + 0.5).to(dtype), 1e-5, **norm)
+            for _ in range(2 * LAYERS + 1)
+        ]
+        size = dist.get_world_size()
+        whole = torch.randn(2 * LAYERS, size, HIDDEN, HIDDEN, generator=draw) / HIDDEN**0.5
+        self.whole = whole.to(dtype)
+        self.parts = self.whole[:, dist.get_rank()]
+        module, self.gate = GATES[release]
+        self.gates = importlib.import_module(f"sglang.srt.layers.{module}")
+
+    def forward(
+        self, x: torch.Tensor, forward_batch: Any = None, extra: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sum after attention at once, and leave an MLP's sum to the next norm, as SGLang does.
+
+        extra: added to the residual of the first sum, where it is fused.
+        """
+        gate, groups, last = getattr(self.gates, self.gate), state().groups, len(self.parts) - 1
+        x = groups["tp"].all_reduce(x / groups["tp"].world_size)  # an embedding's
+        residual, x = x.clone(), self.norms[0].forward(x)
+        for i, part in enumerate(self.parts):
+            y = x @ part
+            name = "attn" if i % 2 == 0 else "moe"
+            if gate(len(y)) and i != last:
+                x, residual = self.norms[i + 1].forward_with_allreduce_fusion(
+                    y, residual, extra if i == 0 else None, use_attn_tp_group=name == "attn"
+                )
+            else:
+                added = residual if extra is None or i else residual + extra
+                x, residual = self.norms[i + 1].forward(groups[name].all_reduce(y), added)
+        return x
+
+    def alone(self, x: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the same by plain torch, in this process and in fp32."""
+        residual, x = x.float(), self.norms[0].forward(x.float())
+        for i, parts in enumerate(self.whole.float()):
+            residual = residual + torch.stack([x @ part for part in parts]).sum(0)
+            residual = residual if extra is None or i else residual + extra.float()
+            x = self.norms[i + 1].forward(residual)
+        return x
+
+
+def make_runner(
+    group: weft.Group,
+    dtype: torch.dtype = torch.float32,
+    gemma: bool = False,
+    *,
+    release: str = OLDER,
+    moe: list[list[int]] | None = None,
+    backend: str = "none",
+    **norm: Any,
+) -> Any:
+    """Return a ModelRunner that has not loaded its model. `moe` splits the experts' sums."""
+    os.environ[allreduce.SWITCH] = "1"
+    enter(release)
+    standin: Any = importlib.import_module("sglang")
+    world = standin.GroupCoordinator(list(range(group.size)), group.process_group())
+    alone = standin.GroupCoordinator([group.rank], None)
+    groups = {"tp": world, "attn": world, "ep": alone, "moe": world}
+    for ranks in moe or []:
+        made = dist.new_group(ranks)
+        if group.rank in ranks:
+            groups["moe"] = standin.GroupCoordinator(ranks, made)
+    standin.STATE.groups = groups
+    # In a test nobody may end the process that started the ranks.
+    setattr(allreduce, "end_server", lambda parent: lambda: None)  # noqa: B010
+    model = Model(dtype, gemma, release, **norm)
+    known = SimpleNamespace(architectures=["Fusing"])
+    args = standin.parse("--moe-a2a-backend", backend)
+    return standin.ModelRunner(
+        args, lambda: model, hidden_size=HIDDEN, dtype=dtype, hf_config=known
+    )
+
+
+def start(group: weft.Group, *given: Any, **more: Any) -> Any:
+    """Return a runner with a loaded model, whose all-reduces are weft's."""
+    runner = make_runner(group, *given, **more)
     runner.load_model()
     return runner
 
 
-def rows(tokens: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def step(runner: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = runner.forward(importlib.import_module("sglang").batch(x, None))
+    return out
+
+
+def run(group: weft.Group, body: Any, *args: Any) -> Any:
+    try:
+        return body(group, *args)
+    finally:
+        allreduce.close()
+        leave()
+
+
+def in_one_launch(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    return launched(ranks, count, *((run, *call) for call in calls))
+
+
+def rows(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     draw = torch.Generator().manual_seed(11 * tokens + seed)
     return torch.randn(tokens, HIDDEN, generator=draw).to(dtype)
 
 
 def close_to_torch(group: weft.Group, dtype: torch.dtype, gemma: bool) -> list[list[Any]]:
-    """Every size with the ways of SGLang that it took, and bits to compare between ranks."""
-    runner = start(group, dtype, gemma)
+    """Return every size with the ways of SGLang that it took, and bits to compare between ranks."""
+    runner, results = start(group, dtype, gemma), []
     with torch.inference_mode():
-        results = []
         for tokens in (0, 1, 5, LIMIT, LIMIT + 1, 3):
             state().ways.clear()
             x = rows(tokens, dtype)
-            found = step(runner, x)
-            torch.testing.assert_close(
-                found.float(), runner.model.alone(x), rtol=0, atol=TOLERANCE[dtype]
-            )
-            results.append([tokens, list(state().ways), found.float().tolist()])
-    allreduce.close()
+            found = step(runner, x).float()
+            want = runner.model.alone(x)
+            torch.testing.assert_close(found, want, rtol=0, atol=TOLERANCE[dtype])
+            results.append([tokens, list(state().ways), found.tolist()])
     return results
 
 
-@pytest.mark.parametrize("gemma", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [2, 4])
-def test_layers_agree_with_torch_and_ranks_with_each_other(ranks, size, dtype, gemma):
-    results = ranks(size, "cpu")(close_to_torch, dtype, gemma)
-    assert all(found == results[0] for found in results)
-    for tokens, ways, _ in results[0]:
-        beyond = not 0 < tokens <= LIMIT
-        assert ways == ["in place"] * ((1 + 2 * LAYERS) if beyond else 0), tokens
+def test_layers_agree_with_torch_and_ranks_with_each_other(ranks, size):
+    calls = [(close_to_torch, dtype, gemma) for dtype in TOLERANCE for gemma in (False, True)]
+    for results in in_one_launch(ranks, size, *(calls if size == 2 else calls[1:3])):
+        assert all(found == results[0] for found in results)
+        for tokens, ways, _ in results[0]:
+            beyond = not 0 < tokens <= LIMIT
+            assert ways == ["in place"] * ((1 + 2 * LAYERS) if beyond else 0), tokens
 
 
-def fused_sums(group: weft.Group, release: str) -> dict[str, Any]:
-    """Which norms ran for themselves, in a batch that fuses."""
-    runner = start(group, torch.float32, release=release)
-    x, extra = rows(4, torch.float32), rows(4, torch.float32, seed=1)
+def fused_sums(group: weft.Group, release: str) -> tuple[list[int], list[str]]:
+    """Return how often each norm ran by itself in a batch that fuses."""
+    runner = start(group, release=release)
+    x, extra = rows(4), rows(4, seed=1)
     found = runner.model(x, extra=extra)
     torch.testing.assert_close(found, runner.model.alone(x, extra), rtol=0, atol=2e-5)
-    allreduce.close()
-    return {"norms": [norm.calls - 1 for norm in runner.model.norms], "ways": state().ways}
+    return [norm.calls - 1 for norm in runner.model.norms], state().ways
 
 
-@pytest.mark.parametrize("release", hooks.SGLANG.served)
-def test_norms_are_fused_but_the_first_and_the_last(ranks, release):
-    for found in ranks(2, "cpu")(fused_sums, release):
-        assert found == {"norms": [1, *[0] * (2 * LAYERS - 1), 1], "ways": []}
-
-
-def odd_norms(group: weft.Group, setting: dict[str, Any]) -> list[int]:
-    runner = start(group, torch.float32, **setting)
-    x = rows(4, torch.float32)
-    residual = rows(4, torch.float32, seed=2)
-    kept = residual.clone()
-    norm = runner.model.norms[1]
-    part = x * (group.rank + 1)
-    normed, added = norm.forward_with_allreduce_fusion(part, residual)
-    total = x * sum(range(1, group.size + 1))
-    torch.testing.assert_close(added, kept + total)
-    torch.testing.assert_close(normed, norm.forward(kept + total))
-    assert torch.equal(residual, kept)  # the residual that goes on is a fresh one
-    allreduce.close()
+def odd_norm(group: weft.Group, setting: dict[str, Any]) -> list[int]:
+    runner = start(group, **setting)
+    x, residual = rows(4), rows(4, seed=2)
+    kept, norm = residual.clone(), runner.model.norms[1]
+    normed, added = norm.forward_with_allreduce_fusion(x * (group.rank + 1), residual)
+    torch.testing.assert_close(added, kept + x * sum(range(1, group.size + 1)))
+    torch.testing.assert_close(normed, norm.forward(added))
+    assert torch.equal(residual, kept)  # the residual that goes on is another tensor
     return [norm.calls, len(state().ways)]
 
 
-@pytest.mark.parametrize(
-    "setting", [{}, {"cast_x_before_out_mul": True}, {"variance_size_override": 32}]
-)
-def test_a_norm_of_another_kind_gets_its_sum_and_norms_itself(ranks, setting):
-    for calls, others in ranks(2, "cpu")(odd_norms, setting):
-        assert (calls, others) == (2 if setting else 1, 0)
+def unlisted(group: weft.Group, backend: str | None) -> tuple[list[int], list[str]]:
+    """A model that SGLang does not list, with and without the user's flag."""
+    runner = make_runner(group)
+    runner.model_config.hf_config.architectures = ["Other"]
+    runner.server_args.flashinfer_allreduce_fusion_backend = backend
+    runner.load_model()
+    x = rows(4)
+    torch.testing.assert_close(step(runner, x), runner.model.alone(x), rtol=0, atol=2e-5)
+    return [norm.calls for norm in runner.model.norms], list(state().ways)
+
+
+def test_sums_are_fused_with_the_norms_that_allow_it(ranks):
+    """The first and the last norm, and norms of other arithmetic, compute by themselves."""
+    odd: list[dict[str, Any]] = [{}, {"cast_x_before_out_mul": True}, {"variance_size_override": 9}]
+    calls = [(fused_sums, OLDER), (fused_sums, NEWER), (unlisted, None), (unlisted, "trtllm")]
+    older, newer, *others = in_one_launch(ranks, 2, *calls, *((odd_norm, each) for each in odd))
+    inner = 2 * LAYERS - 1
+    assert older == newer == [([1, *[0] * inner, 1], [])] * 2
+    assert others[:2] == [[([2, *[calls] * inner, 2], [])] * 2 for calls in (2, 1)]
+    assert others[2:] == [[[1, 0]] * 2, [[2, 0]] * 2, [[2, 0]] * 2]
 
 
 def not_ours(group: weft.Group, release: str) -> list[list[str]]:
-    """Rows that the operator was not made for are summed by SGLang."""
-    start(group, torch.float32, release=release)
+    """Return how SGLang summed rows that the operator was not made for."""
+    start(group, release=release)
     tensor, ways, found = state().groups["tp"], state().ways, []
     for x in (
         torch.ones(4, HIDDEN, dtype=torch.float64),
@@ -124,30 +237,7 @@ def not_ours(group: weft.Group, release: str) -> list[list[str]]:
     found.append(list(ways))
     allreduce.close()
     assert torch.equal(tensor.all_reduce(x), torch.full_like(x, 2))
-    found.append(list(ways))
-    return found
-
-
-@pytest.mark.parametrize("release", hooks.SGLANG.served)
-def test_other_rows_are_left_to_sglang(ranks, release):
-    own = ["in place"]
-    for found in ranks(2, "cpu")(not_ours, release):
-        *others, automatic, closed = found
-        assert others == [own] * 6
-        assert automatic == []
-        assert closed == own
-
-
-def split_experts(group: weft.Group, all_to_all: bool) -> tuple[bool, bool, int, list[str]]:
-    """Experts' sums over half of the ranks, or none at all: nothing may be left to a norm."""
-    split = {"backend": "deepep"} if all_to_all else {"moe": [[0, 1], [2, 3]]}
-    start(group, torch.float32, **split)
-    gate = allreduce.may_fuse(lambda _: False, 4), allreduce.may_fuse(lambda _: True, 4)
-    initialize_workspaces(HIDDEN)
-    state().groups["tp"].all_reduce(rows(4, torch.float32))
-    state().groups["moe"].all_reduce(rows(4, torch.float32))
-    allreduce.close()
-    return *gate, state().workspaces, list(state().ways)
+    return [*found, list(ways)]
 
 
 def initialize_workspaces(hidden: int) -> None:
@@ -157,36 +247,9 @@ def initialize_workspaces(hidden: int) -> None:
     flashinfer_comm_fusion.pre_initialize_workspaces(1, hidden, torch.float32)
 
 
-@pytest.mark.parametrize("all_to_all", [False, True])
-def test_sums_over_other_groups_stay_sglangs_and_apart(ranks, all_to_all):
-    for found in ranks(4, "cpu")(split_experts, all_to_all):
-        assert found == (False, True, 1, [] if all_to_all else ["in place"])
-
-
-def unlisted(group: weft.Group, backend: str | None) -> tuple[list[int], list[str]]:
-    """A model that SGLang does not list, with and without a word of the user's."""
-    runner = start(group, torch.float32)
-    allreduce.close()
-    runner.model_config.hf_config.architectures = ["Other"]
-    runner.server_args.flashinfer_allreduce_fusion_backend = backend
-    runner.load_model()
-    x = rows(4, torch.float32)
-    torch.testing.assert_close(step(runner, x), runner.model.alone(x), rtol=0, atol=2e-5)
-    allreduce.close()
-    return [norm.calls for norm in runner.model.norms], list(state().ways)
-
-
-@pytest.mark.parametrize("backend", [None, "trtllm"])
-def test_a_model_that_is_not_known_to_fuse_gets_its_sums_alone(ranks, backend):
-    for calls, ways in ranks(2, "cpu")(unlisted, backend):
-        inner = 1 if backend else 2
-        assert calls == [2, *[inner] * (2 * LAYERS - 1), 2]
-        assert ways == []
-
-
 def two_models(group: weft.Group) -> tuple[bool, bool, int]:
     """A draft model shares what the target has, where its rows are as wide."""
-    runner = start(group, torch.float32)
+    runner = start(group)
     live = allreduce._live
     assert live is not None
     runner.load_model()
@@ -196,13 +259,47 @@ def two_models(group: weft.Group) -> tuple[bool, bool, int]:
     wide = torch.ones(3, 2 * HIDDEN)
     assert torch.equal(state().groups["tp"].all_reduce(wide), wide * 2)
     initialize_workspaces(HIDDEN)
-    one = allreduce._live is live
+    return again, allreduce._live is live, state().workspaces
+
+
+def flashinfers(group: weft.Group) -> list[list[str]]:
+    """Plain sums where SGLang 0.5.23 has FlashInfer for them, with weft and without."""
+    start(group, release=NEWER)
+    tensor, ways, found = state().groups["tp"], state().ways, []
+    state().flashinfer = True
+    for tokens in (4, LIMIT + 1):
+        ways.clear()
+        x = rows(tokens)
+        assert torch.equal(tensor.all_reduce(x.clone()), x * 2)
+        found.append(list(ways))
     allreduce.close()
-    return again, one, state().workspaces
+    tensor.all_reduce(rows(4))
+    return [*found, ways[-1:]]
 
 
-def test_a_draft_model_shares_the_memory(ranks):
-    assert ranks(2, "cpu")(two_models) == [(True, True, 0)] * 2
+def test_other_rows_are_left_to_sglang(ranks):
+    calls = [(not_ours, OLDER), (not_ours, NEWER), (two_models,), (flashinfers,)]
+    older, newer, shared, plain = in_one_launch(ranks, 2, *calls)
+    assert older == newer == [[["in place"]] * 6 + [[], ["in place"]]] * 2
+    assert shared == [(True, True, 0)] * 2
+    assert plain == [[[], ["in place"], ["flashinfer"]]] * 2
+
+
+def split_experts(group: weft.Group, all_to_all: bool) -> tuple[bool, bool, int, list[str]]:
+    """Experts' sums over half of the ranks, or none at all: nothing may be left to a norm."""
+    split: dict[str, Any] = {"backend": "deepep"} if all_to_all else {"moe": [[0, 1], [2, 3]]}
+    start(group, **split)
+    gate = allreduce.may_fuse(lambda _: False, 4), allreduce.may_fuse(lambda _: True, 4)
+    initialize_workspaces(HIDDEN)
+    for name in ("tp", "moe"):
+        state().groups[name].all_reduce(rows(4))
+    return *gate, state().workspaces, list(state().ways)
+
+
+def test_sums_over_other_groups_stay_sglangs_and_apart(ranks):
+    apart, whole = in_one_launch(ranks, 4, (split_experts, False), (split_experts, True))
+    assert apart == [(False, True, 1, ["in place"])] * 4
+    assert whole == [(False, True, 1, [])] * 4
 
 
 def test_a_traced_layer_fuses_nothing(monkeypatch):
@@ -214,39 +311,37 @@ def test_a_traced_layer_fuses_nothing(monkeypatch):
 
 
 def refused(group: weft.Group, how: str) -> str:
-    runner = make_runner(group, torch.float32)
+    runner = make_runner(group)
     os.environ[allreduce.SWITCH] = {"word": "yes", "off": "0"}.get(how, "1")
     state().dp_attention = how == "dp"
     if how == "alone":
         state().groups["tp"] = state().groups["ep"]
     runner.server_args.enable_pdmux = how == "pdmux"
     runner.model_config.hidden_size = 63 if how == "hidden" else HIDDEN
-    try:
-        allreduce.loaded(None, runner)
-    except InvalidArgument as error:
-        return str(error)
-    return "nothing" if allreduce._live is None else "served"
+    error = error_of(allreduce.loaded, None, runner).removeprefix("InvalidArgument: ")
+    result = error or ("nothing" if allreduce._live is None else "served")
+    leave()
+    return result
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("word", "WEFT_SGLANG_ALLREDUCE is 'yes'"),
-        ("dp", "--enable-dp-attention"),
-        ("pdmux", "--enable-pdmux"),
-        ("hidden", "hidden"),
-        ("off", "nothing"),
-        ("alone", "nothing"),
-    ],
-)
-def test_what_cannot_be_served_is_said(ranks, how, text):
-    for found in ranks(2, "cpu")(refused, how):
-        assert text in found
+REFUSED = {
+    "word": "WEFT_SGLANG_ALLREDUCE is 'yes'",
+    "dp": "--enable-dp-attention",
+    "pdmux": "--enable-pdmux",
+    "hidden": "hidden",
+    "off": "nothing",
+    "alone": "nothing",
+}
+
+
+def test_what_cannot_be_served_is_refused_in_words(ranks):
+    results = in_one_launch(ranks, 2, *((refused, how) for how in REFUSED))
+    for (how, text), found in zip(REFUSED.items(), results, strict=True):
+        assert all(text in each for each in found), how
 
 
 def killed(group: weft.Group, folder: str) -> None:
-    runner = start(group, torch.float32)
-    x = rows(4, torch.float32)
+    runner, x = start(group), rows(4)
     step(runner, x)
     group.barrier()
     if group.rank == 1:
@@ -265,68 +360,37 @@ def test_a_dead_peer_is_named_and_ends_the_server(ranks, tmp_path):
         assert "rank 1 died" in (tmp_path / str(rank)).read_text()
 
 
-def differing(group: weft.Group, asked: str) -> list[str]:
-    """What registering says where SGLang is another, by way of the plug-in's entry point."""
-    os.environ[allreduce.SWITCH] = asked
-    find("0.5.17")
+def differing(group: weft.Group, switch: str) -> list[str]:
+    """Return the errors of registering with another SGLang, also by the plug-in's entry point."""
+    os.environ[allreduce.SWITCH] = switch
+    find("sglang", OLDER)
     groups: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
     groups.get_moe_ep_group = lambda name: None
     del groups.GroupCoordinator._all_reduce_out_place
-    said = []
+    errors = []
     for call in (allreduce.register, plugin.register):
         try:
             call()
         except (SystemExit, SetupError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
-def test_another_sglang_ends_the_server_that_asked(ranks):
-    ((alone, inside),) = ranks(1, "cpu")(differing, "1")
+def unapplied(group: weft.Group) -> str:
+    runner = make_runner(group)
+    (fused,) = (hook for hook in allreduce.HOOKS if hook.function is allreduce.sum_and_norm)
+    importlib.import_module("sglang").HookRegistry._patched.remove(fused.target)
+    return error_of(runner.load_model)
+
+
+def test_another_sglang_ends_the_server_that_asked_for_weft(ranks):
+    calls = [*((differing, switch) for switch in ("1", "on", "0")), (unapplied,)]
+    ((alone, inside),), ((wrong, _),), (none,), (error,) = in_one_launch(ranks, 1, *calls)
     assert alone == inside
     assert alone.startswith("SystemExit: weft in SGLang: SGLang")
     assert "GroupCoordinator._all_reduce_out_place" in alone
     assert "get_moe_ep_group takes (name), not ()" in alone
-    ((wrong, _),) = ranks(1, "cpu")(differing, "on")
     assert wrong.startswith("SystemExit: weft in SGLang: WEFT_SGLANG_ALLREDUCE is 'on'")
-
-
-def flashinfers(group: weft.Group) -> list[list[str]]:
-    """Plain sums where SGLang 0.5.23 has FlashInfer for them, with weft and without."""
-    start(group, torch.float32, release="0.5.23")
-    tensor, ways, found = state().groups["tp"], state().ways, []
-    state().flashinfer = True
-    for tokens in (4, LIMIT + 1):
-        ways.clear()
-        x = rows(tokens, torch.float32)
-        assert torch.equal(tensor.all_reduce(x.clone()), x * 2)
-        found.append(list(ways))
-    allreduce.close()
-    tensor.all_reduce(rows(4, torch.float32))
-    return [*found, ways[-1:]]
-
-
-def test_flashinfers_plain_sums_give_way(ranks):
-    for found in ranks(2, "cpu")(flashinfers):
-        assert found == [[], ["in place"], ["flashinfer"]]
-
-
-def test_nothing_of_another_sglang_matters_to_a_server_that_did_not_ask(ranks):
-    assert ranks(1, "cpu")(differing, "0") == [[]]
-
-
-def unapplied(group: weft.Group) -> str:
-    runner = start(group, torch.float32)
-    allreduce.close()
-    (fused,) = (hook for hook in allreduce.HOOKS if hook.function is allreduce.sum_and_norm)
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    HookRegistry._patched.remove(fused.target)
-    with pytest.raises(SetupError) as caught:
-        runner.load_model()
-    return str(caught.value)
-
-
-def test_a_hook_that_sglang_did_not_apply_is_named(ranks):
-    (text,) = ranks(1, "cpu")(unapplied)
-    assert "_forward_with_allreduce_fusion" in text
+    assert none == []
+    assert error.startswith("SetupError")
+    assert "_forward_with_allreduce_fusion" in error

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,53 +20,42 @@ from weft.errors import SetupError
 from weft.memory.launch import launch
 from weft.plugins.faults import PAUSE, Watch
 
+run = partial(launch, tolerate_deaths=True, timeout=3000.0)
 
-def lasting(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
-    """Rank 1 is killed before, in or after a pass, or stops; the others go on, and see the same."""
-    os.environ["WEFT_SGLANG_TIMEOUT"] = "3" if when == "stopped" else "600"
+
+def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
+    """Rank 1 is killed before, in or after a pass, or stops; the others go on."""
+    os.environ["WEFT_SGLANG_TIMEOUT"] = "1.5" if when == "stopped" else "600"
     server = replicated(group, form=form, ep_dispatch_algorithm=way)
-    from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.dp_attn import exchange
-
-    scheduler, errors = Scheduler(), []
-
-    def die(how: signal.Signals = signal.SIGKILL) -> None:
-        if group.rank == 1:
-            os.kill(os.getpid(), how)
-
-    def serve(number: int, fault: str = "") -> None:
-        assert scheduler.get_next_batch_to_run(None, None) == "batch"
-        count = (number + group.rank) % 4
-        if fault == "exchange":
-            die()
-        counts = [row[0] for row in exchange([count, 7, 0], group.size)]
-        if fault == "pass":
-            die()
-        if fault == "stopped":
-            die(signal.SIGSTOP)
-        if fault == "layer":
-            server.runner.model.blocks[1].register_forward_pre_hook(lambda *_: die())
-        x = tokens(count, 10 * number + group.rank)
-        errors.append(far(server.step(x, counts), alone(x, "qwen3")))
-        if fault == "after":
-            die()
-
-    serve(0)
-    serve(1, when)
-    for number in range(2, 6):
-        serve(number)
+    standin: Any = importlib.import_module("sglang")
     from weft.plugins.sglang import engine
 
-    assert engine._blocks is not None
-    assert engine._blocks.watch is not None
+    scheduler, errors = standin.Scheduler(), []
+
+    def die(*now: str) -> None:
+        if when in now and group.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP if when == "stopped" else signal.SIGKILL)
+
+    for number in range(6):
+        assert scheduler.get_next_batch_to_run(None, None) == "batch"
+        faulty, count = number == 1, (number + group.rank) % 4
+        die(*["exchange"] * faulty)
+        counts = [row[0] for row in standin.exchange([count, 7, 0], group.size)]
+        die(*["pass", "stopped"] * faulty)
+        if faulty:
+            server.runner.model.blocks[1].register_forward_pre_hook(lambda *_: die("layer"))
+        x = tokens(count, 10 * number + group.rank)
+        errors.append(far(server.step(x, counts), alone(x, "qwen3")))
+        die(*["after"] * faulty)
+    blocks = engine._blocks
+    assert blocks is not None
+    assert blocks.watch is not None
     found = {
         "far": max(errors),
-        "passes": len(errors),
-        "active": ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
+        "active": standin.ElasticEPStateManager.instance().active_ranks_cpu.tolist(),
         "reported": scheduler.reported,
         "moved": server.runner.eplb_manager.reason,
-        "watched": engine._blocks.watch._thread.is_alive(),
+        "watched": blocks.watch._thread.is_alive(),
     }
     leave()
     return found
@@ -86,22 +77,21 @@ def test_a_server_outlives_a_rank(form: str, way: str, when: str) -> None:
 
     A rank that stops in a pass is killed by the others after the deadline.
     """
-    found = launch(lasting, form, way, when, ranks=4, tolerate_deaths=True, timeout=3000.0)
-    assert found[1] is None
-    for said in (found[0], *found[2:]):
-        assert said["far"] < CLOSE
-        assert said["passes"] == 6
-        assert said["active"] == [1, 0, 1, 1]
-        assert said["reported"] == [[1, 0, 1, 1]]
-        assert said["moved"] == "rank 1 has died"
-        assert said["watched"]
+    first, dead, *others = run(outliving, form, way, when, ranks=4)
+    assert dead is None
+    for found in (first, *others):
+        assert found.pop("far") < CLOSE
+        active = [1, 0, 1, 1]
+        assert found == {
+            **{"active": active, "reported": [active], "moved": "rank 1 has died"},
+            "watched": True,
+        }
 
 
 def shrinking(group: weft.Group) -> str:
     """Ranks 0 and 2 have the only replicas of half of the experts."""
     server = replicated(group)
-    from sglang.srt.managers.scheduler_components.dp_attn import exchange
-
+    exchange = importlib.import_module("sglang").exchange
     for victim in (0, 2):
         if group.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -111,18 +101,17 @@ def shrinking(group: weft.Group) -> str:
                 x = tokens(2, number)
                 assert far(server.step(x, counts), alone(x, "qwen3")) < CLOSE
         except SetupError as error:
-            return str(error)
+            return f"{victim}: {error}"
     return "served"
 
 
 def test_experts_that_died_with_both_replicas_end_the_server() -> None:
-    """In words; the first of the two deaths did not."""
-    found = launch(shrinking, ranks=4, tolerate_deaths=True, timeout=3000.0)
-    for said in (found[1], found[3]):
-        assert said.startswith("with rank 0, 2 gone no replica is left of 8 experts: 0 of layer 0,")
+    found = run(shrinking, ranks=4)
+    text = "2: with rank 0, 2 gone no replica is left of 8 experts: 0 of layer 0,"
+    assert [found[rank].startswith(text) for rank in (1, 3)] == [True, True]
 
 
-def unrecovered(group: weft.Group) -> dict[str, Any]:
+def unrecovered(group: weft.Group) -> tuple[int, list[str], list[bool]]:
     """Rank 1 is killed, and the others make no call that fails for a while."""
     ended: list[bool] = []
     kept = Kept()
@@ -136,24 +125,20 @@ def unrecovered(group: weft.Group) -> dict[str, Any]:
     group.recover()
     later = Watch(group, end=end, grace=0.0, recovers=True)
     group.barrier()
-    time.sleep(4 * PAUSE)
-    found = {"ended": len(ended), "lines": kept.lines, "watch": patient._thread.is_alive()}
-    found["later"] = later._thread.is_alive()
+    time.sleep(2 * PAUSE)
+    alive = [each._thread.is_alive() for each in (patient, later)]
     for each in (patient, hasty, later):
         each.close()
-    return found
+    return len(ended), kept.lines, alive
 
 
 def test_a_server_that_does_not_recover_is_ended() -> None:
     """A rank may wait in a collective of another library; one that went on is left alone."""
-    found = launch(unrecovered, ranks=3, tolerate_deaths=True, timeout=3000.0)
-    for said in (found[0], found[2]):
-        assert said["ended"] == 1
-        assert any(
-            "and the others have 0.5 s to go on without it" in line for line in said["lines"]
-        )
-        assert said["watch"]
-        assert said["later"]
+    first, _, last = run(unrecovered, ranks=3)
+    for ended, lines, alive in (first, last):
+        assert ended == 1
+        assert any("and the others have 0.5 s to go on without it" in line for line in lines)
+        assert alive == [True, True]
 
 
 def ended_soon(group: weft.Group) -> list[str]:
@@ -171,24 +156,21 @@ def ended_soon(group: weft.Group) -> list[str]:
     return lines
 
 
-def test_the_rank_that_ended_first_is_named_at_once() -> None:
-    """vLLM ends all engine cores as soon as one is gone, and none would say which it was."""
-    found = launch(ended_soon, ranks=2, tolerate_deaths=True, timeout=600.0)
-    assert found[0] == ["rank 0 of 2: the process of rank 1 has ended"]
-
-
-def test_a_rank_whose_parent_ended_names_itself() -> None:
+def orphaned(group: weft.Group) -> list[str]:
     """vLLM's EngineCore may be killed while its worker, which is the rank, still runs."""
+    kept = Kept()
+    watch = Watch(group, end=lambda: None)
+    watch._parent = 1 << 30
+    watch._thread.join(10)
+    return kept.lines
 
-    def body(group: weft.Group) -> list[str]:
-        kept = Kept()
-        watch = Watch(group, end=lambda: None)
-        watch._parent = 1 << 30
-        watch._thread.join(10)
-        return kept.lines
 
-    (lines,) = launch(body, ranks=1, device="threads")
-    assert lines == [
-        f"rank 0 of 1: process {1 << 30}, which started this rank, has ended; the engine ends this "
-        "rank with it"
+def test_the_process_that_ended_first_is_named_at_once() -> None:
+    """vLLM ends all engine cores as soon as one is gone, and none would say which it was."""
+    assert run(ended_soon, ranks=2)[0] == ["rank 0 of 2: the process of rank 1 has ended"]
+    assert launch(orphaned, ranks=1, device="threads") == [
+        [
+            f"rank 0 of 1: process {1 << 30}, which started this rank, has ended; the engine ends "
+            "this rank with it"
+        ]
     ]

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import logging
 import os
+import re
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -16,13 +19,22 @@ import pytest
 import torch
 
 import weft
-from tests.plugins.sglang.server import BLOCKS, Server, alone, leave, tokens
-from tests.plugins.standins import CLOSE, Kept, far, told
-
-# Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
-EITHER = pytest.mark.parametrize(
-    ("form", "release"), [("block", "0.5.17"), ("dispatcher", "0.5.17"), ("block", "0.5.23")]
+from tests.plugins.sglang.server import (
+    BLOCKS,
+    NEWER,
+    OLDER,
+    Server,
+    alone,
+    enter,
+    leave,
+    tokens,
 )
+from tests.plugins.sglang.test_allreduce import refused
+from tests.plugins.sglang.test_elastic import unfit
+from tests.plugins.standins import CLOSE, Kept, error_of, far, launched
+
+EITHER = [("block", OLDER), ("dispatcher", OLDER), ("block", NEWER)]
+# Tokens of each rank; the limits of the stand-in's flags are 4 in decode and 32 in prefill.
 BATCHES = {
     2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33]),
     4: ([1, 2, 3, 4], [0, 0, 0, 1], [9, 0, 50, 2]),
@@ -32,83 +44,94 @@ BATCHES = {
 def serve(
     group: weft.Group,
     block: str,
-    batches: Sequence[list[int]],
+    batches: Sequence[list[int]] | None = None,
     *,
-    said: int | None = None,
+    padded: int | None = None,
     real: int | None = None,
     attention_ranks: int = 1,
     **more: Any,
 ) -> tuple[float, int]:
-    """How far a model's passes are from one process's, and how many workspaces it has.
+    """Return the distance of a model's passes from one process's, and its number of workspaces.
 
-    batches: tokens of each attention group, which its ranks share evenly.   real, said: rows that
-    are no padding, and how many SGLang says there are.
+    batches: tokens of each attention group, which its ranks share evenly; real, padded: rows that
+    are no padding, and how many SGLang reports.
     """
     server, found = Server(group, block, attention_ranks=attention_ranks, **more), []
-    for seed, counts in enumerate(batches):
+    for seed, counts in enumerate(batches or BATCHES[group.size]):
         mine = counts[group.rank // attention_ranks] // attention_ranks
         x = tokens(mine, 10 * seed + group.rank)
-        found.append(far(server.step(x, counts, said), alone(x, block, real=real)))
+        found.append(far(server.step(x, counts, padded), alone(x, block, real=real)))
     workspaces = len(server.workspaces)
     leave()
     return max(found), workspaces
 
 
-@pytest.mark.parametrize("form", ["block", "dispatcher"])
-@pytest.mark.parametrize("block", ["qwen3", "glm4", "deepseek", "qwen_next", "minimax", "gpt_oss"])
-@pytest.mark.parametrize(("count", "release"), [(2, "0.5.17"), (4, "0.5.17"), (2, "0.5.23")])
-def test_idle_ranks_rounds_and_shared_experts(
-    ranks: Any, count: int, release: str, block: str, form: str
-) -> None:
-    """Every size of batch, on every rank, with workspaces that the layers share."""
-    body = partial(serve, release=release, form=form)
-    for found, workspaces in ranks(count, "cpu")(body, block, BATCHES[count]):
-        assert found < CLOSE
-        assert workspaces == (2 if form == "block" else 1)
+LORA = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
+OVERLAP = ("--moe-a2a-backend", "weft", "--enable-single-batch-overlap")
+# By ranks: block, batches, and options of `serve`. Every block in every form, with idle ranks and
+# batches of several rounds; groups of two attention ranks, with DP attention and without; rows that
+# pad a graph; one rank, for which 0.5.17 does not keep the number of padded rows.
+SERVED: dict[int, list[tuple[str, Any, dict[str, Any]]]] = {
+    1: [
+        ("qwen3", ([4],), {"form": form, "release": OLDER, "padded": 1})
+        for form in ("block", "dispatcher")
+    ],
+    2: [
+        *(
+            (block, None, {"form": form, "release": release})
+            for block in BLOCKS
+            for form, release in [*EITHER, ("dispatcher", NEWER)]
+            if block != "nextn" and (form, release, block) != ("dispatcher", NEWER, "qwen3")
+        ),
+        ("qwen3", ([2], [8], [130]), {"attention_ranks": 2}),
+        *(
+            ("deepseek", ([4, 4],), {"form": form, "release": release, "padded": 2, "real": 2})
+            for form, release in EITHER
+        ),
+        *(("qwen3", ([6, 6],), {"release": release, **LORA}) for release in (OLDER, NEWER)),
+        *(("glm4", ([6, 6],), {"release": each, "flags": OVERLAP}) for each in (OLDER, NEWER)),
+    ],
+    4: [
+        ("deepseek", None, {"form": "block"}),
+        ("gpt_oss", None, {"form": "dispatcher"}),
+        ("glm4", ([4, 2], [0, 6], [64, 70]), {"attention_ranks": 2}),
+    ],
+}
 
 
-@pytest.mark.parametrize(
-    ("count", "block", "batches"),
-    [(4, "glm4", ([4, 2], [0, 6], [64, 70])), (2, "qwen3", ([2], [8], [130]))],
-    ids=["two groups", "without DP attention"],
-)
-def test_tokens_of_an_attention_group_are_split_over_its_ranks(
-    ranks: Any, count: int, block: str, batches: tuple[list[int], ...]
-) -> None:
-    """Counts that SGLang tells are of attention groups, not of ranks, and padded to even."""
-    for found, _ in ranks(count, "cpu")(partial(serve, attention_ranks=2), block, batches):
-        assert found < CLOSE
+@pytest.mark.parametrize("count", SERVED)
+def test_models_are_served_as_in_one_process(ranks: Any, count: int) -> None:
+    calls = [(partial(serve, **more), block, sizes) for block, sizes, more in SERVED[count]]
+    for case, results in zip(SERVED[count], launched(ranks, count, *calls), strict=True):
+        for found, workspaces in results:
+            assert found < CLOSE, case
+            assert workspaces == (1 if case[2].get("form") == "dispatcher" else 2), case
 
 
-def rounds(group: weft.Group, form: str) -> int:
+def rounded_counts(group: weft.Group) -> int:
     """Return how many tokens weft reserves for a rank that has 2 or 3 of its group's 5."""
-    server = Server(group, "qwen3", attention_ranks=2, form=form)
-    from sglang.srt.layers.dp_attention import STATE
-
+    Server(group, attention_ranks=2)
+    importlib.import_module("sglang").STATE.counts = [5]
     from weft.plugins.sglang import engine
 
-    STATE.counts = [5]
     rows = engine._most()
-    assert server.workspaces
     leave()
     return rows
 
 
-def test_an_odd_count_is_rounded_up_over_attention_ranks(ranks: Any) -> None:
-    """5 tokens over 2 ranks are 3 and 2: a layer that makes room for 2 refuses the third."""
-    assert ranks(2, "cpu")(rounds, "block") == [3, 3]
+def updated(group: weft.Group, form: str, release: str) -> list[float]:
+    """Serve with new tensors, as a requantisation leaves them, then with other values in place.
 
-
-def updated(group: weft.Group, release: str) -> list[float]:
-    """Weights that SGLang replaces, as a requantisation after a load does, layer by layer."""
-    server = Server(group, "qwen3", release=release)
-    from sglang.srt.models.parts import fill
-
-    x, errors = tokens(6, group.rank), []
-    for shift in (7, 9):
+    Two experts have replicas, so ids are physical, as with EPLB.
+    """
+    server = Server(group, "qwen3", redundant=2, release=release, form=form)
+    fill: Any = importlib.import_module("sglang").fill
+    x = tokens(6, group.rank)
+    errors = [far(server.step(x, [6, 6]), alone(x, "qwen3"))]
+    for shift, replaces in ((7, True), (9, True), (11, False)):
         for block in server.runner.model.blocks:
             experts = block.experts
-            for name in ("w13_weight", "w2_weight"):
+            for name in ("w13_weight", "w2_weight") if replaces else ():
                 new = torch.empty_like(getattr(experts, name))
                 setattr(experts, name, torch.nn.Parameter(new, requires_grad=False))
             fill(experts, experts.layer_id + shift)
@@ -117,261 +140,147 @@ def updated(group: weft.Group, release: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
-def test_weights_that_sglang_replaces_are_served(ranks: Any, release: str) -> None:
-    """update_weights_from_disk and _tensor may leave other tensors in a layer."""
-    for errors in ranks(2, "cpu")(updated, release):
-        assert max(errors) < CLOSE
+def test_weights_that_sglang_replaces_or_moves_are_served(ranks: Any) -> None:
+    for case, results in zip(
+        EITHER, launched(ranks, 2, *((updated, *case) for case in EITHER)), strict=True
+    ):
+        assert max(max(errors) for errors in results) < CLOSE, case
 
 
-@EITHER
-def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any, form: str, release: str) -> None:
-    """Their ids are -1; the shared expert has them all the same."""
-    body = partial(serve, release=release, form=form, said=2, real=2)
-    for found, _ in ranks(2, "cpu")(body, "deepseek", ([4, 4],)):
-        assert found < CLOSE
-
-
-@pytest.mark.parametrize("form", ["block", "dispatcher"])
-def test_one_rank_whose_padding_sglang_does_not_keep(ranks: Any, form: str) -> None:
-    """0.5.17 writes num_token_non_padded of a graph for several ranks only."""
-    body = partial(serve, release="0.5.17", form=form, said=1)
-    ((found, _),) = ranks(1, "cpu")(body, "qwen3", ([4],))
-    assert found < CLOSE
-
-
-def replicas(group: weft.Group, form: str, release: str) -> tuple[float, float]:
-    """Two experts have replicas; then all weights are written over in place, as EPLB moves them."""
-    server = Server(group, "qwen3", redundant=2, release=release, form=form)
-    from sglang.srt.models.parts import fill
-
-    x = tokens(6, group.rank)
-    before = far(server.step(x, [6, 6]), alone(x, "qwen3"))
-    for block in server.runner.model.blocks:
-        fill(block.experts, block.experts.layer_id + 7)
-    after = far(server.step(x, [6, 6]), alone(x, "qwen3", shift=7))
-    leave()
-    return before, after
-
-
-@EITHER
-def test_physical_ids_and_weights_that_move_in_place(ranks: Any, form: str, release: str) -> None:
-    """EPLB needs nothing of weft but that it sees the same tensors."""
-    for before, after in ranks(2, "cpu")(replicas, form, release):
-        assert before < CLOSE
-        assert after < CLOSE
-
-
-def set_up(group: weft.Group) -> dict[str, Any]:
-    """Settings reach the layers, and a second model of equal sizes takes no memory."""
-    os.environ |= {
-        "WEFT_SGLANG_DECODE": "throughput",
-        "WEFT_SGLANG_OVERLAP": "none",
-        "WEFT_SGLANG_PREFILL_TOKENS": "7",
-    }
+def set_up(group: weft.Group) -> tuple[float, list[Any]]:
+    """A draft model of equal sizes takes no memory of its own."""
+    for name, value in {"DECODE": "throughput", "OVERLAP": "none", "PREFILL_TOKENS": "7"}.items():
+        os.environ[f"WEFT_SGLANG_{name}"] = value
     server = Server(group, "glm4")
     with torch.inference_mode():  # where SGLang runs, and may load
         draft = Server(group, "glm4", layers=1)
-    found = [
-        far(each.step(tokens(9, group.rank), [9, 9]), alone(tokens(9, group.rank), "glm4", **more))
-        for each, more in ((server, {}), (draft, {"layers": 1}), (server, {}))
-    ]
+    x, found = tokens(9, group.rank), []
+    for each, layers in ((server, 2), (draft, 1), (server, 2)):
+        found.append(far(each.step(x, [9, 9]), alone(x, "glm4", layers=layers)))
     built = [(each.mode, each.overlap, each.exchange.max_tokens) for each in server.workspaces]
     leave()
-    return {"far": max(found), "built": built}
+    return max(found), built
 
 
-def test_settings_and_a_draft_model(ranks: Any) -> None:
-    """A draft model's layers share the workspaces, and the group, of the model it drafts for."""
-    for said in ranks(2, "cpu")(set_up):
-        assert said["far"] < CLOSE
-        assert said["built"] == [("throughput", "none", 4), ("throughput", "none", 7)]
-
-
-def misuse(group: weft.Group) -> dict[str, str]:
-    server, said = Server(group, "qwen3"), {}
-
-    x = tokens(2, group.rank)
-    said["no counts"] = told(server.step, x, None)
-    said["more than told"] = told(server.step, x, [1, 1])
-    experts = server.runner.model.blocks[0].experts
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-
-    chosen = StandardTopKOutput(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), x)
-    said["past the block"] = told(experts, x, chosen)
-    experts.w13_weight.data = experts.w13_weight.data[:, :-1].clone()
-    said["other shape"] = told(server.step, x, [2, 2])
-    experts.dispatcher.all_to_all = None
-    leave()
-    from weft.plugins.sglang import engine
-
-    said["too early"] = told(engine.serve, None, _early(), x, None)
-    leave()
-    return said
-
-
-def _early() -> Any:
-    from tests.plugins.sglang.server import enter
-
-    enter()
-    from weft.plugins.sglang.dispatcher import WholeBlock
-
-    return SimpleNamespace(experts=SimpleNamespace(dispatcher=WholeBlock(3)), layer_id=3)
-
-
-def test_misuse_is_told(ranks: Any) -> None:
-    """What SGLang might do otherwise is refused with a text that names it."""
-    for said in ranks(2, "cpu")(misuse):
-        assert "no rank's number of tokens" in said["no counts"]
-        assert "rows is 1, but this rank has 2 tokens" in said["more than told"]
-        assert "layer 0 were called by themselves" in said["past the block"]
-        assert "layer 0.w13_weight was loaded again as [4, " in said["other shape"]
-        assert "layer 3 runs before weft's hook" in said["too early"]
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two batches": ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: leave that"),
-    "compiled": ({"enable_torch_compile": True}, "--enable-torch-compile: leave that out"),
-    "two streams": ({"enable_pdmux": True}, "--enable-pdmux: leave that out"),
-    "elastic": (
-        {"elastic_ep_backend": "mooncake"},
-        "--elastic-ep-backend mooncake: leave that out",
-    ),
-    "context parallel": ({"attn_cp_size": 2}, "--attn-cp-size: leave that out"),
-    "weights later": ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: leave"),
-    "adapters of anything": ({"enable_lora": True}, "--lora-target-modules is not given: name"),
-    "adapters of experts": (
-        {"enable_lora": True, "lora_target_modules": {"q_proj", "gate_up_proj"}},
-        "--lora-target-modules is gate_up_proj q_proj: name some of fused_qkv_a_proj_with_mqa",
-    ),
-    "adapters of all": (
-        {"enable_lora": True, "lora_target_modules": {"all"}},
-        "--lora-target-modules is all: name",
-    ),
-}
-
-
-def refused(group: weft.Group, release: str) -> dict[str, str]:
-    said = {}
-    for name, (more, _) in REFUSED.items():
-        with pytest.raises(weft.errors.InvalidArgument) as raised:
-            Server(group, "qwen3", release=release, **more)
-        said[name] = str(raised.value)
-        leave()
-    return said
-
-
-@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
-def test_flags_that_go_around_the_hooks_are_refused(ranks: Any, release: str) -> None:
-    """When the model is loaded, before a port is open."""
-    for said in ranks(2, "cpu")(refused, release):
-        assert {name: text for name, (_, text) in REFUSED.items() if text not in said[name]} == {}
-
-
-@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
-def test_adapters_of_attention_are_served(ranks: Any, release: str) -> None:
-    """Blocks do not know of them."""
-    lora: dict[str, Any] = {"enable_lora": True, "lora_target_modules": {"q_proj", "o_proj"}}
-    for found, _ in ranks(2, "cpu")(partial(serve, release=release, **lora), "qwen3", ([6, 6],)):
-        assert found < CLOSE
-
-
-def drafting(group: weft.Group, form: str, release: str) -> dict[str, Any]:
-    """A model whose experts have replicas, and its draft layer, whose replicas nobody may use."""
+def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[int]]:
+    """A model whose experts have replicas, and its `nextn` layer, whose replicas nobody may use."""
     more: dict[str, Any] = {"redundant": 2, "speculative_num_draft_tokens": 3}
     more |= {"release": release, "form": form}
     server = Server(group, "deepseek", **more)
     draft = Server(group, "nextn", layers=1, **more)
-    experts = draft.runner.model.blocks[0].experts
     if group.rank == 1:  # it has the physical experts 5 to 9; 8 and 9 are replicas
-        experts.w13_weight.data[3:] = 100.0
+        draft.runner.model.blocks[0].experts.w13_weight.data[3:] = 100.0
     found = []
     for seed, counts in enumerate(([4, 12], [12, 0], [1, 40])):
         x = tokens(counts[group.rank], 10 * seed + group.rank)
         found.append(far(server.step(x, counts), alone(x, "deepseek")))
         found.append(far(draft.step(x, counts), alone(x, "deepseek", layers=1)))
-    sizes = [each.max_tokens for each in map(exchange, draft.workspaces)]
+    sizes = [getattr(each, "exchange", each).max_tokens for each in draft.workspaces]
     leave()
-    return {"far": max(found), "sizes": sizes}
+    return max(found), sizes
 
 
-def exchange(operator: Any) -> Any:
-    return getattr(operator, "exchange", operator)
-
-
-@EITHER
-def test_a_draft_layer_takes_logical_experts(ranks: Any, form: str, release: str) -> None:
-    """`nextn`: SGLang gives its experts no replicas; 3 drafted tokens a request are verified."""
-    for said in ranks(2, "cpu")(drafting, form, release):
-        assert said["far"] < CLOSE
-        assert said["sizes"] == ([12, 32] if form == "block" else [32])
-
-
-def overlapping(group: weft.Group, release: str) -> tuple[float, str]:
-    """On a Hopper, which the stand-in is, SGLang itself has no such overlap."""
-    flag = "--enable-single-batch-overlap"
-    flags = ("--moe-a2a-backend", "weft", flag)
-    found, _ = serve(group, "glm4", ([6, 6],), release=release, flags=flags)
-    try:
-        Server(group, "glm4", release=release, flags=(flag,))
-    except ValueError as error:
-        return found, str(error)
-    finally:
-        leave()
-    return found, "stock served it"
-
-
-@pytest.mark.parametrize("release", ["0.5.17", "0.5.23"])
-def test_single_batch_overlap_changes_nothing(ranks: Any, release: str) -> None:
-    """It is about blocks that weft replaces; other backends keep what SGLang says of it."""
-    for found, stock_said in ranks(2, "cpu")(overlapping, release):
+def test_settings_and_draft_models(ranks: Any) -> None:
+    """Decode workspaces hold the 3 tokens that a request drafts."""
+    calls = [(set_up,), (rounded_counts,), *((drafting, *case) for case in EITHER)]
+    both, rows, *drafts = launched(ranks, 2, *calls)
+    for found, built in both:
         assert found < CLOSE
-        assert "not supported on SM90" in stock_said
+        assert built == [("throughput", "none", 4), ("throughput", "none", 7)]
+    assert rows == [3, 3]
+    for (form, _), results in zip(EITHER, drafts, strict=True):
+        for found, sizes in results:
+            assert found < CLOSE
+            assert sizes == ([12, 32] if form == "block" else [32])
 
 
-def stock(group: weft.Group) -> str:
-    """Another backend: the hooks are there, and do nothing."""
-    server = Server(group, "qwen3", flags=())
-    from weft.plugins.sglang import engine
-
-    assert engine._blocks is None
-    try:
-        server.step(tokens(1, 0), [1, 1])
-    except AssertionError as error:
-        return str(error)
-    return "weft served it"
-
-
-def test_other_backends_are_left_alone(ranks: Any) -> None:
-    """Whoever has weft installed and does not ask for it runs what SGLang has."""
-    assert ranks(2, "cpu")(stock) == ["the stock forward ran"] * 2
-
-
-def unserved(group: weft.Group) -> str:
-    from tests.plugins.sglang.server import enter
-
+def misuse(group: weft.Group) -> dict[str, str]:
+    """Return the error of each misuse, by the text that it must have."""
+    server, x = Server(group, "qwen3"), tokens(2, group.rank)
+    experts = server.runner.model.blocks[0].experts
+    chosen = importlib.import_module("sglang").StandardTopKOutput(
+        torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int32), x
+    )
+    errors = {
+        "no rank's number of tokens": error_of(server.step, x, None),
+        "rows is 1, but this rank has 2 tokens": error_of(server.step, x, [1, 1]),
+        "layer 0 were called by themselves": error_of(experts, x, chosen),
+    }
+    experts.w13_weight.data = experts.w13_weight.data[:, :-1].clone()
+    errors["layer 0.w13_weight was loaded again as [4, "] = error_of(server.step, x, [2, 2])
+    experts.dispatcher.all_to_all = None
+    leave()
     enter()
-    from sglang.srt.models import qwen3_moe
+    from weft.plugins.sglang import engine
+    from weft.plugins.sglang.dispatcher import WholeBlock
 
-    class Another(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    early = SimpleNamespace(experts=SimpleNamespace(dispatcher=WholeBlock(3)), layer_id=3)
+    errors["layer 3 runs before weft's hook"] = error_of(engine.serve, None, early, x, None)
+    leave()
+    return errors
+
+
+LORA_OF_EXPERTS = {"q_proj", "gate_up_proj"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: leave that"),
+    ({"enable_torch_compile": True}, "--enable-torch-compile: leave that out"),
+    ({"enable_pdmux": True}, "--enable-pdmux: leave that out"),
+    ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend mooncake: leave that out"),
+    ({"attn_cp_size": 2}, "--attn-cp-size: leave that out"),
+    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode: leave"),
+    ({"enable_lora": True}, "--lora-target-modules is not given: name"),
+    (
+        {"enable_lora": True, "lora_target_modules": LORA_OF_EXPERTS},
+        "--lora-target-modules is gate_up_proj q_proj: name some of fused_qkv_a_proj_with_mqa",
+    ),
+    ({"enable_lora": True, "lora_target_modules": {"all"}}, "target-modules is all: name"),
+]
+
+
+def refused_flags(group: weft.Group, release: str) -> dict[str, str]:
+    """The model is loaded before a port is open."""
+    errors = {}
+    for more, text in REFUSED:
+        errors[text] = error_of(partial(Server, group, release=release, **more))
+        leave()
+    return errors
+
+
+def unknown_block(group: weft.Group) -> dict[str, str]:
+    """A forward that might reduce, or add, what weft does already."""
+    enter()
+    standin: Any = importlib.import_module("sglang")
+
+    class Another(standin.Qwen3MoeSparseMoeBlock):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
             return self.experts(hidden_states, None)
 
-    qwen3_moe.Another = Another
-    BLOCKS["another"] = ("qwen3_moe", "Another")
-    try:
-        Server(group, "another")
-    except weft.errors.InvalidArgument as error:
-        return str(error)
-    finally:
-        leave()
-    return "served"
+    standin.Another, BLOCKS["another"] = Another, "Another"
+    error = error_of(Server, group, "another")
+    leave()
+    return {"Another of Model is not among the MoE blocks that weft serves": error}
 
 
-def test_a_block_that_is_not_known_is_refused(ranks: Any) -> None:
-    """Its forward might reduce, or add, what weft does already."""
-    for said in ranks(2, "cpu")(unserved):
-        assert said.startswith("Another of Model is not among the MoE blocks that weft serves")
+def stock(group: weft.Group, release: str) -> dict[str, str]:
+    """With another backend the hooks do nothing."""
+    server = Server(group, "qwen3", flags=(), release=release)
+    from weft.plugins.sglang import engine
+
+    assert engine._blocks is None
+    with pytest.raises(AssertionError) as ran:
+        server.step(tokens(1, 0), [1, 1])
+    with pytest.raises(ValueError, match="SM90") as overlaps:
+        Server(group, "glm4", release=release, flags=("--enable-single-batch-overlap",))
+    leave()
+    return {"the stock forward ran": str(ran.value), "not supported on SM90": str(overlaps.value)}
+
+
+def test_what_is_not_served_is_refused_in_words(ranks: Any) -> None:
+    calls: list[tuple[Any, ...]] = [(misuse,), (unknown_block,)]
+    calls += [(body, each) for each in (OLDER, NEWER) for body in (refused_flags, stock)]
+    for results in launched(ranks, 2, *calls):
+        for errors in results:
+            assert {text: error for text, error in errors.items() if text not in error} == {}
 
 
 def bereaved(group: weft.Group, folder: str) -> None:
@@ -389,33 +298,81 @@ def bereaved(group: weft.Group, folder: str) -> None:
     server.step(tokens(2, group.rank), counts)
     if group.rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        while True:
-            server.step(tokens(2, group.rank), counts)
-    except weft.errors.GroupError as error:
-        said = f"{type(error).__name__}: {error}"
+    error = ""
+    while not error:
+        error = error_of(server.step, tokens(2, group.rank), counts)
     blocks = engine._blocks
     assert blocks is not None
     assert blocks.watch is not None
     if last in blocks.group.host_ranks[blocks.group.host]:
         blocks.watch._thread.join()
         assert ended == [True]
-    found = {"said": said, "broken": blocks.broken, "lines": kept.lines}
+    found = {"error": error, "broken": bool(blocks.broken), "lines": kept.lines}
     Path(folder, str(group.rank)).write_text(repr(found))
 
 
-def told_of_the_end(folder: Path, rank: int) -> dict[str, Any]:
-    """What `bereaved` found on a rank."""
+def found_by(folder: Path, rank: int) -> dict[str, Any]:
+    """Return what a rank of `bereaved` found."""
     found: dict[str, Any] = ast.literal_eval((folder / str(rank)).read_text())
     return found
 
 
-def test_the_end_of_a_rank_is_told_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
-    """Long before the deadline: the step raises, a line names the rank, the server is ended."""
+def test_the_end_of_a_rank_is_reported_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
+    """Long before the deadline the step raises, a line names the rank, and the server ends."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(2, "cpu")(bereaved, str(tmp_path))
-    found = told_of_the_end(tmp_path, 0)
-    assert found["said"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
+    found = found_by(tmp_path, 0)
+    assert found["error"].startswith("PeerDied: rank 0, dispatch: rank 1 died")
     assert found["broken"]
     assert any("the process of rank 1 has ended" in line for line in found["lines"])
     assert any("PeerDied: rank 0, dispatch: rank 1 died" in line for line in found["lines"])
+
+
+# Two hosts (--nnodes 2): ranks with WEFT_HOSTs.
+
+
+def on_two_hosts(group: weft.Group, body: Any, *args: Any) -> Any:
+    os.environ["WEFT_HOST"] = f"host-{2 * group.rank // group.size}"
+    return body(group, *args)
+
+
+def logged(group: weft.Group, form: str, release: str) -> tuple[float, bool]:
+    kept = Kept(logging.INFO)
+    found, _ = serve(group, "deepseek", release=release, form=form)
+    return found, any(line.endswith("hosts: 2") for line in kept.lines)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_two_hosts_are_served(ranks: Any, count: int) -> None:
+    """One rank on each host, where weights move between them, and two."""
+    calls: list[tuple[Any, ...]] = [(on_two_hosts, logged, *case) for case in EITHER]
+    if count == 2:
+        calls += [(on_two_hosts, updated, *case) for case in EITHER]
+        calls += [(on_two_hosts, refused, "served")]
+    else:
+        calls += [(on_two_hosts, unfit, {})]
+    *results, errors = launched(ranks, count, *calls)
+    for case, found in zip(calls, results, strict=False):
+        if case[1] is logged:
+            assert found[0][1], case
+            assert max(each for each, _ in found) < CLOSE, case
+        else:
+            assert max(max(each) for each in found) < CLOSE, case
+    expected = (  # all-reduces are of one host, and a group of several hosts does not recover
+        "WEFT_SGLANG_ALLREDUCE=1 takes ranks of one host, and these are on 2: unset "
+        "WEFT_SGLANG_ALLREDUCE, or keep --tp within one host"
+        if count == 2
+        else "--elastic-ep-backend weft takes ranks of one machine, and these are on 2: leave it "
+        "out, or start without --nnodes"
+    )
+    assert errors == [expected] * count
+
+
+def test_the_end_of_a_rank_ends_the_servers_of_both_hosts(ranks: Any, tmp_path: Path) -> None:
+    """Its host sees the process end, the other one the rail; no rank waits for the deadline."""
+    with pytest.raises(weft.errors.RankFailed):
+        ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))
+    far_off, also_far_off, near = (found_by(tmp_path, rank) for rank in (0, 1, 2))
+    assert any("the process of rank 3 has ended" in line for line in near["lines"])
+    for found in (far_off, also_far_off):
+        assert re.match("RailFailed.*rank 3|PeerLeft.*rank 3", found["error"])

@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the stand-in on one rank, by weft, and what one process makes of their tokens."""
+"""Layers of the stand-in on one rank, by weft, and the same in one process of torch."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import weft
-from tests.plugins.standins import drawn, forget
+from tests.plugins.standins import drawn, find, forget
 
-STANDIN = str(Path(__file__).parent / "standin")
+RELEASE = "0.32.0"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 3, 128, 128
 SILU = SimpleNamespace(value="silu")
 
 
 def enter(form: str, **environment: str) -> None:
     """Let `import vllm` find the stand-in, and load weft's plug-in as vLLM does."""
-    if STANDIN not in sys.path:
-        sys.path.insert(0, STANDIN)
+    find("vllm", RELEASE)
     os.environ["WEFT_VLLM"] = form
     os.environ |= {f"WEFT_VLLM_{name}": value for name, value in environment.items()}
     from weft.plugins.vllm import register
@@ -31,17 +28,15 @@ def enter(form: str, **environment: str) -> None:
 
 
 def leave() -> None:
-    """Forget the stand-in, and what was imported of it."""
+    """Close what weft built, and remove the stand-in."""
     from weft.plugins.vllm import engine
 
     engine.close()
-    forget("vllm", STANDIN, "layers")
-    for name in [n for n in os.environ if n.startswith("WEFT_VLLM")]:
-        del os.environ[name]
+    forget("vllm", "layers")
 
 
 def parallel(rank: int, size: int, **other: Any) -> Any:
-    """A layer's FusedMoEParallelConfig: DP and EP of `size`."""
+    """Return a layer's FusedMoEParallelConfig: DP and EP of `size`."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
     plain = {"tp_size": 1, "dp_size": size, "ep_size": size, "ep_rank": rank, "sp_size": 1}
@@ -49,23 +44,16 @@ def parallel(rank: int, size: int, **other: Any) -> Any:
 
 
 def config_of(group: weft.Group | None = None, **other: Any) -> Any:
-    """A layer's FusedMoEConfig."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     plain = {
-        "num_experts": EXPERTS,
-        "num_local_experts": EXPERTS // size,
-        "experts_per_token": TOP_K,
-        "hidden_dim": HIDDEN,
-        "intermediate_size_per_partition": INTERMEDIATE,
-        "in_dtype": torch.float32,
-        "moe_parallel_config": None,
-        "activation": SILU,
+        **{"num_experts": EXPERTS, "num_local_experts": EXPERTS // size},
+        **{"experts_per_token": TOP_K, "hidden_dim": HIDDEN, "in_dtype": torch.float32},
+        **{"intermediate_size_per_partition": INTERMEDIATE, "activation": SILU},
+        "moe_parallel_config": parallel(rank, size),
     }
-    found = FusedMoEConfig(**plain | other)
-    found.moe_parallel_config = found.moe_parallel_config or parallel(rank, size)
-    return found
+    return FusedMoEConfig(**plain | other)
 
 
 def scaled(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -73,7 +61,6 @@ def scaled(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def weights(layer: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all experts of a layer."""
     wide = scaled((EXPERTS, 2 * INTERMEDIATE, HIDDEN), 10 * layer)
     return wide.to(dtype), scaled((EXPERTS, HIDDEN, INTERMEDIATE), 10 * layer + 1).to(dtype)
 
@@ -142,7 +129,7 @@ class Worker:
     def step(
         self, x: torch.Tensor, sizes: list[int] | None, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A forward pass."""
+        """Run a forward pass."""
         from vllm.forward_context import forward
 
         with torch.inference_mode(), forward(sizes, padding):
@@ -152,7 +139,7 @@ class Worker:
 
 
 class Router:
-    """Chooses experts, as vLLM's do; with EPLB physical ones.
+    """Choose experts as vLLM's routers do; with EPLB physical ones.
 
     redundant: replicas of the first experts, after all of them; every second token takes those.
     """
@@ -184,9 +171,9 @@ def tokens(count: int, seed: int) -> torch.Tensor:
 def alone(
     x: torch.Tensor, *, real: int | None = None, shift: int = 0, layers: int = 2
 ) -> torch.Tensor:
-    """What the layers make of x in one process, in plain torch.
+    """Return what the layers compute from x in one process, in plain torch.
 
-    real: rows from there on have no experts.   shift: weights are those of that many layers on.
+    real: rows from there on have no experts; shift: added to the layer of the weights.
     """
     for layer in range(layers):
         chosen, ids = logits(x, gate(layer)).softmax(1).topk(TOP_K)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks beside SGLang's own sources, which are parsed and never imported.
+"""The plug-ins' names beside the engines' own sources, which are parsed and never imported.
 
-WEFT_SGLANG_SITE is a folder with a wheel's `sglang/` and metadata. The stand-in goes through the
-same check, so it cannot drift away from the table either.
+WEFT_SGLANG_SITE and WEFT_VLLM_SITE are folders with a wheel's package and metadata. Without them
+vLLM's names are compared with names.txt, which tables.py read in three wheels. The stand-ins go
+through the plug-ins' own check in every test that loads them.
 """
 
 from __future__ import annotations
@@ -12,30 +13,40 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.sglang.server import STANDIN
 from tests.plugins.sources import differences, version_of
-from weft.plugins.names import Known
+from tests.plugins.vllm.tables import ENTRIES, known, read, row
+from weft.plugins.names import Known, relied_on
 from weft.plugins.sglang import allreduce, engine
 from weft.plugins.sglang.hooks import SGLANG
+from weft.plugins.vllm.engine import VLLM
 
-ENTRIES = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
-
-
-SITES = [pytest.param(Path(STANDIN), id="stand-in")]
-if "WEFT_SGLANG_SITE" in os.environ:
-    SITES.append(pytest.param(Path(os.environ["WEFT_SGLANG_SITE"]), id="sources"))
+NAMES = known()
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_every_entry_is_in_the_sources(site: Path) -> None:
-    """Names, signatures and attributes."""
+@pytest.mark.parametrize("version", VLLM.served)
+def test_every_name_is_on_record(version: str) -> None:
+    for entry, expected in relied_on(ENTRIES, version):
+        assert NAMES[version][entry.target] == row(expected, entry.names.split()), entry.target
+    assert set(NAMES) == set(VLLM.served)
+
+
+@pytest.mark.skipif("WEFT_SGLANG_SITE" not in os.environ, reason="needs SGLang's sources")
+def test_every_name_is_in_sglang() -> None:
+    site = Path(os.environ["WEFT_SGLANG_SITE"])
     release = SGLANG.release(version_of(site, "sglang"))
     assert release is not None
-    assert differences(site, ENTRIES, release) == []
+    entries = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
+    assert differences(site, entries, release) == []
+
+
+@pytest.mark.skipif("WEFT_VLLM_SITE" not in os.environ, reason="needs vLLM's sources")
+def test_the_record_is_of_the_wheel() -> None:
+    site = Path(os.environ["WEFT_VLLM_SITE"])
+    assert NAMES[version_of(site, "vllm")] == read(site)
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:
-    """A check that finds nothing must be able to find something."""
+    """By re-exports, classes, annotated names and every kind of parameter."""
     package = tmp_path / "sglang" / "srt"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from sglang.srt.far import *\nfrom .near import g as f\n")

@@ -1,0 +1,1172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for SGLang 0.5.17 and 0.5.23 on CPU ranks: the names that weft's hooks touch.
+
+`sglang` is this file, and its submodules have the names in MODULES. Arithmetic is plain and in
+float32; no server runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import logging
+import pkgutil
+import sys
+from abc import ABC, abstractmethod
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, make_dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import Annotated, Any, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+
+def signed(parameters: str) -> Callable[[Any], Any]:
+    """Give a function the signature that this text lists: "self, x, *, scale="."""
+    kind, listed = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    for each in parameters.split(", "):
+        if each == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            continue
+        default = None if each.endswith("=") else inspect.Parameter.empty
+        listed.append(inspect.Parameter(each.rstrip("="), kind, default=default))
+
+    def decorate(function: Any) -> Any:
+        function.__signature__ = inspect.Signature(listed)
+        return function
+
+    return decorate
+
+
+def fields_of(name: str, **fields: Any) -> Any:
+    return make_dataclass(name, [(each, Any, value) for each, value in fields.items()])
+
+
+NEWER = False  # 0.5.23
+ServerArgs: Any = None
+create_moe_dispatcher: Any = None
+initialize_moe_config: Any = None
+require_mlp_tp_gather: Any = None
+
+# This process's place, and the counts and flags of its forward pass. Tests write to STATE.
+# groups: GroupCoordinators of "tp", "attn", "ep" and "moe"; ways: how SGLang made each of its sums.
+STATE = SimpleNamespace(
+    parallel=SimpleNamespace(
+        tp_size=1, moe_ep_size=1, moe_ep_rank=0, attn_tp_size=1, enable_dp_attention=False
+    ),
+    **{"backend": None, "counts": None, "real": None, "redundant": 0, "groups": {}, "ways": []},
+    **{"workspaces": 0, "flashinfer": False, "dp_attention": False, "logical": 8},
+)
+
+
+def get_parallel() -> Any:
+    return STATE.parallel
+
+
+# Flags.
+
+MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
+_FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
+# Those that the plug-in reads and no test passes on the command line.
+FALSE = """disable_shared_experts_fusion enable_two_batch_overlap enable_torch_compile enable_lora
+enable_pdmux disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
+enable_dp_attention_local_control_broadcast"""
+NONE = """lora_target_modules flashinfer_allreduce_fusion_backend elastic_ep_backend max_ep_size
+moe_dense_tp_size speculative_algorithm ep_join_mode ep_dispatch_algorithm
+speculative_num_draft_tokens"""
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(FALSE.split(), False),
+    **dict.fromkeys(NONE.split()),
+    **dict.fromkeys(("ep_size", "attn_cp_size", "moe_dp_size", "tokenizer_worker_num"), 1),
+    **{"disaggregation_mode": "null", "max_prefill_tokens": 64},
+}
+
+
+class Backend:
+    FULL, DISABLED = "full", "disabled"
+
+
+@dataclass
+class PhaseConfig:
+    backend: str = Backend.DISABLED
+    max_bs: int | None = None
+    bs: list[int] | None = None
+
+
+@dataclass
+class Arg:
+    choices: list[str] | None = None
+
+
+def add_cli_args_from_dataclass(
+    parser: argparse.ArgumentParser, cls: Any, *, fields: list[str] | None = None
+) -> None:
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        flag, choices = "--" + name.replace("_", "-"), hint.__metadata__[0].choices
+        parser.add_argument(flag, choices=choices, default=getattr(cls, name, "none"))
+
+
+def resolved_view(server_args: Any) -> Any:
+    return server_args
+
+
+def _a2a_ep_size(view: Any) -> dict[str, Any]:
+    spanning = view.moe_a2a_backend in ("deepep", "flashinfer")
+    return {"ep_size": view.tp_size} if spanning else {}
+
+
+def _a2a_fusion_adjustments(view: Any) -> dict[str, Any]:
+    return {}
+
+
+def disable_breakable_cudagraph_if_incompatible(server_args: Any) -> None:
+    rules = [
+        lambda: server_args.enable_two_batch_overlap,
+        lambda: resolved_view(server_args).attn_cp_size > 1,
+        lambda: resolved_view(server_args).moe_a2a_backend not in ("none", "deepep", "flashinfer"),
+    ]
+    if any(rule() for rule in rules):
+        server_args.cuda_graph_config.prefill.backend = "disabled"
+
+
+class OlderArgs:
+    def _disable_breakable_cudagraph_if_incompatible(self) -> None:
+        disable_breakable_cudagraph_if_incompatible(self)
+
+
+class NewerArgs:
+    """Fields whose annotations hold the choices, as objects and not as text."""
+
+    elastic_ep_backend = None
+    __annotations__ = {
+        "moe_a2a_backend": Annotated[str, Arg(["none", "deepep", "deepep_v2"])],
+        "speculative_moe_a2a_backend": Annotated[str, Arg(["none", "deepep"])],
+        "elastic_ep_backend": Annotated[str | None, Arg(["none", "mooncake", "nixl"])],
+    }
+
+
+def parse(*argv: str, **more: object) -> SimpleNamespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    if NEWER:
+        add_cli_args_from_dataclass(parser, ServerArgs)
+    else:
+        choices = MOE_A2A_BACKEND_CHOICES
+        parser.add_argument("--moe-a2a-backend", choices=choices, default="none")
+    for flag, default in (("tp-size", 1), ("dp-size", 1), ("chunked-prefill-size", 32)):
+        parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--enable-single-batch-overlap", action="store_true")
+    graphs = SimpleNamespace(
+        decode=PhaseConfig(Backend.FULL, 4, [1, 4]), prefill=PhaseConfig("breakable")
+    )
+    args = SimpleNamespace(**DEFAULTS, cuda_graph_config=graphs)
+    vars(args).update(vars(parser.parse_args(argv)))
+    args.enable_dp_attention = args.dp_size > 1
+    for resolve in (_a2a_ep_size, _a2a_fusion_adjustments):
+        vars(args).update(resolve(args))
+    vars(args).update(more)
+    if NEWER:
+        disable_breakable_cudagraph_if_incompatible(args)
+    else:
+        ServerArgs._disable_breakable_cudagraph_if_incompatible(args)
+    return args
+
+
+class MoeA2ABackend(Enum):
+    NONE = "none"
+    DEEPEP = "deepep"
+    FLASHINFER = "flashinfer"
+    CUSTOMIZED = "customized"
+
+    @classmethod
+    def _missing_(cls, value: Any) -> Any:
+        if value is None:
+            return cls.NONE
+        raise ValueError(f"No {cls.__name__} member for value {value}")
+
+    def is_none(self) -> bool:
+        return self is MoeA2ABackend.NONE
+
+    def is_customized(self) -> bool:
+        return self is MoeA2ABackend.CUSTOMIZED
+
+
+def get_moe_a2a_backend() -> MoeA2ABackend:
+    return MoeA2ABackend(STATE.backend)
+
+
+def take_backend(backend: str, overlap: bool) -> None:
+    STATE.backend = MoeA2ABackend(backend)
+    if overlap:  # this GPU is a Hopper
+        raise ValueError("SBO (single batch overlap) is not supported on SM90 GPUs")
+
+
+def older_config(server_args: Any) -> None:
+    take_backend(server_args.moe_a2a_backend, server_args.enable_single_batch_overlap)
+
+
+def newer_config() -> None:
+    exec_ = get_exec()
+    take_backend(exec_.moe.moe_a2a_backend, exec_.overlap.enable_single_batch_overlap)
+
+
+class Bag(SimpleNamespace):
+    @contextmanager
+    def override(self, **given: Any) -> Iterator[None]:
+        kept = {name: getattr(self, name) for name in given}
+        vars(self).update(given)
+        yield
+        vars(self).update(kept)
+
+
+def get_exec() -> Any:
+    return STATE.exec
+
+
+def seed(flags: Any) -> None:
+    """Publish the flags, as a process begins."""
+    if not NEWER:
+        initialize_moe_config(flags)
+        return
+    STATE.exec = SimpleNamespace(
+        moe=Bag(moe_a2a_backend=flags.moe_a2a_backend, elastic_ep_backend=flags.elastic_ep_backend),
+        overlap=Bag(enable_single_batch_overlap=flags.enable_single_batch_overlap),
+    )
+    STATE.parallel.attn_dp_enabled = STATE.parallel.enable_dp_attention
+    STATE.parallel.enable_dp_attention = False
+    initialize_moe_config()
+
+
+def older_gather(server_args: Any) -> bool:
+    return False
+
+
+def newer_gather(*, moe_a2a_backend: Any = None) -> bool:
+    return False
+
+
+# Routing.
+
+
+@dataclass
+class ExpertLocationMetadata:
+    """`[layers, physical]` and `[layers, logical, ...]`, -1 where there is no more replica."""
+
+    physical_to_logical_map_cpu: torch.Tensor
+    logical_to_all_physical_map: torch.Tensor
+    logical_to_all_physical_map_cpu: torch.Tensor
+    logical_to_all_physical_map_num_valid: torch.Tensor
+    logical_to_rank_dispatch_physical_map: torch.Tensor | None
+    ep_size: int
+
+    @property
+    def num_local_physical_experts(self) -> int:
+        return self.physical_to_logical_map_cpu.shape[1] // self.ep_size
+
+    @property
+    def num_logical_experts(self) -> int:
+        return self.logical_to_all_physical_map.shape[1]
+
+
+_places: list[ExpertLocationMetadata] = []
+
+
+def place(physical: torch.Tensor, ranks: int, logical: int, static: bool) -> None:
+    """Publish a placement, with the first replica of each expert alone in its tables."""
+    every = torch.full((len(physical), logical, physical.shape[1]), -1)
+    for layer, row in enumerate(physical.tolist()):
+        every[layer, :, 0] = torch.tensor([row.index(expert) for expert in range(logical)])
+    single, valid = every[..., 0].clone() if static else None, (every >= 0).sum(-1)
+    _places[:] = [ExpertLocationMetadata(physical, every, every.clone(), valid, single, ranks)]
+
+
+def get_global_expert_location_metadata() -> ExpertLocationMetadata:
+    return _places[0]
+
+
+class ExpertLocationDispatchInfo:
+    """physical: the expert that this rank takes, by logical expert."""
+
+    def __init__(self, physical: torch.Tensor) -> None:
+        self.physical = physical
+
+    @classmethod
+    def init_new(cls, layer_id: int) -> Any:
+        if _places:
+            single = _places[0].logical_to_rank_dispatch_physical_map
+            if single is not None:
+                return cls(single[layer_id])
+            valid = _places[0].logical_to_all_physical_map_num_valid[layer_id]
+            chosen = torch.randint(0, 65536, (8,)) % valid
+            every = _places[0].logical_to_all_physical_map[layer_id]
+            return cls(every.gather(1, chosen[:, None])[:, 0])
+        if not STATE.redundant:
+            return None
+        physical = torch.arange(STATE.logical)
+        if STATE.parallel.moe_ep_rank % 2:  # odd ranks take the replica where there is one
+            physical[: STATE.redundant] += STATE.logical
+        return cls(physical)
+
+
+def newer_init_new(cls: Any, layer_id: int, *, is_draft: bool = False) -> Any:
+    return older_init_new(layer_id)
+
+
+older_init_new = ExpertLocationDispatchInfo.init_new
+
+
+class EPLBManager:
+    reason: str | None = None
+
+    def disable_rebalance(self, reason: str) -> None:
+        self.reason = reason
+
+
+StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
+
+
+class TopK(nn.Module):
+    """Softmax scores, the best of them, and -1 for rows that are padding.
+
+    Like SGLang's kernels, it cannot be launched with no token.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k, self.is_draft = top_k, False
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        return self.forward_cuda(*args, **given)
+
+    def forward_cuda(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        *,
+        num_token_non_padded: torch.Tensor | None = None,
+        expert_location_dispatch_info: Any = None,
+    ) -> Any:
+        if not len(hidden_states):
+            raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
+        weights, ids = router_logits.float().softmax(1).topk(self.top_k)
+        if expert_location_dispatch_info is not None:
+            ids = expert_location_dispatch_info.physical[ids]
+        if num_token_non_padded is not None:
+            ids[int(num_token_non_padded) :] = -1
+        return StandardTopKOutput(weights, ids.int(), router_logits)
+
+    def empty_topk_output(self, device: torch.device, *, layer_id: int | None = None) -> Any:
+        none = torch.empty((0, self.top_k), device=device)
+        return StandardTopKOutput(none, none.int(), none)
+
+
+def routing_inputs(self: Any) -> tuple[Any, Any]:
+    """Return padding and replicas of this forward pass, which the model does not pass."""
+    return STATE.real, None if self.is_draft else older_init_new(0)
+
+
+@signed(
+    "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info=, "
+    "dynamic_expert_bias=, router_logits_partials="
+)
+def newer_topk(self: Any, x: torch.Tensor, logits: torch.Tensor, **given: Any) -> Any:
+    assert not given
+    real, replicas = self.routing_inputs()
+    named = {"num_token_non_padded": real, "expert_location_dispatch_info": replicas}
+    return older_topk(self, x, logits, **named)
+
+
+older_topk = TopK.forward_cuda
+
+
+def enable_num_token_non_padded() -> bool:
+    return bool(get_parallel().moe_ep_size > 1)
+
+
+def get_dp_global_num_tokens() -> list[int]:
+    """Return one number for each attention group, padded as the batch is."""
+    counts: list[int] = STATE.counts
+    return counts
+
+
+def is_dp_attention_enabled() -> bool:
+    return bool(STATE.dp_attention)
+
+
+# Sums and norms.
+
+FUSE_ALLREDUCE_MAX_BATCH_SIZE = 16  # 2048 in SGLang
+
+
+def apply_flashinfer_allreduce_fusion(batch_size: int) -> bool:
+    return STATE.flashinfer and 0 < batch_size <= FUSE_ALLREDUCE_MAX_BATCH_SIZE
+
+
+def flashinfer_ar_fusion_applies(batch_size: int) -> bool:
+    return STATE.flashinfer and 0 < batch_size <= FUSE_ALLREDUCE_MAX_BATCH_SIZE
+
+
+def pre_initialize_workspaces(
+    max_token_num: int, hidden_dim: int, dtype: torch.dtype, use_oneshot: bool | None = None
+) -> None:
+    STATE.workspaces += 1
+
+
+def _forward_with_allreduce_fusion(
+    norm_module: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    post_residual_addition: torch.Tensor | None,
+    weight: torch.Tensor,
+    use_attn_tp_group: bool = True,
+) -> Any:
+    STATE.ways.append("not summed")
+    return norm_module.forward(x, residual, post_residual_addition)
+
+
+class RMSNorm(nn.Module):
+    """calls: how often it normed by itself; offset: added to the weight."""
+
+    offset = 0.0
+
+    def __init__(self, weight: torch.Tensor, eps: float, **settings: Any) -> None:
+        super().__init__()
+        self.variance_size_override: int | None = None
+        self.cast_x_before_out_mul = self.fp32_residual = False
+        self.override_orig_dtype: torch.dtype | None = None
+        self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
+        self.gemma_weight = weight + self.offset
+        self.calls = 0
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, added: Any = None
+    ) -> Any:
+        """Norm, and write into the residual as SGLang's kernel does."""
+        self.calls += 1
+        if residual is not None:
+            if added is not None:
+                residual = residual + added
+            residual += x
+            x = residual
+        wide = x.float()
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        normed = (wide * rstd * (self.weight.float() + self.offset)).to(x.dtype)
+        return normed if residual is None else (normed, residual)
+
+    def forward_with_allreduce_fusion(
+        self, x: torch.Tensor, residual: Any = None, added: Any = None, use_attn_tp_group: Any = 1
+    ) -> Any:
+        weight = self.gemma_weight if self.offset else self.weight
+        return _forward_with_allreduce_fusion(self, x, residual, added, weight, use_attn_tp_group)
+
+
+class GemmaRMSNorm(RMSNorm):
+    offset = 1.0
+
+
+class GroupCoordinator:
+    """Sums over gloo, noting in STATE.ways how each was made."""
+
+    def __init__(self, ranks: list[int], group: dist.ProcessGroup | None) -> None:
+        self.ranks, self.world_size = ranks, len(ranks)
+        self.cpu_group = self.device_group = group
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.world_size == 1:
+            return input_
+        if self._can_use_flashinfer_allreduce(input_):
+            STATE.ways.append("flashinfer")
+            return input_.clone()
+        method = self._resolve_outplace_all_reduce_method(input_)
+        if method is not None:
+            return self._all_reduce_out_place(input_, method)
+        STATE.ways.append("in place")
+        dense = input_.contiguous()
+        dist.all_reduce(dense, group=self.device_group)
+        return input_.copy_(dense)
+
+    def _can_use_flashinfer_allreduce(self, input_: torch.Tensor) -> bool:
+        return STATE.flashinfer
+
+    def _resolve_outplace_all_reduce_method(
+        self, input_: torch.Tensor, should_use_pymscclpp_allreduce: bool | None = None
+    ) -> str | None:
+        return None
+
+    def _all_reduce_out_place(
+        self, input_: torch.Tensor, outplace_all_reduce_method: str
+    ) -> torch.Tensor:
+        STATE.ways.append(outplace_all_reduce_method)
+        out = input_.clone()
+        dist.all_reduce(out, group=self.device_group)
+        return out
+
+
+def getter(name: str) -> Callable[[], GroupCoordinator]:
+    return lambda: STATE.groups[name]
+
+
+get_tp_group, get_attn_tp_group = getter("tp"), getter("attn")
+get_moe_ep_group, get_moe_tp_group = getter("ep"), getter("moe")
+
+
+# Layers of experts.
+
+
+class BaseDispatcher(ABC):
+    def __init__(self) -> None:
+        self.quant_config: dict[str, Any] = {}
+
+    @abstractmethod
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any: ...
+
+    @abstractmethod
+    def combine(self, combine_input: Any) -> torch.Tensor: ...
+
+
+StandardDispatchOutput = namedtuple(
+    "StandardDispatchOutput", "hidden_states hidden_states_scale topk_output"
+)
+StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
+
+
+class StandardDispatcher(BaseDispatcher):
+    """Every rank has all experts' tokens."""
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
+        return StandardDispatchOutput(hidden_states, None, topk_output)
+
+    def combine(self, combine_input: Any) -> torch.Tensor:
+        return combine_input.hidden_states
+
+
+MoeRunnerConfig = fields_of(
+    "MoeRunnerConfig",
+    **{"layer_id": None, "activation": "silu", "is_gated": True},
+    **{"apply_router_weight_on_input": False, "routed_scaling_factor": None},
+    **{"gemm1_alpha": None, "gemm1_clamp_limit": None, "swiglu_limit": None},
+    gate_up_interleaved=True,
+)
+
+
+class Mxfp4MoEMethod:
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.changed = True
+
+
+def older_dispatcher(moe_runner_config: Any) -> Any:
+    if get_moe_a2a_backend().is_customized():
+        raise NotImplementedError("Unsupported a2a backend: customized")
+    return StandardDispatcher()
+
+
+def newer_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
+    return older_dispatcher(moe_runner_config)
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Read rows one behind another, as kernels do that ask for no strides."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride())
+
+
+def activated(h: torch.Tensor, config: Any) -> torch.Tensor:
+    """Gated SiLU, or GPT-OSS's activation of alternating rows of gate and up."""
+    if config.gemm1_alpha is None:
+        gate, up = h.chunk(2, dim=1)
+        return functional.silu(gate) * up
+    limit = config.gemm1_clamp_limit
+    gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(config.gemm1_alpha * gate) * (up + 1)
+
+
+class Method:
+    """The runner: skips ids of -1, weighs, sums and overwrites its input, as Triton's does."""
+
+    def __init__(self) -> None:
+        triton = SimpleNamespace(is_triton=lambda: True, value="triton")
+        self.runner = SimpleNamespace(runner_backend=triton)
+
+    def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
+        x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+        ids, weights = packed(chosen.topk_ids), packed(chosen.topk_weights)
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in range(layer.num_local_experts):
+            row, k = (ids == expert).nonzero(as_tuple=True)
+            biases: list[Any] = [None, None]
+            if layer.with_bias:
+                names = ("w13_weight_bias", "w2_weight_bias")
+                biases = [layer.get_parameter(name)[expert] for name in names]
+            h = functional.linear(x[row].float(), layer.w13_weight[expert].float(), biases[0])
+            h = activated(h, layer.moe_runner_config)
+            y = functional.linear(h, layer.w2_weight[expert].float(), biases[1])
+            out.index_add_(0, row, y * weights[row, k, None])
+        x.copy_(out * (layer.moe_runner_config.routed_scaling_factor or 1.0))
+        return StandardCombineInput(x)
+
+
+class FusedMoE(nn.Module):
+    def __init__(
+        self,
+        layer_id: int,
+        params_dtype: torch.dtype,
+        scale: float | None = None,
+        *,
+        with_bias: bool = False,
+        **activation: Any,
+    ) -> None:
+        super().__init__()
+        place = get_parallel()
+        self.layer_id, self.top_k, self.hidden_size = layer_id, TOP_K, HIDDEN
+        self.num_experts, self.params_dtype = EXPERTS + int(STATE.redundant), params_dtype
+        self.moe_ep_size, self.moe_ep_rank = place.moe_ep_size, place.moe_ep_rank
+        self.moe_tp_size, self.intermediate_size_per_partition = 1, INTERMEDIATE
+        self.num_local_experts = self.num_experts // self.moe_ep_size
+        self.num_fused_shared_experts, self.with_bias = 0, with_bias
+        self.should_fuse_routed_scaling_factor_in_topk = False
+        self.moe_runner_config = MoeRunnerConfig(
+            layer_id, routed_scaling_factor=scale, **activation
+        )
+        local, wide = self.num_local_experts, 2 * INTERMEDIATE
+        made = {"w13_weight": torch.empty(local, wide, HIDDEN, dtype=params_dtype)}
+        made["w2_weight"] = torch.empty(local, HIDDEN, INTERMEDIATE, dtype=params_dtype)
+        if with_bias:  # in float32, whatever the weights are
+            made["w13_weight_bias"] = torch.empty(local, wide)
+            made["w2_weight_bias"] = torch.empty(local, HIDDEN)
+        for name, tensor in made.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.quant_method = Method()
+        more = {"quant_method": self.quant_method} if NEWER else {}
+        self.dispatcher = create_moe_dispatcher(self.moe_runner_config, **more)
+
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+        return self.forward_impl(hidden_states, topk_output)
+
+    def forward_impl(
+        self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None
+    ) -> torch.Tensor:
+        sent = self.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+        made = self.quant_method.apply(layer=self, dispatch_output=sent)
+        out: torch.Tensor = self.dispatcher.combine(combine_input=made)
+        return out.contiguous()
+
+
+# Models: blocks whose own forward is weft's to replace.
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, SCALE = 64, 32, 8, 3, 2.5
+_BLOCK = "self, hidden_states, forward_batch="
+_MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
+_DEEP = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers that are equal on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+
+def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, and down, of a logical expert."""
+    first = 1000 * layer + 10 * number
+    wide, narrow = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    return drawn(wide, first, dtype), drawn(narrow, first + 1, dtype)
+
+
+def biases(layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    first, f32 = 1000 * layer + 10 * number, torch.float32
+    return drawn((2 * INTERMEDIATE,), first + 2, f32), drawn((HIDDEN,), first + 3, f32)
+
+
+def fill(experts: Any, seed_layer: int | None = None) -> None:
+    """Write this rank's experts in place; those with biases alternate rows of gate and up."""
+    layer = experts.layer_id if seed_layer is None else seed_layer
+    for local in range(experts.num_local_experts):
+        number = (experts.moe_ep_rank * experts.num_local_experts + local) % EXPERTS
+        wide, narrow = expert(layer, number, experts.params_dtype)
+        if experts.with_bias:
+            wide_bias, narrow_bias = biases(layer, number)
+            wide, wide_bias = in_turn(wide), in_turn(wide_bias)
+            experts.w13_weight_bias[local].copy_(wide_bias)
+            experts.w2_weight_bias[local].copy_(narrow_bias)
+        experts.w13_weight[local].copy_(wide)
+        experts.w2_weight[local].copy_(narrow)
+
+
+def in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """Alternate rows of gate and up."""
+    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+
+
+class Gate(nn.Module):
+    """Logits. SGLang's linear layers return a pair, and DeepSeek's gate takes the batch."""
+
+    def __init__(self, layer: int, dtype: torch.dtype, kind: str = "") -> None:
+        super().__init__()
+        self.weight, self.kind = drawn((EXPERTS, HIDDEN), 1000 * layer + 999, dtype), kind
+
+    def forward(self, x: torch.Tensor, forward_batch: Any = None) -> Any:
+        assert (self.kind == "deepseek") == (forward_batch is not None)
+        assert self.kind != "float32" or x.dtype == torch.float32
+        logits = functional.linear(x.float(), self.weight.float())
+        return (logits, None) if self.kind in ("pair", "float32") else logits
+
+
+def shared_mlp(self: Any, intermediate_size: int, quant_config: Any, **given: Any) -> None:
+    """Make a shared expert, which weft has to keep whole on each rank."""
+    nn.Module.__init__(self)
+    size, (layer, dtype) = intermediate_size, quant_config
+    whole = given["parallel_group"] == "replicated" if NEWER else given.get("tp_size") == 1
+    assert whole or get_parallel().tp_size == 1, "a shared expert in parts needs an all-reduce"
+    self.gate_up_proj = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
+    self.gate_up_proj.output_size = 2 * size  # as SGLang's parallel layers have it
+    self.down_proj = nn.Linear(size, HIDDEN, bias=False, dtype=dtype)
+    self.requires_grad_(False)
+    self.gate_up_proj.weight.copy_(drawn((2 * size, HIDDEN), 1000 * layer + 500, dtype))
+    self.down_proj.weight.copy_(drawn((HIDDEN, size), 1000 * layer + 501, dtype))
+
+
+def mlp_constructor(parameters: str) -> Any:
+    @signed(parameters)
+    def __init__(self: Any, **given: Any) -> None:
+        shared_mlp(self, **given)
+
+    return __init__
+
+
+def stock_forward(parameters: str = _BLOCK) -> Any:
+    @signed(parameters)
+    def forward(self: Any, *args: Any, **given: Any) -> torch.Tensor:
+        raise AssertionError("the stock forward ran")
+
+    return forward
+
+
+class SharedMLP(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: torch.Tensor = self.down_proj(functional.silu(gate) * up)
+        return out
+
+
+class Glm4MoeMLP(SharedMLP): ...
+
+
+class Qwen2MoeMLP(SharedMLP): ...
+
+
+class DeepseekV2MLP(SharedMLP): ...
+
+
+def shared_expert(kind: Any, layer: int, dtype: torch.dtype, name: str, size: int) -> Any:
+    """Make a block's shared expert; Qwen's block says nothing of its group."""
+    more = {"parallel_group": "tp"} if NEWER and kind is not Qwen2MoeMLP else {}
+    return kind(
+        **{"hidden_size": HIDDEN, "intermediate_size": size, "hidden_act": "silu"},
+        **{"quant_config": (layer, dtype), "prefix": f"model.layers.{layer}.mlp.{name}"},
+        **more,
+    )
+
+
+class Qwen3MoeSparseMoeBlock(nn.Module):
+    forward = stock_forward()
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.gate = Gate(layer_id, dtype, "pair")
+        self.experts = FusedMoE(layer_id, dtype)
+
+
+class Glm4MoeSparseMoeBlock(nn.Module):
+    forward = stock_forward()
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id, self.topk, self.gate = layer_id, TopK(TOP_K), Gate(layer_id, dtype)
+        self.experts = FusedMoE(layer_id, dtype, SCALE)
+        self.shared_experts = shared_expert(
+            Glm4MoeMLP, layer_id, dtype, "shared_experts", 2 * INTERMEDIATE
+        )
+
+
+class Qwen2MoeSparseMoeBlock(nn.Module):
+    """The shared expert has a gate of its own."""
+
+    forward = stock_forward()
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.gate = Gate(layer_id, dtype, "pair")
+        self.experts = FusedMoE(layer_id, dtype)
+        self.shared_expert = shared_expert(
+            Qwen2MoeMLP, layer_id, dtype, "shared_expert", INTERMEDIATE
+        )
+        self.shared_expert_gate = nn.Linear(HIDDEN, 1, bias=False, dtype=dtype)
+        self.shared_expert_gate.requires_grad_(False)
+        self.shared_expert_gate.weight.copy_(drawn((1, HIDDEN), 1000 * layer_id + 502, dtype))
+
+    def _forward_shared_experts(
+        self, hidden_states: torch.Tensor, apply_gate: bool = True
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.shared_expert(hidden_states)
+        return functional.sigmoid(self.shared_expert_gate(hidden_states)) * out
+
+
+class MiniMaxM2MoE(nn.Module):
+    forward = stock_forward()
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.gate = Gate(layer_id, dtype, "float32")
+        self.experts = FusedMoE(layer_id, dtype)
+
+
+class GptOssSparseMoeBlock(nn.Module):
+    forward = stock_forward()
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.router = Gate(layer_id, dtype, "pair")
+        self.experts = FusedMoE(
+            layer_id, dtype, gemm1_alpha=1.702, gemm1_clamp_limit=0.5, with_bias=True
+        )
+
+
+class DeepseekV2MoE(nn.Module):
+    forward = stock_forward(_BLOCK + _DEEP)
+
+    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.is_nextn, self.is_hash = False, False
+        self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.gate = Gate(layer_id, dtype, "deepseek")
+        self.experts = FusedMoE(layer_id, dtype, SCALE)
+        self.shared_experts = shared_expert(
+            DeepseekV2MLP, layer_id, dtype, "shared_experts", INTERMEDIATE
+        )
+
+
+def draft_block(layer_id: int, dtype: torch.dtype) -> DeepseekV2MoE:
+    """The block of a draft layer (`nextn`)."""
+    block = DeepseekV2MoE(layer_id, dtype)
+    block.is_nextn = block.topk.is_draft = True
+    return block
+
+
+class Model(nn.Module):
+    """Blocks, each added to the residual."""
+
+    def __init__(self, kind: Callable[..., nn.Module], layers: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(layer, dtype) for layer in range(layers))
+        for block in self.blocks:
+            fill(block.experts)
+
+    def forward(self, x: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x, forward_batch)
+        return x
+
+
+class ModelRunner:
+    """make: what load_model gets its model from; config: fields of model_config."""
+
+    def __init__(self, server_args: Any, make: Callable[[], nn.Module], **config: Any) -> None:
+        self.server_args, self.make = server_args, make
+        self.model_config, self.eplb_manager = SimpleNamespace(**config), EPLBManager()
+        self.device, self.gpu_id = "cpu", 0
+        seed(server_args)
+
+    def load_model(self) -> None:
+        self.model = self.make()
+
+    @signed(
+        "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
+        "split_forward_count="
+    )
+    def forward(self, forward_batch: Any) -> torch.Tensor:
+        STATE.counts, STATE.real = forward_batch.counts, forward_batch.num_token_non_padded
+        out: torch.Tensor = self.model(forward_batch.x, forward_batch)
+        return out
+
+
+def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) -> SimpleNamespace:
+    """counts: of all attention groups; real: rows of x that are no padding."""
+    padded = None if real is None else torch.tensor(real)
+    return SimpleNamespace(x=x, counts=counts, num_token_non_padded=padded)
+
+
+# Processes beside the model.
+
+
+AbortReq = fields_of("AbortReq", rid="", finished_reason=None)
+ActiveRanksOutput = fields_of("ActiveRanksOutput", status=None)
+TokenizedGenerateReqInput = fields_of("TokenizedGenerateReqInput", rid="", routed_dp_rank=None)
+TokenizedEmbeddingReqInput = fields_of("TokenizedEmbeddingReqInput", rid="", routed_dp_rank=None)
+
+
+class BatchTokenizedGenerateReqInput:
+    def __init__(self, batch: list[Any]) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Any:
+        return iter(self.batch)
+
+
+class BatchTokenizedEmbeddingReqInput(BatchTokenizedGenerateReqInput): ...
+
+
+class MLPSyncBatchInfo:
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def _get_fallback_tensor(self, device: Any, dtype: Any = torch.int64) -> torch.Tensor:
+        return torch.tensor([0, 0, 1], device=device, dtype=dtype)
+
+    def all_gather(self, active: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' rows, all of 7 tokens; for a rank that is not active the fallback."""
+        fallback = self._get_fallback_tensor("cpu")
+        rows = fallback.expand(self.ranks, fallback.numel()).contiguous()
+        rows.copy_(torch.tensor([7, 7, 0]))
+        rows[active == 0] = fallback
+        return rows
+
+
+def exchange_sync_rows(global_flat: torch.Tensor, local_row: torch.Tensor, group: Any) -> None:
+    raise AssertionError("SGLang's own exchange ran")
+
+
+def exchange(local: list[int], ranks: int) -> list[list[int]]:
+    """Return every rank's row, as a pass begins; for a rank without one, an idle one's."""
+    found = torch.tensor([[0, 0, 1]]).repeat(ranks, 1)
+    exchange_sync_rows(found.flatten(), torch.tensor(local), None)
+    return found.tolist()
+
+
+class ElasticEPState:
+    def __init__(self, ranks: int) -> None:
+        self.active_ranks = torch.ones(ranks, dtype=torch.int32)
+        self.last_active_ranks = self.active_ranks.clone()
+        self.active_ranks_cpu = self.active_ranks.clone()
+
+    def snapshot_active_to_last(self) -> None:
+        self.last_active_ranks = self.active_ranks.clone()
+
+    def sync_active_to_cpu(self) -> None:
+        self.active_ranks_cpu = self.active_ranks.clone()
+
+
+class ElasticEPStateManager:
+    _instance: ElasticEPState | None = None
+
+    @classmethod
+    def instance(cls) -> ElasticEPState:
+        if cls._instance is None:
+            cls._instance = ElasticEPState(STATE.parallel.tp_size)
+        return cls._instance
+
+
+class Scheduler:
+    """reported: what the tokenizer was told of the ranks."""
+
+    def __init__(self) -> None:
+        self.reported: list[list[int]] = []
+
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> str:
+        return "batch"
+
+    def _maybe_report_active_ranks(self) -> None:
+        self.reported.append(ElasticEPStateManager.instance().active_ranks_cpu.tolist())
+
+
+class TokenizerControlMixin:
+    fan_out = 0
+
+    def update_control_communicator_fan_out(self, worker_count: int) -> None:
+        self.fan_out = worker_count
+
+
+class TokenizerManager(TokenizerControlMixin):
+    """Requests without an answer, and what went to the ranks."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, Any] = {}
+        self.sent: list[Any] = []
+        self.answers: dict[str, dict[str, Any]] = {}
+
+    def ask(self, *requests: Any) -> None:
+        for request in requests:
+            self.rid_to_state[request.rid] = SimpleNamespace()
+            self._dispatch_to_scheduler(request)
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        self.sent.append(obj)
+
+    def _handle_abort_req(self, recv_obj: Any) -> None:
+        del self.rid_to_state[recv_obj.rid]
+        self.answers[recv_obj.rid] = recv_obj.finished_reason
+
+
+def is_health_check_generate_req(recv_req: Any) -> bool:
+    return str(recv_req.rid).startswith("HEALTH_CHECK")
+
+
+# Plug-ins.
+
+
+class HookType(Enum):
+    AFTER = "after"
+    AROUND = "around"
+
+
+class HookRegistry:
+    """Hooks on functions and methods, found by their dotted path."""
+
+    _hooks: dict[str, list[tuple[HookType, Callable[..., Any]]]] = {}
+    _patched: set[str] = set()
+
+    @classmethod
+    def register(
+        cls,
+        target: str,
+        hook: Callable[..., Any],
+        hook_type: HookType = HookType.AFTER,
+        *,
+        source: Any = None,
+    ) -> None:
+        cls._hooks.setdefault(target, []).append((hook_type, hook))
+
+    @classmethod
+    def apply_hooks(cls) -> None:
+        """Patch every target; what fails is logged."""
+        for target in cls._hooks:
+            if target not in cls._patched:
+                try:
+                    cls._apply(target)
+                    cls._patched.add(target)
+                except Exception:
+                    logger.exception("Failed to apply hooks to %s", target)
+
+    @classmethod
+    def _apply(cls, target: str) -> None:
+        owner_path, name = target.rsplit(".", 1)
+        owner = pkgutil.resolve_name(owner_path)
+        original = getattr(owner, name)
+        bound = isinstance(owner, type) and isinstance(vars(owner).get(name), classmethod)
+        function = wrapped = original.__func__ if bound else original
+        for kind, hook in cls._hooks[target]:
+            wrapped = _wrapped(wrapped, kind, hook)
+        setattr(owner, name, classmethod(wrapped) if bound else wrapped)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__name__", "").startswith("sglang"):
+                for key, value in list(vars(module).items()):
+                    if value is function:
+                        setattr(module, key, wrapped)
+
+
+def _wrapped(
+    function: Callable[..., Any], kind: HookType, hook: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Any:
+        if kind is HookType.AROUND:
+            return hook(function, *args, **given)
+        result = function(*args, **given)
+        other = hook(result, *args, **given)
+        return result if other is None else other
+
+    return call
+
+
+def load_plugins(*plugins: Callable[[], None]) -> None:
+    """Call each, log one that raises, and apply what they registered."""
+    for function in plugins:
+        try:
+            function()
+        except Exception:
+            logger.exception("Failed to execute general plugin")
+    HookRegistry.apply_hooks()
+
+
+# Names of one release alone follow it in brackets.
+MODULES = """
+runtime_context STATE get_parallel [0.5.23] get_exec
+utils.common require_mlp_tp_gather
+arg_groups.arg_utils Arg [0.5.23] add_cli_args_from_dataclass
+arg_groups.overrides resolved_view _a2a_ep_size _a2a_fusion_adjustments
+arg_groups.overrides _FLASHINFER_ALLREDUCE_FUSION_ARCHS
+arg_groups.cuda_graph_hook [0.5.23] resolved_view disable_breakable_cudagraph_if_incompatible
+server_args ServerArgs parse resolved_view [0.5.17] MOE_A2A_BACKEND_CHOICES
+model_executor.cuda_graph_config Backend PhaseConfig
+model_executor.forward_batch_info [0.5.17] enable_num_token_non_padded
+model_executor.model_runner Model ModelRunner batch
+layers.moe.utils MoeA2ABackend initialize_moe_config get_moe_a2a_backend
+layers.moe.token_dispatcher.base BaseDispatcher
+layers.moe.token_dispatcher.standard StandardDispatchOutput StandardCombineInput
+layers.moe.moe_runner.base MoeRunnerConfig
+layers.moe.topk StandardTopKOutput TopK
+layers.moe.fused_moe_triton.layer create_moe_dispatcher FusedMoE
+layers.quantization.mxfp4 Mxfp4MoEMethod
+layers.dp_attention STATE get_dp_global_num_tokens is_dp_attention_enabled
+layers.communicator [0.5.17] FUSE_ALLREDUCE_MAX_BATCH_SIZE apply_flashinfer_allreduce_fusion
+layers.layer_boundary [0.5.23] FUSE_ALLREDUCE_MAX_BATCH_SIZE
+layers.layer_boundary.residual.add_norm [0.5.23] flashinfer_ar_fusion_applies
+layers.flashinfer_comm_fusion pre_initialize_workspaces
+layers.layernorm _forward_with_allreduce_fusion RMSNorm GemmaRMSNorm
+distributed get_moe_ep_group
+distributed.parallel_state GroupCoordinator get_tp_group get_attn_tp_group
+distributed.parallel_state get_moe_ep_group get_moe_tp_group
+eplb.eplb_manager EPLBManager
+eplb.expert_location ExpertLocationMetadata place get_global_expert_location_metadata
+eplb.expert_location_dispatch ExpertLocationDispatchInfo
+models.parts drawn expert biases fill INTERMEDIATE EXPERTS TOP_K SCALE
+models.qwen3_moe Qwen3MoeSparseMoeBlock
+models.glm4_moe Glm4MoeMLP Glm4MoeSparseMoeBlock
+models.qwen2_moe Qwen2MoeMLP Qwen2MoeSparseMoeBlock
+models.minimax_m2 MiniMaxM2MoE
+models.gpt_oss GptOssSparseMoeBlock
+models.deepseek_v2 DeepseekV2MLP DeepseekV2MoE draft_block
+managers.io_struct AbortReq ActiveRanksOutput TokenizedGenerateReqInput TokenizedEmbeddingReqInput
+managers.io_struct BatchTokenizedGenerateReqInput BatchTokenizedEmbeddingReqInput
+managers.scheduler_components.dp_attn MLPSyncBatchInfo exchange_sync_rows exchange
+managers.scheduler Scheduler
+managers.tokenizer_control_mixin TokenizerControlMixin
+managers.tokenizer_manager TokenizerManager
+managers.utils is_health_check_generate_req
+elastic_ep.elastic_ep ElasticEPState ElasticEPStateManager
+plugins load_plugins
+plugins.hook_registry HookRegistry HookType
+"""
+
+
+def become(release: str) -> str:
+    """Take the names and signatures of this release; return the table of submodules."""
+    own = globals()
+    own["NEWER"] = newer = release == "0.5.23"
+    own["ServerArgs"] = NewerArgs if newer else OlderArgs
+    own["initialize_moe_config"] = newer_config if newer else older_config
+    own["require_mlp_tp_gather"] = newer_gather if newer else older_gather
+    own["create_moe_dispatcher"] = newer_dispatcher if newer else older_dispatcher
+    group = ", *, parallel_group=" if newer else ", tp_rank=, tp_size="
+    deep = ", swiglu_limit=, allow_fused_down=" + group if newer else group + ", swiglu_limit="
+    for kind, more in ((Glm4MoeMLP, group), (Qwen2MoeMLP, group), (DeepseekV2MLP, deep)):
+        kind.__init__ = mlp_constructor(_MLP + more)
+    if newer:
+        Qwen2MoeSparseMoeBlock.forward = stock_forward(_BLOCK + ", defer_finalize=")
+        more = ", return_moe_output=, leave_output_sum="
+        DeepseekV2MoE.forward = stock_forward(_BLOCK + _DEEP + more)
+        ExpertLocationDispatchInfo.init_new = classmethod(newer_init_new)
+        TopK.routing_inputs, TopK.forward_cuda = routing_inputs, newer_topk
+    return "\n".join(f"srt.{line}" for line in MODULES.strip().splitlines())

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM 0.32 on CPU ranks, in plain torch: what weft's plug-in reads and calls.
+
+`vllm` is this file, and its submodules have the names in MODULES.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+# Flags, groups and the forward pass.
+
+
+@dataclass
+class ParallelConfig:
+    all2all_backend: str = "allgather_reducescatter"
+    expert_placement_strategy: str = "linear"
+    enable_dbo: bool = False
+    ubatch_size: int = 0
+    enable_elastic_ep: bool = False
+    prefill_context_parallel_size: int = 1
+
+
+@dataclass
+class ModelConfig:
+    enforce_eager: bool = True
+    enable_sleep_mode: bool = False
+
+
+@dataclass
+class SchedulerConfig:
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 32
+
+
+@dataclass
+class CompilationConfig:
+    max_cudagraph_capture_size: int | None = None
+
+
+@dataclass
+class VllmConfig:
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    lora_config: Any = None
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+
+
+CURRENT = VllmConfig()
+current_platform = SimpleNamespace(is_cpu=lambda: True)
+flashinfer_comm: object = "FlashInfer"
+fi_ar_available = True
+
+
+def get_current_vllm_config() -> VllmConfig:
+    return CURRENT
+
+
+class GroupCoordinator:
+    of_experts: GroupCoordinator
+
+    def __init__(self, cpu_group: Any) -> None:
+        self.cpu_group = cpu_group
+
+
+def get_ep_group() -> Any:
+    return GroupCoordinator.of_experts
+
+
+@dataclass
+class DPMetadata:
+    local_sizes: list[int] | None = None
+
+    def get_chunk_sizes_across_dp_rank(self) -> list[int] | None:
+        return self.local_sizes
+
+
+@dataclass
+class ForwardContext:
+    dp_metadata: DPMetadata | None = None
+    is_padding: torch.Tensor | None = None
+
+
+_contexts: list[ForwardContext] = []
+
+
+def get_forward_context() -> ForwardContext:
+    return _contexts[-1]
+
+
+@contextmanager
+def forward(sizes: list[int] | None, padding: torch.Tensor | None) -> Iterator[None]:
+    """A forward pass of the tests."""
+    _contexts.append(ForwardContext(None if sizes is None else DPMetadata(sizes), padding))
+    try:
+        yield
+    finally:
+        _contexts.pop()
+
+
+# Layers of experts.
+
+op_registry_oot: dict[str, type] = {}
+
+
+class PluggableLayer(torch.nn.Module):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(op_registry_oot.get(cls.__name__, cls))
+
+    @classmethod
+    def register_oot(cls, _decorated_layer_cls: Any = None, name: str | None = None) -> Any:
+        name = name or cls.__name__
+        assert name not in op_registry_oot, f"Duplicate layer name: {name}"
+        op_registry_oot[name] = _decorated_layer_cls
+        return _decorated_layer_cls
+
+
+@dataclass
+class FusedMoEParallelConfig:
+    tp_size: int
+    dp_size: int
+    ep_size: int
+    ep_rank: int
+    sp_size: int
+    use_ep: bool
+
+    @property
+    def use_all2all_kernels(self) -> bool:
+        return self.use_ep and (self.dp_size > 1 or self.is_sequence_parallel)
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        return self.sp_size > 1
+
+
+@dataclass
+class FusedMoEConfig:
+    num_experts: int
+    num_local_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    intermediate_size_per_partition: int
+    in_dtype: torch.dtype
+    moe_parallel_config: FusedMoEParallelConfig
+    activation: Any
+    has_bias: bool = False
+    is_act_and_mul: bool = True
+    max_num_tokens: int = 32
+
+
+@dataclass
+class FusedMoEQuantConfig:
+    quant_dtype: torch.dtype | None = None
+    block_shape: list[int] | None = None
+    per_act_token_quant: bool = False
+    a1_scale: torch.Tensor | None = None
+
+    @staticmethod
+    def make() -> FusedMoEQuantConfig:
+        return FusedMoEQuantConfig()
+
+
+class Mxfp4MoeBackend(Enum):
+    NONE = "None"
+
+
+def moe_kernel_quantize_input(
+    A: torch.Tensor,
+    A_scale: torch.Tensor | None,
+    quant_dtype: torch.dtype,
+    per_act_token_quant: bool,
+    block_shape: list[int] | None = None,
+    is_scale_swizzled: bool = True,
+    quantization_emulation: bool = False,
+    mx_alignment: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert block_shape is not None
+    blocks = A.float().view(A.shape[0], -1, block_shape[1])
+    scale = blocks.abs().amax(2).clamp(min=1e-10) / 448
+    return (blocks / scale[..., None]).view(A.shape).to(quant_dtype), scale
+
+
+class TopKWeightAndReduceDelegate: ...
+
+
+class TopKWeightAndReduceNoOP:
+    def apply(self, output: None, fused_expert_output: torch.Tensor, **given: Any) -> torch.Tensor:
+        return fused_expert_output
+
+
+class TopKWeightAndReduceContiguous:
+    def apply(
+        self,
+        output: None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        if not apply_router_weight_on_input:
+            fused_expert_output.mul_(topk_weights[..., None])
+        return fused_expert_output.sum(1)
+
+
+class FusedMoEActivationFormat(Enum):
+    Standard = "standard"
+
+
+class FusedMoEPrepareAndFinalize(ABC):
+    def allocate_fused_expert_output(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
+    ) -> torch.Tensor | None:
+        return None
+
+    @property
+    @abstractmethod
+    def activation_format(self) -> FusedMoEActivationFormat: ...
+
+    @abstractmethod
+    def topk_indices_dtype(self) -> torch.dtype | None: ...
+
+    @abstractmethod
+    def max_num_tokens_per_rank(self) -> int | None: ...
+
+    @abstractmethod
+    def num_dispatchers(self) -> int: ...
+
+    @abstractmethod
+    def output_is_reduced(self) -> bool: ...
+
+
+class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
+    @abstractmethod
+    def prepare(
+        self,
+        a1: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool,
+    ) -> Any: ...
+
+    @abstractmethod
+    def finalize(
+        self,
+        output: torch.Tensor,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None: ...
+
+
+class FusedMoEExperts:
+    """Ids are as their map has them, or local without one; sums: they weigh and sum."""
+
+    expects_unquantized_inputs = False
+
+    def __init__(self, quant_config: Any, sums: bool) -> None:
+        self.quant_config, self.sums = quant_config, sums
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP() if self.sums else TopKWeightAndReduceContiguous()
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        layer: Any,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> None:
+        mine = torch.ones_like(ids, dtype=torch.bool)
+        if layer.expert_map is not None:
+            ids = layer.expert_map[ids.long()]
+            mine, ids = ids >= 0, ids.clamp(min=0)
+        if scale is not None:
+            x = (x.float().view(*scale.shape, -1) * scale[..., None]).view(x.shape)
+        x = x.nan_to_num().to(layer.w13_weight.dtype)
+        wide = torch.einsum("th,tkih->tki", x, layer.w13_weight[ids.long()])
+        gate, up = wide.chunk(2, dim=2)
+        h = functional.silu(gate) * up
+        rows = torch.einsum("tki,tkhi->tkh", h, layer.w2_weight[ids.long()])
+        rows = rows.masked_fill(~mine[..., None], 0.0)
+        output.copy_((rows * weights[..., None]).sum(1) if self.sums else rows)
+
+
+class FusedMoEKernelModularImpl:
+    def __init__(self, prepare_finalize: Any, fused_experts: FusedMoEExperts) -> None:
+        self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
+
+
+class FusedMoEKernel:
+    def __init__(self, prepare_finalize: Any, fused_experts: FusedMoEExperts) -> None:
+        self.impl = FusedMoEKernelModularImpl(prepare_finalize, fused_experts)
+
+    def apply(self, x: torch.Tensor, layer: Any, weights: Any, ids: Any) -> torch.Tensor:
+        around, experts = self.impl.prepare_finalize, self.impl.fused_experts
+        impl, on = experts.finalize_weight_and_reduce_impl(), layer.apply_router_weight_on_input
+        a, scale, _, ids, weights = around.prepare(
+            *(x, weights, ids, 0, layer.expert_map, on, experts.quant_config),
+            defer_input_quant=False,
+        )
+        shape = a.shape if experts.sums else (*ids.shape, a.shape[1])
+        made = around.allocate_fused_expert_output(shape, x.dtype, x.device, impl)
+        made = torch.empty(shape, dtype=x.dtype, device=x.device) if made is None else made
+        experts.apply(made, a, scale, layer, weights, ids)
+        out = torch.empty_like(x)
+        around.finalize(out, made, weights, ids, on, impl)
+        return out
+
+
+class FusedMoEMethodBase:
+    quant = FusedMoEQuantConfig()
+    sums = True
+    mk_can_overlap_shared_experts, topk_indices_dtype = False, None
+    supports_internal_mk = property(lambda self: self.moe_kernel is not None)
+    is_monolithic = property(lambda self: self.moe_kernel is None)
+
+    def __init__(self, moe: Any) -> None:
+        self.moe = moe
+        self.moe_kernel: Any = None
+        self.moe_quant_config: Any = None
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        return hidden_size, -(-intermediate_size_per_partition // 256) * 256
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        raise AttributeError("a kernel's layout, which was not made")
+
+
+class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.moe_quant_config = self.quant
+        self.moe_kernel = FusedMoEKernel("stock", FusedMoEExperts(self.quant, self.sums))
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.moe_kernel.apply(x, layer, topk_weights, topk_ids)
+
+
+class Fp8MoEMethod(UnquantizedFusedMoEMethod):
+    """Rows in FP8, for weights of the model's dtype."""
+
+    quant = FusedMoEQuantConfig(torch.float8_e4m3fn, [128, 128])
+    sums = False
+
+
+class GptOssMxfp4MoEMethod(UnquantizedFusedMoEMethod):
+    """No kernel of this machine serves GPT-OSS's weights."""
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        self.weight_dtype = "gpt_oss_mxfp4"
+        self.mxfp4_backend: Any = None
+        raise NotImplementedError("No MXFP4 MoE backend supports the deployment configuration.")
+
+
+class GptOssMxfp4Config:
+    def __call__(self, moe: Any) -> GptOssMxfp4MoEMethod:
+        return GptOssMxfp4MoEMethod(moe)
+
+
+class RoutedExperts(PluggableLayer):
+    def __init__(self, layer_name: str, moe_config: Any, quant_config: Any = None, **more: Any):
+        super().__init__()
+        self.layer_name, self.moe_config = layer_name, moe_config
+        self.hidden_size = moe_config.hidden_dim
+        self.global_num_experts = moe_config.num_experts
+        self.local_num_experts = moe_config.num_local_experts
+        self.top_k = moe_config.experts_per_token
+        self.activation = moe_config.activation
+        self.swiglu_limit = self.swiglu_alpha = self.swiglu_beta = None
+        self.apply_router_weight_on_input = more.get("on_input", False)
+        self.quant_method = self._get_quant_method(layer_name, quant_config, moe_config)
+        _, self.intermediate_size_per_partition = self.quant_method.maybe_roundup_sizes(
+            self.hidden_size,
+            moe_config.intermediate_size_per_partition,
+            moe_config.in_dtype,
+            moe_config.moe_parallel_config,
+        )
+
+    @property
+    def expert_map(self) -> torch.Tensor | None:
+        """Of physical experts; those on CPUs have none."""
+        device = self.w13_weight.device
+        if device.type == "cpu":
+            return None
+        first = self.moe_config.moe_parallel_config.ep_rank * self.local_num_experts
+        local = torch.arange(self.global_num_experts, device=device) - first
+        return local.masked_fill((local < 0) | (local >= self.local_num_experts), -1)
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        return (quant_config or UnquantizedFusedMoEMethod)(moe_config)
+
+    def _ensure_moe_quant_config_init(self) -> None:
+        method = self.quant_method
+        if method.moe_quant_config is None:
+            method.moe_quant_config = method.get_fused_moe_quant_config(self)
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.quant_method.apply(
+            **{"layer": self, "x": x, "topk_weights": topk_weights, "topk_ids": topk_ids},
+            **{"shared_experts": shared_experts, "shared_experts_input": shared_experts_input},
+        )
+
+
+class GptOssRoutedExperts(RoutedExperts): ...
+
+
+class TransformersRoutedExperts(RoutedExperts): ...
+
+
+class DbrxExperts(RoutedExperts): ...
+
+
+class MoERunner:
+    def __init__(self, router: Any, routed_experts: Any) -> None:
+        self.router, self.routed_experts = router, routed_experts
+
+    def _apply_quant_method(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        self.routed_experts._ensure_moe_quant_config_init()
+        method = self.routed_experts.quant_method
+        assert not method.is_monolithic, "the stock experts ran"
+        weights, ids = self.router.select_experts(logits, method.topk_indices_dtype)
+        return self.routed_experts.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
+
+
+def layerwise(layer: Any, weights: dict[str, torch.Tensor], *, restore: bool = True) -> None:
+    """Load `weights` as vLLM's layerwise reload does: into temporary parameters, which the layer
+    processes, and which are then copied into the first ones.
+
+    restore: whether the layer gets its first parameters back; otherwise the temporary ones stay.
+    """
+    first = dict(layer.named_parameters(recurse=False))
+    for name, tensor in weights.items():
+        setattr(layer, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    layer.quant_method.process_weights_after_loading(layer)
+    for name, parameter in first.items() if restore else ():
+        parameter.data.copy_(getattr(layer, name))
+        setattr(layer, name, parameter)
+
+
+_MOE = "model_executor.layers.fused_moe."
+_QUANTIZATION = "model_executor.layers.quantization."
+MODULES = f"""
+config VllmConfig CURRENT get_current_vllm_config ModelConfig SchedulerConfig ParallelConfig
+config CompilationConfig
+forward_context DPMetadata ForwardContext get_forward_context forward
+platforms current_platform
+distributed get_ep_group
+distributed.parallel_state GroupCoordinator
+distributed.device_communicators.flashinfer_all_reduce fi_ar_available flashinfer_comm
+compilation.passes.fusion.allreduce_rms_fusion flashinfer_comm
+model_executor.custom_op op_registry_oot PluggableLayer
+model_executor.model_loader.reload layerwise
+model_executor.models.gpt_oss GptOssRoutedExperts
+model_executor.models.transformers.moe TransformersRoutedExperts
+model_executor.models.dbrx DbrxExperts
+{_MOE}config FusedMoEParallelConfig FusedMoEConfig FusedMoEQuantConfig
+{_MOE}fused_moe_method_base FusedMoEMethodBase
+{_MOE}modular_kernel FusedMoEActivationFormat FusedMoEPrepareAndFinalize FusedMoEExperts
+{_MOE}modular_kernel FusedMoEPrepareAndFinalizeModular FusedMoEKernel FusedMoEKernelModularImpl
+{_MOE}oracle.mxfp4 Mxfp4MoeBackend
+{_MOE}routed_experts RoutedExperts
+{_MOE}runner.moe_runner MoERunner
+{_MOE}topk_weight_and_reduce TopKWeightAndReduceDelegate TopKWeightAndReduceNoOP
+{_MOE}topk_weight_and_reduce TopKWeightAndReduceContiguous
+{_MOE}unquantized_fused_moe_method UnquantizedFusedMoEMethod
+{_MOE}utils moe_kernel_quantize_input
+{_QUANTIZATION}fp8 Fp8MoEMethod
+{_QUANTIZATION}mxfp4 GptOssMxfp4MoEMethod GptOssMxfp4Config
+"""
+
+
+def become(release: str) -> str:
+    """Return the table of submodules."""
+    return MODULES.strip()
