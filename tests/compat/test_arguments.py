@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.hostile import (
     Kind,
     Row,
     listed,
+    public,
     refuses,
 )
 from tests.test_arguments import TIMES, inputs, pytestmark, tried
@@ -40,102 +42,148 @@ WANTS_FALSE = listed(True, 0, "no", None, [], torch.tensor(False)).optional()
 NO_TENSOR = listed(7, "x", True, [1.0]).optional()
 GROUP = listed("x", 7, True, []).optional()
 NAME = listed("cutlass", 7, True, [], torch.zeros(2))
+MAYBE = TENSOR.optional()
+FACTOR = listed(*POSITIVE.hostile(1.0))
+
+
+def whole(*others: int) -> Kind:
+    """An integer that is not among `others`."""
+    return listed(*WHOLE, *others)
+
+
+def named(kind: Kind, names: str) -> dict[str, Kind]:
+    return dict.fromkeys(names.split(), kind)
+
+
+# What an argument is wherever it has this name, unless a call says otherwise.
+KINDS: dict[str, Kind] = {
+    **TIMES,
+    **named(COUNT, "max_num_tokens num_experts expert_alignment max_token_num hidden_bytes max_m"),
+    **named(COUNT, "runtime_max_tokens_per_rank num_max_dispatch_tokens_per_rank"),
+    **named(COUNT, "num_max_nvl_chunked_send_tokens num_max_nvl_chunked_recv_tokens"),
+    **named(COUNT, "num_max_rdma_chunked_send_tokens num_max_rdma_chunked_recv_tokens"),
+    **named(
+        AMOUNT, "eplb_stats_num_experts extra_payload_bytes_per_token num_worst_tokens num_sms"
+    ),
+    **named(AMOUNT, "total_dispatch_payload_size_per_token combine_payload_size_per_token"),
+    **named(FLAG, "enable_rank_mask low_latency_mode enable_shrink use_fp8 round_scale use_ue8m0"),
+    **named(FLAG, "async_finish return_recv_hook zero_copy payload_in_workspace enable_profiling"),
+    **named(FLAG, "allocate_on_comm_stream"),
+    **named(TENSOR, "x topk_idx num_tokens_per_rank is_token_in_rank num_tokens_per_expert input"),
+    **named(TENSOR, "token_selected_experts send_tokens topk_indices residual_in rms_gamma"),
+    **named(MAYBE, "topk_weights out bias output cumulative_local_expert_recv_stats"),
+    **named(MAYBE, "eplb_local_stats residual_out norm_out"),
+    **named(THING, "handle dispatch_meta workspace"),
+    **named(THING.optional(), "previous_event config"),
+    **named(NONE, "active_rank_mask output_scales send_scales"),
+    **named(NONE, "dispatch_wait_recv_cost_stats combine_wait_recv_cost_stats"),
+    **named(NAME, "backend moe_finalize_backend"),
+    **named(NO_TENSOR, "quant_out scale_out"),
+    **named(WANTS_FALSE, "use_low_precision use_logfmt"),
+    **named(FREE, "mnnvl_config enable_pdl gpus_per_node comm_backend force_oneshot_support"),
+    **named(FREE, "num_nvl_bytes num_rdma_bytes num_qps_per_rank use_fabric explicitly_destroy"),
+    **named(FREE, "allow_nvlink_for_low_latency_mode allow_mnnvl comm num_tokens_per_rdma_rank"),
+    **named(FREE, "launch_with_pdl trigger_completion_at_end fp32_acc scale_factor"),
+    **named(FREE, "moe_reduction_device_num_experts moe_reduction_scale_input"),
+    **named(FREE, "moe_reduction_active_experts_token_input moe_reduction_token_input"),
+    **named(FREE, "expanded_idx_to_permuted_idx expert_scale_factor shared_expert_output"),
+    **named(FREE, "block_quant_group_size"),
+    **{"group": GROUP, "dtype": DTYPE, "use_oneshot": FLAG.optional(), "weight_bias": REAL},
+    **{"online_quant_fp8": WANTS_TRUE, "fp8_gsize": whole(0, -1, 16), "rank": whole(-1, 2)},
+    **{"world_size": whole(0, -1, 3), "local_world_size": whole(0, -1, 3)},
+    **{"tp_rank": whole(-1, 2), "tp_size": whole(0, -1, 3), "topk": whole(0, -1, 33)},
+    **{"hidden_dim": whole(0, -1, 12), "num_ranks": whole(0, -1, 33), "top_k": whole(0, -1, 33)},
+    **{"pattern": whole(-1, 12), "layout_code": whole(-1, 3).optional()},
+    **{"rms_eps": listed(*REAL.hostile(1.0), -1.0), "new_num_sms": whole(-1, 3)},
+    **{"output_dtype": listed("x", 7, torch.int8).optional(), "ep_size": whole(0, -1, 73)},
+    **{"output_scalar_scale": listed("x", 2.0, True, None, [])},
+    "sf_layout": listed("x", 7, []).optional(),
+}
+
+
+def refuse_all(
+    call: Callable[..., Any], good: dict[str, Any], words: dict[str, str] | None = None, **own: Kind
+) -> None:
+    """Try every hostile value in every argument. own: kinds of this call's; words: in errors."""
+    kinds = {name: own.get(name, KINDS.get(name, FREE)) for name in public(call)}
+    assert set(own) <= set(kinds)
+    assert {name for name in kinds if name not in own} <= set(KINDS), call
+    tried(Row(call, good, kinds, words or {}))
 
 
 def moe_alltoall(group: weft.Group) -> None:
-    kinds: dict[str, Kind] = {
-        "mapping": listed(
-            *THING.hostile(None), Mapping("0", 2), Mapping(True, 2), Mapping(0, 2.0), Mapping(0, 3)
-        ),
-        **{"max_num_tokens": COUNT, "top_k": listed(*WHOLE, 0, -1, 33, 5)},
-        "num_experts": listed(*WHOLE, 0, -1, 1),
-        "workspace_size_per_rank": COUNT.optional(),
-        "hidden_size": listed(*WHOLE, 0, -1, 12),
-        **{"mnnvl_config": FREE, "eplb_stats_num_experts": AMOUNT},
-        **{"enable_rank_mask": FLAG, "backend": NAME, "group": THING.optional()},
-        **TIMES,
-    }
+    mappings = Mapping("0", 2), Mapping(True, 2), Mapping(0, 2.0), Mapping(0, 3)  # type: ignore[arg-type]
     given: dict[str, Any] = {
         **{"mapping": Mapping(group.rank, group.size), "max_num_tokens": MAX, "top_k": TOP_K},
         **{"num_experts": EXPERTS, "hidden_size": HIDDEN, "group": group},
     }
-    names = {"mapping": "", "hidden_size": "hidden"}
-    tried(Row(flashinfer.MoeAlltoAll, given, kinds, names))
+    refuse_all(
+        flashinfer.MoeAlltoAll,
+        given,
+        {"mapping": "", "hidden_size": "hidden"},
+        mapping=listed(*THING.hostile(None), *mappings),
+        top_k=whole(0, -1, 33, 5),
+        num_experts=whole(0, -1, 1),
+        workspace_size_per_rank=COUNT.optional(),
+        hidden_size=whole(0, -1, 12),
+        group=THING.optional(),
+    )
     x, ids, weights = inputs(group)
     rows = [x, ids, weights]
     with flashinfer.MoeAlltoAll(**given, eplb_stats_num_experts=2) as a2a:
 
-        def whole() -> torch.Tensor:
+        def round_trip() -> torch.Tensor:
             received = a2a.dispatch(ids, rows, MAX)
             return a2a.combine(torch.where(received[0] == 0, 0, 1.0).to(BF16), MAX)
 
-        before = whole()
-        call = {
-            **{"token_selected_experts": ids, "input_payloads": rows},
-            **{"runtime_max_tokens_per_rank": MAX, "invalid_token_expert_id": 9},
-            **{"expert_id_payload_index": 1, "eplb_local_stats": torch.ones(2, dtype=torch.int32)},
-        }
-        wanted = {
-            "token_selected_experts": TENSOR,
-            "input_payloads": listed("x", 7, x, x.float().numpy(), [x, "a", ids], [], [x[0]]),
-            "runtime_max_tokens_per_rank": COUNT,
-            "invalid_token_expert_id": listed(*WHOLE, 1 << 31).optional(),
-            "expert_id_payload_index": listed(*WHOLE, -1, 3, 0),
-            "eplb_local_stats": TENSOR.optional(),
-            **{"active_rank_mask": NONE, "enable_pdl": FREE},
-        }
-        tried(Row(a2a.dispatch, call, wanted, {"expert_id_payload_index": "payload"}))
+        before = round_trip()
+        refuse_all(
+            a2a.dispatch,
+            {
+                **{"token_selected_experts": ids, "input_payloads": rows},
+                **{"runtime_max_tokens_per_rank": MAX, "invalid_token_expert_id": 9},
+                **{"expert_id_payload_index": 1, "eplb_local_stats": ids.new_ones(2)},
+            },
+            {"expert_id_payload_index": "payload"},
+            input_payloads=listed("x", 7, x, x.float().numpy(), [x, "a", ids], [], [x[0]]),
+            invalid_token_expert_id=whole(1 << 31).optional(),
+            expert_id_payload_index=whole(-1, 3, 0),
+        )
         a2a.dispatch(ids, rows, MAX)
-        asked = {"runtime_max_tokens_per_rank": MAX, "hidden_size": HIDDEN, "dtype": BF16}
-        kinds = {
-            "runtime_max_tokens_per_rank": listed(*WHOLE, 0, -1, MAX - 1),
-            **{"hidden_size": listed(*WHOLE, 0, -1, 64), "dtype": ANY_DTYPE},
-        }
-        tried(Row(a2a.get_combine_payload_tensor_in_workspace, asked, kinds))
+        fewer = whole(0, -1, MAX - 1)
+        refuse_all(
+            a2a.get_combine_payload_tensor_in_workspace,
+            {"runtime_max_tokens_per_rank": MAX, "hidden_size": HIDDEN, "dtype": BF16},
+            runtime_max_tokens_per_rank=fewer,
+            hidden_size=whole(0, -1, 64),
+            dtype=ANY_DTYPE,
+        )
         y = torch.ones((group.size, MAX, HIDDEN), dtype=BF16)
-        back = {
-            "payload": Kind(lambda g: [v for v in TENSOR.values(g) if not _strided(v)]),
-            "runtime_max_tokens_per_rank": kinds["runtime_max_tokens_per_rank"],
-            **{"payload_in_workspace": FLAG, "output_dtype": listed("x", 7, torch.int8).optional()},
-            **{"output_scales": NONE, "output_scalar_scale": listed("x", 2.0, True, None, [])},
-            **{"sf_layout": listed("x", 7, [])},
-            "output": TENSOR.optional(),
-            **{"use_low_precision": WANTS_FALSE, "active_rank_mask": NONE, "enable_pdl": FREE},
-        }
-        back["sf_layout"] = back["sf_layout"].optional()
-        given = {"payload": y, "runtime_max_tokens_per_rank": MAX, "output": torch.zeros_like(x)}
-        tried(Row(a2a.combine, given, back))
+        refuse_all(
+            a2a.combine,
+            {"payload": y, "runtime_max_tokens_per_rank": MAX, "output": torch.zeros_like(x)},
+            payload=Kind(lambda g: [v for v in TENSOR.values(g) if not _strided(v)]),
+            runtime_max_tokens_per_rank=fewer,
+        )
         a2a.combine(y, MAX)
         a2a.check()
-        assert torch.equal(whole(), before)
+        assert torch.equal(round_trip(), before)
         group.barrier()
 
 
 def _strided(value: Any) -> bool:
-    """payload may have strides: it is copied."""
+    """Whether it is a payload with strides, which is copied."""
     dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return dense and not value.is_nested and not value.is_contiguous()
 
 
 def workspace_sizes(group: weft.Group) -> None:
     asked = {"ep_size": 2, "top_k": 2, "max_num_tokens": 8, "hidden_size": 128}
-    kinds = {
-        **{"ep_size": listed(*WHOLE, 0, -1, 73), "top_k": listed(*WHOLE, 0, -1, 33)},
-        **{"max_num_tokens": COUNT, "hidden_size": COUNT},
-        **{"extra_payload_bytes_per_token": AMOUNT, "eplb_stats_num_experts": AMOUNT},
-        "backend": NAME,
-    }
-    tried(Row(flashinfer.MoeAlltoAll.get_moe_workspace_size_per_rank, asked, kinds))
-    bytes_ = {
-        **{"ep_size": 2, "max_num_tokens": 8, "total_dispatch_payload_size_per_token": 256},
-        "combine_payload_size_per_token": 256,
-    }
-    kinds = {
-        **{name: kinds[name] for name in ("ep_size", "max_num_tokens", "backend")},
-        **{name: AMOUNT for name in (*bytes_, "eplb_stats_num_experts") if "size_per" in name},
-        "eplb_stats_num_experts": AMOUNT,
-    }
-    tried(Row(flashinfer.moe_a2a_get_workspace_size_per_rank, bytes_, kinds))
+    sizes = flashinfer.MoeAlltoAll.get_moe_workspace_size_per_rank
+    refuse_all(sizes, asked, hidden_size=COUNT)
+    given = {"ep_size": 2, "max_num_tokens": 8, "total_dispatch_payload_size_per_token": 256}
+    given["combine_payload_size_per_token"] = 256
+    refuse_all(flashinfer.moe_a2a_get_workspace_size_per_rank, given)
 
 
 def fusion(group: weft.Group) -> None:
@@ -143,225 +191,130 @@ def fusion(group: weft.Group) -> None:
         **{"world_size": group.size, "rank": group.rank, "max_token_num": MAX},
         **{"hidden_dim": HIDDEN, "dtype": BF16, "group": group},
     }
-    kinds: dict[str, Kind] = {
-        **{"backend": listed("mnnvl", 7, True, []), "world_size": listed(*WHOLE, 0, -1, 3)},
-        **{"rank": listed(*WHOLE, -1, 2), "max_token_num": COUNT, "dtype": DTYPE},
-        **{"hidden_dim": listed(*WHOLE, 0, -1, 12), "gpus_per_node": FREE},
-        **{"comm_backend": FREE, "force_oneshot_support": FREE},
-        "group": GROUP,
-        **TIMES,
-    }
-    names = {"hidden_dim": "hidden", "world_size": ""}
-    tried(Row(create_allreduce_fusion_workspace, made, kinds, names))
+    backends = listed("mnnvl", 7, True, [])
+    words = {"hidden_dim": "hidden", "world_size": ""}
+    refuse_all(create_allreduce_fusion_workspace, made, words, backend=backends)
+    # The constructor of the workspace by its own name.
+    own = {"tp_rank": group.rank, "tp_size": 2, "max_token_num": MAX, "hidden_dim": HIDDEN}
+    words = {"tp_rank": "", "tp_size": "", "hidden_dim": "hidden", "max_token_num": "max_token"}
+    refuse_all(flashinfer.TRTLLMAllReduceFusionWorkspace, {**own, "group": group}, words)
     x, _, _ = inputs(group)
     gamma, residual = torch.ones(HIDDEN, dtype=BF16), torch.ones_like(x)
     with create_allreduce_fusion_workspace(**made) as workspace:
-        sufficient = {
-            **{"tp_size": listed(*WHOLE), "num_tokens": listed(*WHOLE)},
-            **{"hidden_dim": listed(*WHOLE), "dtype": ANY_DTYPE},
-            "use_oneshot": FLAG.optional(),
-        }
         asked = {"tp_size": 2, "num_tokens": 3, "hidden_dim": HIDDEN, "dtype": BF16}
-        tried(Row(workspace.is_buffer_size_sufficient, asked, sufficient))
+        numbers = dict.fromkeys(("tp_size", "num_tokens", "hidden_dim"), whole())
+        refuse_all(workspace.is_buffer_size_sufficient, asked, dtype=ANY_DTYPE, **numbers)
 
-        def whole() -> torch.Tensor:
+        def normed() -> torch.Tensor:
             return allreduce_fusion(x, workspace, 1, residual_in=residual, rms_gamma=gamma)
 
-        before = whole()
+        before = normed()
         given = {
             **{"input": x, "workspace": workspace, "pattern": 1, "residual_in": residual},
             **{"rms_gamma": gamma, "residual_out": torch.zeros_like(x)},
             "norm_out": torch.zeros_like(x),
         }
-        none = TENSOR.optional()
-        calls: dict[str, Kind] = {
-            **{"input": TENSOR, "workspace": THING, "pattern": listed(*WHOLE, -1, 12)},
-            **{"launch_with_pdl": FREE, "trigger_completion_at_end": FREE, "fp32_acc": FREE},
-            **{"output": NO_TENSOR, "quant_out": NO_TENSOR, "scale_out": NO_TENSOR},
-            **{"residual_out": none, "norm_out": none},
-            **{"residual_in": TENSOR, "rms_gamma": TENSOR},
-            **{"rms_eps": listed(*REAL.hostile(1.0), -1.0), "scale_factor": FREE},
-            **{"layout_code": listed(*WHOLE, -1, 3).optional(), "use_oneshot": FLAG.optional()},
-            **{"moe_reduction_device_num_experts": FREE, "moe_reduction_scale_input": FREE},
-            "moe_reduction_active_experts_token_input": FREE,
-            **{"moe_reduction_token_input": FREE, "expanded_idx_to_permuted_idx": FREE},
-            **{"expert_scale_factor": FREE, "shared_expert_output": FREE},
-            **{"block_quant_group_size": FREE, "weight_bias": REAL},
-            "moe_finalize_backend": NAME,
-        }
-        tried(Row(allreduce_fusion, given, calls))
+        refuse_all(allreduce_fusion, given, output=NO_TENSOR)
+
+        def parts(more: dict[str, Any], kinds: dict[str, Kind], **words: str) -> None:
+            refuses(Row(allreduce_fusion, {**given, **more}, kinds, words))
+
         plain = {"input": x, "workspace": workspace, "pattern": 0}
-        refuses(Row(allreduce_fusion, {**plain, "output": torch.zeros_like(x)}, {"output": none}))
-        static = {**given, "pattern": 4}
-        refuses(Row(allreduce_fusion, {**static, "scale_factor": 1.0}, {"scale_factor": FACTOR}))
-        grouped = {**given, "pattern": 9, "block_quant_group_size": 128}
+        plain["output"] = torch.zeros_like(x)
+        refuses(Row(allreduce_fusion, plain, {"output": MAYBE}))
+        parts({"pattern": 4, "scale_factor": 1.0}, {"scale_factor": FACTOR})
         sizes = {"block_quant_group_size": listed(64, "128", True, [128])}
-        refuses(Row(allreduce_fusion, grouped, sizes))
+        parts({"pattern": 9, "block_quant_group_size": 128}, sizes)
         index = torch.zeros((TOKENS, 2), dtype=torch.int32)
-        finalised = {**given, "pattern": 7, "expanded_idx_to_permuted_idx": index}
+        finalised = {"pattern": 7, "expanded_idx_to_permuted_idx": index}
         finalised |= {"expert_scale_factor": torch.ones((TOKENS, 2)), "shared_expert_output": x}
-        parts = {
-            **{"expanded_idx_to_permuted_idx": TENSOR, "expert_scale_factor": none},
-            "shared_expert_output": none,
-        }
-        refuses(Row(allreduce_fusion, finalised, parts))
+        kinds = {"expanded_idx_to_permuted_idx": TENSOR, "expert_scale_factor": MAYBE}
+        parts(finalised, {**kinds, "shared_expert_output": MAYBE})
+        rows = torch.ones((2 * TOKENS, HIDDEN)).to(BF16)
         reduced = {
-            **{**given, "pattern": 6, "moe_reduction_device_num_experts": 2},
+            **{"pattern": 6, "moe_reduction_device_num_experts": 2},
             "moe_reduction_scale_input": torch.ones((2, TOKENS)),
-            "moe_reduction_active_experts_token_input": torch.ones((2 * TOKENS, HIDDEN)).to(BF16),
+            "moe_reduction_active_experts_token_input": rows,
             "moe_reduction_token_input": x,
         }
         held = listed(7, "x", True, [1.0], torch.zeros(3))
-        parts = {
-            "moe_reduction_device_num_experts": listed(*WHOLE, 0, -1, 3),
-            **{name: held for name in reduced if name.startswith("moe_") and "num" not in name},
-        }
-        words = {"moe_reduction_device_num_experts": "experts"}
-        refuses(Row(allreduce_fusion, reduced, parts, words))
-        assert torch.equal(whole(), before)
+        kinds = {name: held for name in reduced if name.startswith("moe_")}
+        kinds["moe_reduction_device_num_experts"] = whole(0, -1, 3)
+        parts(reduced, kinds, moe_reduction_device_num_experts="experts")
+        assert torch.equal(normed(), before)
         group.barrier()
 
 
-FACTOR = listed(*POSITIVE.hostile(1.0))
-
-
-def workspace_class(group: weft.Group) -> None:
-    """The constructor of the workspace by its own name."""
-    made = {"tp_rank": group.rank, "tp_size": 2, "max_token_num": MAX, "hidden_dim": HIDDEN}
-    places = {"tp_rank": listed(*WHOLE, -1, 2), "tp_size": listed(*WHOLE, 0, -1, 3)}
-    of_class: dict[str, Kind] = {
-        **{**places, "max_token_num": COUNT, "hidden_dim": listed(*WHOLE, 0, -1, 12)},
-        **{"dtype": DTYPE, "comm_backend": FREE},
-        **TIMES,
-        "group": GROUP,
-    }
-    names = {"tp_rank": "", "tp_size": "", "hidden_dim": "hidden", "max_token_num": "max_token"}
-    tried(Row(flashinfer.TRTLLMAllReduceFusionWorkspace, {**made, "group": group}, of_class, names))
-
-
-def buffers(group: weft.Group) -> None:
-    kinds: dict[str, Kind] = {
-        "group": GROUP,
-        **{name: FREE for name in UNUSED_BY_BUFFER},
-        **{"low_latency_mode": FLAG, "enable_shrink": FLAG},
-        **TIMES,
-    }
+def low_latency(group: weft.Group) -> None:
+    Buffer = deep_ep.Buffer
     given: dict[str, Any] = {"group": group, "low_latency_mode": True}
-    tried(Row(deep_ep.Buffer, given, kinds, {"group": "group"}))
-    hint = {
-        **{"num_max_dispatch_tokens_per_rank": COUNT, "hidden": listed(*WHOLE, 0, -1, 100)},
-        **{"num_ranks": listed(*WHOLE, 0, -1, 73), "num_experts": COUNT},
-    }
+    refuse_all(Buffer, given)
     asked = {"num_max_dispatch_tokens_per_rank": 8, "hidden": 128, "num_ranks": 2, "num_experts": 4}
-    tried(Row(deep_ep.Buffer.get_low_latency_rdma_size_hint, asked, hint))
-    chunks = {name: COUNT for name in CHUNKS}
-    chosen = {"num_sms": 20, **dict.fromkeys(CHUNKS, 8)}
-    tried(Row(deep_ep.Config, chosen, {"num_sms": AMOUNT, **chunks}))
-    sms = listed(*WHOLE, -1, 3)
-    refuses(Row(deep_ep.Buffer.set_num_sms, {"new_num_sms": 20}, {"new_num_sms": sms}))
+    ranks, hint = whole(0, -1, 73), Buffer.get_low_latency_rdma_size_hint
+    refuse_all(hint, asked, hidden=whole(0, -1, 100), num_ranks=ranks)
+    refuse_all(deep_ep.Config, {name: 8 for name in public(deep_ep.Config)})
+    refuse_all(Buffer.set_num_sms, {"new_num_sms": 20})
     x, ids, weights = inputs(group)
-    buffer = deep_ep.Buffer(**given)
-    topk = ids.long()
+    buffer, topk = Buffer(**given), ids.long()
     call = {
         **{"x": x, "topk_idx": topk, "num_max_dispatch_tokens_per_rank": MAX},
         **{"num_experts": EXPERTS, "use_fp8": False},
     }
 
-    def whole() -> torch.Tensor:
+    def dispatched() -> tuple[torch.Tensor, Any]:
         numbers, _, handle, _, _ = buffer.low_latency_dispatch(**call)
         assert isinstance(numbers, torch.Tensor)
-        return buffer.low_latency_combine(numbers.clone(), topk, weights, handle)[0]
+        return numbers.clone(), handle
 
-    before = whole()
-    stats = torch.zeros(2, dtype=torch.int32)
-    sent: dict[str, Kind] = {
-        **{"x": TENSOR, "topk_idx": TENSOR, "num_max_dispatch_tokens_per_rank": COUNT},
-        **{"num_experts": COUNT, "cumulative_local_expert_recv_stats": TENSOR.optional()},
-        **{"dispatch_wait_recv_cost_stats": NONE, "use_fp8": FLAG, "round_scale": FLAG},
-        **{"use_ue8m0": FLAG, "async_finish": FLAG, "return_recv_hook": FLAG},
-    }
-    given = {**call, "cumulative_local_expert_recv_stats": stats}
-    tried(Row(buffer.low_latency_dispatch, given, sent))
-    numbers, _, handle, _, _ = buffer.low_latency_dispatch(**call)
-    assert isinstance(numbers, torch.Tensor)
-    back = {
-        **{"x": numbers.clone(), "topk_idx": topk, "topk_weights": weights, "handle": handle},
-        "out": torch.zeros_like(x),
-    }
-    combined: dict[str, Kind] = {
-        **{"x": TENSOR, "topk_idx": TENSOR, "topk_weights": TENSOR.optional(), "handle": THING},
-        **{"use_logfmt": WANTS_FALSE, "zero_copy": FLAG, "async_finish": FLAG},
-        **{"return_recv_hook": FLAG, "out": TENSOR.optional()},
-        "combine_wait_recv_cost_stats": NONE,
-    }
-    tried(Row(buffer.low_latency_combine, back, combined))
-    tried(Row(buffer.get_next_low_latency_combine_buffer, {"handle": handle}, {"handle": THING}))
+    def round_trip() -> torch.Tensor:
+        numbers, handle = dispatched()
+        return buffer.low_latency_combine(numbers, topk, weights, handle)[0]
+
+    before = round_trip()
+    stats = {"cumulative_local_expert_recv_stats": torch.zeros(2, dtype=torch.int32)}
+    refuse_all(buffer.low_latency_dispatch, {**call, **stats})
+    numbers, handle = dispatched()
+    back = {"x": numbers, "topk_idx": topk, "topk_weights": weights, "handle": handle}
+    back["out"] = torch.zeros_like(x)
+    refuse_all(buffer.low_latency_combine, back)
+    refuse_all(buffer.get_next_low_latency_combine_buffer, {"handle": handle})
     buffer.low_latency_combine(**back)
     buffer.check()
-    assert torch.equal(whole(), before)
+    assert torch.equal(round_trip(), before)
     group.barrier()
     buffer.destroy()
 
 
 def normal_mode(group: weft.Group) -> None:
-    ranks = {"num_ranks": listed(*WHOLE, 0, -1, 33)}
     for chosen in (deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config):
-        tried(Row(chosen, {"num_ranks": 2}, ranks))
-    sizes = {"hidden_bytes": 256, "num_ranks": 2}
-    config = deep_ep.Config()
-    hints: dict[str, Kind] = {"hidden_bytes": COUNT, **ranks}
-    tried(Row(config.get_nvl_buffer_size_hint, sizes, hints))
-    tried(Row(config.get_rdma_buffer_size_hint, sizes, hints))
+        refuse_all(chosen, {"num_ranks": 2})
+    config, sizes = deep_ep.Config(), {"hidden_bytes": 256, "num_ranks": 2}
+    refuse_all(config.get_nvl_buffer_size_hint, sizes)
+    refuse_all(config.get_rdma_buffer_size_hint, sizes)
     x, ids, weights = inputs(group)
     buffer, topk = deep_ep.Buffer(group), ids.long()
     asked = {"topk_idx": topk, "num_experts": EXPERTS}
-    event: dict[str, Kind] = {
-        "previous_event": THING.optional(),
-        **{"async_finish": FLAG, "allocate_on_comm_stream": FLAG},
-    }
-    counted: dict[str, Kind] = {"topk_idx": TENSOR, "num_experts": listed(*WHOLE, 0, -1, 3)}
-    tried(Row(buffer.get_dispatch_layout, asked, {**counted, **event}))
+    refuse_all(buffer.get_dispatch_layout, asked, num_experts=whole(0, -1, 3))
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk, EXPERTS)
-    call = {
+    call: dict[str, Any] = {
         **{"x": x, "num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank},
         **{"num_tokens_per_expert": per_expert, "topk_idx": topk, "topk_weights": weights},
     }
 
-    def whole() -> torch.Tensor:
+    def round_trip() -> torch.Tensor:
         got, _, _, _, handle, _ = buffer.dispatch(**call)
         assert isinstance(got, torch.Tensor)
         assert handle is not None
         return buffer.combine(got, handle)[0]
 
-    before = whole()
-    sent: dict[str, Kind] = {
-        **{"x": TENSOR, "handle": THING.optional(), "num_tokens_per_rank": TENSOR},
-        **{"num_tokens_per_rdma_rank": FREE, "is_token_in_rank": TENSOR},
-        **{"num_tokens_per_expert": TENSOR, "topk_idx": TENSOR.optional()},
-        **{"topk_weights": TENSOR.optional(), "expert_alignment": COUNT},
-        **{"num_worst_tokens": AMOUNT, "config": THING.optional(), **event},
-    }
-    tried(Row(buffer.dispatch, call, sent))
-    got, _, these, _, handle, _ = buffer.dispatch(**call)
-    back = {"x": got, "handle": handle, "topk_weights": these, "bias": x}
-    combined: dict[str, Kind] = {
-        **{"x": TENSOR, "handle": THING, "topk_weights": TENSOR.optional()},
-        **{"bias": TENSOR.optional(), "config": THING.optional(), **event},
-    }
-    tried(Row(buffer.combine, back, combined))
+    before = round_trip()
+    refuse_all(buffer.dispatch, call, handle=THING.optional(), topk_idx=MAYBE)
+    got, _, received, _, handle, _ = buffer.dispatch(**call)
+    refuse_all(buffer.combine, {"x": got, "handle": handle, "topk_weights": received, "bias": x})
     buffer.check()
-    assert torch.equal(whole(), before)
+    assert torch.equal(round_trip(), before)
     group.barrier()
     buffer.destroy()
-
-
-CHUNKS = tuple(
-    f"num_max_{wire}_chunked_{way}_tokens" for wire in ("nvl", "rdma") for way in ("send", "recv")
-)
-UNUSED_BY_BUFFER = (
-    *("num_nvl_bytes", "num_rdma_bytes", "num_qps_per_rank", "allow_nvlink_for_low_latency_mode"),
-    *("allow_mnnvl", "use_fabric", "explicitly_destroy", "comm"),
-)
 
 
 def layers(group: weft.Group) -> None:
@@ -370,57 +323,31 @@ def layers(group: weft.Group) -> None:
         **{"rank": group.rank, "num_experts": EXPERTS, "local_world_size": group.size},
         **{"world_size": group.size, "group": group},
     }
-    kinds: dict[str, Kind] = {
-        **{"max_m": COUNT, "hidden": listed(*WHOLE, 0, -1, 100), "topk": listed(*WHOLE, 0, -1, 33)},
-        **{"online_quant_fp8": WANTS_TRUE, "rank": listed(*WHOLE, -1, 2), "num_experts": COUNT},
-        **{"local_world_size": listed(*WHOLE, 0, -1, 3), "world_size": listed(*WHOLE, 0, -1, 3)},
-        **{"fp8_gsize": listed(*WHOLE, 0, -1, 16), "dtype": DTYPE, "enable_profiling": FLAG},
-        "group": GROUP,
-        **TIMES,
-    }
-    names = {"rank": "rank", "num_experts": "experts"}
-    tried(Row(triton_dist.EPLowLatencyAllToAllLayer, made, kinds, names))
+    words, hidden = {"num_experts": "experts"}, whole(0, -1, 100)
+    refuse_all(triton_dist.EPLowLatencyAllToAllLayer, made, words, hidden=hidden)
     x, ids, weights = inputs(group)
     layer = triton_dist.EPLowLatencyAllToAllLayer(**made)
 
-    def whole() -> torch.Tensor:
+    def round_trip() -> torch.Tensor:
         rows, _, _, meta = layer.dispatch(x, None, ids)
         return layer.combine(torch.ones(rows.shape, dtype=BF16), ids, weights, meta)
 
-    before = whole()
-    sent = {"send_tokens": TENSOR, "send_scales": NONE, "topk_indices": TENSOR}
-    tried(Row(layer.dispatch, {"send_tokens": x, "topk_indices": ids}, sent))
+    before = round_trip()
+    refuse_all(layer.dispatch, {"send_tokens": x, "topk_indices": ids})
     rows, _, _, meta = layer.dispatch(x, None, ids)
-    back = {
-        **{"send_tokens": torch.ones(rows.shape, dtype=BF16), "topk_indices": ids},
-        **{"topk_weights": weights, "dispatch_meta": meta},
-    }
-    combined = {
-        **{"send_tokens": TENSOR, "topk_indices": TENSOR, "topk_weights": TENSOR.optional()},
-        **{"dispatch_meta": THING, "zero_copy": FLAG},
-    }
-    tried(Row(layer.combine, back, combined))
+    back = {"send_tokens": torch.ones(rows.shape, dtype=BF16), "topk_indices": ids}
+    back |= {"topk_weights": weights, "dispatch_meta": meta}
+    refuse_all(layer.combine, back)
     layer.combine(**back)
     layer.check()
-    assert torch.equal(whole(), before)
+    assert torch.equal(round_trip(), before)
     group.barrier()
     layer.finalize()
 
 
-BODIES = {
-    body.__name__: body
-    for body in (
-        moe_alltoall,
-        workspace_sizes,
-        fusion,
-        workspace_class,
-        buffers,
-        normal_mode,
-        layers,
-    )
-}
+BODIES = [moe_alltoall, workspace_sizes, fusion, low_latency, normal_mode, layers]
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_hostile_arguments_are_refused_in_words(ranks, name):
-    ranks(1 if name == "workspace_sizes" else 2, "threads")(BODIES[name])
+@pytest.mark.parametrize("body", BODIES)
+def test_hostile_arguments_are_refused_in_words(ranks, body):
+    ranks(1 if body is workspace_sizes else 2, "threads")(body)

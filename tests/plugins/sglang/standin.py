@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 def signed(parameters: str) -> Callable[[Any], Any]:
     """Give a function the signature that this text lists: "self, x, *, scale="."""
-    kind, listed = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    listed = []
     for each in parameters.split(", "):
         if each == "*":
             kind = inspect.Parameter.KEYWORD_ONLY
@@ -596,7 +597,7 @@ class Method:
         triton = SimpleNamespace(is_triton=lambda: True, value="triton")
         self.runner = SimpleNamespace(runner_backend=triton)
 
-    def apply(self, layer: FusedMoE, dispatch_output: Any) -> Any:
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
         x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
         ids, weights = packed(chosen.topk_ids), packed(chosen.topk_weights)
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -800,6 +801,9 @@ class Glm4MoeSparseMoeBlock(nn.Module):
 
 class Qwen2MoeSparseMoeBlock(nn.Module):
     """The shared expert has a gate of its own."""
+
+    shared_expert: Any
+    shared_expert_gate: Any
 
     forward = stock_forward()
 
@@ -1161,12 +1165,12 @@ def become(release: str) -> str:
     own["create_moe_dispatcher"] = newer_dispatcher if newer else older_dispatcher
     group = ", *, parallel_group=" if newer else ", tp_rank=, tp_size="
     deep = ", swiglu_limit=, allow_fused_down=" + group if newer else group + ", swiglu_limit="
-    for kind, more in ((Glm4MoeMLP, group), (Qwen2MoeMLP, group), (DeepseekV2MLP, deep)):
-        kind.__init__ = mlp_constructor(_MLP + more)
+    for name, more in (("Glm4MoeMLP", group), ("Qwen2MoeMLP", group), ("DeepseekV2MLP", deep)):
+        own[name].__init__ = mlp_constructor(_MLP + more)
     if newer:
-        Qwen2MoeSparseMoeBlock.forward = stock_forward(_BLOCK + ", defer_finalize=")
+        own["Qwen2MoeSparseMoeBlock"].forward = stock_forward(_BLOCK + ", defer_finalize=")
         more = ", return_moe_output=, leave_output_sum="
-        DeepseekV2MoE.forward = stock_forward(_BLOCK + _DEEP + more)
-        ExpertLocationDispatchInfo.init_new = classmethod(newer_init_new)
-        TopK.routing_inputs, TopK.forward_cuda = routing_inputs, newer_topk
+        own["DeepseekV2MoE"].forward = stock_forward(_BLOCK + _DEEP + more)
+        own["ExpertLocationDispatchInfo"].init_new = classmethod(newer_init_new)
+        own["TopK"].routing_inputs, own["TopK"].forward_cuda = routing_inputs, newer_topk
     return "\n".join(f"srt.{line}" for line in MODULES.strip().splitlines())

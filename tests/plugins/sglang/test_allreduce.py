@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from tests.plugins.sglang.server import NEWER, OLDER, enter, find, leave
-from tests.plugins.standins import error_of, launched
+from tests.plugins.sglang.server import NEWER, OLDER, enter, leave
+from tests.plugins.standins import error_of, find, launched
 from weft.errors import PeerDied, RankFailed, SetupError
 from weft.plugins import sglang as plugin
 from weft.plugins.sglang import allreduce

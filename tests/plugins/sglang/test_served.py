@@ -251,7 +251,7 @@ def unknown_block(group: weft.Group) -> dict[str, str]:
     enter()
     standin: Any = importlib.import_module("sglang")
 
-    class Another(standin.Qwen3MoeSparseMoeBlock):  # type: ignore[misc]
+    class Another(standin.Qwen3MoeSparseMoeBlock):
         def forward(self, hidden_states: torch.Tensor, forward_batch: Any = None) -> torch.Tensor:
             return self.experts(hidden_states, None)
 

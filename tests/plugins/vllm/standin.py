@@ -411,7 +411,7 @@ class RoutedExperts(PluggableLayer):
     @property
     def expert_map(self) -> torch.Tensor | None:
         """Of physical experts; those on CPUs have none."""
-        device = self.w13_weight.device
+        device: Any = self.w13_weight.device
         if device.type == "cpu":
             return None
         first = self.moe_config.moe_parallel_config.ep_rank * self.local_num_experts

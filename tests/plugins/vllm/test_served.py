@@ -39,7 +39,7 @@ BATCHES = {1: ([3], [40]), 2: ([3, 1], [0, 4], [0, 0], [5, 40], [70, 0], [33, 33
 
 def built() -> list[Any]:
     """Return the workspaces of this process."""
-    operators: list[Any] = sys.modules["weft.plugins.vllm.engine"]._blocks.operators()  # type: ignore[attr-defined]
+    operators: list[Any] = sys.modules["weft.plugins.vllm.engine"]._blocks.operators()
     return operators
 
 
