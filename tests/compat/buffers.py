@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the low-latency drop-ins have in common."""
+"""Helpers of the tests of the low-latency drop-ins."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import pytest
 import torch
 
 import weft
 from weft.compat.deep_ep import Buffer
+from weft.compat.triton_dist import EPLowLatencyAllToAllLayer
 from weft.lowlatency import reference as low
 from weft.reference import dequantize
 
+KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 P = ParamSpec("P")
 T = TypeVar("T")
 Body = Callable[Concatenate[weft.Group, Buffer, P], T]
 
 
 def buffered(**options: Any) -> Callable[[Body[P, T]], Callable[Concatenate[weft.Group, P], T]]:
-    """A body that gets a Buffer of these options, which is checked and given back after it."""
+    """Give a body a Buffer of these options, which is checked and destroyed after it."""
 
     def decorate(body: Body[P, T]) -> Callable[Concatenate[weft.Group, P], T]:
         @functools.wraps(body)
@@ -37,6 +40,16 @@ def buffered(**options: Any) -> Callable[[Body[P, T]], Callable[Concatenate[weft
     return decorate
 
 
+def layer_of(group: weft.Group, **changes: object) -> EPLowLatencyAllToAllLayer:
+    """Return a layer of triton_dist on this group."""
+    options: dict[str, Any] = {
+        **{"max_m": 16, "hidden": 256, "topk": 4, "online_quant_fp8": True, "rank": group.rank},
+        **{"num_experts": 8, "local_world_size": group.size, "world_size": group.size},
+        "group": group,
+    }
+    return EPLowLatencyAllToAllLayer(**{**options, **changes})
+
+
 def returned(
     given: tuple[torch.Tensor, ...],
     experts: int,
@@ -46,7 +59,7 @@ def returned(
     scale: str = "fp32_row",
     recipe: str = "deep_ep",
 ) -> torch.Tensor:
-    """What identity experts return of x, ids and weights, by the specification."""
+    """Return what identity experts return of x, ids and weights, by the specification."""
     x, ids, weights = given
     sent, scales = low.sent(x, quantize, 128, scale, recipe)
     rows = sent if scales is None else dequantize(sent, scales).bfloat16()

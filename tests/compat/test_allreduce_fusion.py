@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashinfer.comm's all-reduce calls on weft: every pattern, right to the bit."""
+"""flashinfer.comm's all-reduce calls and workspaces: every pattern, right to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import weft
+from tests.compat.calls import refused
 from tests.compat.reduces import (
+    BF16,
     HIDDEN,
     RANKS,
     TOKENS,
@@ -23,6 +25,7 @@ from tests.sums import Sum
 from weft import reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize, Quant
 from weft.compat.flashinfer import AllReduceFusionWorkspace, allreduce_fusion
+from weft.errors import OutOfOrder, TokenOverflow
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 # Five groups of 128 columns: the second packed word is padded. On 3 and 4 ranks one shot has slots
@@ -198,3 +201,52 @@ def own(group: weft.Group, sizes: tuple[int, ...]) -> None:
 def test_every_pattern_applies_each_ranks_own(ranks, kind, count):
     sizes = (1, count + 1, MOST) if count < 8 else (1, 9)
     ranks(count, kind)(own, sizes)
+
+
+def workspaces(group: weft.Group) -> None:
+    rows = rows_for(group.device, TOKENS + 1)
+    with make(group) as workspace:
+        assert workspace.is_buffer_size_sufficient(RANKS, TOKENS, HIDDEN, BF16)
+        assert workspace.is_buffer_size_sufficient(RANKS, 1, HIDDEN, BF16, use_oneshot=True)
+        for tokens, hidden, dtype in (
+            (2 * TOKENS, HIDDEN // 2, BF16),
+            (TOKENS, HIDDEN, torch.float16),
+            (1, TOKENS * HIDDEN, BF16),
+        ):
+            assert workspace.is_buffer_size_sufficient(RANKS, tokens, hidden, dtype)
+            wide = torch.ones((tokens, hidden), dtype=dtype, device=group.device)
+            for way in (True, None):
+                same(allreduce_fusion(wide, workspace, 0, use_oneshot=way), wide * RANKS)
+        workspace.check()
+        for tp, tokens, hidden, dtype in (
+            (RANKS, TOKENS + 1, HIDDEN, BF16),
+            (RANKS, 1, TOKENS * HIDDEN + 8, BF16),
+            (RANKS, TOKENS, HIDDEN, torch.float32),
+            (RANKS + 1, TOKENS, HIDDEN, BF16),
+        ):
+            assert not workspace.is_buffer_size_sufficient(tp, tokens, hidden, dtype)
+        x = rows.xs[group.rank]
+        refused(TokenOverflow, lambda: allreduce_fusion(x, workspace, 0), str(TOKENS + 1))
+    workspace.destroy()
+    refused(OutOfOrder, lambda: allreduce_fusion(x[:1], workspace, 0), "destroyed")
+    refused(OutOfOrder, workspace.check, "destroyed")
+
+
+def test_workspaces(ranks):
+    ranks(RANKS, "threads")(workspaces)
+
+
+def from_a_process_group(group: weft.Group) -> None:
+    """The ranks of a process group, which stays the caller's; and torch's world without one."""
+    ranks = group.process_group()
+    for given in (ranks, None):
+        with make(group, group=given) as workspace:
+            rows = rows_for(group.device, 3)
+            want = reference.allreduce_fused(rows.xs).out
+            same(allreduce_fusion(rows.xs[group.rank], workspace, 0), want)
+            assert workspace.group is not group
+        assert group.all_gather(1) == [1, 1]
+
+
+def test_a_process_group_names_the_ranks(ranks):
+    ranks(RANKS, "cpu")(from_a_process_group)

@@ -12,7 +12,7 @@ import torch
 
 import weft
 from tests.compat.calls import HIDDEN, RANKS, experts_of, identity, make, refused, routing
-from tests.compat.test_deep_ep import EXPERTS, MOST, inputs, whole
+from tests.compat.test_low_latency import EXPERTS, MOST, inputs, whole
 from tests.recovery import Survivors, dropped, run_survivors, surviving, until_broken
 from tests.rounds import bits
 from weft import reference

@@ -10,8 +10,8 @@ import torch
 
 import weft
 from tests.compat.buffers import buffered
-from tests.compat.test_deep_ep import whole
-from tests.compat.test_deep_ep_normal import batch, layout, made, on, sent
+from tests.compat.test_low_latency import whole
+from tests.compat.test_normal_mode import batch, layout, made, on, sent
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from tests.emulator.machine_code import frames
 from tests.emulator.operators import EmulatedGroups

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flashinfer.comm's calls may not ask of weft, and how it is said."""
+"""Calls that other projects allow and weft refuses, beside those of tests/compat/test_arguments.py.
+
+A refusal names the argument and leaves the round alone.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +14,35 @@ import pytest
 import torch
 
 import weft
-from tests.compat.calls import (
-    HIDDEN,
-    INVALID,
-    RANKS,
-    held,
-    make,
-    refused,
-    routing,
+from tests.compat import reduces
+from tests.compat.buffers import layer_of
+from tests.compat.calls import HIDDEN, INVALID, RANKS, Mapping, held, make, refused, routing
+from weft.compat.deep_ep import Buffer
+from weft.compat.flashinfer import AllReduceFusionWorkspace, MoeAlltoAll, allreduce_fusion
+from weft.errors import (
+    BadExpertId,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    TokenOverflow,
 )
-from weft.compat.flashinfer import MoeAlltoAll
-from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
+
+BF16 = torch.bfloat16
 
 
 def no_construction(group: weft.Group) -> None:
-    def no(*words: str, **changes: Any) -> None:
-        refused(InvalidArgument, lambda: make(group, **changes), *words)
+    def no(*words: str, mapping: Any = None, experts: int = 7, **changes: Any) -> None:
+        given = {"hidden_size": HIDDEN, **({} if mapping else {"group": group}), **changes}
+        mapping = mapping or Mapping(group.rank, group.size)
+        refused(InvalidArgument, lambda: MoeAlltoAll(mapping, 8, 2, experts, **given), *words)
 
-    no("enable_rank_mask is 1", enable_rank_mask=1)
     no("backend is 'cake'", "'trtllm'", backend="cake")
     no("hidden_size and workspace_size_per_rank are None", hidden_size=None)
-    no("workspace_size_per_rank is 0", workspace_size_per_rank=0)
-    refused(InvalidArgument, lambda: MoeAlltoAll(object(), 8, 2, 7), "moe_ep_rank is missing")  # type: ignore[arg-type]
-    bare = SimpleNamespace(rank=0, world_size=1)
-    refused(
-        InvalidArgument,
-        lambda: MoeAlltoAll(bare, 8, 2, 7, hidden_size=HIDDEN),
-        "moe_ep_rank is missing",
-    )
-    many = SimpleNamespace(moe_ep_rank=0, moe_ep_size=65)
-    refused(
-        InvalidArgument,
-        lambda: MoeAlltoAll(many, 8, 2, 70, hidden_size=HIDDEN, enable_rank_mask=True),
-        "moe_ep_size with enable_rank_mask is 65",
-        "1..64",
-    )
-    refused(InvalidArgument, lambda: make(group, hidden_size=63), "multiples of 16")
-    refused(InvalidArgument, lambda: make(group, eplb_stats_num_experts=-1), "eplb_stats", "is -1")
+    no("multiples of 16", hidden_size=63)
+    no("moe_ep_rank is missing", mapping=object())
+    no("moe_ep_rank is missing", mapping=SimpleNamespace(rank=0, world_size=1))
+    many, words = Mapping(0, 65), ("moe_ep_size with enable_rank_mask is 65", "1..64")
+    no(*words, mapping=many, experts=70, enable_rank_mask=True)
 
 
 class Layout(enum.Enum):
@@ -57,76 +52,59 @@ class Layout(enum.Enum):
 
 def no_calls(group: weft.Group) -> None:
     ids, weights = routing(0, group.rank, 3)
-    x = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
-    sent, y = [x, ids, weights], torch.zeros((group.size, 4, HIDDEN), dtype=torch.bfloat16)
+    x = torch.ones((3, HIDDEN), dtype=BF16)
+    sent, y = [x, ids, weights], torch.zeros((group.size, 4, HIDDEN), dtype=BF16)
     a2a = make(group)
-    no, send, combine = refused, a2a.dispatch, a2a.combine
+    send, combine = a2a.dispatch, a2a.combine
     workspace = a2a.get_combine_payload_tensor_in_workspace
-    words: tuple[str, ...] = (
-        "eplb_local_stats is a tensor [2]",
-        "None",
-        "pass eplb_stats_num_experts",
-    )
-    no(InvalidArgument, lambda: send(ids, sent, 4, eplb_local_stats=ids[0]), *words)
-    words = "active_rank_mask is a tensor [3, 2]", "enable_rank_mask=True"
-    no(InvalidArgument, lambda: send(ids, sent, 4, active_rank_mask=ids), *words)
-    no(InvalidArgument, lambda: send(ids, sent, 4, -1), "expert_id_payload_index is None", "0..2")
-    no(InvalidArgument, lambda: send(ids, sent, 4, -1, 3), "is 3")
-    no(InvalidArgument, lambda: send(ids, sent, 4, -1, 0), "[64] torch.bfloat16", "int32")
-    no(InvalidArgument, lambda: send(ids.short(), sent, 4), "token_selected_experts", "int16")
-    no(InvalidArgument, lambda: send(ids, sent, 0), "runtime_max_tokens_per_rank is 0")
-    words = "input_payloads[0]", "[2, 64]"
-    no(InvalidArgument, lambda: send(ids, [x[:2], ids, weights], 4), *words)
+
+    def no(call: Any, *words: str, error: type[Exception] = InvalidArgument) -> None:
+        refused(error, call, *words)
+
     no(
-        InvalidArgument,
-        lambda: send(ids, [x, ids.mT.contiguous().mT], 4),
-        "input_payloads[1]",
-        "strides",
+        lambda: send(ids, sent, 4, eplb_local_stats=ids[0]),
+        *("eplb_local_stats is a tensor [2]", "None", "pass eplb_stats_num_experts"),
     )
-    no(InvalidArgument, lambda: send(ids, [x[:, :0]], 4), "input_payloads[0]", "1 byte or more")
-    no(TokenOverflow, lambda: send(ids, sent, 2), "3 tokens", "runtime_max_tokens_per_rank=2")
-    no(TokenOverflow, lambda: send(ids, sent, 9), "=9", "max_num_tokens=8")
-    no(OutOfOrder, lambda: combine(y, 4), "combine without a dispatch")
-    no(OutOfOrder, lambda: workspace(4, HIDDEN, x.dtype), "without a dispatch")
+    mask = "active_rank_mask is a tensor [3, 2]", "enable_rank_mask=True"
+    no(lambda: send(ids, sent, 4, active_rank_mask=ids), *mask)
+    no(lambda: send(ids, sent, 4, -1), "expert_id_payload_index is None", "0..2")
+    no(lambda: send(ids, sent, 4, -1, 0), "[64] torch.bfloat16", "int32")
+    no(lambda: send(ids, [x[:2], ids, weights], 4), "input_payloads[0]", "[2, 64]")
+    strided = ids.mT.contiguous().mT
+    no(lambda: send(ids, [x, strided], 4), "input_payloads[1]", "strides")
+    no(lambda: send(ids, [x[:, :0]], 4), "input_payloads[0]", "1 byte or more")
+    words = "3 tokens", "runtime_max_tokens_per_rank=2"
+    no(lambda: send(ids, sent, 2), *words, error=TokenOverflow)
+    no(lambda: send(ids, sent, 9), "=9", "max_num_tokens=8", error=TokenOverflow)
+    no(lambda: combine(y, 4), "combine without a dispatch", error=OutOfOrder)
+    no(lambda: workspace(4, HIDDEN, BF16), "without a dispatch", error=OutOfOrder)
     assert a2a.eplb_gathered_stats is None
     send(ids, sent, 4, enable_pdl=True)
-    no(OutOfOrder, lambda: send(ids, sent, 4), "3 tokens are away")
-    no(InvalidArgument, lambda: workspace(3, HIDDEN, x.dtype), "is 3", "with 4")
-    no(InvalidArgument, lambda: workspace(4, 12, x.dtype), "hidden", "multiples of 16")
-    no(InvalidArgument, lambda: workspace(4, HIDDEN, torch.int32), "dtype is torch.int32")
-    no(InvalidArgument, lambda: combine(y, 3), "is 3", "with 4")
-    no(InvalidArgument, lambda: combine(y[:, :3], 4), "[3, 3, 64]", "[3, 4, hidden]")
-    no(InvalidArgument, lambda: combine(y.int(), 4), "payload.dtype is torch.int32", "bfloat16")
-    no(InvalidArgument, lambda: combine(y, 4, True), "payload_in_workspace=True", "returns")
-    workspace(4, HIDDEN, x.dtype)
-    no(InvalidArgument, lambda: combine(y, 4, True), "payload_in_workspace=True", "returned")
-    moved = workspace(4, HIDDEN, x.dtype).view(RANKS, HIDDEN, 4).mT
-    no(InvalidArgument, lambda: combine(moved, 4), "strides")
-    no(InvalidArgument, lambda: combine(y, 4, output_dtype=torch.uint8), "output_dtype", "uint8")
-    no(InvalidArgument, lambda: combine(y, 4, output_scales=x), "output_scales is a tensor [3, 64]")
-    no(InvalidArgument, lambda: combine(y, 4, output_scalar_scale=0.5), "0.5", "1.0")
-    no(InvalidArgument, lambda: combine(y, 4, sf_layout=Layout.layout_128x4), "layout_128x4")
-    no(InvalidArgument, lambda: combine(y, 4, use_low_precision=True), "64", "128")
-    no(InvalidArgument, lambda: combine(y, 4, active_rank_mask=ids), "active_rank_mask")
-    no(InvalidArgument, lambda: combine(y, 4, output=x.float()), "out", "float32")
-    out = combine(y, 4, output_dtype=torch.bfloat16, sf_layout=Layout.layout_linear)
+    no(lambda: send(ids, sent, 4), "3 tokens are away", error=OutOfOrder)
+    no(lambda: workspace(4, 12, BF16), "hidden", "multiples of 16")
+    no(lambda: combine(y, 3), "is 3", "with 4")
+    no(lambda: combine(y[:, :3], 4), "[3, 3, 64]", "[3, 4, hidden]")
+    no(lambda: combine(y, 4, True), "payload_in_workspace=True", "returns")
+    workspace(4, HIDDEN, BF16)
+    no(lambda: combine(y, 4, True), "payload_in_workspace=True", "returned")
+    moved = workspace(4, HIDDEN, BF16).view(RANKS, HIDDEN, 4).mT
+    no(lambda: combine(moved, 4), "strides")
+    no(lambda: combine(y, 4, sf_layout=Layout.layout_128x4), "layout_128x4")
+    no(lambda: combine(y, 4, use_low_precision=True), "64", "128")
+    no(lambda: combine(y, 4, active_rank_mask=ids), "active_rank_mask")
+    no(lambda: combine(y, 4, output=x.float()), "out", "float32")
+    out = combine(y, 4, output_dtype=BF16, sf_layout=Layout.layout_linear)
     assert out.shape == (3, HIDDEN)
     assert not out.any()
     a2a.close()
 
 
-@pytest.mark.parametrize("body", [no_construction, no_calls])
-def test_refusals_name_the_argument_and_leave_the_round_alone(ranks, body):
-    ranks(RANKS, "threads")(body)
-    assert not held()
-
-
-def cut_off(group: weft.Group) -> None:
-    """Ranks that lay out other numbers of rows hear both numbers."""
+def uneven_rows(group: weft.Group) -> None:
+    """Ranks that lay out different numbers of rows report both numbers."""
     with make(group, timeout=30.0) as a2a:
         tokens = 2 + group.rank // 2
         ids, weights = routing(0, group.rank, tokens)
-        x = torch.ones((tokens, HIDDEN), dtype=torch.bfloat16)
+        x = torch.ones((tokens, HIDDEN), dtype=BF16)
         a2a.dispatch(ids, [x, ids, weights], 3)
         a2a.combine(torch.zeros((RANKS, 3, HIDDEN)).bfloat16(), 3)
 
@@ -137,16 +115,11 @@ def cut_off(group: weft.Group) -> None:
         refused(GeometryMismatch, other, "2", "3")
 
 
-def test_ranks_agree_on_the_rows_of_a_round(ranks):
-    ranks(RANKS, "threads")(cut_off)
-
-
 def masked(group: weft.Group) -> None:
     """A mask of all ranks changes nothing; one that leaves a rank out is refused by its number."""
     ids, weights = routing(0, group.rank, 3)
-    x = torch.ones((3, HIDDEN), dtype=torch.bfloat16)
+    x, y = torch.ones((3, HIDDEN), dtype=BF16), torch.ones((RANKS, 3, HIDDEN)).bfloat16()
     everyone, some = (torch.tensor([mask], dtype=torch.uint64) for mask in (0b111, 0b101))
-    y = torch.ones((RANKS, 3, HIDDEN)).bfloat16()
     with make(group, enable_rank_mask=True) as a2a:
 
         def send(mask: Any) -> Any:
@@ -161,21 +134,84 @@ def masked(group: weft.Group) -> None:
         a2a.combine(y, 3, active_rank_mask=everyone)
 
 
-def test_rank_masks(ranks):
-    ranks(RANKS, "threads")(masked)
-
-
 def bad_ids(group: weft.Group) -> None:
+    """Ids of no expert reach nobody and are reported."""
     with make(group) as a2a:
         ids = torch.tensor([[0, 99]], dtype=torch.int32)
-        x, weights = torch.ones((1, HIDDEN), dtype=torch.bfloat16), torch.ones((1, 2))
+        x, weights = torch.ones((1, HIDDEN), dtype=BF16), torch.ones((1, 2))
         received = a2a.dispatch(ids, [x, ids, weights], 1, INVALID, 1)
         row = [0, 99] if group.rank == 0 else [INVALID, INVALID]
         assert received[1].tolist() == [[row]] * RANKS
         refused(BadExpertId, a2a.check, "99")
-        out = a2a.combine(torch.ones((RANKS, 1, HIDDEN), dtype=torch.bfloat16), 1)
+        out = a2a.combine(torch.ones((RANKS, 1, HIDDEN), dtype=BF16), 1)
         assert torch.equal(out, x)
 
 
-def test_ids_of_no_expert_reach_nobody_and_are_reported(ranks):
-    ranks(RANKS, "threads")(bad_ids)
+@pytest.mark.parametrize("body", [no_construction, no_calls, uneven_rows, masked, bad_ids])
+def test_moe_alltoall(ranks, body):
+    ranks(RANKS, "threads")(body)
+    assert not held()
+
+
+def fusion(group: weft.Group) -> None:
+    rows = reduces.rows_for(group.device, 2)
+    x = rows.xs[group.rank]
+    normed: dict[str, Any] = {"residual_in": rows.residual, "rms_gamma": rows.weight}
+    with reduces.make(group) as workspace:
+
+        def no(pattern: int, *words: str, **given: Any) -> None:
+            call = lambda: allreduce_fusion(x, workspace, pattern, **normed, **given)  # noqa: E731
+            refused(InvalidArgument, call, *words)
+
+        for pattern in (3, 5):
+            no(pattern, "NVFP4", reduces.Pattern(pattern).name)
+        index = {"expanded_idx_to_permuted_idx": torch.zeros((2, 1), dtype=torch.int32)}
+        no(7, "quant_out is a tensor", quant_out=x, **index)
+        no(7, "scale_out is a tensor", scale_out=x, **index)
+        no(2, "scale_factor is None")
+        no(8, "block_quant_group_size is None")
+        no(7, "expanded_idx_to_permuted_idx is None")
+        no(
+            6,
+            *("scale_input is a tensor [2, 2]", "need 6"),
+            moe_reduction_device_num_experts=3,
+            moe_reduction_scale_input=torch.ones((2, 2)),
+            moe_reduction_active_experts_token_input=torch.ones((6, reduces.HIDDEN), dtype=BF16),
+            moe_reduction_token_input=x,
+        )
+    for name in ("world_size", "rank", "max_token_num", "hidden_dim", "dtype"):
+        changes = {name: None}
+        call = lambda changes=changes: reduces.make(group, **changes)  # noqa: E731
+        refused(InvalidArgument, call, f"{name} is None")
+    refused(InvalidArgument, lambda: reduces.make(group, backend="mnnvl"), "multicast")
+    refused(InvalidArgument, lambda: reduces.make(group, world_size=3), f"rank {group.rank} of 3")
+    refused(InvalidArgument, lambda: AllReduceFusionWorkspace(1, 3, 8, 64), "tp_rank is 3", "0..0")
+
+
+def low_latency(group: weft.Group) -> None:
+    buffer, x = Buffer(group, low_latency_mode=True), torch.zeros((1, 512), dtype=BF16)
+    ids = torch.zeros((1, 1), dtype=torch.int64)
+    words = "enable_shrink is False; it must be True"
+    refused(InvalidArgument, buffer.low_latency_clean_mask_buffer, words)
+    send = lambda: buffer.low_latency_dispatch(x, ids, 8, 8, use_ue8m0=True)  # noqa: E731
+    refused(InvalidArgument, send, "use_ue8m0 with use_fp8=True, round_scale=False")
+    buffer.clean_low_latency_buffer(8, 512, 8)
+    group.barrier()
+    buffer.destroy()
+
+
+def triton_dist(group: weft.Group) -> None:
+    for changes, words in (
+        ({"local_world_size": 8}, ("local_world_size is 8 and world_size 2",)),
+        ({"rank": 3}, ("rank is 3; it must be an integer in 0..1",)),
+        ({"rank": 1 - group.rank}, (f"but group is rank {group.rank} of 2",)),
+    ):
+        refused(InvalidArgument, lambda changes=changes: layer_of(group, **changes), *words)  # type: ignore[misc]
+    layer, x = layer_of(group), torch.zeros((1, 256), dtype=BF16)
+    refused(InvalidArgument, lambda: layer.dispatch(x), "topk_indices is None")
+    layer.finalize()
+
+
+@pytest.mark.parametrize("body", [fusion, low_latency, triton_dist])
+def test_two_ranks(ranks, body):
+    ranks(2, "threads")(body)

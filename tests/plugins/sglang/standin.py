@@ -752,6 +752,9 @@ def stock_forward(parameters: str = _BLOCK) -> Any:
 
 
 class SharedMLP(nn.Module):
+    gate_up_proj: Any
+    down_proj: Any
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         out: torch.Tensor = self.down_proj(functional.silu(gate) * up)

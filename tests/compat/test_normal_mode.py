@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import weft
-from tests.compat.buffers import buffered
-from tests.compat.test_deep_ep import whole
+from tests.compat.buffers import KINDS, buffered
+from tests.compat.test_low_latency import whole
 from tests.rounds import bits, settle
 from weft.compat import refusals, row_exchange
 from weft.compat.deep_ep import Buffer, Config
@@ -26,22 +27,21 @@ from weft.errors import (
     TokenOverflow,
 )
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 HIDDEN, TOP_K, EXPERTS = 256, 3, 12
 TOKENS = (5, 9, 2)
 
 
 class Batch(NamedTuple):
-    """One rank's tokens: rows, ids with holes and weights."""
+    """The rows, ids with holes and weights of one rank."""
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
 
     def fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers, and scales that are column-major, as DeepGEMM's callers have them.
+        """Return numbers, and scales that are column-major as for DeepGEMM.
 
-        By the CPU wherever they are: a GPU divides by a constant otherwise.
+        The CPU computes them: a GPU rounds a division by a constant otherwise.
         """
         blocks = self.x.cpu().float().unflatten(-1, (-1, 128))
         scales = blocks.abs().amax(dim=-1).clamp(min=1e-4) / 448
@@ -51,7 +51,6 @@ class Batch(NamedTuple):
 
 
 def batch(rank: int, tokens: tuple[int, ...] = TOKENS, seed: int = 0) -> Batch:
-    """What every rank can draw for any rank, on the CPU."""
     draw: dict[str, Any] = {
         "generator": torch.Generator("cpu").manual_seed(seed * 64 + rank),
         **{"dtype": torch.float32, "device": "cpu"},
@@ -69,7 +68,7 @@ def goes_to(ids: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 class Wanted(NamedTuple):
-    """What a rank receives."""
+    """The rows that a rank receives."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -94,7 +93,7 @@ def wanted(batches: list[Batch], rank: int) -> Wanted:
 
 
 def summed(mine: Batch, ranks: int) -> torch.Tensor:
-    """What owners get when every rank returns the rows as they came: a sum of copies, in fp32."""
+    """Return the sum of copies, in fp32, where every rank returns the rows as they came."""
     copies = sum(goes_to(mine.ids, rank, ranks).float() for rank in range(ranks))
     assert isinstance(copies, torch.Tensor)
     return (mine.x.float() * copies[:, None] + 0.0).bfloat16()  # sums begin with 0: none is -0
@@ -105,7 +104,7 @@ def on(group: weft.Group, given: Batch) -> Batch:
 
 
 def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
-    """The layout as dispatch takes it."""
+    """Return the layout as arguments of dispatch."""
     per_rank, nothing, per_expert, in_rank, _ = buffer.get_dispatch_layout(given.ids, EXPERTS)
     assert nothing is None
     return {
@@ -115,14 +114,14 @@ def layout(buffer: Buffer, given: Batch) -> dict[str, Any]:
 
 
 def sent(buffer: Buffer, given: Batch) -> tuple[torch.Tensor, NormalHandle]:
-    """The rows that come of a dispatch in bfloat16, and its handle."""
+    """Dispatch in bfloat16; return the received rows and the handle."""
     x, _, _, _, handle, _ = buffer.dispatch(given.x, **layout(buffer, given))
     assert handle is not None
     return whole(x), handle
 
 
 def made(buffer: Buffer, kind: type[RowExchange]) -> list[Any]:
-    """The exchanges of one kind that a buffer has made."""
+    """Return the exchanges of one kind that a buffer has made."""
     return [each for each in buffer._normal.exchanges.values() if isinstance(each, kind)]
 
 
@@ -133,8 +132,10 @@ def same(got: torch.Tensor | None, want: torch.Tensor) -> None:
 
 
 def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
-    """Every form of the arguments in one buffer, in the order of deep_ep's own test: a dispatch,
-    one with a bound of rows, one with the handle, a combine. Ids are int32 in some."""
+    """Make the calls of deep_ep's own test, in its order, with every form of the arguments.
+
+    A dispatch, one with a bound of rows, one with the handle, a combine. Ids are int32 in some.
+    """
     buffer = Buffer(group, int(2e9), 0, num_qps_per_rank=1, explicitly_destroy=True)
     config, batches = Config(24, 8, 256), [batch(r, tokens) for r in range(group.size)]
     assert buffer.is_sm90_compiled()
@@ -143,36 +144,47 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
         mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
         if previous:
             mine, want = mine._replace(ids=mine.ids.int()), want._replace(ids=want.ids.int())
-        args: dict[str, Any] = {"config": config, "async_finish": finishes, **layout(buffer, mine)}
         again: dict[str, Any] = {"config": config, "async_finish": finishes}
         if previous:
-            args["previous_event"] = again["previous_event"] = buffer.capture()
+            again["previous_event"] = buffer.capture()
+        args = {**again, **layout(buffer, mine)}
         if with_topk:
             args |= {"topk_idx": mine.ids, "topk_weights": mine.weights}
-        sent = mine.fp8() if fp8 else mine.x
-        got, ids, weights, counts, handle, event = buffer.dispatch(sent, **args)
+        given = mine.fp8() if fp8 else mine.x
+        got, ids, weights, counts, handle, event = buffer.dispatch(given, **args)
         assert handle is not None
         event.current_stream_wait()
         assert counts == want.counts
-        x = check_x(got, batches, want, fp8)
+        x = check_x(got, want, fp8)
         prefix = handle[0]
         assert prefix is not None
-        ends = [sum(int(goes_to(b.ids, group.rank, group.size).sum()) for b in batches[: i + 1])
-                for i in range(group.size)]  # fmt: skip
-        assert prefix[:, group.rank].tolist() == ends
+        sizes = [int(goes_to(b.ids, group.rank, group.size).sum()) for b in batches]
+        assert prefix[:, group.rank].tolist() == list(itertools.accumulate(sizes))
         same(handle[3], want.tokens)
         if with_topk:
             same(ids, want.ids)
             same(weights, want.weights)
             bound = max(*tokens, 1) * group.size
-            most = buffer.dispatch(sent, **args, num_worst_tokens=bound)
-            check_bound(most, batches, want, bound, fp8)
+            got, ids, received, counts, most, _ = buffer.dispatch(
+                given, **args, num_worst_tokens=bound
+            )
+            assert most is not None
+            assert ids is not None
+            assert received is not None
+            assert counts == []
+            assert (len(ids), len(received), len(most[3])) == (bound, bound, bound)
+            rows = len(want.x)
+            check_x(tuple(t[:rows] for t in got) if fp8 else whole(got)[:rows], want, fp8)
+            same(ids[:rows], want.ids)
+            same(received[:rows], want.weights)
+            assert bool((ids[rows:] == -1).all())
+            assert not bool(received[rows:].any())
         else:
             assert ids is None
             assert weights is None
-            got, *nothing, _ = buffer.dispatch(sent, handle=handle, **again)
+            got, *nothing, _ = buffer.dispatch(given, handle=handle, **again)
             assert nothing == [None] * 4
-            check_x(got, batches, want, fp8)
+            check_x(got, want, fp8)
         out, sums, event = buffer.combine(x, handle, weights, **again)
         event.current_stream_wait()
         assert event.event is None or finishes
@@ -187,8 +199,8 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
     buffer.destroy()
 
 
-def check_x(got: Any, batches: list[Batch], want: Wanted, fp8: bool) -> torch.Tensor:
-    """Require the rows that were sent here, and return them in bfloat16."""
+def check_x(got: Any, want: Wanted, fp8: bool) -> torch.Tensor:
+    """Check received rows, and return them in bfloat16."""
     if not fp8:
         same(got, want.x)
         return whole(got)
@@ -200,31 +212,24 @@ def check_x(got: Any, batches: list[Batch], want: Wanted, fp8: bool) -> torch.Te
     return whole(widened.flatten(-2).bfloat16())
 
 
-def check_bound(most: Any, batches: list[Batch], want: Wanted, bound: int, fp8: bool) -> None:
-    got, ids, weights, counts, handle, _ = most
-    assert counts == []
-    assert (len(ids), len(weights), len(handle[3])) == (bound, bound, bound)
-    rows = len(want.x)
-    check_x(tuple(t[:rows] for t in got) if fp8 else got[:rows], batches, want, fp8)
-    same(ids[:rows], want.ids)
-    same(weights[:rows], want.weights)
-    assert bool((ids[rows:] == -1).all())
-    assert not bool(weights[rows:].any())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [(5, 9, 2), (0, 4, 0), (5,)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        *((kind, tokens) for kind in KINDS[:1] for tokens in (TOKENS, (0, 4, 0), (5,))),
+        *(
+            pytest.param("cuda", tokens, marks=pytest.mark.gpu)
+            for tokens in (TOKENS, (0, 4, 0), (5,))
+        ),
+        ("cpu", TOKENS),
+    ],
+)
 def test_the_order_of_calls_of_the_originals_test(ranks, kind, tokens):
     ranks(len(tokens), kind)(own_test, tokens)
 
 
-def test_ranks_of_their_own_processes(ranks):
-    ranks(3, "cpu")(own_test, TOKENS)
-
-
 @buffered()
 def training(group: weft.Group, buffer: Buffer) -> None:
-    """Two layers forwards, then backwards: a dispatch's gradient is a combine, and the reverse."""
+    """Run two layers forwards, then backwards, where a dispatch's gradient is a combine."""
     ranks = group.size
     layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
     kept = []
@@ -253,11 +258,6 @@ def training(group: weft.Group, buffer: Buffer) -> None:
             same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_handles_of_several_layers_in_any_order(ranks, kind):
-    ranks(2, kind)(training)
-
-
 @buffered()
 def biased(group: weft.Group, buffer: Buffer) -> None:
     batches = [batch(r) for r in range(group.size)]
@@ -270,14 +270,9 @@ def biased(group: weft.Group, buffer: Buffer) -> None:
     same(buffer.combine(x, handle, bias=(one, two))[0], both.bfloat16().cpu())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_begin_with_a_bias_or_two(ranks, kind):
-    ranks(2, kind)(biased)
-
-
 @buffered()
 def growing(group: weft.Group, buffer: Buffer) -> list[int]:
-    """More tokens than before, on one rank alone; a handle from before goes on."""
+    """Dispatch more tokens than before, on one rank alone; older handles stay valid."""
     found: list[int] = []
     first: tuple[Any, ...] = ()
     for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
@@ -303,7 +298,7 @@ def test_memory_grows_on_all_ranks_together(ranks, kind):
 
 @buffered()
 def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
-    """What one rank passes wrongly, every rank raises, before rows are sent; then all go on."""
+    """What one rank passes wrongly, every rank raises before rows are sent; then all go on."""
     ranks = group.size
     batches = [batch(r) for r in range(ranks)]
     mine = on(group, batches[group.rank])
@@ -342,14 +337,9 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
             buffer.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_one_rank_passes_wrongly_all_raise(ranks, kind):
-    ranks(2, kind)(wrong_on_one_rank)
-
-
 @buffered()
 def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
-    """Bounds that differ between ranks: what has no room is dropped, never written elsewhere."""
+    """With bounds that differ between ranks, rows beyond a bound are dropped, never stored."""
     batches = [batch(r) for r in range(group.size)]
     every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
     batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
@@ -371,7 +361,7 @@ def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered()
 def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
-    """Handles that differ between ranks give rows of nobody's, of the right number, and no more."""
+    """Handles that differ between ranks give as many rows as expected, and harm no later call."""
     ranks = group.size
     few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
     handles = []
@@ -387,18 +377,8 @@ def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
     same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_handles_that_differ_harm_no_later_call(ranks, kind):
-    ranks(2, kind)(mixed_handles)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_beyond_a_bound_are_dropped(ranks, kind):
-    ranks(2, kind)(rows_that_do_not_fit)
-
-
 def left_alone(group: weft.Group) -> str:
-    """A rank gives its buffer back while the other dispatches: no deadline is waited for."""
+    """A rank destroys its buffer while the other dispatches: no deadline is waited for."""
     buffer, mine = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
     args = layout(buffer, mine)
     buffer.combine(*sent(buffer, mine))
@@ -431,7 +411,6 @@ def refused(group: weft.Group) -> None:
     x, handle = sent(buffer, mine)
     numbers, scales = mine.fp8()
     bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"x": mine.x.float()}, "x has dtype torch.float32"),
         ({"x": mine.x[:, :100]}, r"pass x\.contiguous\(\)"),
         ({"x": mine.x[:, :4].contiguous()}, "x has rows of 8 bytes"),
         ({"x": (numbers, scales, scales)}, "x has 3 tensors"),
@@ -439,53 +418,38 @@ def refused(group: weft.Group) -> None:
         ({"x": (numbers, scales[1:])}, r"x\[1\] has shape"),
         ({"x": (numbers, scales.double())}, r"x\[1\] has dtype"),
         ({"num_tokens_per_rank": None}, "num_tokens_per_rank is None; .* or pass a handle"),
-        ({"is_token_in_rank": args["is_token_in_rank"].int()}, "is_token_in_rank has dtype"),
         ({"num_tokens_per_expert": torch.zeros(0).int()}, "num_tokens_per_expert has 0 entries"),
         ({"topk_idx": mine.ids}, "topk_idx without topk_weights"),
         ({"topk_weights": mine.weights}, "topk_weights without topk_idx"),
         ({**topk, "topk_weights": mine.weights[1:]}, "topk_weights has shape"),
         ({"num_worst_tokens": 100}, "num_worst_tokens is 100 without topk_idx"),
-        (
-            {**topk, "num_worst_tokens": 1 << 26},
-            r"num_worst_tokens is 67108864; .* in 0\.\.1048576",
-        ),
-        ({**topk, "num_worst_tokens": (1 << 31) - 1}, "num_worst_tokens is 2147483647"),
+        ({**topk, "num_worst_tokens": 1 << 26}, r"num_worst_tokens is 67108864; .* 0\.\.1048576"),
         ({**topk, "handle": handle}, "topk_idx is a tensor .* a handle's dispatch brings rows"),
         ({"x": mine.x[1:], "handle": handle}, "x has 4 tokens, the dispatch of the handle had 5"),
         ({"handle": (1, 2)}, r"handle is \(1, 2\); it must be the handle that dispatch returned"),
-        ({"expert_alignment": 0}, "expert_alignment is 0"),
-        ({"config": 20}, "config is 20"),
-        ({"previous_event": 20}, "previous_event is 20"),
     )
     for change, text in bad:
         with pytest.raises(InvalidArgument, match=text):
             buffer.dispatch(**{"x": mine.x, **args, **change})
     with pytest.raises(TokenOverflow, match="num_worst_tokens is 4, but this rank, one of 1, has"):
         buffer.dispatch(mine.x, **args, **topk, num_worst_tokens=4)
-    given = {"x": x, "handle": handle}
     back: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"x": x.float()}, "x has dtype torch.float32"),
         ({"x": x[1:]}, "x has shape"),
         ({"topk_weights": torch.zeros(1, 2)}, "topk_weights has shape"),
         ({"bias": mine.x[1:]}, "bias has shape"),
         ({"bias": (mine.x, mine.x, mine.x)}, "bias has 3 tensors"),
         ({"bias": (mine.x, mine.x.float())}, r"bias\[1\] has dtype"),
-        ({"handle": None}, "handle is None"),
     )
     for change, text in back:
         with pytest.raises(InvalidArgument, match=text):
-            buffer.combine(**{**given, **change})
+            buffer.combine(**{"x": x, "handle": handle, **change})
     for call in (lambda: other.combine(x, handle), lambda: other.dispatch(mine.x, handle)):
         with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
             call()
-    with pytest.raises(InvalidArgument, match="num_experts is 0"):
-        buffer.get_dispatch_layout(mine.ids, 0)
-    with pytest.raises(InvalidArgument, match="topk_idx has dtype"):
-        buffer.get_dispatch_layout(mine.weights, EXPERTS)
     with pytest.raises(InvalidArgument, match="low_latency_mode is False; it must be True"):
         buffer.low_latency_dispatch(mine.x, mine.ids, 8, EXPERTS)
-    buffer.destroy()
-    other.destroy()
+    for each in (buffer, other):
+        each.destroy()
     late: tuple[Any, ...] = (
         lambda: buffer.combine(x, handle),
         lambda: buffer.dispatch(mine.x, handle),
@@ -500,15 +464,6 @@ def test_what_no_call_may_pass(ranks):
     ranks(1, "threads")(refused)
 
 
-def uneven(group: weft.Group) -> None:
-    with pytest.raises(InvalidArgument, match="num_experts is 13; it must be a multiple of the 2"):
-        Buffer(group).get_dispatch_layout(batch(0).ids, 13)
-
-
-def test_experts_that_ranks_cannot_share_evenly(ranks):
-    ranks(2, "threads")(uneven)
-
-
 def test_sizes_and_configs_are_what_callers_compute_with():
     for ranks in (1, 2, 8, 32):
         for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)):
@@ -516,19 +471,15 @@ def test_sizes_and_configs_are_what_callers_compute_with():
             assert config.get_rdma_buffer_size_hint(14336, ranks) == 0
     few, many = (Config(sms).get_nvl_buffer_size_hint(14336, 8) for sms in (2, 20))
     assert 9 * 256 * 14336 < few < many < 10.2 * few
-    for call in (
-        lambda: Buffer.get_dispatch_config(33),
-        lambda: Buffer.get_combine_config(0),
-        lambda: Config().get_nvl_buffer_size_hint(100, 8),
-        lambda: Config().get_nvl_buffer_size_hint(14336, 64),
-        lambda: Config().get_rdma_buffer_size_hint(14336, 64),
-    ):
-        with pytest.raises(InvalidArgument):
-            call()
+    with pytest.raises(InvalidArgument):
+        Config().get_nvl_buffer_size_hint(100, 8)
 
 
 def sglangs(group: weft.Group) -> None:
-    """SGLang 0.5.17's dispatcher in both modes of one buffer, with DeepGEMM's alignment."""
+    """Make the calls of SGLang 0.5.17's dispatcher, in both modes of one buffer.
+
+    Counts are rounded to DeepGEMM's alignment.
+    """
     sizes = [0, 0]
     for config in (Buffer.get_dispatch_config(group.size), Buffer.get_combine_config(group.size)):
         hints = (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint)
@@ -545,43 +496,31 @@ def sglangs(group: weft.Group) -> None:
     batches = [batch(r) for r in range(group.size)]
     mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
     for finishes in (False, True, False):
-        previous = buffer.capture() if finishes else None
+        flags: dict[str, Any] = {"async_finish": finishes}
+        flags["previous_event"] = previous = buffer.capture() if finishes else None
+        flags["allocate_on_comm_stream"] = previous is not None
         per_rank, per_rdma_rank, per_expert, in_rank, previous = buffer.get_dispatch_layout(
-            mine.ids,
-            EXPERTS,
-            previous_event=previous,
-            async_finish=finishes,
-            allocate_on_comm_stream=previous is not None,
+            mine.ids, EXPERTS, **flags
         )
+        flags["previous_event"] = previous
+        flags["allocate_on_comm_stream"] = previous is not None and finishes
         got, ids, weights, counts, handle, event = buffer.dispatch(
             mine.fp8(),
-            topk_idx=mine.ids,
-            topk_weights=mine.weights,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_rdma_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            previous_event=previous,
-            async_finish=finishes,
-            allocate_on_comm_stream=(previous is not None) and finishes,
-            expert_alignment=128,
-            config=None,
+            **{"topk_idx": mine.ids, "topk_weights": mine.weights},
+            **{"num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_rdma_rank},
+            **{"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert},
+            **{"expert_alignment": 128, "config": None, **flags},
         )
         event.current_stream_wait()
         assert handle is not None
         assert counts == [-(-n // 128) * 128 for n in want.counts]
         same(ids, want.ids)
         same(weights, want.weights)
-        check_x(got, batches, want, True)
-        previous = buffer.capture() if finishes else None
-        out, nothing, event = buffer.combine(
-            want.x.to(group.device),
-            handle,
-            async_finish=finishes,
-            previous_event=previous,
-            allocate_on_comm_stream=previous is not None,
-            config=None,
-        )
+        check_x(got, want, True)
+        flags["previous_event"] = buffer.capture() if finishes else None
+        flags["allocate_on_comm_stream"] = finishes
+        x = want.x.to(group.device)
+        out, nothing, event = buffer.combine(x, handle, config=None, **flags)
         event.current_stream_wait()
         assert nothing is None
         same(out, summed(batches[group.rank], group.size))
@@ -596,51 +535,11 @@ def sglangs(group: weft.Group) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sglangs_calls(ranks, kind):
-    ranks(2, kind)(sglangs)
-
-
-@buffered()
-def captured(group: weft.Group, buffer: Buffer) -> None:
-    """Dispatch and combine with a bound of rows, each in a graph of its own."""
-    ranks = group.size
-    bound = ranks * max(TOKENS)
-    batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
-    mine = on(group, batches[0][group.rank])
-    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-
-    def there() -> Any:
-        args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
-        return buffer.dispatch(mine.x, **args, num_worst_tokens=bound)
-
-    warm = there()
-    buffer.combine(warm[0], warm[4])
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graphs[0]):
-        x, ids, weights, counts, handle, _ = there()
-    with torch.cuda.graph(graphs[1]):
-        out, _, _ = buffer.combine(x, handle)
-    assert counts == []
-    for these in batches:
-        for place, value in zip(mine, these[group.rank], strict=True):
-            place.copy_(value)
-        graphs[0].replay()
-        want = wanted(these, group.rank)
-        same(x[: len(want.x)], want.x)
-        same(ids[: len(want.x)], want.ids)
-        same(weights[: len(want.x)], want.weights)
-        graphs[1].replay()
-        same(out, summed(these[group.rank], ranks))
-        same(buffer.combine(x, handle)[0], summed(these[group.rank], ranks))  # eager, between
-    torch.cuda.synchronize()
-
-
 @buffered()
 def none_made(group: weft.Group, buffer: Buffer) -> None:
     mine = on(group, batch(group.rank))
-    said = f"a dispatch to {EXPERTS} experts comes for the first time in a graph capture"
-    with pytest.raises(InvalidArgument, match=said):
+    text = f"a dispatch to {EXPERTS} experts comes for the first time in a graph capture"
+    with pytest.raises(InvalidArgument, match=text):
         buffer.dispatch(mine.x, **layout(buffer, mine))
 
 
@@ -690,11 +589,50 @@ def in_turns(group: weft.Group, buffer: Buffer) -> None:
         same(out, summed(batches[group.rank], ranks))
 
 
-@pytest.mark.gpu
-def test_calls_in_several_streams_do_not_overlap(ranks):
-    ranks(2, "cuda")(in_turns)
+@buffered()
+def captured(group: weft.Group, buffer: Buffer) -> None:
+    """Dispatch and combine with a bound of rows, each in a graph of its own."""
+    ranks = group.size
+    batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
+    mine = on(group, batches[0][group.rank])
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+
+    def dispatch() -> Any:
+        args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
+        return buffer.dispatch(mine.x, **args, num_worst_tokens=ranks * max(TOKENS))
+
+    warm = dispatch()
+    buffer.combine(warm[0], warm[4])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graphs[0]):
+        x, ids, weights, counts, handle, _ = dispatch()
+    with torch.cuda.graph(graphs[1]):
+        out, _, _ = buffer.combine(x, handle)
+    assert counts == []
+    for drawn in batches:
+        for place, value in zip(mine, drawn[group.rank], strict=True):
+            place.copy_(value)
+        graphs[0].replay()
+        want = wanted(drawn, group.rank)
+        same(x[: len(want.x)], want.x)
+        same(ids[: len(want.x)], want.ids)
+        same(weights[: len(want.x)], want.weights)
+        graphs[1].replay()
+        same(out, summed(drawn[group.rank], ranks))
+        same(buffer.combine(x, handle)[0], summed(drawn[group.rank], ranks))  # eager, between
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-def test_a_bound_of_rows_lets_graphs_be_captured(ranks):
-    ranks(2, "cuda")(captured)
+@pytest.mark.parametrize("body", [in_turns, captured])
+def test_streams_and_graphs(ranks, body):
+    ranks(2, "cuda")(body)
+
+
+BODIES = [training, biased, wrong_on_one_rank, rows_that_do_not_fit, mixed_handles, sglangs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("body", BODIES)
+def test_two_ranks(ranks, kind, body):
+    ranks(2, kind)(body)
