@@ -18,22 +18,21 @@ from weft.compat.flashinfer import MoeAlltoAll
 from weft.compat.moe_workspace import MoeWorkspace
 
 RANKS, MAX, TOP_K, EXPERTS, HIDDEN = 3, 8, 2, 7, 64  # rank 0 holds three experts, 1 and 2 two
-INVALID = EXPERTS  # what engines pass whose kernels skip ids at and above their count
+INVALID = EXPERTS  # SGLang passes the number of experts, whose kernels skip ids from there on
 PLAIN = (
     weft.Payload((HIDDEN,), torch.bfloat16),
     weft.Payload((TOP_K,), torch.int32),
     weft.Payload((TOP_K,), torch.float32),
 )
-QUANTISED = (
-    weft.Payload((HIDDEN,), torch.float8_e4m3fn),
-    weft.Payload((3,), torch.uint8),  # scales, in rows that memory pads
-    *PLAIN[1:],
-)
+FP8 = weft.Payload((HIDDEN,), torch.float8_e4m3fn)
+QUANTISED = (FP8, weft.Payload((3,), torch.uint8), *PLAIN[1:])  # scales in rows that memory pads
+MXFP8 = (FP8, weft.Payload((HIDDEN // 32,), torch.uint8), *PLAIN[1:])
+NVFP4 = (*(weft.Payload((HIDDEN // n,), torch.uint8) for n in (2, 16)), *PLAIN[1:])
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """As much of a mapping as is needed."""
+    """The part of a mapping that weft reads."""
 
     moe_ep_rank: int
     moe_ep_size: int
@@ -61,7 +60,7 @@ def make(group: weft.Group, **changes: Any) -> MoeAlltoAll:
 
 
 def routing(seed: int, rank: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, weights): distinct experts, a quarter of them replaced by -1."""
+    """Return (ids, weights): distinct experts, a quarter of them replaced by -1."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     scores = torch.rand((tokens, EXPERTS), generator=generator)
     ids = scores.topk(TOP_K, dim=1).indices.int()
@@ -70,7 +69,7 @@ def routing(seed: int, rank: int, tokens: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def rows(seed: int, rank: int, tokens: int, wanted: tuple[weft.Payload, ...]) -> list[torch.Tensor]:
-    """Payloads of one rank; the last two are its ids and weights."""
+    """Return the payloads of one rank; the last two are its ids and weights."""
     generator = torch.Generator().manual_seed(1000 + 100 * seed + rank)
     tensors = []
     for row in wanted[:-2]:
@@ -83,33 +82,41 @@ def experts_of(rank: int) -> torch.Tensor:
     return torch.tensor(weft.Placement.blocks(EXPERTS, RANKS).experts_of(rank))
 
 
+def values(x: torch.Tensor) -> torch.Tensor:
+    """Return payload rows as experts read them, in bfloat16; two NVFP4 numbers are in a byte."""
+    if x.dtype == torch.uint8:
+        x = torch.stack([x & 15, x >> 4], dim=-1).flatten(-2)
+    return x.bfloat16()
+
+
 def check_received(
-    received: list[torch.Tensor], sent: list[list[torch.Tensor]], rank: int, runtime_max: int
+    received: list[torch.Tensor],
+    sent: list[list[torch.Tensor]],
+    rank: int,
+    runtime_max: int,
+    invalid: int,
 ) -> None:
-    """Rows that carry a token are the source's bytes; ids of all others are INVALID."""
+    """Rows that carry a token are the source's bytes; ids of all others are `invalid`."""
     for source, tensors in enumerate(sent):
         ids = tensors[-2]
-        mine = torch.isin(ids, experts_of(rank))
-        wanted = torch.full((runtime_max, TOP_K), INVALID, dtype=torch.int32)
-        carried = mine.any(dim=1)
-        wanted[: len(ids)] = torch.where(carried[:, None], ids, INVALID)
-        assert torch.equal(received[-2][source], wanted)
+        carried = torch.isin(ids, experts_of(rank)).any(dim=1)
+        want = torch.full((runtime_max, TOP_K), invalid, dtype=torch.int32)
+        want[: len(ids)] = torch.where(carried[:, None], ids, invalid)
+        assert torch.equal(received[-2][source].cpu(), want)
         for plane, tensor in enumerate(tensors):
-            if plane == len(tensors) - 2:
-                continue
-            got = received[plane][source, : len(ids)]
+            got = received[plane][source, : len(ids)].cpu()
             assert got.dtype == tensor.dtype
             assert torch.equal(bits(got[carried]), bits(tensor[carried]))
 
 
-def identity(received: list[torch.Tensor], mine: torch.Tensor) -> torch.Tensor:
-    """Identity experts of a rank, as an engine runs them: by the ids and weights that came.
+def identity(received: list[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
+    """Run identity experts of a rank as an engine runs experts: by the received ids and weights.
 
-    mine: the rank's experts. Rows that no token was sent to are NaN, and nobody may read them.
+    local: the rank's experts. Rows that no token was sent to are NaN, and nobody may read them.
     """
     x, *_, ids, weights = received
-    local = torch.where(torch.isin(ids, mine), ids, -1)
-    seen: Any = SimpleNamespace(x=x, ids=local, weights=weights)
+    ids = torch.where(torch.isin(ids, local), ids, -1)
+    seen: Any = SimpleNamespace(x=values(x), ids=ids, weights=weights)
     return reference.identity_experts(seen, torch.bfloat16)
 
 
@@ -120,27 +127,44 @@ def play(
     runtime_max: int = 2,
     way: str = "copied",
     seed: int = 0,
+    invalid: int = INVALID,
 ) -> None:
-    """One round of all ranks; `way`: how results reach combine."""
+    """Play one round of all ranks.
+
+    way: how results reach combine: "copied", as vLLM does it, "in place", as SGLang does it, or
+        "in place, unsaid".
+    """
+    device = a2a.group.device
     sent = [rows(seed, r, tokens[r], wanted) for r in range(RANKS)]
-    mine = sent[a2a.ep_rank]
-    received = a2a.dispatch(mine[-2], mine, runtime_max, INVALID, len(mine) - 2)
+    mine = [t.to(device) for t in sent[a2a.ep_rank]]
+    received = a2a.dispatch(
+        token_selected_experts=mine[-2],
+        input_payloads=mine,
+        runtime_max_tokens_per_rank=runtime_max,
+        invalid_token_expert_id=invalid,
+        expert_id_payload_index=len(mine) - 2,
+    )
     assert [t.shape[:2] for t in received] == [(RANKS, runtime_max)] * len(mine)
     assert all(t.is_contiguous() for t in received)
-    check_received(received, sent, a2a.ep_rank, runtime_max)
-    y, output = identity(received, experts_of(a2a.ep_rank)), None
+    check_received(received, sent, a2a.ep_rank, runtime_max, invalid)
+    y, output = identity(received, experts_of(a2a.ep_rank).to(device)), None
     if way == "copied":
-        payload, output = y, torch.full((len(mine[0]), HIDDEN), float("nan")).bfloat16()
+        payload, output = y, torch.full((len(mine[0]), HIDDEN), float("nan")).bfloat16().to(device)
     else:
         payload = a2a.get_combine_payload_tensor_in_workspace(runtime_max, HIDDEN, torch.bfloat16)
         payload.copy_(y)
     a2a.check()
-    result = a2a.combine(payload, runtime_max, way == "in place", output=output)
+    result = a2a.combine(
+        payload=payload,
+        runtime_max_tokens_per_rank=runtime_max,
+        payload_in_workspace=way == "in place",
+        output=output,
+    )
     assert output is None or result is output
     placement = weft.Placement.blocks(EXPERTS, RANKS)
-    x = mine[0].bfloat16()
-    right = reference.identity_round_trip(x, mine[-2], mine[-1], placement, ranks=RANKS)
-    assert torch.equal(bits(result), bits(right))
+    x, *_, ids, weights = sent[a2a.ep_rank]
+    want = reference.identity_round_trip(values(x), ids, weights, placement, ranks=RANKS)
+    assert torch.equal(bits(result.cpu()), bits(want))
 
 
 def workspace_of(a2a: MoeAlltoAll) -> MoeWorkspace:
@@ -149,7 +173,7 @@ def workspace_of(a2a: MoeAlltoAll) -> MoeWorkspace:
 
 
 def held() -> list[MoeWorkspace]:
-    """The workspaces that objects of this process share."""
+    """Return the workspaces that objects of this process share."""
     shared = [each for known in list(leases._of_group.values()) for each in known.values()]
     return [each.operator for each in shared if isinstance(each.operator, MoeWorkspace)]
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashinfer.comm's calls on weft: the documented use, right to the byte."""
+"""flashinfer.comm's all-to-all: rounds right to the byte, as documented and as engines call it."""
 
 from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +15,16 @@ from tests.compat.calls import (
     EXPERTS,
     HIDDEN,
     MAX,
+    MXFP8,
+    NVFP4,
     PLAIN,
     QUANTISED,
     RANKS,
     TOP_K,
+    Backend,
     Mapping,
     experts_of,
+    held,
     make,
     play,
     refused,
@@ -26,6 +34,8 @@ from tests.compat.calls import (
 from weft import reference
 from weft.compat.flashinfer import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
 from weft.errors import InvalidArgument
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def rounds(group: weft.Group) -> None:
@@ -38,13 +48,62 @@ def rounds(group: weft.Group) -> None:
                         play(a2a, wanted, tokens, runtime_max, way, seed)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "threads"])
-def test_rounds_of_uneven_sizes_are_right_to_the_byte(ranks, kind):
-    ranks(RANKS, kind)(rounds)
+# Layers of one model: what each dispatches, and the tokens of each rank.
+LAYERS = [(MXFP8, (2, 0, 3)), (PLAIN, (2, 0, 3)), (NVFP4, (5, 8, 1)), (MXFP8, (0, 0, 1))]
+
+
+def as_engines(group: weft.Group, padding: int = 0) -> MoeAlltoAll:
+    """Construct the object as SGLang 0.5.17, 0.5.23 and vLLM do."""
+    size = moe_a2a_get_workspace_size_per_rank(
+        ep_size=RANKS,
+        max_num_tokens=MAX,
+        total_dispatch_payload_size_per_token=HIDDEN * 2 + TOP_K * 4 + TOP_K * 4,
+        combine_payload_size_per_token=HIDDEN * 2,
+    )
+    return MoeAlltoAll(
+        mapping=Mapping(group.rank, group.size),
+        max_num_tokens=MAX,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
+        workspace_size_per_rank=size + padding,
+        mnnvl_config=SimpleNamespace(comm_backend=Backend(group)),
+    )
+
+
+def sglang(group: weft.Group) -> None:
+    """0.5.17 makes one object a layer; 0.5.23 beside it a larger one for prefill."""
+    a2as = [as_engines(group) for _ in LAYERS]
+    prefill = as_engines(group, padding=2 * 128)
+    for step in range(3):
+        for layer, (a2a, (wanted, tokens)) in enumerate(zip(a2as, LAYERS, strict=True)):
+            own: dict[str, Any] = {"way": "copied", "invalid": -1} if layer % 2 else {}
+            own = {"way": "in place", "seed": 10 * step + layer, **own}
+            play(a2a, wanted, tokens, max(tokens), **own)
+    # A round of decode may be open while prefill has its own.
+    ids, weights = (t.to(group.device) for t in routing(0, group.rank, 2))
+    x = torch.ones((2, HIDDEN), dtype=torch.bfloat16, device=group.device)
+    a2as[0].dispatch(ids, [x, ids, weights], 2)
+    play(prefill, PLAIN, (8, 8, 8), 8, invalid=-1)
+    a2as[0].combine(torch.zeros((RANKS, 2, HIDDEN), dtype=x.dtype, device=x.device), 2)
+    for a2a in (*a2as, prefill):
+        a2a.check()
+        a2a.close()
+
+
+def vllm(group: weft.Group) -> None:
+    """One object for all layers, dropped and replaced where a later layer needs more."""
+    for padding in (0, 4096):
+        a2a = as_engines(group, padding)
+        group.barrier()
+        for seed, (wanted, tokens) in enumerate(LAYERS):
+            play(a2a, wanted, tokens, max(tokens), seed=seed, invalid=-1)
+        if padding:
+            a2a.close()
+        del a2a
 
 
 def one_rank(group: weft.Group) -> None:
-    """The documented use, with payloads of several types and ids that are no payload."""
+    """Use it as documented, with payloads of several types and ids that are no payload."""
     kinds = (torch.bfloat16, torch.float16, torch.int32, torch.uint8)
     wanted = [weft.Payload((16 * (i + 1),), kind) for i, kind in enumerate(kinds)]
     mapping = Mapping(0, 1)
@@ -58,10 +117,6 @@ def one_rank(group: weft.Group) -> None:
         assert torch.equal(a2a.combine(y, 10, payload_in_workspace=True), sent[0])
 
 
-def test_payloads_of_any_type_come_back_in_order(ranks):
-    ranks(1, "threads")(one_rank)
-
-
 def untouched(group: weft.Group) -> None:
     """Without an id for them, ids arrive as they were sent."""
     ids, weights = routing(0, group.rank, 4)
@@ -73,12 +128,8 @@ def untouched(group: weft.Group) -> None:
         a2a.combine(received[0].clone(), 4)
 
 
-def test_ids_stay_as_sent_when_none_is_to_be_replaced(ranks):
-    ranks(RANKS, "threads")(untouched)
-
-
 def statistics(group: weft.Group) -> None:
-    """Every rank's numbers, in some rounds, in symmetric memory until combine."""
+    """Gather every rank's numbers in some rounds, in symmetric memory until combine."""
     local = torch.zeros(EXPERTS, dtype=torch.int32)
     with make(group) as a2a:
         assert not a2a.enable_eplb
@@ -87,15 +138,15 @@ def statistics(group: weft.Group) -> None:
     with make(group, eplb_stats_num_experts=EXPERTS) as a2a:
         assert a2a.enable_eplb
         assert a2a.eplb_stats_num_experts == EXPERTS
-        for seed, told in enumerate((True, False, True)):
+        for seed, gathers in enumerate((True, False, True)):
             ids, weights = routing(seed, group.rank, seed * group.rank)
             local += reference.expert_load(ids, EXPERTS)
             x = torch.ones((len(ids), HIDDEN), dtype=torch.bfloat16)
             assert a2a.eplb_gathered_stats is None
-            given = local if told else None
+            given = local if gathers else None
             a2a.dispatch(ids, [x, ids, weights], MAX, eplb_local_stats=given)
             gathered = a2a.eplb_gathered_stats
-            assert (gathered is not None) == told
+            assert (gathered is not None) == gathers
             if gathered is not None:
                 assert gathered.shape == (RANKS, EXPERTS)
                 assert gathered.dtype == torch.int32
@@ -121,13 +172,8 @@ def statistics(group: weft.Group) -> None:
         play(a2a, PLAIN)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "threads"])
-def test_statistics_of_all_ranks_come_with_the_tokens(ranks, kind):
-    ranks(RANKS, kind)(statistics)
-
-
 def bytes_held(a2a: MoeAlltoAll) -> int:
-    """Symmetric memory of a workspace that has made one all-to-all."""
+    """Return the symmetric memory of a workspace that has made one all-to-all."""
     (operator,) = workspace_of(a2a)._operators.values()
     return operator.heap.size
 
@@ -144,19 +190,27 @@ def sizes(group: weft.Group) -> None:
         assert estimate >= size
     for count in (1, 100):
         with make(group, eplb_stats_num_experts=count) as a2a:
-            told = MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN, 0, count)
-            assert a2a.workspace_size_per_rank == told
+            own = MoeAlltoAll.get_moe_workspace_size_per_rank(RANKS, TOP_K, MAX, HIDDEN, 0, count)
+            assert a2a.workspace_size_per_rank == own
             play(a2a, PLAIN)
-            assert bytes_held(a2a) == told
-            assert told - size == -(-4 * RANKS * count // 128) * 128
+            assert bytes_held(a2a) == own
+            assert own - size == -(-4 * RANKS * count // 128) * 128
             more = moe_a2a_get_workspace_size_per_rank(RANKS, MAX, row, HIDDEN * 2, count)
-            assert more - estimate == told - size
+            assert more - estimate == own - size
 
 
-def test_sizes_are_what_is_allocated(ranks):
-    ranks(RANKS, "threads")(sizes)
-    refused(
-        InvalidArgument,
-        lambda: MoeAlltoAll.get_moe_workspace_size_per_rank(3, 2, 8, 64, 0, -7),
-        "eplb_stats_num_experts is -7",
-    )
+@pytest.mark.parametrize("body", [rounds, sglang, vllm])
+@pytest.mark.parametrize("kind", ["cpu", "threads", CUDA])
+def test_rounds_are_right_to_the_byte(ranks, kind, body):
+    ranks(RANKS, kind)(body)
+    gc.collect()
+    assert not held()
+
+
+@pytest.mark.parametrize("body", [untouched, statistics, sizes])
+def test_three_ranks(ranks, body):
+    ranks(RANKS, "threads")(body)
+
+
+def test_payloads_of_any_type_come_back_in_order(ranks):
+    ranks(1, "threads")(one_rank)

@@ -15,10 +15,9 @@ import torch
 
 import weft
 from tests.compat.buffers import returned
-from tests.compat.calls import identity
+from tests.compat.calls import Mapping, identity
 from tests.compat.reduces import TOKENS, make
 from tests.compat.test_allreduce_fusion import WIDE, compare, outputs, specs, wanted
-from tests.compat.test_engine_calls import Mapping
 from tests.sums import Sum
 from weft import reference
 from weft.allreduce.call import Quant, Reduced
@@ -166,7 +165,7 @@ def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
     device, ranks = group.device, group.size
     row = HIDDEN * 2 + TOP_K * 8
     a2a = MoeAlltoAll(
-        mapping=Mapping(group), max_num_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS,
+        Mapping(group.rank, group.size), max_num_tokens=MOST, top_k=TOP_K, num_experts=EXPERTS,
         workspace_size_per_rank=moe_a2a_get_workspace_size_per_rank(ranks, MOST, row, HIDDEN * 2),
         group=group,
     )  # fmt: skip

@@ -245,7 +245,8 @@ def protected(group: weft.Group, buffer: Buffer) -> None:
     """A result whose combine has been sent keeps its slot until the hook has run."""
     first, _ = (dispatched(buffer, 0) for _ in range(2))
     for _ in range(2):  # a handle that is combined again is protected, too
-        out, _, hook = buffer.low_latency_combine(*first, return_recv_hook=True)
+        rows, ids, weights, handle = first
+        out, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=True)
         with pytest.raises(OutOfOrder, match="2 results are alive, the oldest of dispatch 1"):
             dispatched(buffer, 0)
         assert hook is not None
@@ -403,7 +404,12 @@ def beside_weft(group: weft.Group) -> None:
         buffer = Buffer(group, low_latency_mode=True, timeout=2.0)
         buffer.low_latency_dispatch(*inputs(group, 0)[:2], MOST, EXPERTS)
     else:
-        sizes = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}
+        sizes: dict[str, Any] = {
+            "max_tokens": MOST,
+            "top_k": TOP_K,
+            "num_experts": EXPERTS,
+            "hidden": HIDDEN,
+        }
         weft.LowLatencyAllToAll(group, **sizes, split_phase=True, scale="fp32_col")
 
 

@@ -172,7 +172,8 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
             assert ids is not None
             assert received is not None
             assert counts == []
-            assert (len(ids), len(received), len(most[3])) == (bound, bound, bound)
+            assert most[3] is not None
+            assert len(ids) == len(received) == len(most[3]) == bound
             rows = len(want.x)
             check_x(tuple(t[:rows] for t in got) if fp8 else whole(got)[:rows], want, fp8)
             same(ids[:rows], want.ids)
@@ -506,10 +507,15 @@ def sglangs(group: weft.Group) -> None:
         flags["allocate_on_comm_stream"] = previous is not None and finishes
         got, ids, weights, counts, handle, event = buffer.dispatch(
             mine.fp8(),
-            **{"topk_idx": mine.ids, "topk_weights": mine.weights},
-            **{"num_tokens_per_rank": per_rank, "num_tokens_per_rdma_rank": per_rdma_rank},
-            **{"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert},
-            **{"expert_alignment": 128, "config": None, **flags},
+            topk_idx=mine.ids,
+            topk_weights=mine.weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            expert_alignment=128,
+            config=None,
+            **flags,
         )
         event.current_stream_wait()
         assert handle is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payload lists, workspaces that layers share, and the groups that are found for them."""
+"""Payload lists, workspaces that layers share, and the groups that their ranks form."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
 
 
 def lists(group: weft.Group) -> None:
-    """Each list has memory of its own, made by its first round; sizes count, and not dtypes."""
+    """Each list has memory of its own from its first round on; sizes count, and not dtypes."""
     with make(group) as a2a:
         workspace = workspace_of(a2a)
         for seed, wanted in enumerate((PLAIN, QUANTISED, PLAIN, QUANTISED)):
@@ -57,10 +57,6 @@ def lists(group: weft.Group) -> None:
         assert len(workspace._operators) == 2
 
 
-def test_payload_lists_alternate(ranks):
-    ranks(RANKS, "threads")(lists)
-
-
 def no_lists(group: weft.Group) -> None:
     """A list that not all ranks bring, or that cannot be: all ranks raise, and may go on."""
     quantised = rows(0, group.rank, 2, QUANTISED)
@@ -70,11 +66,6 @@ def no_lists(group: weft.Group) -> None:
         refused(GeometryMismatch, lambda: a2a.dispatch(ids, mixed, 2), "payloads", "rank 1")
         refused(InvalidArgument, lambda: a2a.dispatch(ids, [ids] * 9, 2), "9 payload")
         play(a2a, QUANTISED)
-
-
-def test_a_payload_list_that_fails_fails_on_every_rank(ranks):
-    ranks(RANKS, "threads")(no_lists)
-    assert not held()
 
 
 def captured(group: weft.Group, capturing: list[bool]) -> None:
@@ -138,11 +129,6 @@ def other_rows(group: weft.Group) -> None:
             a2a.combine(y.clone(), limit)
 
 
-def test_rows_other_than_guessed_are_combined(ranks):
-    ranks(RANKS, "threads")(other_rows)
-    assert not held()
-
-
 def two_rows(group: weft.Group) -> None:
     """Objects that share a workspace and bring equal payloads may return rows of their own."""
     ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
@@ -160,11 +146,6 @@ def two_rows(group: weft.Group) -> None:
     assert len(workspace_of(first)._operators) == 2
     for a2a in rows_of:
         a2a.close()
-
-
-def test_objects_that_share_return_rows_of_their_own(ranks):
-    ranks(RANKS, "threads")(two_rows)
-    assert not held()
 
 
 def low_precision(group: weft.Group) -> None:
@@ -189,18 +170,14 @@ def low_precision(group: weft.Group) -> None:
         assert not torch.equal(out[1], y[2, 1])
 
 
-def test_low_precision_sends_fp8(ranks):
-    ranks(RANKS, "threads")(low_precision)
-
-
-def left_between(group: weft.Group, how: str) -> None:
-    """What dispatched and never combines leaves no round behind to those that share with it."""
+def left_between(group: weft.Group) -> None:
+    """An object that dispatches and never combines leaves no round to those that share with it."""
     a2a, other = make(group), make(group)
     play(other, PLAIN)
-    for seed in range(2):
+    for seed, closes in enumerate((True, False, True, False)):
         sent = rows(seed, group.rank, 1, PLAIN)
         a2a.dispatch(sent[-2], sent, 1)
-        if how == "closed":
+        if closes:
             a2a.close()
         del a2a
         gc.collect()
@@ -211,39 +188,24 @@ def left_between(group: weft.Group, how: str) -> None:
     a2a.close()
 
 
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_round_that_is_left_ends(ranks, how):
-    ranks(RANKS, "threads")(left_between, how)
-
-
-def left_alone(group: weft.Group) -> str:
+def left_alone(group: weft.Group) -> None:
     """One rank leaves between dispatch and combine: no deadline is waited for."""
     patient = {"timeout": 600.0, "first_timeout": 600.0}
     a2a, other = make(group, **patient), make(group, **patient)
     play(other, PLAIN)
     sent = rows(0, group.rank, 1, PLAIN)
-    received = a2a.dispatch(sent[-2], sent, 1)
-    y, told = received[0].clone(), ""
+    y = a2a.dispatch(sent[-2], sent, 1)[0].clone()
     if group.rank == 1:
         a2a.close()
     else:
-        with pytest.raises(PeerLeft) as raised:
-            a2a.combine(y, 1)
-        told = str(raised.value)
-        a2a.close()  # a broken all-to-all stays, so that those that share it hear the reason
-        with pytest.raises(PeerLeft, match="rank 1 closed"):
-            other.dispatch(sent[-2], sent, 1)
+        refused(PeerLeft, lambda: a2a.combine(y, 1), "rank 1 closed its all-to-all")
+        a2a.close()  # a broken all-to-all stays, so that those that share it get the reason
+        refused(PeerLeft, lambda: other.dispatch(sent[-2], sent, 1), "rank 1 closed")
     group.barrier()
-    return told
-
-
-def test_ranks_hear_who_left_in_a_round(ranks):
-    first, _, last = ranks(RANKS, "threads")(left_alone)
-    assert "rank 1 closed its all-to-all" in first
-    assert "rank 1 closed its all-to-all" in last
 
 
 def layers(group: weft.Group) -> None:
+    """Layers of equal sizes share one workspace."""
     first, second = make(group), make(group)
     assert workspace_of(first) is workspace_of(second)
     ids, weights = routing(0, group.rank, 2)
@@ -268,41 +230,52 @@ def layers(group: weft.Group) -> None:
         a2a.close()
 
 
-def test_layers_of_equal_sizes_share_one_workspace(ranks):
-    ranks(RANKS, "threads")(layers)
-    assert not held()
-
-
 def meeting(group: weft.Group) -> None:
-    mapping, sizes = Mapping(group.rank, group.size), (MAX, TOP_K, EXPERTS)
-    config = SimpleNamespace(comm_backend=Backend(group))
-    first = MoeAlltoAll(mapping, *sizes, hidden_size=HIDDEN, mnnvl_config=config)
-    again = SimpleNamespace(comm_backend=Backend(group))
-    second = MoeAlltoAll(mapping, *sizes, hidden_size=HIDDEN, mnnvl_config=again)
+    """A backend in the configuration is how ranks meet."""
+    place, wrong = Mapping(group.rank, group.size), Mapping(group.rank, group.size + 1)
+    configs = [SimpleNamespace(comm_backend=Backend(group)) for _ in range(2)]
+    first, second = (
+        MoeAlltoAll(place, MAX, TOP_K, EXPERTS, hidden_size=HIDDEN, mnnvl_config=config)
+        for config in configs
+    )
     assert first.group is second.group
     assert first.group is not group
     play(first, PLAIN)
     first.close()
     assert second.group.all_gather(group.rank) == list(range(RANKS))
     second.close()
-    wrong = Mapping(group.rank, group.size + 1)
+    sizes: dict[str, Any] = {"max_num_tokens": MAX, "top_k": TOP_K, "num_experts": EXPERTS}
+    sizes["hidden_size"] = HIDDEN
     refused(
         InvalidArgument,
-        lambda: MoeAlltoAll(wrong, *sizes, hidden_size=HIDDEN, mnnvl_config=config),
-        f"of {RANKS + 1}",
-        f"comm_backend is rank {group.rank} of {RANKS}",
-        "from_torch",
+        lambda: MoeAlltoAll(wrong, **sizes, mnnvl_config=configs[0]),
+        *(f"of {RANKS + 1}", f"comm_backend is rank {group.rank} of {RANKS}", "from_torch"),
     )
-    refused(
-        InvalidArgument,
-        lambda: MoeAlltoAll(wrong, *sizes, hidden_size=HIDDEN, group=group),
-        f"group is rank {group.rank} of {RANKS}",
-    )
+    words = f"group is rank {group.rank} of {RANKS}"
+    refused(InvalidArgument, lambda: MoeAlltoAll(wrong, **sizes, group=group), words)
 
 
-def test_a_backend_in_the_configuration_is_how_ranks_meet(ranks):
-    ranks(RANKS, "threads")(meeting)
+@pytest.mark.parametrize(
+    "body",
+    [
+        lists,
+        no_lists,
+        other_rows,
+        two_rows,
+        low_precision,
+        left_between,
+        layers,
+        meeting,
+    ],
+)
+def test_three_ranks(ranks, body):
+    ranks(RANKS, "threads")(body)
+    assert not held()
     assert not places._made
+
+
+def test_ranks_hear_who_left_in_a_round(ranks):
+    ranks(RANKS, "threads")(left_alone)
 
 
 def from_torch(group: weft.Group) -> None:
