@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.bench.test_moe import ON_GPUS
+from tests.bench.test_cases import MOE, ON_8
 from weft.bench.harness import Measured, Report
 from weft.bench.limits import pair_floor_us
 from weft.bench.moe import MoECase
@@ -22,8 +22,8 @@ from weft.bench.routing import make_ids
 from weft.errors import InvalidArgument
 
 H200 = replace(
-    ON_GPUS,
-    ranks=8,
+    MOE,
+    **ON_8,
     tokens=(8, 128),
     hidden=7168,
     top_k=8,

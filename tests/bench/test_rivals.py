@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import weft
-from tests.bench.test_allreduce import SMALL
-from tests.bench.test_moe import SETTINGS
+from tests.bench.test_cases import MOE, REDUCE
 from tests.compat.calls import Backend
 from weft import reference
 from weft.bench.allreduce import make_rows
@@ -38,7 +37,7 @@ from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import MoeAlltoAll
 from weft.errors import DriverError
 
-SIZES = replace(SETTINGS, ranks=2, tokens=(3, 5), hidden=128, top_k=3, experts=4, samples=2)
+SIZES = replace(MOE, ranks=2, tokens=(3, 5), hidden=128, top_k=3, experts=4, samples=2)
 NAMED = {each.name: each for each in (*PAIRS, *REDUCES)}
 
 
@@ -135,13 +134,13 @@ def test_what_they_refuse():
     assert "5 on 2" in refused("DeepEP v1", SIZES, device="cuda", experts=5)
     assert NAMED["DeepEP v1"].sizes(replace(SIZES, tokens=(8, 1024))) == [8]
     one, two = "FlashInfer trtllm one-shot", "FlashInfer trtllm two-shot"
-    assert refused(one, SMALL) == "needs GPUs"
-    assert refused(one, SMALL, device="cuda") is None
-    assert refused("torch all_reduce", SMALL) is None
-    assert refused(one, SMALL, device="cuda", ranks=3) == "serves 2, 4, 8 ranks, not 3"
-    assert refused("torch symm_mem one-shot", SMALL, device="cuda", ranks=3) is None
-    assert refused(one, SMALL, epilogue="fp8-token") == "not compared with epilogue fp8-token"
-    sizes = replace(SMALL, tokens=(1, 8, 512, 1024))
+    assert refused(one, REDUCE) == "needs GPUs"
+    assert refused(one, REDUCE, device="cuda") is None
+    assert refused("torch all_reduce", REDUCE) is None
+    assert refused(one, REDUCE, device="cuda", ranks=3) == "serves 2, 4, 8 ranks, not 3"
+    assert refused("torch symm_mem one-shot", REDUCE, device="cuda", ranks=3) is None
+    assert refused(one, REDUCE, epilogue="fp8-token") == "not compared with epilogue fp8-token"
+    sizes = replace(REDUCE, tokens=(1, 8, 512, 1024))
     assert NAMED[one].sizes(sizes) == [1, 8, 512]
     assert NAMED[two].sizes(sizes) == [512, 1024], "more than ranks"
 
@@ -150,25 +149,21 @@ def test_they_can_be_sent_to_processes():
     everyone = (*PAIRS, *REDUCES)
     found = pickle.loads(pickle.dumps(everyone))  # noqa: S301
     assert [each.name for each in found] == [each.name for each in everyone]
-    assert [each.refuses(SMALL) for each in found[len(PAIRS) :]] == [
-        each.refuses(SMALL) for each in REDUCES
+    assert [each.refuses(REDUCE) for each in found[len(PAIRS) :]] == [
+        each.refuses(REDUCE) for each in REDUCES
     ]
 
 
-@pytest.mark.parametrize("payload", ["bf16", "fp8"])
-def test_the_collective_is_measured(ranks, payload):
-    case = replace(SIZES, payload=payload)
-    for found in ranks(2, "cpu")(rival_body, case, NAMED["torch all-gather"]):
-        assert found["status"] == "measured"
-        assert list(found["samples_us"]) == [3, 5]
+def torch_rivals(group: weft.Group) -> list[dict[str, Any]]:
+    gathers = [(replace(SIZES, payload=payload), "torch all-gather") for payload in ("bf16", "fp8")]
+    sums = [(replace(REDUCE, epilogue=each), "torch all_reduce") for each in ("none", "norm")]
+    return [rival_body(group, case, NAMED[name]) for case, name in (*gathers, *sums)]
 
 
-def test_torch_all_reduce_is_measured(ranks):
-    for epilogue in ("none", "norm"):
-        case = replace(SMALL, epilogue=epilogue)
-        for found in ranks(2, "cpu")(rival_body, case, NAMED["torch all_reduce"]):
-            assert found["status"] == "measured"
-            assert list(found["samples_us"]) == [1, 5]
+def test_torchs_own_collectives_are_measured(ranks):
+    for found in ranks(2, "cpu")(torch_rivals):
+        assert [each["status"] for each in found] == ["measured"] * 4
+        assert [list(each["samples_us"]) for each in found] == [[3, 5], [3, 5], [1, 5], [1, 5]]
 
 
 @pytest.fixture
@@ -244,14 +239,14 @@ def test_flashinfers_all_reduce_is_called_as_documented(monkeypatch, alone, epil
         else:
             others["norm_out"].copy_(input * 2)
             others["residual_out"].copy_(others["residual_in"])
-            assert others["rms_gamma"].shape == (SMALL.hidden,)
+            assert others["rms_gamma"].shape == (REDUCE.hidden,)
 
     comm, memory = ModuleType("flashinfer.comm"), ModuleType("flashinfer.comm.mnnvl")
     vars(comm).update(create_allreduce_fusion_workspace=create, allreduce_fusion=fusion)
     vars(memory).update(TorchDistBackend=lambda group: ("backend", group))
     for module in (comm, memory):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    settings = replace(SMALL, epilogue=epilogue)
+    settings = replace(REDUCE, epilogue=epilogue)
     library = FlashInferReduce(alone, settings, 5, one_shot=one_shot)
     assert made["backend"] == "trtllm", "auto and mnnvl probe for multicast"
     assert (made["world_size"], made["rank"], made["max_token_num"]) == (2, 0, 5)
@@ -271,7 +266,7 @@ def test_symmetric_memory_is_called_as_documented(monkeypatch, alone, one_shot):
         two_shot_all_reduce_=lambda x, op, name: x.add_(2),
     )
     monkeypatch.setattr(torch.ops, "symm_mem", ops)
-    settings = replace(SMALL, epilogue="none")
+    settings = replace(REDUCE, epilogue="none")
     library = SymmetricReduce(alone, settings, 5, one_shot=one_shot)
     rows = make_rows(settings, 3, 0, alone.device)
     assert torch.equal(library.call(rows)(), rows.x + (1 if one_shot else 2))

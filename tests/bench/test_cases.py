@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every benchmark on CPU ranks: checked, timed, reported; faults it must see; refused settings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import weft
+from weft import AllToAll
+from weft.bench import harness, moe
+from weft.bench.allreduce import EPILOGUES, ReduceCase, wire_bytes
+from weft.bench.harness import Calls, Case, Measured, Report, run
+from weft.bench.layer import (
+    LayerCase,
+    LayerTrial,
+    Load,
+    count,
+    draw,
+    load_of,
+    stack,
+    weight_bytes,
+    wide,
+)
+from weft.bench.limits import allreduce_floor_us, layer_floor_us
+from weft.bench.lowlatency import LowCase, LowTrial
+from weft.bench.moe import MoECase, make_inputs
+from weft.bench.moe import rows_of as dequantized_rows
+from weft.bench.report import as_json, print_report, rows_of
+from weft.bench.routing import busiest, choice_rows, make_ids, parse_routing, token_rows
+from weft.errors import BadExpertId, InvalidArgument, RankFailed
+from weft.moe import MODELS, OVERLAPS
+from weft.placement import Placement
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"ranks": 2, "device": "cpu", "samples": 3, "seed": 1}
+BACKENDS = ("oneshot", "twoshot", "twoshot_bulk", "auto")
+REDUCE = ReduceCase(**SMALL, tokens=(1, 5), hidden=256, backends=("oneshot", "twoshot"))
+LAYER = LayerCase(**SMALL, tokens=(1, 6))
+LOW = LowCase(
+    **SMALL, tokens=(1, 6), hidden=128, top_k=3, experts=8, routing="uniform"
+)  # fmt: skip
+MOE = MoECase(**{**SMALL, "ranks": 4}, tokens=(8,), hidden=256, top_k=4, experts=16)
+ODD = replace(MOE, ranks=3, tokens=(5, 300), routing="zipf", experts=13)
+ON_8 = {"ranks": 8, "device": "cuda", "samples": 11}
+FP8 = {"quantize": "fp8", "combine_dtype": "fp8"}
+RUNS: list[Case] = [
+    *(replace(REDUCE, epilogue=epilogue, backends=BACKENDS) for epilogue in EPILOGUES),
+    LAYER,
+    replace(LAYER, tokens=(6,), model="gpt-oss-120b", routing="zipf:1.2"),
+    replace(LAYER, tokens=(6,), model="glm-4.5-air", shared=False, **FP8),
+    replace(LAYER, tokens=(6,), mode="low_latency", dtype="fp8"),
+    replace(LAYER, tokens=(6,), model="gpt-oss-120b", dtype="mxfp4"),
+    LOW,
+    replace(LOW, reduce="sender", combine_dtype="fp8", scale="ue8m0"),
+    replace(LOW, quantize=None, routing="perfect"),
+    replace(ODD, dtype="fp16", payload="fp8"),
+    replace(ODD, dtype="fp32"),
+    replace(ODD, combine="push"),
+    replace(ODD, payload="fp8", combine_dtype="fp8"),
+    replace(ODD, quantize="fp8", dtype="fp16"),
+    replace(ODD, combine_dtype="fp8", quantize="mxfp8", dtype="fp32"),
+]
+
+
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.operator}: {case.title()}")
+def test_a_run_is_checked_timed_and_reported(threads, case):
+    report = run(case, quiet=True)
+    assert report.problem is None
+    found = [(each.tokens, each.variant) for each in report.measured]
+    assert len(set(found)) == len(found)
+    assert [tokens for tokens, _ in found] == sorted(tokens for tokens, _ in found)
+    assert {tokens for tokens, _ in found} == set(case.tokens)
+    for each in report.measured:
+        assert list(each.samples_us)[-1] == case.whole
+        assert [len(us) for us in each.samples_us[case.whole]] == [3] * case.ranks
+        assert all(us > 0 for samples in each.samples_us[case.whole] for us in samples)
+    text = io.StringIO()
+    print_report(Console(file=text, width=300), report)
+    assert case.title() in " ".join(text.getvalue().split())
+    written = json.loads(json.dumps(as_json(report)))
+    assert written["settings"]["seed"] == 1
+    assert len(written["rows"]) == sum(len(each.samples_us) for each in report.measured)
+    if isinstance(case, LayerCase):
+        assert len(found) + len(report.refused) == len(case.tokens) * len(OVERLAPS)
+        assert ((6, "shared_expert") in found) == (case.config.shared > 0)
+        assert all("InvalidArgument" in refusal for refusal in report.refused)
+        assert all(each.facts["most"] >= each.facts["mean"] for each in report.measured)
+    else:
+        assert report.refused == []
+    if isinstance(case, ReduceCase):
+        assert found == [(tokens, backend) for tokens in case.tokens for backend in BACKENDS]
+        for each in report.measured:
+            assert each.method == "host clock, 3 calls with a barrier before each"
+            assert (each.facts["chosen"] == each.variant) == (each.variant != "auto")
+            assert each.facts["memory_bytes"] > 0
+
+
+def test_what_a_variant_does_not_serve_is_left_out(threads):
+    few = replace(REDUCE, tokens=(1, 600), hidden=8, epilogue="none")
+    report = run(few, quiet=True)
+    sizes = [(m.tokens, m.variant) for m in report.measured]
+    assert sizes == [(1, "oneshot"), (1, "twoshot"), (600, "twoshot")]
+    (text,) = report.refused
+    assert text.startswith("oneshot, 600 tokens: ")
+    nothing = run(replace(few, tokens=(600,), backends=("oneshot",)), quiet=True)
+    assert nothing.problem == nothing.refused[0], "a run of which nothing is left fails"
+    with pytest.raises(RankFailed, match="nothing to overlap"):
+        run(replace(LAYER, shared=False, overlaps=("shared_expert",)), quiet=True)
+
+
+@pytest.mark.parametrize("case", [REDUCE, LAYER, LOW, ODD], ids=lambda case: case.operator)
+def test_calls_that_write_nothing_are_noticed(threads, case):
+    """Outputs are poisoned again between the check and the timing."""
+    real = harness.measure
+
+    def silent(group: weft.Group, calls: Calls, **options: Any) -> Any:
+        nothing = Calls(dict.fromkeys(calls.steps, lambda: None), calls.whole)
+        return real(group, nothing, **options)
+
+    threads.setattr(harness, "measure", silent)
+    report = run(replace(case, ranks=2, tokens=(5,)), quiet=True)
+    assert "5 tokens: after timing, rank 0: " in (report.problem or "")
+    assert report.measured == []
+
+
+class _Wrong(weft.AllReduce):
+    """Spoils what rank 1 gets, after some good calls."""
+
+    calls = good_calls = 0
+
+    def fused(self, *args, **kwargs):
+        result = super().fused(*args, **kwargs)
+        self.calls += 1
+        if self.group.rank == 1 and self.calls > self.good_calls:
+            assert result.norm is not None
+            result.norm[0, 0] += 1
+        return result
+
+
+@pytest.mark.parametrize(("good_calls", "text"), [(0, "rank 1: norm of token 0 of 1"),
+                                                  (2, "after timing, rank 1: norm")])  # fmt: skip
+def test_a_wrong_sum_is_not_timed(threads, good_calls, text):
+    threads.setattr(weft, "AllReduce", _Wrong)
+    threads.setattr(_Wrong, "good_calls", good_calls)
+    report = run(REDUCE, quiet=True)
+    assert f"oneshot, 1 tokens: {text}" in (report.problem or "")
+    assert report.measured == []
+
+
+class _Spoilt(AllToAll):
+    """An all-to-all that goes wrong on rank 1 in one chosen way."""
+
+    fault = ""
+
+    def dispatch(self, *args, **kwargs):
+        received = super().dispatch(*args, **kwargs)
+        if self.rank == 1:
+            source, token = (received.ids >= 0).any(dim=2).nonzero()[0].tolist()
+            spoil: dict[str, Callable[[], object]] = {
+                "payload": lambda: received.x[source, token, 3].add_(1),
+                "ids": lambda: received.ids[source, token].fill_(-1),
+                "weights": lambda: received.weights[source, token].add_(1.0),
+                "scales": lambda: received.payloads[1][source, token, 0].mul_(2),
+                "counts": lambda: received.counts[0].add_(1),
+                "stale": lambda: received.ids[0, -1, 0].fill_(0),
+            }
+            spoil.get(self.fault, lambda: None)()
+        return received
+
+    def combine(self, *args, **kwargs):
+        out = super().combine(*args, **kwargs)
+        if self.rank == 1 and self.fault == "combine":
+            out[2, 7] = 0.125
+        return out
+
+
+def check_all(group, case):
+    with contextlib.closing(case.trials(group)) as trials:
+        found = [(trial.check(), trial.facts())[0] for trial in trials]
+        group.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("payload", r"bytes of payload 0 from rank \d of token \d of 5 is"),
+        ("scales", r"bytes of payload 1 from rank \d of token"),
+        ("ids", r"ids from rank \d of token"),
+        ("weights", r"weights from rank \d of token"),
+        ("counts", r"counts are \[6, 5\], every rank sent 5"),
+        ("stale", "slots beyond 5 tokens still hold ids"),
+        ("combine", r"combined row of token 2 of 5 is \[0.125\] in columns \[7\]"),
+    ],
+)
+def test_the_check_of_an_exchange_catches(ranks, monkeypatch, fault, text):
+    monkeypatch.setattr(_Spoilt, "fault", fault)
+    monkeypatch.setattr(moe, "AllToAll", _Spoilt)
+    case = replace(ODD, ranks=2, tokens=(5, 8), quantize="fp8" if fault == "scales" else None)
+    ((first, _), (second, _)) = ranks(2, "threads")(check_all, case)
+    assert second is not None
+    assert re.search(f"^rank 1: .*{text}", second), second
+    if first is not None:  # what rank 1 spoils before combine may reach rank 0's sums
+        assert "combined row" in first
+
+
+def bad_id(group, case):
+    with contextlib.closing(case.trials(group)) as trials:
+        trial = next(trials)
+        bad = trial.inputs.ids.clone()
+        bad[0, 0] = case.experts
+        trial.exchange.dispatch(trial.inputs.payloads, bad, trial.inputs.weights)
+        trial.exchange.combine()
+        with pytest.raises(BadExpertId):
+            trial.facts()
+
+
+def test_what_the_device_refuses_ends_a_measurement(ranks):
+    ranks(2, "threads")(bad_id, replace(ODD, tokens=(5,)))
+
+
+def spoiled_layer(group: weft.Group, case: LayerCase) -> tuple[str | None, ...]:
+    """What the check says of a good layer, of one wrong sum, of silence, of one wrong expert."""
+    found = []
+    with contextlib.closing(case.trials(group)) as trials:
+        trial = next(trials)
+        assert isinstance(trial, LayerTrial)
+        found.append(trial.check())
+        trial.inputs.out[2, 5] += 0.125
+        found.append(trial.compare())
+        trial.poison()
+        found.append(trial.compare())
+        trial.inputs.logits = trial.inputs.logits.roll(1, dims=1)  # the reference is known
+        found.append(trial.check())
+        group.barrier()
+    return tuple(found)
+
+
+def test_the_check_of_a_layer_catches(ranks):
+    for good, total, silence, experts in ranks(2, "threads")(
+        spoiled_layer, replace(LAYER, tokens=(6,))
+    ):
+        assert good is None
+        assert "off the reference by 0.1" in total
+        assert "not finite" in silence
+        assert "off the reference" in experts
+
+
+def spoiled_rows(group: weft.Group) -> tuple[str | None, str | None, str | None]:
+    """A sum that is wrong, and a row that is, must be found; also by one rank alone."""
+    with contextlib.closing(replace(LOW, tokens=(6,)).trials(group)) as trials:
+        trial = next(trials)
+        assert isinstance(trial, LowTrial)
+        assert trial.check() is None
+        trial.out[2, 5] += 1
+        wrong_sum = trial.compare()
+        sent = trial.rows[0].clone()
+        trial.rows[0][:] += group.rank
+        one_rank = trial.check()
+        trial.rows[0].copy_(sent)
+        trial.rows[0][:] += 1  # what rank 0 is believed to send; rank 0 sends it, too
+        trial.x = trial.x.clone() if group.rank else trial.x - 1
+        wrong_row = trial.check()
+        group.barrier()
+    return wrong_sum, one_rank, wrong_row
+
+
+def test_the_check_of_low_latency_catches(ranks):
+    rows = "rows of experts differ from the reference"
+    for rank, (wrong_sum, one_rank, wrong_row) in enumerate(ranks(2, "threads")(spoiled_rows)):
+        assert wrong_sum is not None
+        assert re.match(rf"rank {rank}: sum of token 2 of 6 is .* in columns \[5\]", wrong_sum)
+        assert one_rank == (f"rank 1: {rows}" if rank else None)
+        assert wrong_row == f"rank {rank}: {rows}"
+
+
+SAMPLED = {"samples": 11}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "text"),
+    [
+        (REDUCE, {"tokens": ()}, "nothing to measure"),
+        (REDUCE, {"tokens": (0, 4)}, "0 tokens"),
+        (REDUCE, {"samples": 0}, "0 samples"),
+        (REDUCE, {"num_sms": 8}, "num_sms is 8 on cpu ranks"),
+        (REDUCE, {"device": "cuda", "samples": 10}, "at least 11 are needed"),
+        (REDUCE, {"backends": ()}, "nothing to measure"),
+        (REDUCE, {"ranks": 73}, "all-reduce of 73 ranks; it takes 1 to 72"),
+        (REDUCE, {"hidden": 100}, "multiple of 8"),
+        (REDUCE, {"hidden": 200, "epilogue": "fp8-group"}, "multiple of 128"),
+        (LAYER, {"ranks": 99}, "ranks is 99"),
+        (LAYER, {"experts": 1}, "1 experts on 2 ranks"),
+        (LAYER, {"experts": 30}, "must divide them evenly"),
+        (LAYER, {"routing": "perfect"}, "routing is 'perfect'"),
+        (LAYER, {"routing": "uniform:2"}, "routing is 'uniform:2'"),
+        (LAYER, {"routing": "zipf:much"}, "routing is 'zipf:much'"),
+        (LAYER, {"device": "cuda", "model": "gpt-oss-120b", "dtype": "fp8"}, "whole blocks of 128"),
+        (LOW, {"hidden": 100, "quantize": None}, "hidden is 100"),
+        (LOW, {"combine_dtype": "fp4"}, "combine_dtype is 'fp4'"),
+        (LOW, {"ranks": 99}, "ranks is 99"),
+        (LOW, {"routing": "best"}, "choose one of uniform"),
+        (MOE, {"ranks": 99}, "ranks is 99"),
+        (MOE, {"hidden": 250}, "pad hidden to 256"),
+        (MOE, {"routing": "best"}, "choose one of uniform, perfect"),
+        (MOE, {"routing": "perfect", "top_k": 5, "experts": 5}, "needs 2 experts on each"),
+        (MOE, {"top_k": 17}, "top_k is 17"),
+        (MOE, {"payload": "fp8", "hidden": 200}, "multiple of 128"),
+        (MOE, {"combine_dtype": "fp8", "hidden": 200}, "hidden is 200"),
+        (MOE, {"quantize": "mxfp8", "hidden": 80}, "hidden is 80"),
+        (MOE, {"combine": "mail"}, "combine is 'mail'"),
+        (MOE, {"quantize": "int4"}, "quantize is 'int4'"),
+        (MOE, {"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(case, change, text):
+    with pytest.raises(InvalidArgument, match=text):
+        replace(case, **SAMPLED | change)
+
+
+def test_parse_routing():
+    assert parse_routing("zipf") == ("zipf", 1.0)
+    assert parse_routing("zipf:0.5") == ("zipf", 0.5)
+    for text in ("zipf:", "zipf:much", "zipf:-1", "zipf:nan", "zipf:100"):
+        with pytest.raises(InvalidArgument, match=f"routing is '{text}'"):
+            parse_routing(text)
+
+
+def test_bytes_of_rows():
+    assert MOE.sent_bytes == MOE.returned_bytes == 512
+    fp8 = replace(MOE, payload="fp8", dtype="fp32")
+    assert (fp8.sent_bytes, fp8.returned_bytes) == (256 + 2 * 4, 1024)
+    both = replace(MOE, quantize="mxfp8", combine_dtype="fp8")
+    assert (both.sent_bytes, both.returned_bytes) == (256 + 8, 256 + 2 * 4)
+    assert replace(MOE, combine="push").returned_bytes == 512
+    assert both.wire == "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+
+
+@pytest.mark.parametrize("routing", ["uniform", "perfect", "zipf", "one-hot"])
+@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b", "llama-4-scout"])
+def test_ids_are_distinct_and_in_range(routing, model):
+    sizes = MODELS[model].routing
+    case = replace(MOE, routing=routing, top_k=sizes.top_k, experts=sizes.num_experts)
+    ids = make_ids(case, 33, 2)
+    assert ids.shape == (33, sizes.top_k)
+    assert ids.dtype == torch.int32
+    assert 0 <= int(ids.min()) <= int(ids.max()) < sizes.num_experts
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+    assert torch.equal(ids, make_ids(case, 33, 2)), "a rank cannot make another's ids"
+    if routing in ("uniform", "zipf"):
+        assert not torch.equal(ids, make_ids(case, 33, 1))
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "experts"), [(4, 8, 32), (8, 4, 20), (3, 5, 11)])
+def test_perfect_spreads_evenly(ranks, top_k, experts):
+    case = replace(MOE, routing="perfect", ranks=ranks, top_k=top_k, experts=experts)
+    ids = [make_ids(case, 4 * ranks, rank) for rank in range(ranks)]
+    rows = token_rows(ids, experts)
+    assert set(rows.flatten().tolist()) == {4 * ranks * min(top_k, ranks) // ranks}
+    owner = torch.tensor(Placement.blocks(experts, ranks).ranks)
+    loads = torch.bincount(owner[torch.cat(ids).long()].flatten(), minlength=ranks)
+    assert len(set(loads.tolist())) == 1
+
+
+def test_zipf_is_skewed_by_its_exponent_and_uniform_is_not():
+    found = [
+        load_of(replace(LAYER, **ON_8, tokens=(128,), routing=routing), 128).imbalance
+        for routing in ("uniform", "zipf:0.5", "zipf", "zipf:2")
+    ]
+    assert found == sorted(found)
+    assert found[0] < 2 < 8 < found[-1]
+
+
+def test_traffic_is_what_a_loop_counts():
+    case = replace(MOE, experts=13, routing="zipf")
+    ids = [make_ids(case, 9, rank) for rank in range(4)]
+    ids[2][4, 1:] = -1
+    owner = Placement.blocks(13, 4).ranks
+    rows, choices = ([[0] * 4 for _ in range(4)] for _ in range(2))
+    for source in range(4):
+        for row in ids[source].tolist():
+            owners = [owner[expert] for expert in row if expert >= 0]
+            for target in owners:
+                choices[source][target] += 1
+            for target in set(owners):
+                rows[source][target] += 1
+    assert token_rows(ids, 13).tolist() == rows
+    assert choice_rows(ids, 13).tolist() == choices
+    out = [sum(rows[r]) - rows[r][r] for r in range(4)]
+    into = [sum(rows[s][r] for s in range(4)) - rows[r][r] for r in range(4)]
+    assert busiest(token_rows(ids, 13)) == max(out + into)
+    assert case.traffic(ids)["chosen"] == 9 * 4
+
+
+def test_low_latency_rows_go_out_by_rank_and_back_by_choice():
+    case = replace(LOW, experts=4)
+    ids = [torch.tensor([[0, 2, 3], [2, 3, -1]]), torch.tensor([[0, 1, 2], [3, -1, -1]])]
+    # Rank 0 sends both tokens to rank 1, for two choices each; rank 1 one token for two.
+    found, shape = case.traffic(ids), case.config.shape
+    assert (found["chosen"], found["rows_out"], found["rows_back"]) == (5, 2, 4)
+    assert found["out_bytes"] == 2 * shape.sent_bytes
+    assert found["back_bytes"] == 4 * shape.back_bytes
+    assert replace(case, reduce="sender").traffic(ids)["rows_back"] == 2
+
+
+def test_a_load_is_counted_by_hand():
+    case = replace(LAYER, model="qwen3-30b-a3b", experts=8, shared=False)
+    ids = [torch.tensor([[0, 1], [0, 4]]), torch.tensor([[0, 1]])]
+    weights = 3 * 256 * 128 * 2
+    assert weight_bytes(case.config, "bf16", 128) == weights
+    row, fp8 = 256 * 2, 256 + 2 * 4  # with a float32 scale for 128 columns
+    # Rank 0 has experts 0 and 1, which three tokens reach; two are its own to read and write.
+    memory = 2 * weights + 3 * 2 * row + 2 * 2 * row
+    # One row goes from rank 0 to rank 1, one from rank 1 to rank 0; both come back.
+    assert count(case, ids) == Load(3, 6 / 8, 3, memory, 2 * row)
+    out = count(replace(case, quantize="fp8"), ids)
+    assert (out.wire_bytes, out.hbm_bytes) == (fp8 + row, memory - 3 * (row - fp8))
+    assert count(replace(case, combine_dtype="fp8"), ids).wire_bytes == row + fp8
+    assert count(replace(case, **FP8), ids).wire_bytes == 2 * fp8
+    biased = replace(LAYER, model="gpt-oss-120b").config
+    assert weight_bytes(biased, "bf16", 128, biased=True) == weights + 2 * (2 * 128 + 256)
+    stacked = stack(replace(LAYER, model="gpt-oss-120b", dtype="mxfp4"), (3,), CPU)
+    held = sum(tensor.numel() * tensor.itemsize for tensor in stacked.tensors)
+    assert weight_bytes(biased, "mxfp4", 128, biased=True) == held
+
+
+def test_floors_are_those_of_the_sheet():
+    config = replace(LAYER, **ON_8).config
+    sizes = weight_bytes(config, "fp8", config.intermediate) * 32
+    assert sizes == 1_409_630_208  # 1.409 GB and a float32 for each 128 x 128 of it
+    gpus = ["NVIDIA H200"] * 4
+    assert layer_floor_us(sizes, 1, gpus) == pytest.approx(306.44, abs=0.01)
+    assert layer_floor_us(sizes, 340_000_000, gpus) == 1000.0
+    assert layer_floor_us(1, 1, ["NVIDIA B200"]) is None
+    assert layer_floor_us(1, 1, []) is None
+
+
+def test_rows_of_layers_have_floors_and_what_auto_takes():
+    load = {"hbm_bytes": 4_600_000_000, "wire_bytes": 34_000, "imbalance": 1.5, "gemm": "grouped"}
+    facts = {**load, "auto": {"auto": "none", "reason": "by hand"}}
+    measured = [
+        Measured(word, 128, "by hand", {"call": [[us] * 3, [us - 1] * 3]}, facts)
+        for word, us in (("none", 1500.0), ("shared_expert", 1200.0))
+    ]
+    case = replace(LAYER, **ON_8, tokens=(128,))
+    first, second = rows_of(Report(case, {"gpus": ["NVIDIA H200"] * 8}, measured))
+    assert first.more == {"max / mean rows": 1.5, "auto": "auto"}
+    assert second.more == {"max / mean rows": 1.5}
+    assert (second.us.median, second.floor, second.moved) == (1200.0, 1000.0, 34_000)
+    assert second.ratio == pytest.approx(1.2)
+
+
+def test_rows_of_all_reduces_have_bytes_and_floors():
+    payload, gpus = 128 * 7168 * 2, ["NVIDIA H200"] * 8
+    assert wire_bytes("oneshot", payload, 8) == 7 * payload
+    assert wire_bytes("twoshot", payload, 8) == 2 * 7 / 8 * payload
+    found = Measured("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
+    case = replace(REDUCE, **ON_8, tokens=(128,), hidden=7168, backends=("auto",))
+    (row,) = rows_of(Report(case, {"gpus": gpus}, [found]))
+    assert row.moved == wire_bytes("twoshot", payload, 8)
+    assert row.logical == pytest.approx(payload / 40 / 1e3)
+    assert row.floor == allreduce_floor_us(payload, 8, gpus)
+    assert row.more == {"chosen": "twoshot"}
+
+
+def test_every_rank_draws_the_same_expert():
+    case = replace(LAYER, model="gpt-oss-120b")
+    stacked, again = stack(case, (3, 7), CPU), draw(case, 7, CPU)
+    assert torch.equal(stacked.gate_up[1], again.gate_up[0])
+    assert stacked.down_bias is not None
+    assert again.down_bias is not None
+    assert torch.equal(stacked.down_bias[1], again.down_bias[0])
+    assert not torch.equal(stacked.down[0], stacked.down[1])
+
+
+def test_weights_read_back_by_their_scales():
+    numbers = draw(LAYER, 0, CPU).down.float()
+    fp8, four = (draw(replace(LAYER, dtype=dtype), 0, CPU) for dtype in ("fp8", "mxfp4"))
+    assert replace(LAYER, dtype="fp8").wire == replace(LAYER, dtype="mxfp4").wire == "fp8"
+    assert (fp8.down.dtype, four.down.dtype) == (torch.float8_e4m3fn, torch.uint8)
+    assert fp8.down_scale is not None
+    assert fp8.down_scale.shape == (1, 256 // 128, 128 // 128)
+    # Half a unit of e4m3, or of its smallest numbers; and of bf16.
+    allowed = torch.maximum(numbers.abs() / 16, fp8.down_scale.max() * 2**-10) * 1.1
+    assert bool(((wide(fp8.down, fp8.down_scale) - numbers).abs() <= allowed).all())
+    # A quarter of the largest number of 32 lies between two that are stored, or above all.
+    error = (wide(four.down, four.down_scale) - numbers).view(256, -1, 32).abs().amax(dim=-1)
+    assert bool((error <= numbers.view(256, -1, 32).abs().amax(dim=-1) / 4 + 0.01).all())
+
+
+def test_inputs_make_every_sum_exact():
+    inputs = make_inputs(replace(MOE, payload="fp8"), 40, 1)
+    values, scales = inputs.payloads
+    assert values.dtype == torch.float8_e4m3fn
+    assert bool((scales.log2() == scales.log2().round()).all()), "scales are powers of two"
+    rows = dequantized_rows(inputs.payloads, torch.float32)
+    assert torch.equal(rows, rows.bfloat16().float())
+    plain = dequantized_rows(make_inputs(MOE, 40, 1).payloads, torch.float32).float()
+    assert float((rows - plain).abs().max()) <= 2**-4 * float(plain.abs().max())
+    assert torch.equal(inputs.weights * 64, (inputs.weights * 64).round())
