@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk cache: one build for many processes, entries that are whole or absent, a directory of
-this user's alone."""
+"""The disk cache: one build for all, entries that are whole or absent, a private directory."""
 
 from __future__ import annotations
 
@@ -22,6 +21,8 @@ from weft.jit.source import INCLUDE_ROOT
 
 META = {"name": "thing", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
 KEY = key_of(entry="int x;")
+OTHER_USER = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
 # One process that wants an entry: appends a line to the log when it builds, prints what it got.
 BUILDER = """
@@ -48,20 +49,22 @@ def start_builder(directory: Path, log: Path, seconds: float) -> subprocess.Pope
     )
 
 
-def wait_for(path: Path, seconds: float = 1800.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, f"{path} did not appear within {seconds} s"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache", lock_timeout=600.0)
 
 
+def store(cache: Cache, key: str = KEY, code: bytes = b"code") -> bytes:
+    return cache.fetch(key, lambda: code, dict(META))
+
+
 def refuse() -> bytes:
     raise AssertionError("nothing should be built")
+
+
+def refuses(words: str, use: Callable[[], object]) -> None:
+    with pytest.raises(SetupError, match=words):
+        use()
 
 
 def test_key_depends_on_every_part_and_on_its_name() -> None:
@@ -76,26 +79,19 @@ def test_key_depends_on_every_part_and_on_its_name() -> None:
     assert key_of(x="1", y="2") == key_of(y="2", x="1")
 
 
-def test_what_was_built_is_found_again(cache: Cache) -> None:
-    assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
-    assert cache.fetch(KEY, refuse, dict(META)) == b"code"
-    assert cache.file(KEY).read_bytes().endswith(b"\ncode")
-
-
-def test_build_may_add_to_what_is_said_of_the_entry(cache: Cache) -> None:
+def test_an_entry_is_built_once_described_and_private(cache: Cache) -> None:
     meta: dict[str, object] = dict(META)
 
     def build() -> bytes:
         meta["log"] = "used 12 registers"
         return b"code"
 
-    cache.fetch(KEY, build, meta)
-    described = json.loads(cache.file(KEY).read_bytes().splitlines()[0])
+    assert cache.fetch(KEY, build, meta) == b"code"
+    assert cache.fetch(KEY, refuse, dict(META)) == b"code"
+    head, code = cache.file(KEY).read_bytes().split(b"\n", 1)
+    assert code == b"code"
+    described = json.loads(head)
     assert {**described, **META, "log": "used 12 registers"} == described
-
-
-def test_modes_are_private(cache: Cache) -> None:
-    cache.fetch(KEY, lambda: b"code", dict(META))
     assert cache.path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in cache.path.iterdir()} == {0o600}
 
@@ -113,22 +109,13 @@ def test_a_reader_sees_all_of_an_entry_or_nothing(
         seen.append((names, [entry.key for entry in Cache(cache.path).entries()]))
 
     monkeypatch.setattr(os, "fsync", look)
-    cache.fetch(KEY, lambda: b"code" * 100_000, dict(META))
+    store(cache, code=b"code" * 100_000)
     assert seen == [([".lock"], [])]
     assert cache.fetch(KEY, refuse, dict(META)) == b"code" * 100_000
     assert not [path for path in cache.path.iterdir() if path.suffix == ".tmp"]
 
 
-def test_two_processes_one_build(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    builders = [start_builder(tmp_path / "cache", log, 0.5) for _ in range(2)]
-    outputs = [builder.communicate()[0].strip() for builder in builders]
-    assert [builder.returncode for builder in builders] == [0, 0]
-    assert outputs == ["built", "built"]
-    assert len(log.read_text().splitlines()) == 1
-
-
-def test_many_threads_one_build(cache: Cache) -> None:
+def test_one_of_many_threads_builds(cache: Cache) -> None:
     builds: list[int] = []
     results: list[bytes] = []
 
@@ -149,21 +136,31 @@ def test_many_threads_one_build(cache: Cache) -> None:
     assert len(builds) == 1
 
 
-def test_killed_builder_releases_its_lock(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    victim = start_builder(tmp_path / "cache", log, 600)
+def test_one_of_many_processes_builds_and_a_killed_one_releases_its_lock(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "cache"
+    victim = start_builder(folder, log, 600)
+    others: list[subprocess.Popen[str]] = []
     try:
-        wait_for(log)
-        with pytest.raises(SetupError, match=r"waited 0.2 s for another process to build 'thing'"):
-            Cache(tmp_path / "cache", lock_timeout=0.2).fetch(KEY, refuse, dict(META))
+        deadline = time.monotonic() + 1800
+        while not (log.exists() and log.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        waiting = Cache(folder, lock_timeout=0.2)
+        refuses(
+            "waited 0.2 s for another process to build 'thing'",
+            lambda: waiting.fetch(KEY, refuse, dict(META)),
+        )
+        others = [start_builder(folder, log, 0.2) for _ in range(2)]
         victim.send_signal(signal.SIGKILL)
-        victim.communicate()
-        assert victim.returncode == -signal.SIGKILL
-        cache = Cache(tmp_path / "cache", lock_timeout=600)
-        assert cache.fetch(KEY, lambda: b"built by another", dict(META)) == b"built by another"
+        assert [other.communicate()[0].strip() for other in others] == ["built"] * 2
+        assert victim.wait() == -signal.SIGKILL
+        assert len(log.read_text().splitlines()) == 2
     finally:
-        victim.kill()
-        victim.wait()
+        for process in (victim, *others):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def test_a_build_that_raises_leaves_the_entry_free(cache: Cache) -> None:
@@ -173,31 +170,24 @@ def test_a_build_that_raises_leaves_the_entry_free(cache: Cache) -> None:
     with pytest.raises(ZeroDivisionError):
         cache.fetch(KEY, fail, dict(META))
     assert cache.entries() == []
-    assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
+    assert store(cache) == b"code"
 
 
-def test_entries_lists_what_is_stored(cache: Cache) -> None:
+def test_entries_are_listed_and_cleared_and_nothing_else(cache: Cache) -> None:
     keys = [key_of(entry=str(i)) for i in range(3)]
     for i, key in enumerate(keys):
         cache.fetch(key, (b"x" * (i + 1)).__bytes__, {**META, "name": f"thing{i}"})
-    (cache.path / "notes.json").write_text("{}")
-    (cache.path / f"{key_of(entry='damaged')}.data").write_text("{}")
+    for name in (f"{key_of(entry='damaged')}.data", "notes.json"):
+        (cache.path / name).write_text("{}")
+    (cache.path / f"{KEY}.00ff.tmp").touch()  # of a builder that was killed
     found = cache.entries()
-    assert [entry.key for entry in found] == keys
-    assert [entry.bytes for entry in found] == [1, 2, 3]
+    assert [(entry.key, entry.bytes) for entry in found] == list(zip(keys, (1, 2, 3), strict=True))
     assert [entry.name for entry in found] == ["thing0", "thing1", "thing2"]
     assert {(entry.kind, entry.arch) for entry in found} == {("cubin", "sm_90a")}
-
-
-def test_clear_removes_entries_and_nothing_else(cache: Cache) -> None:
-    for i in range(3):
-        cache.fetch(key_of(entry=str(i)), lambda: b"code", dict(META))
-    (cache.path / f"{KEY}.00ff.tmp").touch()  # of a builder that was killed
-    (cache.path / "mine.txt").write_text("keep")
-    assert cache.clear() == 3
-    assert [path.name for path in cache.path.iterdir()] == ["mine.txt"]
-    assert cache.entries() == []
-    assert cache.clear() == 0
+    cache.clear()
+    assert [path.name for path in cache.path.iterdir()] == ["notes.json"]
+    assert store(cache) == b"code"
+    assert (cache.clear(), cache.clear(), cache.entries()) == (1, 0, [])
 
 
 def test_clear_under_a_builder_keeps_what_it_builds(cache: Cache) -> None:
@@ -209,38 +199,39 @@ def test_clear_under_a_builder_keeps_what_it_builds(cache: Cache) -> None:
     assert cache.fetch(KEY, refuse, dict(META)) == b"code"
 
 
-OTHER_USER = 65534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o777, 0o702, 0o720, 0o1777, 0o2770])
 def test_directory_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     cache = Cache(tmp_path / "cache")
     cache.path.chmod(mode)
-    with pytest.raises(SetupError, match=rf"mode {mode:04o}.*expected 0700: chmod 700"):
-        Cache(cache.path)
-    with pytest.raises(SetupError, match=rf"mode {mode:04o}"):  # checked at every use
-        cache.fetch(KEY, refuse, dict(META))
+    refuses(rf"mode {mode:04o}.*expected 0700: chmod 700", lambda: Cache(cache.path))
+    refuses(rf"mode {mode:04o}", lambda: store(cache))  # checked at every use
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o777, 0o703])
+@pytest.mark.parametrize("mode", [0o770, 0o703])
 def test_parent_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> None:
     top = tmp_path / "top"
     cache = Cache(top / "between" / "cache")
     top.chmod(mode)
-    for use in (lambda: Cache(cache.path), lambda: cache.fetch(KEY, refuse, dict(META))):
-        with pytest.raises(SetupError, match=rf"{top} has mode {mode:04o}.*chmod go-w {top}"):
-            use()
+    for use in (lambda: Cache(cache.path), lambda: store(cache)):
+        refuses(rf"{top} has mode {mode:04o}.*chmod go-w {top}", use)
     top.chmod(mode | 0o1000)  # nobody can rename what is not theirs
-    assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
+    assert store(cache) == b"code"
 
 
 @needs_root
 def test_parent_of_another_user_is_refused(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "top" / "cache")
     os.chown(cache.path.parent, OTHER_USER, OTHER_USER)
-    with pytest.raises(SetupError, match=rf"top belongs to user {OTHER_USER}.*this user or root"):
-        Cache(cache.path)
+    words = rf"top belongs to user {OTHER_USER}.*this user or root"
+    refuses(words, lambda: Cache(cache.path))
+
+
+def test_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    refuses(rf"belongs to user {own}.*runs as user {own + 1}", lambda: Cache(tmp_path))
 
 
 def test_directories_are_made_private_whatever_the_umask(tmp_path: Path) -> None:
@@ -250,25 +241,37 @@ def test_directories_are_made_private_whatever_the_umask(tmp_path: Path) -> None
     finally:
         os.umask(before)
     assert {(tmp_path / each).stat().st_mode & 0o777 for each in ("a", "a/b")} == {0o700}
+    (tmp_path / "file").touch()
+    refuses("set WEFT_CACHE", lambda: Cache(tmp_path / "file" / "cache"))
 
 
-def another_owner(path: Path) -> None:
-    os.chown(path, OTHER_USER, OTHER_USER)
+def test_a_link_is_followed_once_and_judged_by_where_it_leads(tmp_path: Path) -> None:
+    for name in ("real", "other"):
+        (tmp_path / name).mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    cache = Cache(link)
+    assert cache.path == tmp_path.resolve() / "real"
+    store(cache)
+    link.unlink()
+    link.symlink_to("other")
+    assert cache.fetch(KEY, refuse, dict(META)) == b"code"
+    (tmp_path / "other").chmod(0o777)
+    refuses("other has mode 0777", lambda: Cache(link))
+    (tmp_path / "circle").symlink_to("circle")
+    refuses("set WEFT_CACHE", lambda: Cache(tmp_path / "circle" / "cache"))
 
 
 def renamed_entry(path: Path) -> None:
     """The entry of another key, which nobody has changed."""
-    Cache(path.parent).fetch(key_of(entry="other"), lambda: b"other code", dict(META))
-    (path.parent / f"{key_of(entry='other')}.data").replace(path)
+    other = key_of(entry="other")
+    store(Cache(path.parent), other, b"other code")
+    (path.parent / f"{other}.data").replace(path)
 
 
 def symbolic_link(path: Path) -> None:
     path.rename(path.with_suffix(".away"))
     path.symlink_to(path.with_suffix(".away"))
-
-
-def hard_link(path: Path) -> None:
-    os.link(path, path.with_suffix(".second"))
 
 
 def named_pipe(path: Path) -> None:
@@ -277,26 +280,21 @@ def named_pipe(path: Path) -> None:
 
 
 def flipped_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"more")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 BAD: dict[str, Callable[[Path], object]] = {
     "group may write": lambda path: path.chmod(0o660),
     "others may write": lambda path: path.chmod(0o602),
-    "another owner": another_owner,
+    "another owner": lambda path: os.chown(path, OTHER_USER, OTHER_USER),
     "symbolic link": symbolic_link,
-    "hard link": hard_link,
+    "hard link": lambda path: os.link(path, path.with_suffix(".second")),
     "named pipe": named_pipe,
     "empty": lambda path: os.truncate(path, 0),
     "cut in its first line": lambda path: os.truncate(path, 20),
     "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "longer": longer,
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"more"),
     "bit flipped": flipped_bit,
     "of another key": renamed_entry,
     "planted code": lambda path: path.write_bytes(b"\x7fELF planted"),
@@ -311,10 +309,10 @@ def test_bad_entry_is_built_again(
 ) -> None:
     if name == "another owner" and os.geteuid() != 0:
         pytest.skip("gives files to another user")
-    cache.fetch(KEY, lambda: b"code", dict(META))
+    store(cache)
     BAD[name](cache.file(KEY))
     assert KEY not in [entry.key for entry in cache.entries()]
-    assert cache.fetch(KEY, lambda: b"built again", dict(META)) == b"built again"
+    assert store(cache, code=b"built again") == b"built again"
     assert "it is compiled again" in caplog.text
     assert cache.fetch(KEY, refuse, dict(META)) == b"built again"
     status = cache.file(KEY).lstat()
@@ -332,66 +330,28 @@ def test_lock_that_others_could_hold_is_replaced(cache: Cache, planted: str) -> 
     else:
         lock.touch()
         lock.chmod(0o666)
-    assert cache.fetch(KEY, lambda: b"code", dict(META)) == b"code"
+    assert store(cache) == b"code"
     assert victim.read_text() == "keep"
 
 
-def test_directory_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_the_file_system_refuses_is_reported(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(SetupError, match=rf"belongs to user {mine}.*runs as user {mine + 1}"):
-        Cache(tmp_path)
-
-
-def test_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="set WEFT_CACHE"):
-        Cache(tmp_path / "file" / "cache")
-
-
-def test_a_link_is_followed_once_and_judged_by_where_it_leads(tmp_path: Path) -> None:
-    for name in ("real", "other"):
-        (tmp_path / name).mkdir(mode=0o700)
-    link = tmp_path / "link"
-    link.symlink_to("real")
-    cache = Cache(link)
-    assert cache.path == tmp_path.resolve() / "real"
-    cache.fetch(KEY, lambda: b"code", dict(META))
-    link.unlink()
-    link.symlink_to("other")
-    assert cache.fetch(KEY, refuse, dict(META)) == b"code"
-    (tmp_path / "other").chmod(0o777)
-    with pytest.raises(SetupError, match=r"other has mode 0777"):
-        Cache(link)
-    (tmp_path / "circle").symlink_to("circle")
-    with pytest.raises(SetupError, match="set WEFT_CACHE"):
-        Cache(tmp_path / "circle" / "cache")
-
-
-def test_a_file_that_cannot_be_replaced_or_removed_is_reported(cache: Cache) -> None:
-    cache.file(KEY).mkdir()
-    with pytest.raises(SetupError, match=rf"cannot read .*{KEY}.data.*set WEFT_CACHE"):
-        cache.fetch(KEY, lambda: b"code", dict(META))
-    with pytest.raises(SetupError, match=rf"cannot remove .*{KEY}.data.*by hand"):
-        cache.clear()
-
-
-def test_lock_that_cannot_be_opened_is_reported(cache: Cache) -> None:
-    (cache.path / f"{KEY}.lock").mkdir()
-    with pytest.raises(SetupError, match=rf"cannot lock .*{KEY}.lock.*set WEFT_CACHE"):
-        cache.fetch(KEY, refuse, dict(META))
-
-
-def test_disk_that_refuses_is_reported(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SetupError, match=r"cannot write \d+ bytes.*No space left"):
-        cache.fetch(KEY, lambda: b"code", dict(META))
-    assert [path.suffix for path in cache.path.iterdir()] == [".lock"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        refuses(r"cannot write \d+ bytes.*No space left", lambda: store(cache))
+    lock, file = cache.path / f"{KEY}.lock", cache.file(KEY)
+    assert [*cache.path.iterdir()] == [lock]
+    file.mkdir()
+    refuses(rf"cannot read .*{KEY}.data.*set WEFT_CACHE", lambda: store(cache))
+    refuses(rf"cannot remove .*{KEY}.data.*by hand", cache.clear)
+    file.rmdir()
+    lock.unlink(missing_ok=True)
+    lock.mkdir()
+    refuses(rf"cannot lock .*{KEY}.lock.*set WEFT_CACHE", lambda: store(cache))
 
 
 def test_default_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The system's C++ compiler and NVRTC: what they make, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import importlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from weft.errors import CompileError, InvalidArgument, SetupError, WeftError
+from weft.jit import host, nvrtc
+from weft.jit.cache import Cache
+
+ADD = 'extern "C" int add(int a, int b) { return a + b + VALUE; }\n'
+FILL = """\
+struct Args { int* x; int n; };
+extern "C" __global__ void fill(const __grid_constant__ Args a) {
+    if (threadIdx.x < unsigned(a.n)) a.x[threadIdx.x] = VALUE;
+}
+extern "C" __device__ const unsigned long long args_bytes = sizeof(Args);
+"""
+
+
+def add(cache: Cache, source: str = ADD, **options: Any) -> ctypes.CDLL:
+    return host.compile_shared(source, **{"name": "add", "options": ["-DVALUE=1"], **options},
+                               cache=cache)  # fmt: skip
+
+
+def fill(cache: Cache, source: str = FILL, **options: Any) -> bytes:
+    given = {"name": "fill", "arch": "sm_90a", "options": ["-DVALUE=7"], **options}
+    return nvrtc.compile_cubin(source, **given, cache=cache)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """build: what compiles; identities: functions whose answers are in the key; options, arch: too.
+
+    broken: a source, and what an error of it shows.
+    """
+
+    compile: Callable[..., Any]
+    module: ModuleType
+    build: str
+    identities: tuple[str, ...]
+    options: tuple[dict[str, Any], ...]
+    broken: tuple[str, tuple[str, ...]]
+
+
+HOST = Compiler(
+    add, host, "_build", ("cpu_identity", "compiler_identity"),
+    ({"options": ["-DVALUE=2"]}, {"options": ["-DVALUE=1", "-O1"]}),
+    ("int f() {\n    return undeclared;\n}\n",
+     ("refused 'add'", "   2 |     return undeclared;", "add.cpp:2:12: error:", "-std=c++20")),
+)  # fmt: skip
+NVRTC = Compiler(
+    fill, nvrtc, "_compile", ("nvrtc_version",),
+    ({"options": ["-DVALUE=8"]}, {"arch": "sm_100a"}, {"options": ["-DVALUE=7", "-lineinfo"]}),
+    ('extern "C" __global__ void fill() {\n    undeclared = 1;\n}\n',
+     ("refused 'fill'", "   2 |     undeclared = 1;", "--gpu-architecture=sm_90a",
+      'fill.cu(2): error: identifier "undeclared" is undefined')),
+)  # fmt: skip
+
+
+def missing() -> str | None:
+    try:
+        nvrtc.nvrtc_version()
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+needs_nvrtc = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is installed"
+)
+BOTH = pytest.mark.parametrize(
+    "compiler",
+    [pytest.param(HOST, marks=needs_compiler), pytest.param(NVRTC, marks=needs_nvrtc)],
+    ids=["host", "nvrtc"],
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def fresh_memory() -> Iterator[None]:
+    """Compilers are looked up once per process; forget them around a test."""
+    asked = (host.compiler_identity, nvrtc._bindings, nvrtc.nvrtc_version)
+    for each in asked:
+        each.cache_clear()
+    yield
+    for each in asked:
+        each.cache_clear()
+
+
+def refuses(kind: type[WeftError], words: str, use: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=words):
+        use()
+
+
+@needs_compiler
+def test_library_is_compiled_and_called(cache: Cache) -> None:
+    assert add(cache).add(2, 3) == 6
+    (entry,) = cache.entries()
+    assert (entry.name, entry.kind) == ("add", "c++")
+    refuses(CompileError, "unused", lambda: add(cache, "void f() { int unused; }\n"))
+    refuses(InvalidArgument, "cannot name a file", lambda: add(cache, name="../add"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels_compile_without_a_gpu(cache: Cache, arch: str) -> None:
+    cubin = fill(cache, arch=arch)
+    assert cubin.startswith(b"\x7fELF")
+    assert b"fill" in cubin
+    assert b"args_bytes" in cubin  # a constant that no kernel reads is still exported
+    (entry,) = cache.entries()
+    assert (entry.name, entry.kind, entry.arch) == ("fill", "cubin", arch)
+    assert entry.bytes == len(cubin)
+    # CPython has one object for each bytes of length 1: a log of one byte must not change it.
+    assert [bytes([i])[0] for i in range(256)] == list(range(256))
+
+
+@BOTH
+def test_second_compile_comes_from_the_cache(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, compiler: Compiler
+) -> None:
+    first = compiler.compile(cache)
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler.module, compiler.build, refuse)
+    again = compiler.compile(cache)
+    assert again == first or again.add(1, 1) == 3
+    for change in compiler.options:
+        with pytest.raises(AssertionError, match="compiled again"):
+            compiler.compile(cache, **change)
+    for identity in compiler.identities:
+        with monkeypatch.context() as patch:
+            patch.setattr(compiler.module, identity, lambda *_: "another")
+            with pytest.raises(AssertionError, match="compiled again"):
+                compiler.compile(cache)
+
+
+@BOTH
+def test_error_shows_entry_and_log(cache: Cache, compiler: Compiler) -> None:
+    source, words = compiler.broken
+    with pytest.raises(CompileError) as caught:
+        compiler.compile(cache, source)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert cache.entries() == []
+
+
+@needs_nvrtc
+def test_options_of_kernels(cache: Cache, tmp_path: Path) -> None:
+    verbose = ["-DVALUE=7", "--maxrregcount=32", "-lineinfo", "--ptxas-options=--verbose"]
+    fill(cache, options=verbose)
+    (entry,) = cache.entries()
+    log = json.loads(cache.file(entry.key).read_bytes().splitlines()[0])["log"]
+    assert "registers" in log
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "value.cuh").write_text("#define VALUE 9\n")
+    include = f"#include <value.cuh>\n{FILL}"
+    assert fill(cache, include, options=[f"-I{tmp_path}/extra"]).startswith(b"\x7fELF")
+    words = r"(?s)sm_77.*invalid value for --gpu-architecture"
+    refuses(CompileError, words, lambda: fill(cache, arch="sm_77"))
+    for arch in ("compute_90a", "90a", "sm_90a -G", ""):
+        words = "real architecture such as 'sm_90a'"
+        refuses(InvalidArgument, words, lambda arch=arch: fill(cache, arch=arch))
+
+
+class Binding:
+    """Enough of cuda.bindings.nvrtc to be asked for its version."""
+
+    def __init__(self, answer: tuple[int, int, int] | Exception) -> None:
+        self.answer = answer
+
+    def nvrtcVersion(self) -> tuple[int, int, int]:  # noqa: N802
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, r"\[gpu\]'"),
+        (builtins.RuntimeError("libnvrtc.so.13 not found"), r"\[gpu\]'"),
+        ((0, 12, 6), r"NVRTC 12\.6 is too old.*12\.8 or newer"),
+    ],
+)
+def test_absent_or_old_nvrtc_is_explained(
+    cache: Cache, answer: Any, text: str, monkeypatch: pytest.MonkeyPatch, fresh_memory: None
+) -> None:
+    def imported(name: str) -> Binding:
+        if answer is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return Binding(answer)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    refuses(CompileError, text, lambda: fill(cache))
+
+
+@needs_compiler
+def test_native_code_only_where_the_cpu_is_known(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def record(entry: str, *, flags: tuple[str, ...], **_: object) -> bytes:
+        seen.append(flags)
+        return b""
+
+    monkeypatch.setattr(host, "_build", record)
+    for cpu in ("some cpu", None):
+        monkeypatch.setattr(host, "cpu_identity", lambda cpu=cpu: cpu)
+        host.compile_code("int x;", name="nothing", options=(), cache=cache)
+    assert ["-march=native" in flags for flags in seen] == [True, False]
+
+
+@needs_compiler
+def test_what_keeps_a_library_from_being_built_or_loaded_is_explained(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str) -> ctypes.CDLL:
+        raise OSError("failed to map segment from shared object")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", refuse)
+        words = "cannot be loaded from memory.*memfd"
+        refuses(CompileError, words, lambda: add(cache, options=["-DVALUE=0"]))
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    words = "shared has mode 0777.*set TMPDIR"
+    refuses(SetupError, words, lambda: add(cache, options=["-DVALUE=7"]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 500, -1])
+def test_cut_library_is_compiled_again(cache: Cache, size: int) -> None:
+    code = ADD.replace("VALUE", f"{1000 + size}")  # a library that this process has not loaded
+    add(cache, code)
+    host._loaded.clear()
+    (path,) = cache.path.glob("*.data")
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    assert add(cache, code).add(1, 1) == 1002 + size
+
+
+def test_a_compiler_is_found_or_its_absence_explained(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_memory: None
+) -> None:
+    def program(name: str, text: str = "") -> str:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o700)
+        return str(tmp_path / name)
+
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = r"none of c\+\+, g\+\+, clang\+\+.*apt install g\+\+"
+    refuses(CompileError, words, lambda: add(cache))
+    for name in ("clang++", "g++", "c++"):
+        assert (program(name),) == host.find_compiler()
+    monkeypatch.setenv("CXX", "mine -stdlib=libc++")
+    assert (program("mine"), "-stdlib=libc++") == host.find_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    words = "CXX is 'no-such-compiler -m64', which is not install"
+    refuses(CompileError, words, lambda: add(cache))
+    monkeypatch.setenv("CXX", program("broken++", "echo no license >&2\nexit 3\n"))
+    refuses(CompileError, "status 3: no license", lambda: add(cache))
+
+
+def test_compiler_that_hangs_is_stopped() -> None:
+    run = host._run
+    words = "did not end within 0.1 s"
+    refuses(CompileError, words, lambda: run(("sleep", "60"), timeout=0.1, cwd=None))
