@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole layer known on every rank: seeded experts, tokens and logits, and what must come out."""
+"""A layer known on every rank: seeded experts, tokens and logits, and the expected results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,20 +26,14 @@ from weft.moe import (
 
 HIDDEN, EXPERTS = 128, 8
 WIDER = 384  # three blocks of columns to send
+LIMITED = {"groups": 4, "top_groups": 2, "scale": 2.5}
 CONFIGS = {
     "softmax": MoEConfig(HIDDEN, 32, Routing(EXPERTS, 3)),
     "deepseek": MoEConfig(
-        HIDDEN,
-        32,
-        Routing(EXPERTS, 3, score="sigmoid", correction=True, groups=4, top_groups=2, scale=2.5),
-        shared=48,
+        HIDDEN, 32, Routing(EXPERTS, 3, score="sigmoid", correction=True, **LIMITED), shared=48
     ),
     "gpt-oss": MoEConfig(
-        HIDDEN,
-        32,
-        Routing(EXPERTS, 3, score="softmax-chosen"),
-        gating=CLAMPED_SWIGLU,
-        biased=True,
+        HIDDEN, 32, Routing(EXPERTS, 3, score="softmax-chosen"), gating=CLAMPED_SWIGLU, biased=True
     ),
     "llama": MoEConfig(
         HIDDEN,
@@ -48,8 +42,6 @@ CONFIGS = {
         shared=32,
     ),
 }
-
-
 GATINGS = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
 
 
@@ -94,6 +86,13 @@ class Case:
         logits = torch.randn(self.tokens[rank], EXPERTS, generator=generator) * 2
         return x.to(device), logits.to(device)
 
+    def weights(
+        self, experts: Iterable[int], device: torch.device, first: int = 0
+    ) -> ExpertWeights:
+        """Experts of this layer, stacked; of another layer with the number `first`."""
+        stacked = [self.expert(first + e) for e in experts]
+        return ExpertWeights.stack(self.config, stacked, device)
+
     def packed(self, weights: ExpertWeights) -> ExpertWeights:
         """Weights as a layer with fp8=True takes them."""
         return weights.to_mxfp4() if self.mxfp4 else weights.to_fp8()
@@ -102,7 +101,7 @@ class Case:
         device = group.device
 
         def weights(local: tuple[int, ...]) -> ExpertWeights:
-            stacked = ExpertWeights.stack(self.config, [self.expert(e) for e in local], device)
+            stacked = self.weights(local, device)
             return self.packed(stacked) if options.get("fp8") else stacked
 
         options = {"max_tokens": max(*self.tokens, 1), **options}
@@ -129,7 +128,7 @@ class Case:
         """
         device, config = x.device, self.config
         ids, weights = route(config.routing, logits, correction=self.correction(device))
-        every = ExpertWeights.stack(config, [self.expert(e) for e in range(EXPERTS)], device)
+        every = self.weights(range(EXPERTS), device)
         plain = GATINGS.get(config.gating) or formula(config.gating)
         gating = plain
         gate_up, down = every.gate_up, every.down
@@ -162,6 +161,11 @@ class Case:
             # Rows that return one by one are summed unrounded; which rank sums a replica's is open.
             placement=exchange.placement if by_rank else None,
         )
+
+    def hold(self, found: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> None:
+        """Compare a result with what `wanted` gave."""
+        limit = slack * bound(self.config, wanted)
+        torch.testing.assert_close(found.float(), wanted, rtol=0, atol=limit)
 
 
 def dequantized(weights: ExpertWeights, name: str) -> torch.Tensor:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case, bound
-from tests.moe.test_layer import BOTH, settle
+from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
+from tests.moe.test_layer import BOTH, DEEP, PAIRS, settle
 from weft.errors import (
     Aborted,
     CreationFailed,
@@ -23,19 +23,10 @@ from weft.errors import (
     PeerTimeout,
     TokenOverflow,
 )
-from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
+from weft.moe import MoEConfig, Routing
 
 CASE = Case(CONFIGS["deepseek"], tokens=(4, 6))
-
-
-def built_wrongly(group: weft.Group, config: MoEConfig, options: dict[str, Any]) -> str:
-    with pytest.raises(InvalidArgument) as caught:
-        CASE.next(config=config).open(group, **options)
-    return str(caught.value)
-
-
 PLAIN = CONFIGS["softmax"]
-DEEP = replace(CONFIGS["deepseek"], hidden=256, intermediate=128, shared=128)
 LOW = {"mode": "low_latency"}
 WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {"mode": "token"}, "mode is 'token'; choose one of 'auto', 'throughput'"),
@@ -51,58 +42,55 @@ WRONG: list[tuple[MoEConfig, dict[str, Any], str]] = [
     (PLAIN, {**LOW, "quantize": "mxfp8"}, "use 'fp8' or None"),
     (PLAIN, {"gemm": "grouped", "quantize": "fp8"}, "needs FP8 weights"),
     (PLAIN, {"combine_dtype": "bf16"}, "choose one of None, 'fp8'"),
-    (DEEP, {"fp8": True, "gemm": "torch"}, "has no FP8 weights"),
-    (DEEP, {"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
+    (PAIRS, {"fp8": True, "gemm": "torch"}, "has no FP8 weights"),
+    (PAIRS, {"fp8": True, "quantize": "mxfp8"}, "takes FP8 rows"),
     (replace(PLAIN, hidden=12), {}, "multiples of 16 bytes"),
     (replace(PLAIN, hidden=72), LOW, "hidden"),
+    (replace(PLAIN, dtype=torch.float64), {}, "dtype is torch.float64"),
 ]
 
 
-@pytest.mark.parametrize(("config", "options", "words"), WRONG)
-def test_what_cannot_be_built(ranks, config, options, words):
-    texts = ranks(2, "threads")(built_wrongly, config, options)
-    assert words in texts[0]
-    assert texts[0] == texts[1]
+def built_wrongly(group: weft.Group) -> list[str]:
+    texts = []
+    for config, options, _ in WRONG:
+        with pytest.raises(InvalidArgument) as caught:
+            CASE.next(config=config).open(group, **options)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_cannot_be_built(ranks):
+    first, second = ranks(2, "threads")(built_wrongly)
+    assert first == second
+    missing = [words for (*_, words), text in zip(WRONG, first, strict=True) if words not in text]
+    assert missing == []
 
 
 def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
-    """One rank's part is wrong: both ranks raise, and the next layer is made as ever."""
+    """One rank's part is wrong: both ranks raise, and the next layer is built as usual."""
     device = group.device
-    good = ExpertWeights.stack(CASE.config, [CASE.expert(e) for e in range(4)], device)
-    mine: dict[str, Any] = {
-        "shared": CASE.shared(device),
-        "correction": CASE.correction(device),
-    }
-    biased = ExpertWeights.stack(
-        CONFIGS["gpt-oss"], [Expert.seeded(CONFIGS["gpt-oss"], e) for e in range(4)], device
-    )
-    wrong: list[tuple[ExpertWeights, dict[str, Any], str]] = [
-        (
-            replace(good, gate_up=good.gate_up[1:]),
-            {},
-            "gate_up has 3 experts, and this rank has 4",
-        ),
+    good = CASE.weights(range(4), device)
+    own: dict[str, Any] = {"shared": CASE.shared(device), "correction": CASE.correction(device)}
+    biased = CASE.next(config=CONFIGS["gpt-oss"]).weights(range(4), device)
+    unasked = "correction is None, but this routing was made with correction=True"
+    for weights, changes, words in (
+        (replace(good, gate_up=good.gate_up[1:]), {}, "gate_up has 3 experts, and this rank has 4"),
         (replace(good, down=good.down.float()), {}, "down has dtype torch.float32"),
         (biased, {}, "the config has biased=False"),
         (good, {"shared": None}, "shared is None, the config has shared=48"),
-        (
-            good,
-            {"correction": None},
-            "correction is None, but this routing was made with correction=True",
-        ),
+        (good, {"correction": None}, unasked),
         (good, {"correction": torch.zeros(3, device=device)}, "correction has shape [3]"),
-    ]
-    for weights, changes, words in wrong:
-        parts = {**mine, **changes} if group.rank else mine
+    ):
+        parts = {**own, **changes} if group.rank else own
         given = weights if group.rank else good
         with pytest.raises(CreationFailed) as caught:
             weft.MoE(group, CASE.config, given, max_tokens=6, **parts, **options)
         assert "failed on rank 1 of 2" in str(caught.value)
         assert words in str(caught.value)
-    with weft.MoE(group, CASE.config, good, max_tokens=6, **mine, **options) as layer:
+    with weft.MoE(group, CASE.config, good, max_tokens=6, **own, **options) as layer:
         layer(*CASE.of(group.rank, device))
         with pytest.raises(CreationFailed, match="loading an MoE layer failed on rank 1"):
-            layer.sibling(good, **(mine if group.rank == 0 else {}))
+            layer.sibling(good, **(own if group.rank == 0 else {}))
         layer(*CASE.of(group.rank, device))
         settle(group)
 
@@ -110,6 +98,18 @@ def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
 @BOTH
 def test_wrong_parts(ranks, mode):
     ranks(2, "threads")(wrong_parts, {"mode": mode})
+
+
+def other_kinds(group: weft.Group) -> None:
+    plain = Case(DEEP, tokens=(4,)).weights(range(EXPERTS), group.device)
+    shared = Case(DEEP, tokens=(4,)).shared(group.device)
+    for weights, options in ((plain, {"fp8": True}), (plain.to_fp8(), {"gemm": "torch"})):
+        with pytest.raises(InvalidArgument, match="gate_up"):
+            weft.MoE(group, DEEP, weights, max_tokens=4, shared=shared, **options)
+
+
+def test_weights_of_the_other_kind(ranks):
+    ranks(1, "threads")(other_kinds)
 
 
 def other_rules(group: weft.Group) -> None:
@@ -125,12 +125,11 @@ def test_ranks_have_one_rule_and_one_mode(ranks):
 
 
 def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> None:
-    """Every refusal comes before anything is sent, so that the next call is a round as ever."""
+    """Every refusal comes before anything is sent: the next call is a whole round."""
     case = CASE.next(config=CONFIGS[name])
     with case.open(group, **options) as layer:
         x, logits = case.of(group.rank, group.device)
         many = torch.zeros(7, HIDDEN, dtype=x.dtype, device=x.device)
-        wide = torch.zeros(7, EXPERTS, device=x.device)
         refused: list[tuple[tuple[torch.Tensor, ...], dict[str, Any], str]] = [
             ((x.double(), logits), {}, "x has dtype torch.float64"),
             ((x[:, 1:], logits), {}, "x has shape"),
@@ -145,64 +144,17 @@ def called_wrongly(group: weft.Group, name: str, options: dict[str, Any]) -> Non
         for tensors, given, words in refused:
             with pytest.raises(InvalidArgument, match=words):
                 layer(*tensors, **given)
-        with pytest.raises(
-            TokenOverflow, match="one round of this layer takes max_tokens=6: pass rows="
-        ):
-            layer(many, wide)
-        result = layer(x, logits)
-        wanted = case.wanted(layer, x, logits)
-        torch.testing.assert_close(result.float(), wanted, rtol=0, atol=bound(case.config, wanted))
+        with pytest.raises(TokenOverflow, match="takes max_tokens=6: pass rows="):
+            layer(many, torch.zeros(7, EXPERTS, device=x.device))
+        case.hold(layer(x, logits), case.wanted(layer, x, logits))
         settle(group)
         layer.check()
-    with pytest.raises(OutOfOrder, match="was closed"):
-        layer(x, logits)
-    layer.close()
 
 
 @BOTH
 @pytest.mark.parametrize("name", ["softmax", "llama"])
 def test_a_refused_call_sends_nothing(ranks, name, mode):
     ranks(2, "threads")(called_wrongly, name, {"mode": mode})
-
-
-def few_rows(group: weft.Group) -> None:
-    """Entries without a row count as zero and are reported; the next round is whole again."""
-    case = CASE.next(config=PLAIN)
-    room = 16 if group.device.type == "cpu" else 8  # of all experts; on a GPU of each
-    with case.open(group, max_rows=room, gemm="torch") as layer:
-        x, logits = case.of(group.rank, group.device)
-        hot = torch.full_like(logits, -9.0)
-        hot[:, :3] = 9.0 - torch.arange(3.0, device=x.device)  # all of rank 0's, 30 rows
-        result = layer(x, hot)
-        settle(group)
-        if group.rank == 0:
-            with pytest.raises(TokenOverflow, match=str(room)):
-                layer.check()
-        layer.check()
-        assert bool(result.isfinite().all())
-        one = torch.full_like(logits, -9.0)
-        one[0, :3] = 9.0 - torch.arange(3.0, device=x.device)
-        one[1:, 4:7] = 9.0 - torch.arange(3.0, device=x.device)
-        wanted = case.wanted(layer, x[:1], one[:1])
-        torch.testing.assert_close(
-            layer(x[:1], one[:1]).float(), wanted, rtol=0, atol=bound(case.config, wanted)
-        )
-        settle(group)
-        layer.check()
-
-
-def test_too_few_rows(ranks):
-    ranks(2, "threads")(few_rows)
-
-
-def absent(group: weft.Group, options: dict[str, Any]) -> None:
-    with CASE.open(group, **options, timeout=0.5, first_timeout=0.5) as layer:
-        if group.rank == 0:
-            start = time.monotonic()
-            with pytest.raises(PeerTimeout, match="rank 1 did not"):
-                finished(group, layer)
-            assert time.monotonic() - start < 100
-        group.barrier()
 
 
 def finished(group: weft.Group, layer: weft.MoE) -> None:
@@ -213,11 +165,14 @@ def finished(group: weft.Group, layer: weft.MoE) -> None:
     layer.check()
 
 
-@BOTH
-@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
-def test_an_absent_peer_is_named_in_time(ranks, overlap, mode):
-    options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
-    ranks(2, "threads")(absent, options)
+def absent(group: weft.Group, options: dict[str, Any]) -> None:
+    with CASE.open(group, **options, timeout=0.3, first_timeout=0.3) as layer:
+        if group.rank == 0:
+            start = time.monotonic()
+            with pytest.raises(PeerTimeout, match="rank 1 did not"):
+                finished(group, layer)
+            assert time.monotonic() - start < 100
+        group.barrier()
 
 
 def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
@@ -244,13 +199,6 @@ def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
         group.barrier()
 
 
-@BOTH
-@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
-def test_a_shared_expert_that_raises_ends_the_round_everywhere(ranks, overlap, mode):
-    options = {"mode": mode, "overlap": overlap, "gemm": "grouped"}
-    ranks(2, "threads")(failing_shared, options)
-
-
 def aborted(group: weft.Group, options: dict[str, Any]) -> None:
     with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         if group.rank == 1:
@@ -261,18 +209,20 @@ def aborted(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 @BOTH
-def test_abort_reaches_the_layer(ranks, mode):
-    ranks(2, "threads")(aborted, {"mode": mode})
+@pytest.mark.parametrize("overlap", ["none", "gemm_push"])
+@pytest.mark.parametrize("body", [absent, failing_shared, aborted])
+def test_a_peer_that_does_not_end_its_round_is_named(ranks, body, overlap, mode):
+    """A peer that stays away, whose shared expert raises, or that aborts."""
+    ranks(2, "threads")(body, {"mode": mode, "overlap": overlap, "gemm": "grouped"})
 
 
 def closed(group: weft.Group, options: dict[str, Any]) -> None:
-    layer = CASE.open(group, **options)
-    ids, _ = layer.route(CASE.of(group.rank, group.device)[1])
-    weights = ExpertWeights.stack(CASE.config, [CASE.expert(e) for e in layer.local_experts])
-    other = layer.sibling(
-        weights, shared=CASE.shared(group.device), correction=CASE.correction(group.device)
-    )
-    received = layer.exchange.dispatch(CASE.of(group.rank, group.device)[0], ids)
+    layer, device = CASE.open(group, **options), group.device
+    x, logits = CASE.of(group.rank, device)
+    ids, _ = layer.route(logits)
+    parts = {"shared": CASE.shared(device), "correction": CASE.correction(device)}
+    other = layer.sibling(CASE.weights(layer.local_experts, device), **parts)
+    received = layer.exchange.dispatch(x, ids)
     settle(group)
     layer.close()
     layer.close()
@@ -281,12 +231,9 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
         layer.check()
     other.close()
     for late in (layer, other):
-        with pytest.raises(OutOfOrder, match="was closed"):
-            late(*CASE.of(group.rank, group.device))
-        with pytest.raises(OutOfOrder, match="was closed"):
-            late.check()
-        with pytest.raises(OutOfOrder, match="was closed"):
-            late.experts(received)
+        for use in (lambda: late(x, logits), late.check, lambda: late.experts(received)):  # noqa: B023
+            with pytest.raises(OutOfOrder, match="was closed"):
+                use()
 
 
 @BOTH

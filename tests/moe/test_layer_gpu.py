@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, Case, bound
+from tests.moe.layers import CONFIGS, Case
 from tests.moe.test_layer import (
     BOTH,
     CARRIED,
-    WIDTHS,
+    DEEP,
+    GROUPED,
+    OVERLAPPED,
+    PAIRS,
     WIRES,
-    nan_logits,
+    by_hand,
+    few_rows,
+    one_result,
     padded_tokens,
     poison,
     rounds,
@@ -27,11 +33,8 @@ from tests.moe.test_layer_failures import (
     absent,
     called_wrongly,
     failing_shared,
-    few_rows,
     wrong_parts,
 )
-from tests.moe.test_low_latency import DEEP, by_hand, pushed_by_hand
-from tests.moe.test_overlap import CASES, one_result
 from tests.rounds import bits
 from weft.moe import OVERLAPS
 
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.gpu
 
 def all_rules(group: weft.Group, mode: str) -> None:
     for config in CONFIGS.values():
-        for dtype in WIDTHS:
+        for dtype in (torch.float32, torch.bfloat16):
             rounds(group, Case(replace(config, dtype=dtype), tokens=(9, 4)), {"mode": mode})
     half = Case(replace(CONFIGS["gpt-oss"], dtype=torch.float16), tokens=(5, 7))
     rounds(group, half, {"mode": mode, "gemm": "torch"})
@@ -56,7 +59,7 @@ def all_wires(group: weft.Group, mode: str) -> None:
 
 def all_overlaps(group: weft.Group, mode: str) -> None:
     half = replace(DEEP, dtype=torch.float16)
-    for config, options in (*CASES, (half, {"gemm": "grouped"})):
+    for config, options, _ in (*OVERLAPPED, (half, GROUPED, ())):
         if mode == "low_latency":  # pushed FP8 columns come in pairs of blocks
             config = replace(config, hidden=256)
         one_result(group, Case(config, tokens=(9, 4)), {**options, "mode": mode})
@@ -64,18 +67,17 @@ def all_overlaps(group: weft.Group, mode: str) -> None:
 
 def all_exceptions(group: weft.Group, mode: str) -> None:
     options = {"mode": mode}
-    for name in ("softmax", "llama"):
-        padded_tokens(group, name, options)
-        called_wrongly(group, name, options)
     for name in CONFIGS:
-        nan_logits(group, name, options)
+        padded_tokens(group, name, options)
+    for name in ("softmax", "llama"):
+        called_wrongly(group, name, options)
     siblings(group, options)
     wrong_parts(group, options)
     if mode == "throughput":
-        few_rows(group)
+        few_rows(group, 8, {**options, "gemm": "torch"})  # of each expert
     else:
-        by_hand(group)
-        pushed_by_hand(group)
+        for overlap in ("none", "gemm_push"):
+            by_hand(group, overlap)
 
 
 def all_failures(group: weft.Group, mode: str) -> None:
@@ -86,10 +88,10 @@ def all_failures(group: weft.Group, mode: str) -> None:
     aborted(group, {"mode": mode})
 
 
-def replayed(group: weft.Group, name: str, gemm: str, overlap: str, mode: str) -> None:
+def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> None:
     """One graph, replayed with new tokens, routing and counts."""
-    case = Case(CONFIGS[name], tokens=(16, 16))
-    with case.open(group, gemm=gemm, overlap=overlap, mode=mode) as layer:
+    fp8 = bool(options.get("fp8"))
+    with case.open(group, **options) as layer:
         x, logits = case.of(group.rank, group.device)
         count = torch.tensor([16], dtype=torch.int32, device=group.device)
         out = torch.empty_like(x)
@@ -99,59 +101,39 @@ def replayed(group: weft.Group, name: str, gemm: str, overlap: str, mode: str) -
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layer(x, logits, num_tokens=count, out=out)
-        for seed in range(1, 6):
+        for seed in range(1, replays + 1):
             fresh = case.next(seed=seed).of(group.rank, group.device)
             x.copy_(fresh[0])
             logits.copy_(fresh[1])
-            real = (16, 1, 0, 7, 13)[seed - 1]
+            real = (16, 1, 0, 7, 13)[(seed - 1) % 5]
             count.fill_(real)
+            out.fill_(float("nan"))
             poison(layer)
             graph.replay()
             settle(group)
-            wanted = case.wanted(layer, x[:real], logits[:real])
-            torch.testing.assert_close(
-                out[:real].float(), wanted, rtol=0, atol=bound(case.config, wanted)
-            )
             layer.check()
-        eager = layer(x, logits, num_tokens=count)
-        settle(group)
-        assert torch.equal(eager[:real], out[:real]), "a replay has the bits of a call"
-
-
-def fp8_replays(group: weft.Group, overlap: str) -> None:
-    """One graph of FP8 experts, replayed with new tokens and routing, has the bits of calls."""
-    case = Case(DEEP, tokens=(16, 16))
-    with case.open(group, mode="low_latency", fp8=True, overlap=overlap) as layer:
-        x, logits = case.of(group.rank, group.device)
-        out = torch.empty_like(x)
-        layer(x, logits, out=out)
-        settle(group)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layer(x, logits, out=out)
-        for seed in range(1, 40):
-            fresh = case.next(seed=seed).of(group.rank, group.device)
-            x.copy_(fresh[0])
-            logits.copy_(fresh[1])
-            out.fill_(float("nan"))
-            graph.replay()
+            if not fp8:
+                case.hold(out[:real], case.wanted(layer, x[:real], logits[:real]))
+            eager = layer(x, logits, num_tokens=count)
             settle(group)
-            layer.check()
-            assert torch.equal(bits(layer(x, logits)), bits(out))
-            settle(group)
+            assert torch.equal(bits(eager[:real]), bits(out[:real]))
 
 
 def all_graphs(group: weft.Group, mode: str) -> None:
-    for overlap in ("none", "shared_expert"):
-        for gemm in ("grouped", "torch"):
-            replayed(group, "deepseek", gemm, overlap, mode)
-    replayed(group, "gpt-oss", "grouped", "none", mode)
-    replayed(group, "llama", "grouped", "shared_expert", mode)
-    replayed(group, "deepseek", "grouped", "gemm_push", mode)
+    graphs = [
+        *(("deepseek", gemm, each) for gemm in ("grouped", "torch") for each in OVERLAPS[:2]),
+        ("gpt-oss", "grouped", "none"),
+        ("llama", "grouped", "shared_expert"),
+        ("deepseek", "grouped", "gemm_push"),
+    ]
     if mode == "low_latency":
-        replayed(group, "gpt-oss", "grouped", "gemm_push", mode)
+        graphs.append(("gpt-oss", "grouped", "gemm_push"))
+    for name, gemm, overlap in graphs:
+        case = Case(CONFIGS[name], tokens=(16, 16))
+        replayed(group, case, 5, gemm=gemm, overlap=overlap, mode=mode)
+    if mode == "low_latency":
         for overlap in ("shared_expert", "gemm_push"):
-            fp8_replays(group, overlap)
+            replayed(group, Case(PAIRS, tokens=(16, 16)), 39, fp8=True, overlap=overlap, mode=mode)
 
 
 @BOTH

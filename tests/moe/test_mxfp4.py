@@ -11,7 +11,7 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, dequantized
-from tests.moe.test_overlap import one_result
+from tests.moe.test_layer import one_result
 from tests.rounds import settle
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
