@@ -20,7 +20,7 @@ import torch
 
 import weft
 from tests.faults import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
-from tests.moe.layers import EXPERTS, WIDER, Case, bound
+from tests.moe.layers import EXPERTS, WIDER, Case
 from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll
 from weft.moe import ExpertWeights, MoEConfig, Routing, throughput
@@ -178,8 +178,7 @@ def against_reference(layers: Layers) -> None:
     settle(group)
     wanted = case.wanted(layers.plain, x, logits, fp8=layers.fp8)
     slack = max(3.0 if layers.fp8 else 1.0, 16 / 5 if layers.fp8_home else 1.0)
-    limit = slack * bound(case.config, wanted)
-    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=limit)
+    case.hold(out, wanted, slack)
 
 
 def captured(step: Step) -> Callable[[], None]:

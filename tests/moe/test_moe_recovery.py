@@ -23,7 +23,7 @@ from weft.errors import (
     RendezvousFailed,
 )
 from weft.memory.launch import launch
-from weft.moe import ExpertWeights, MoE, Replicas, balance, replicas, route
+from weft.moe import MoE, Replicas, balance, replicas, route
 from weft.moe.replicas import moves
 
 RANKS, ORDER = 4, (2, 0)
@@ -80,17 +80,8 @@ def test_replicas_take_over(ranks, tmp_path, way):
 
 def without_replicas(group: weft.Group, folder: str, missing: str, way: str) -> None:
     device, case = group.device, CASE
-
-    def weights(local: tuple[int, ...]) -> ExpertWeights:
-        return ExpertWeights.stack(case.config, [case.expert(e) for e in local], device)
-
-    config, shared, options = case.config, case.shared(device), WAYS[way]
-    with (
-        surviving(group, folder) as survivors,
-        MoE(
-            group, config, weights, max_tokens=16, shared=shared, missing=missing, **options
-        ) as layer,
-    ):
+    options = {"max_tokens": 16, "missing": missing, **WAYS[way]}
+    with surviving(group, folder) as survivors, case.open(group, **options) as layer:
         call(layer, 0)
         owners = layer.exchange.placement.ranks
         gone = [e for e, rank in enumerate(owners) if rank == 2]
@@ -106,7 +97,7 @@ def without_replicas(group: weft.Group, folder: str, missing: str, way: str) -> 
             lose(survivors, layer, 2)
             for seed in range(4):
                 x, logits = case.next(seed=seed).of(group.rank, device)
-                ids, weigh = route(config.routing, logits)
+                ids, weigh = route(case.config.routing, logits)
                 kept = dropped(ids, owners, survivors.ranks)
                 given = layer(x, topk_ids=kept, topk_weights=weigh)
                 assert torch.equal(layer(x, logits), given)
@@ -151,8 +142,7 @@ def interrupted(group: weft.Group, when: str) -> None:
                 again()
         with pytest.raises(InvalidArgument, match="no rank has their weights"):
             layer.relocate(turned)
-        mine = [CASE.expert(e) for e in turned.local(group.rank)]
-        layer.relocate(turned, weights=ExpertWeights.stack(CASE.config, mine, group.device))
+        layer.relocate(turned, weights=CASE.weights(turned.local(group.rank), group.device))
         for seed in range(4):
             call(layer, seed)
         layer.relocate(THRICE)  # among the living, who hold all experts

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, EXPERTS, Case, bound, dequantized
+from tests.moe.layers import CONFIGS, EXPERTS, Case, dequantized
 from tests.moe.test_layer import one_result
 from tests.rounds import settle
 from weft.errors import InvalidArgument
@@ -21,6 +21,7 @@ from weft.moe import ExpertWeights, Gating, MoEConfig, Routing, balance
 from weft.moe.choice import MODES
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYERS = ["deepseek", "gpt-oss", "deepseek-v4.1", "kimi-k3"]
 LOADS, OTHER = [9.0, 1, 1, 7, 1, 1, 2, 3], [1.0, 1, 8, 1, 1, 6, 1, 9]
 
 
@@ -46,9 +47,17 @@ def case_of(name: str, *tokens: int) -> Case:
     return Case(ALL[name], tokens, mxfp4=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["deepseek", "gpt-oss", "deepseek-v4.1", "kimi-k3"])
+@pytest.mark.parametrize(
+    ("name", "mode", "kind"),
+    [
+        *(
+            pytest.param(name, mode, "cuda", marks=pytest.mark.gpu)
+            for name in LAYERS
+            for mode in MODES
+        ),
+        *((name, MODES[number % 2], "threads") for number, name in enumerate(LAYERS)),
+    ],
+)
 def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):
     options = {"gemm": "grouped", "fp8": True, "mode": mode}
     ranks(2, kind)(one_result, case_of(name, 7, 4), options)
@@ -59,13 +68,11 @@ def siblings(group: weft.Group) -> bool:
     case = case_of("softmax", 5, 3)
     x, logits = case.of(group.rank, group.device)
     with case.open(group, fp8=True) as layer:
-        stacked = [case.expert(expert) for expert in layer.local_experts]
-        every = ExpertWeights.stack(case.config, stacked, group.device)
+        every = case.weights(layer.local_experts, group.device)
         for other in (case.next(mxfp4=False), case):
             with layer.sibling(other.packed(every)) as sibling:
                 out, wanted = sibling(x, logits), other.wanted(layer, x, logits, fp8=True)
-                slack = 3 * bound(case.config, wanted)
-                torch.testing.assert_close(out.float(), wanted, rtol=0, atol=slack)
+                case.hold(out, wanted, slack=3)
         assert torch.equal(layer(x, logits), out)
     return True
 
@@ -80,22 +87,18 @@ def relocated(group: weft.Group) -> bool:
     case = case_of("gpt-oss", 6, 5)
     first, second = (balance(loads, 2, replicas=2) for loads in (LOADS, OTHER))
     x, logits = case.of(group.rank, group.device)
-    every = ExpertWeights.stack(case.config, [case.expert(e) for e in range(EXPERTS)], group.device)
+    every = case.weights(range(EXPERTS), group.device)
     with case.open(group, fp8=True, replicas=first) as layer:
         assert layer.relocate(second) > 0
         for tensor, whole in zip(layer._weights.tensors, case.packed(every).tensors, strict=True):
             assert torch.equal(tensor, whole[list(second.local(group.rank))])
         out, wanted = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
-        torch.testing.assert_close(out.float(), wanted, rtol=0, atol=4 * bound(case.config, wanted))
-        local = [case.expert(expert) for expert in first.local(group.rank)]
-        mine = ExpertWeights.stack(case.config, local, group.device)
+        case.hold(out, wanted, slack=4)
+        mine = case.weights(first.local(group.rank), group.device)
         with pytest.raises(InvalidArgument, match=r"weights are torch.float8_e4m3fn, those of the"):
             layer.relocate(first, weights=mine.to_fp8())
         layer.relocate(first, weights=mine.to_mxfp4())
-        again = layer(x, logits)
-        torch.testing.assert_close(
-            again.float(), wanted, rtol=0, atol=4 * bound(case.config, wanted)
-        )
+        case.hold(layer(x, logits), wanted, slack=4)
         settle(group.device)
     return True
 
@@ -105,41 +108,30 @@ def test_experts_are_relocated(ranks, kind):
     assert ranks(2, kind)(relocated) == [True] * 2
 
 
-def weights(**changes: Any) -> tuple[ExpertWeights, Case]:
-    case = case_of("softmax", 1)
-    case = case.next(config=replace(case.config, **changes))
-    return ExpertWeights.stack(case.config, [case.expert(e) for e in range(EXPERTS)]), case
-
-
-def test_weights_are_checked():
-    plain, case = weights()
-    packed, cpu = plain.to_mxfp4(), torch.device("cpu")
-    packed.check(case.config, EXPERTS, cpu, fp8=True)
-    for wrong, words in (
-        (packed, None),
-        (replace(packed, gate_up_scale=None), "gate_up_scale"),
-        (replace(packed, down_scale=torch.ones(EXPERTS, 2, 1)), "down_scale has shape"),
-        (replace(packed, down=plain.to_fp8().down), "down has"),
-        (replace(packed, gate_up=packed.gate_up[:, :2].contiguous()), "gate_up has shape"),
-    ):
-        if words is None:
-            with pytest.raises(InvalidArgument, match="build the layer with fp8=True|has dtype"):
-                wrong.check(case.config, EXPERTS, cpu)
-        else:
-            with pytest.raises(InvalidArgument, match=words):
-                wrong.check(case.config, EXPERTS, cpu, fp8=True)
+def test_weights_are_rounded_to_four_bits_and_checked():
+    case, cpu = case_of("softmax", 1), torch.device("cpu")
+    config, plain = case.config, case.weights(range(EXPERTS), cpu)
+    packed = plain.to_mxfp4()
+    packed.check(config, EXPERTS, cpu, fp8=True)
+    for name in ("gate_up", "down"):
+        exact = getattr(plain, name).float()
+        error = (dequantized(packed, name) - exact).square().mean().sqrt()
+        assert 0.05 < error / exact.square().mean().sqrt() < 0.15
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"gate_up_scale": None}, "gate_up_scale"),
+        ({"down_scale": torch.ones(EXPERTS, 2, 1)}, "down_scale has shape"),
+        ({"down": plain.to_fp8().down}, "down has"),
+        ({"gate_up": packed.gate_up[:, :2].contiguous()}, "gate_up has shape"),
+    ]
+    for changes, words in wrong:
+        with pytest.raises(InvalidArgument, match=words):
+            replace(packed, **changes).check(config, EXPERTS, cpu, fp8=True)
+    with pytest.raises(InvalidArgument, match="build the layer with fp8=True|has dtype"):
+        packed.check(config, EXPERTS, cpu)
     with pytest.raises(InvalidArgument, match="the layer is torch.float32; MXFP4 weights are for"):
-        packed.check(replace(case.config, dtype=torch.float32), EXPERTS, cpu, fp8=True)
+        packed.check(replace(config, dtype=torch.float32), EXPERTS, cpu, fp8=True)
     with pytest.raises(InvalidArgument, match="torch.uint8 with scales; MXFP4 is made of"):
         packed.to_mxfp4()
-
-
-def test_numbers_are_rounded_to_four_bits():
-    plain, _ = weights()
-    packed = plain.to_mxfp4()
-    for name in ("gate_up", "down"):
-        error = (dequantized(packed, name) - getattr(plain, name).float()).square().mean().sqrt()
-        assert 0.05 < error / getattr(plain, name).float().square().mean().sqrt() < 0.15
 
 
 def test_gpus_that_are_not_hopper_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -193,15 +185,13 @@ def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict
 def test_weights_in_memory_keep_their_numbers(interleaved):
     given, whole = in_memory(far_apart=False)
     wanted = padded_with_zeros(whole, interleaved)
-    packed = ExpertWeights.from_mxfp4(IN_MEMORY, interleaved=interleaved, **given)
-    packed.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
-    wide = ExpertWeights.from_mxfp4(IN_MEMORY, interleaved=interleaved, packed=False, **given)
-    wide.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
-    for name in ("gate_up", "down"):
-        assert torch.equal(dequantized(packed, name), wanted[name])
-        assert torch.equal(dequantized(wide, name), wanted[name])
-        assert torch.equal(getattr(packed, f"{name}_bias"), wanted[f"{name}_bias"])
-        assert torch.equal(getattr(wide, f"{name}_bias"), wanted[f"{name}_bias"])
+    for packed in (True, False):
+        options = {"interleaved": interleaved, "packed": packed}
+        found = ExpertWeights.from_mxfp4(IN_MEMORY, **options, **given)
+        found.check(IN_MEMORY, 3, torch.device("cpu"), fp8=True)
+        for name in ("gate_up", "down"):
+            assert torch.equal(dequantized(found, name), wanted[name])
+            assert torch.equal(getattr(found, f"{name}_bias"), wanted[f"{name}_bias"])
 
 
 def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
@@ -219,27 +209,23 @@ def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
     assert torch.equal(off > 0, (off > 0) & (wanted.abs() < largest * 2.0**-14))
 
 
-REFUSED_IN_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
-    "a scale that is NaN": (
-        {"gate_up_scale": torch.full((3, 192, 5), 255, dtype=torch.uint8)},
-        "expert 0, gate_up of rows 0..(, row 0)? has a scale of 255, which is NaN",
-    ),
-    "another size": (
-        {"config": replace(IN_MEMORY, hidden=384)},
-        "the config 128 and 384; its size",
-    ),
-    "a list": ({"gate_up": [[1]]}, "gate_up is a list; it must be a torch.Tensor"),
-    "a matrix": (
-        {"down": torch.zeros(160, 48, dtype=torch.uint8)},
-        r"down has shape \[160, 48\]; it must be \[local_experts, rows, columns\]",
-    ),
-    "no bias": ({"down_bias": None}, r"down_bias is None; it must be \[3, 160\]"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED_IN_MEMORY)
-def test_weights_in_memory_that_are_refused(what):
-    more, text = REFUSED_IN_MEMORY[what]
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (
+            {"gate_up_scale": torch.full((3, 192, 5), 255, dtype=torch.uint8)},
+            "expert 0, gate_up of rows 0..(, row 0)? has a scale of 255, which is NaN",
+        ),
+        ({"config": replace(IN_MEMORY, hidden=384)}, "the config 128 and 384; its size"),
+        ({"gate_up": [[1]]}, "gate_up is a list; it must be a torch.Tensor"),
+        (
+            {"down": torch.zeros(160, 48, dtype=torch.uint8)},
+            r"down has shape \[160, 48\]; it must be \[local_experts, rows, columns\]",
+        ),
+        ({"down_bias": None}, r"down_bias is None; it must be \[3, 160\]"),
+    ],
+)
+def test_weights_in_memory_that_are_refused(more, text):
     given = {"config": IN_MEMORY, **in_memory(far_apart=False)[0], **more}
     for packed in (False, True):
         with pytest.raises(InvalidArgument, match=text):

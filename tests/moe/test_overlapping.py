@@ -19,11 +19,11 @@ SOUND = dict.fromkeys(MODES, 0)
 
 
 def test_rounds_of_every_overlap_in_any_order(ranks):
-    assert ranks(2, "threads")(replay, 30, {**TILED, "fp8": True}) == [SOUND] * 2
+    assert ranks(2, "threads")(replay, 14, {**TILED, "fp8": True}) == [SOUND] * 2
 
 
 def test_late_ranks_and_odd_routing(ranks):
-    assert ranks(3, "threads")(odd, 30, 3, 48, TILED, True) == [SOUND] * 3
+    assert ranks(3, "threads")(odd, 12, 3, 48, TILED, True) == [SOUND] * 3
 
 
 def spoiled(group: weft.Group, how: str) -> dict[str, int]:
