@@ -8,7 +8,7 @@
 # multicast stays off.
 what=${1:-}
 if [[ -z $what || -z ${scripts[$what]:-} ]]; then
-    sed -n 4p "$0" >&2
+    sed -n 's/^# *\(run.sh \)/\1/p' "$0" >&2
     exit 2
 fi
 shift

@@ -20,7 +20,7 @@ for argument in "$@"; do
         out=$argument
     fi
 done
-[[ -n $out ]] || { sed -n 4p "$0" >&2 && exit 2; }
+[[ -n $out ]] || { sed -n 's/^# *\(pack_[a-z]*\.sh \)/\1/p' "$0" >&2 && exit 2; }
 shared=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$shared/../../.." && pwd)
 if [[ -d $out && -n $(ls -A "$out") && ! -f $out/.packed ]]; then
