@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what code a figure is: the commit, wherever the package lies, and the kernels' headers."""
+"""The code that a figure is of: its commit, and the digest of the kernels' headers."""
 
 from __future__ import annotations
 
@@ -31,37 +31,25 @@ def checkout(tmp_path, monkeypatch):
     return git
 
 
-def test_a_checkout_says_its_commit(checkout, tmp_path):
+def test_the_commit_is_of_the_checkout_that_holds_the_package(checkout, tmp_path, monkeypatch):
     commit = checkout("rev-parse", "HEAD")
-    assert describe_code() == {
-        "version": weft.__version__,
-        "commit": commit,
-        "headers": header_digest(),
-    }
+    expected = {"version": weft.__version__, "commit": commit, "headers": header_digest()}
+    assert describe_code() == expected
     (tmp_path / "beside").write_text("untracked files change no code")
     assert describe_code()["commit"] == commit
     (tmp_path / "file").write_text("two")
     assert describe_code()["commit"] == f"{commit}-dirty"
-
-
-def test_a_package_in_somebodys_checkout_is_not_of_their_commit(checkout, tmp_path, monkeypatch):
-    inside = tmp_path / "lib" / "site-packages"
+    inside = tmp_path / "lib" / "site-packages"  # of another project's checkout
     inside.mkdir(parents=True)
     monkeypatch.setattr(machine, "INCLUDE_ROOT", inside)
     assert describe_code()["commit"] is None
-    monkeypatch.setenv("WEFT_COMMIT", "c0ffee")
-    assert describe_code()["commit"] == "c0ffee"
-
-
-def test_nothing_fails_without_git(tmp_path, monkeypatch):
-    monkeypatch.delenv("WEFT_COMMIT", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "")  # without git
     assert describe_code()["commit"] is None
     monkeypatch.setenv("WEFT_COMMIT", "c0ffee-dirty")
     assert describe_code()["commit"] == "c0ffee-dirty"
 
 
-def test_captions_say_it(monkeypatch):
+def test_captions_name_the_code(monkeypatch):
     found = describe_machine([])
     assert found["weft"] == describe_code()
     found["weft"] = {"version": "1.0", "commit": "0123456789abcdef-dirty", "headers": "ab" * 32}
