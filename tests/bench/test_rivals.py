@@ -79,25 +79,28 @@ def installed(threads):
     return threads
 
 
-def test_a_library_is_checked_and_timed(installed):
+def test_a_library_is_checked_before_it_is_timed(installed):
     (found,) = measure_rivals(SIZES, [LOOM])
     assert (found.library, found.status) == ("Loom 2.1", "measured")
     assert list(found.samples_us) == [3], "of its sizes"
     assert [len(rank) for rank in found.samples_us[3]["pair"]] == [2, 2]
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "nobody may use multicast"
-
-
-@pytest.mark.parametrize("spoil", [1.0, float("nan")])
-def test_a_wrong_library_has_no_figure(installed, spoil):
-    installed.setattr(_Library, "spoil", spoil)
-    (found,) = measure_rivals(SIZES, [LOOM])
-    assert found.status.startswith("check failed, 3 tokens: rank 1: a number is off by")
-    assert found.samples_us == {}
+    for spoil in (1.0, float("nan")):
+        installed.setattr(_Library, "spoil", spoil)
+        (found,) = measure_rivals(SIZES, [LOOM])
+        assert found.status.startswith("check failed, 3 tokens: rank 1: a number is off by")
+        assert found.samples_us == {}
 
 
 def test_what_cannot_be_measured_is_a_status(installed):
     def no_gpu(group, case, most):
         raise DriverError("no such GPU")
+
+    asked = []
+
+    def refuses(case):
+        asked.append((case.payload, case.quantize, case.combine_dtype))
+        return "too few"
 
     def status(case, **changes):
         (found,) = measure_rivals(case, [replace(LOOM, **changes)])
@@ -105,21 +108,11 @@ def test_what_cannot_be_measured_is_a_status(installed):
 
     assert "no such GPU" in status(SIZES, make=no_gpu)
     assert status(replace(SIZES, tokens=(1, 9))) == "serves none of these sizes"
-    assert status(SIZES, refuses=lambda case: "too few") == "too few"
+    ours = replace(SIZES, quantize="fp8", combine_dtype="fp8")
+    assert status(ours, refuses=refuses) == "too few"
+    assert asked == [("fp8", None, None)], "others are asked for what is like ours"
     assert status(SIZES, module="absent") == "not installed"
     assert status(replace(SIZES, quantize="mxfp8")) == "has nothing like it"
-
-
-def test_they_are_asked_for_what_is_like_ours(installed):
-    asked = []
-
-    def refuses(case):
-        asked.append((case.payload, case.quantize, case.combine_dtype))
-        return "seen"
-
-    ours = replace(SIZES, quantize="fp8", combine_dtype="fp8")
-    measure_rivals(ours, [replace(LOOM, refuses=refuses)])
-    assert asked == [("fp8", None, None)]
 
 
 def test_what_they_refuse():

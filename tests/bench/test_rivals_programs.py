@@ -94,27 +94,22 @@ def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
     assert "rank 1 is not 0" in line["error"]
 
 
-def test_a_program_without_cases_is_one_and_its_steps_are_counted(runner, tmp_path):
-    line = line_of(runner, runner.Program("steps", "DeepEP", "steps.py"), tmp_path / "out")
+def test_programs_without_cases_are_counted_and_ended(runner, tmp_path, monkeypatch):
+    line = line_of(runner, runner.Program("steps", "DeepEP", "steps.py"), tmp_path / "steps")
     assert (line["cases"], line["passed"], line["steps"], line.get("error")) == (1, 1, 2, None)
-
-
-def test_a_rank_that_waits_for_one_that_failed_is_ended(runner, tmp_path, monkeypatch):
     monkeypatch.setattr(runner.Program, "by_pytest", False)
-    alone = runner.Program("alone", "flashinfer", "alone.py", each_rank=True)
-    line = line_of(runner, alone, tmp_path / "out")
-    assert (line["failed"], line["error"]) == (1, "ValueError: rank 1 ends")
+    # A rank that waits for one that failed, and ranks that take longer than the limit.
+    for name, limit, error in (
+        ("alone", 600.0, "ValueError: rank 1 ends"),
+        ("hangs", 1.0, "over 1 s"),
+    ):
+        program = runner.Program(name, "flashinfer", f"{name}.py", each_rank=True)
+        line = line_of(runner, program, tmp_path / name, limit=limit)
+        assert line["failed"] == 1
+        assert line["error"].startswith(error)
 
 
-def test_the_limit_ends_a_program(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner.Program, "by_pytest", False)
-    hangs = runner.Program("hangs", "flashinfer", "hangs.py", each_rank=True)
-    line = line_of(runner, hangs, tmp_path / "out", limit=1.0)
-    assert line["failed"] == 1
-    assert line["error"].startswith("over 1 s")
-
-
-def test_what_cannot_run_is_told_and_not_run(runner, tmp_path, capsys):
+def test_what_cannot_run_is_reported_and_not_run(runner, tmp_path, capsys):
     refused = [program for program in runner.PROGRAMS if program.refused]
     assert refused
     line = line_of(runner, refused[0], tmp_path / "out")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.test_cases import LOW
 from tests.bench.test_skew import rounds_of
 from weft.bench import trace as tracing
 from weft.bench.moe import MoECase
@@ -20,21 +21,19 @@ KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SKEWS = [0, 5_000_000, -40_000]
 
 
-def settings_of(device: str) -> MoECase:
-    samples = 11 if device == "cuda" else 1
-    return MoECase(
-        ranks=3, device=device, tokens=(1, 6), samples=samples, hidden=64, top_k=4, experts=12
-    )
+def case_of(device: str) -> MoECase:
+    sizes: dict[str, Any] = {"tokens": (1, 6), "hidden": 64, "top_k": 4, "experts": 12}
+    return MoECase(ranks=3, device=device, samples=11 if device == "cuda" else 1, **sizes)
 
 
-def document_of(skews: list[int]) -> dict[str, Any]:
-    ranks = rounds_of(skews)
-    document = to_chrome(ranks, estimate_skew(ranks))
-    return dict(json.loads(json.dumps(document)))
+@pytest.fixture
+def document() -> dict[str, Any]:
+    ranks = rounds_of(SKEWS)
+    return dict(json.loads(json.dumps(to_chrome(ranks, estimate_skew(ranks)))))
 
 
-def test_every_event_is_one_that_the_format_knows():
-    events = document_of(SKEWS)["traceEvents"]
+def test_every_event_is_one_that_the_format_knows(document):
+    events = document["traceEvents"]
     for event in events:
         assert set(event) >= {"ph", "name", "pid", "tid"}, event
         assert event["pid"] in range(3)
@@ -51,9 +50,9 @@ def test_every_event_is_one_that_the_format_knows():
     assert all((e["pid"], e["tid"]) in names for e in events if e["ph"] == "X")
 
 
-def test_slices_of_a_track_do_not_overlap():
+def test_slices_of_a_track_do_not_overlap(document):
     tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in document_of(SKEWS)["traceEvents"]:
+    for event in document["traceEvents"]:
         if event["ph"] == "X":
             slices = tracks.setdefault((event["pid"], event["tid"]), [])
             slices.append((event["ts"], event["ts"] + event["dur"]))
@@ -63,8 +62,8 @@ def test_slices_of_a_track_do_not_overlap():
             assert before[1] <= after[0] + 1e-3
 
 
-def test_arrows_lead_from_a_flag_to_the_wait_that_it_ended():
-    events = document_of(SKEWS)["traceEvents"]
+def test_arrows_lead_from_a_flag_to_the_wait_that_it_ended(document):
+    events = document["traceEvents"]
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
     assert starts.keys() == ends.keys()
@@ -80,8 +79,8 @@ def test_arrows_lead_from_a_flag_to_the_wait_that_it_ended():
         )  # fmt: skip
 
 
-def test_the_metadata_say_what_the_clocks_are_worth():
-    found = document_of(SKEWS)["metadata"]
+def test_the_metadata_say_what_the_clocks_are_worth(document):
+    found = document["metadata"]
     assert 0 < found["uncertainty_ns"] < 2000
     for offset, skew in zip(found["offsets_ns"], SKEWS, strict=True):
         assert abs(offset + skew) <= found["uncertainty_ns"]
@@ -90,23 +89,28 @@ def test_the_metadata_say_what_the_clocks_are_worth():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_holds_the_last_rounds_of_every_rank(tmp_path, kind):
     path = tmp_path / "trace.json"
-    assert tracing.trace(path, settings_of(kind)) is None
+    assert tracing.trace(path, case_of(kind)) is None
     document = json.loads(path.read_text())
     slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
     counts = Counter((e["pid"], e["name"]) for e in slices)
     for rank in range(3):
         assert ROUNDS - 2 <= counts[rank, "reduce"] <= ROUNDS  # one may take less than a tick
         assert counts[rank, "send"] >= ROUNDS - 2
-    assert document["metadata"]["tokens_per_rank"] == 6
-    assert document["metadata"]["ranks"] == 3
-    assert document["metadata"]["profiled_pair_us"] > 0
-    if kind == "cpu":
-        assert document["metadata"]["uncertainty_ns"] == 0
-    else:
-        assert document["metadata"]["tick_ns"] >= 1
+    found = document["metadata"]
+    assert (found["tokens_per_rank"], found["ranks"]) == (6, 3)
+    assert found["profiled_pair_us"] > 0
+    assert found["tick_ns"] >= 1 if kind == "cuda" else found["uncertainty_ns"] == 0
+
+
+def test_a_trace_of_low_latency(tmp_path, threads):
+    assert tracing.trace(tmp_path / "trace.json", LOW) is None
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in slices} == {0, 1}
+    assert {event["name"] for event in slices} >= {"receive rows", "copy"}
 
 
 def test_a_wrong_result_is_reported_and_nothing_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tracing, "on_ranks", lambda *_: [("rank 0: wrong", [], 0.0)])
-    assert tracing.trace(tmp_path / "t.json", settings_of("cpu")) == "rank 0: wrong"
+    assert tracing.trace(tmp_path / "t.json", case_of("cpu")) == "rank 0: wrong"
     assert list(tmp_path.iterdir()) == []
