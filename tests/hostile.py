@@ -165,21 +165,34 @@ def shows(text: str, value: Any) -> bool:
 
 
 def refuses(row: Row) -> int:
-    """Try every hostile value in every argument; how many were refused."""
+    """Pass every hostile value to every argument and return the number of refusals.
+
+    In a fuzz (tests/test_fuzz.py) several arguments are hostile at a time, drawn at random.
+    """
+    if fuzz is not None:
+        return fuzz(row)
     count = 0
     for name, kind in row.kinds.items():
         word = row.names.get(name, name)
         for value in kind.hostile(row.good.get(name)):
-            where = f"{row.call.__qualname__}({name}={shown(value)}"
-            try:
-                row.call(**{**row.good, name: value})
-            except UsageError as error:
-                text = str(error)
-            except Exception as error:
-                pytest.fail(f"{where}) raised {type(error).__name__}: {error}")
-            else:
-                pytest.fail(f"{where}) was taken")
-            assert word in text, f"{where}) does not name it: {text}"
-            assert shows(text, value), f"{where}) does not show it: {text}"
+            text, where = refusal(row, {name: value})
+            assert word in text, f"{where} does not name it: {text}"
+            assert shows(text, value), f"{where} does not show it: {text}"
             count += 1
     return count
+
+
+fuzz: Callable[[Row], int] | None = None
+
+
+def refusal(row: Row, values: Mapping[str, Any]) -> tuple[str, str]:
+    """The text of the UsageError that a call raises with `values`, and the call in words."""
+    shows_values = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+    where = f"{row.call.__qualname__}({shows_values})"
+    try:
+        row.call(**{**row.good, **values})
+    except UsageError as error:
+        return str(error), where
+    except Exception as error:
+        pytest.fail(f"{where} raised {type(error).__name__}: {error}")
+    pytest.fail(f"{where} was taken")

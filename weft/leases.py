@@ -20,11 +20,12 @@ import torch
 
 from weft.arguments import function, shown
 from weft.errors import InvalidArgument, OutOfOrder, WeftError
+from weft.keywords import bind
 from weft.memory import Group
 from weft.memory.messages import Creation
 from weft.moe import MoE
 from weft.runtime.check import check_group
-from weft.runtime.operator import Operator, close_all
+from weft.runtime.operator import Operator, call_all
 
 # What layers of one workspace differ in; of the replicas only their number is the workspace's.
 OF_A_LAYER = ("weights", "shared", "correction", "replicas")
@@ -85,7 +86,7 @@ class Lease(Generic[T]):
             known = _of_group.get(self._group)
             if known is not None and known.get(self._key) is self._shared:
                 del known[self._key]
-            close_all(self.operator.close, self._shared.operator.close)
+            call_all(self.operator.close, self._shared.operator.close)
         elif isinstance(self.operator, MoE):
             self.operator.close()
 
@@ -121,7 +122,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     """
     check_group(group)
     function("kind", kind, "such as weft.AllToAll")
-    bound = inspect.signature(kind).bind(group, *args, **options)
+    bound = bind(kind, kind.__name__, (group, *args), options)
     bound.apply_defaults()
     sizes = {name: value for name, value in bound.arguments.items() if name != "group"}
     key = (kind, *(_key(kind, name, value) for name, value in sizes.items()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from typing import Never
 
 import torch
 
@@ -26,6 +27,7 @@ from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import flags, integer, listed, one_of, refuse
 from weft.errors import InvalidArgument
+from weft.keywords import refuse_unknown
 from weft.memory import Group
 from weft.memory.driver import as_creation
 from weft.memory.header import ErrorRecord
@@ -146,6 +148,7 @@ class AllReduce(Operator):
         quant_out: Requested = None,
         scale_out: Requested = None,
         backend: str = "auto",
+        **_unknown: Never,
     ) -> Reduced:
         """Sum all ranks' rows and make the requested outputs.
 
@@ -179,6 +182,8 @@ class AllReduce(Operator):
             OutOfOrder: another thread is in a call, or the object is closed.
             GroupError: the group is broken, or ranks made different calls.
         """
+        if _unknown:
+            refuse_unknown(self.fused, _unknown)
         given = (out, residual_out, norm_out, quant_out, scale_out)
         call = Fused(x, residual, weight, *given, quant, prologue, eps, weight_bias)
         if torch.compiler.is_dynamo_compiling():

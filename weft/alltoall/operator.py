@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from enum import Enum
+from typing import Never
 
 import torch
 
@@ -20,6 +21,7 @@ from weft.alltoall.received import Received, by_host, with_rows
 from weft.arguments import flags
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.hosts.operator import AcrossHosts
+from weft.keywords import refuse_unknown
 from weft.memory import Group, Heap
 from weft.memory.driver import as_creation
 from weft.memory.header import header_bytes
@@ -167,6 +169,7 @@ class AllToAll(Placed, AcrossHosts):
         num_tokens: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
         rows: int | None = None,
+        **_unknown: Never,
     ) -> Received:
         """Send this rank's tokens and return what all ranks sent here.
 
@@ -195,6 +198,8 @@ class AllToAll(Placed, AcrossHosts):
             GeometryMismatch: ranks passed different `rows`.
             GroupError: the group is broken.
         """
+        if _unknown:
+            refuse_unknown(self.dispatch, _unknown)
         tensors = tensors_of("x", x)
         if torch.compiler.is_dynamo_compiling():
             self._traced_tokens = topk_ids.shape[0]
@@ -238,6 +243,7 @@ class AllToAll(Placed, AcrossHosts):
         *,
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
+        **_unknown: Never,
     ) -> torch.Tensor:
         """Sum every token's rows at its owner: `out[t] = sum over ranks + add[t]`.
 
@@ -259,6 +265,8 @@ class AllToAll(Placed, AcrossHosts):
             OutOfOrder: there is no dispatch to combine, or the object is closed.
             GroupError: the group is broken.
         """
+        if _unknown:
+            refuse_unknown(self.combine, _unknown)
         if torch.compiler.is_dynamo_compiling():
             return traced.combine(self, y, out, add)
         return self._combine("combine", y, out, add)
@@ -272,6 +280,7 @@ class AllToAll(Placed, AcrossHosts):
         num_tokens: torch.Tensor | None = None,
         stats: torch.Tensor | None = None,
         rows: int | None = None,
+        **_unknown: Never,
     ) -> None:
         """Send this rank's tokens without waiting for a peer: the first half of `dispatch`.
 
@@ -286,6 +295,8 @@ class AllToAll(Placed, AcrossHosts):
             stats: As in `dispatch`.
             rows: As in `dispatch`.
         """
+        if _unknown:
+            refuse_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
         tensors, entry = tensors_of("x", x), "dispatch_send"
         self._dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)

@@ -32,7 +32,7 @@ from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.library import untraced
-from weft.runtime.operator import close_all
+from weft.runtime.operator import call_all
 from weft.runtime.stream import capturing
 from weft.shape import MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
@@ -658,9 +658,7 @@ class Buffer:
     def check(self) -> None:
         """Raise what the device has recorded; weft's own. Once a step, after a synchronisation."""
         self._check_open()
-        for exchange in self._exchanges.values():
-            exchange.check()
-        self._normal.check()
+        call_all(*(exchange.check for exchange in self._exchanges.values()), self._normal.check)
 
     def destroy(self) -> None:
         """Give all memory back. Waits for this rank's own work. Idempotent."""
@@ -671,7 +669,7 @@ class Buffer:
         self._exchanges.clear()
         self._inputs.clear()
         close_group = [self._group.close] if self._owns_group else []
-        close_all(*closes, self._normal.close, *close_group)
+        call_all(*closes, self._normal.close, *close_group)
 
     def _check(
         self,

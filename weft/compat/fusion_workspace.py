@@ -17,7 +17,7 @@ from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, refuse_capture, renamed
 from weft.errors import OutOfOrder, UsageError
 from weft.memory import Group
-from weft.runtime.operator import close_all
+from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES
 
 # What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
@@ -205,8 +205,7 @@ class AllReduceFusionWorkspace:
     def check(self) -> None:
         """Raise what the device has recorded (`weft.AllReduce.check`)."""
         self.open()
-        for reduce in self._reduces.values():
-            reduce.check()
+        call_all(*(reduce.check for reduce in self._reduces.values()))
 
     def destroy(self) -> None:
         """Free the memory, and the group if it was not given. Local and idempotent."""
@@ -214,7 +213,7 @@ class AllReduceFusionWorkspace:
         self._reduces.clear()
         self._scales.clear()
         self._indices.clear()
-        close_all(*closes, self._release)
+        call_all(*closes, self._release)
 
     def __enter__(self) -> AllReduceFusionWorkspace:
         return self

@@ -36,7 +36,7 @@ from weft.leases import Lease, lease
 from weft.memory import Group
 from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
 from weft.runtime.library import untraced
-from weft.runtime.operator import close_all
+from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 
@@ -477,7 +477,7 @@ class MoeAlltoAll:
 
 
 def _give_up(shared: Lease[MoeWorkspace], release: Callable[[], None], away: set[AllToAll]) -> None:
-    close_all(lambda: shared.operator.drop(away), shared.close, release)
+    call_all(lambda: shared.operator.drop(away), shared.close, release)
 
 
 def _fill_unrouted(view: torch.Tensor, ids: torch.Tensor, value: int) -> None:

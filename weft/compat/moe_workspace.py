@@ -11,9 +11,10 @@ import torch
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.compat.refusals import refuse_capture
+from weft.errors import UsageError
 from weft.memory import Group
 from weft.runtime.identity import MAX_LAYERS
-from weft.runtime.operator import close_all
+from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES
 
 RowBytes = tuple[int, ...]  # of each payload: the memory of a dispatch follows from them
@@ -57,6 +58,7 @@ class MoeWorkspace:
         self._stats = stats
         self.rows: dict[RowBytes, CombineRow] = {}
         self._operators: dict[tuple[RowBytes, CombineRow], AllToAll] = {}
+        self._unseen: list[UsageError] = []  # of all-to-alls that are closed
         self._layers = 0
         # What a dispatch sends that brings no statistics.
         self.no_stats: torch.Tensor | None = None
@@ -99,7 +101,10 @@ class MoeWorkspace:
         self.rows[payloads] = row
         if first:
             for key in [k for k in self._operators if k[0] == payloads and k[1] != row]:
-                self._operators.pop(key).close()
+                try:
+                    self._operators.pop(key).close()
+                except UsageError as error:  # refused ids: the round of this call was another one
+                    self._unseen.append(error)
 
     def drop(self, operators: Collection[AllToAll]) -> None:
         """Close those of them that work: a caller has left their round, and peers are told.
@@ -107,20 +112,22 @@ class MoeWorkspace:
         Local. Where every rank left, the next call that needs one makes it anew on all of them.
         Broken ones stay, to raise the reason in later calls.
         """
-        for key, each in list(self._operators.items()):
-            if each in operators and not each.broken:
-                self._operators.pop(key).close()
+        left = [k for k, each in self._operators.items() if each in operators and not each.broken]
+        call_all(*(self._operators.pop(key).close for key in left))
 
     def check(self) -> None:
         """Raise what the device has recorded for any of its all-to-alls."""
-        for operator in self._operators.values():
-            operator.check()
+        call_all(*(operator.check for operator in self._operators.values()), self._raise_unseen)
 
     def close(self) -> None:
         """Give the memory back. Local."""
         closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
-        close_all(*closes)
+        call_all(*closes, self._raise_unseen)
+
+    def _raise_unseen(self) -> None:
+        if self._unseen:
+            raise self._unseen.pop()
 
     def _check_open(self) -> None:
         """A lease may share it: nobody else closes it."""

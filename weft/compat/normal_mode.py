@@ -30,7 +30,7 @@ from weft.compat.row_exchange import (
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
-from weft.runtime.operator import close_all
+from weft.runtime.operator import call_all
 from weft.runtime.stream import synchronize_stream
 
 E = TypeVar("E", bound=RowExchange)
@@ -161,8 +161,10 @@ class NormalMode:
 
     def check(self) -> None:
         """Raise what the device has recorded; waits for it after dispatches with a bound."""
-        for exchange in self.exchanges.values():
-            exchange.a2a.check()
+        checks = [exchange.a2a.check for exchange in self.exchanges.values()]
+        call_all(*checks, self._raise_refused)
+
+    def _raise_refused(self) -> None:
         refused = int(self._refused) if self._bounded else 0
         if refused:
             self._refused.zero_()
@@ -175,7 +177,7 @@ class NormalMode:
         """Give all memory back. Local."""
         closes = [exchange.close for exchange in self.exchanges.values()]
         self.exchanges.clear()
-        close_all(*closes)
+        call_all(*closes, self._raise_refused)
 
     def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
         """What was told, on the host: the one wait of a dispatch."""

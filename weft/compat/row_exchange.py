@@ -26,7 +26,7 @@ from weft.grouping.operator import RowGroups
 from weft.memory import Group
 from weft.memory.driver import plain_tensors
 from weft.runtime.kernels import Build, Kernels
-from weft.runtime.operator import close_all, one_call
+from weft.runtime.operator import call_all, one_call
 from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_TOP_K
 
@@ -105,7 +105,7 @@ class RowExchange:
 
     def close(self) -> None:
         """Give the memory back. Local."""
-        close_all(*(each.close for each in (*self._beside, self.a2a)))
+        call_all(*(each.close for each in (*self._beside, self.a2a)))
 
 
 class RowDispatch(RowExchange):

@@ -156,8 +156,9 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     experts, n, k = weight_sizes(b)
     check_like("b_scale", b_scale, b, (experts, n), (torch.float32,))
     units, k_blocks = n // UNIT_N, k // UNIT_K
+    words_a_lane = VALUE_BYTES // (_WARPS * _HALVES * _ROWS * _LANES * 4)
     words = b[..., :VALUE_BYTES].reshape(
-        experts, units, k_blocks, _WARPS, _HALVES, _ROWS, _LANES, -1, 2, 2
+        experts, units, k_blocks, _WARPS, _HALVES, _ROWS, _LANES, words_a_lane, 2, 2
     )
     # A word's bytes, in pairs: [..., 2 second or first, 2]; a byte's nibbles are two neighbours.
     magnitudes = torch.stack((words & 7, words >> 4 & 7), dim=-1).flatten(-2)
@@ -167,8 +168,10 @@ def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
     # experts, units, k_blocks, warps, halves, rows, lanes, blocks, sixteens, each
     order = (0, 1, 3, 4, 5, 2, 7, 8, 6, 9)
     numbers = numbers.permute(order).reshape(experts, n, k // BLOCK, BLOCK)
-    powers = b[..., VALUE_BYTES:].reshape(experts, units, k_blocks, _WARPS, _ROWS, _HALVES, -1)
-    powers = powers.permute(0, 1, 3, 5, 4, 2, 6).reshape(experts, n, -1, 1)
+    powers = b[..., VALUE_BYTES:].reshape(
+        experts, units, k_blocks, _WARPS, _ROWS, _HALVES, UNIT_K // BLOCK
+    )
+    powers = powers.permute(0, 1, 3, 5, 4, 2, 6).reshape(experts, n, k // BLOCK, 1)
     numbers = torch.ldexp(numbers, powers.int() // _TABLE_BYTES + LOWEST)
     return (numbers * b_scale.view(experts, n, 1, 1)).flatten(2)
 

@@ -11,7 +11,7 @@ import importlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -32,6 +32,7 @@ from weft.gemm.config import (
     fastest_plan,
 )
 from weft.gemm.config import plan as triton_plan
+from weft.keywords import refuse_unknown
 from weft.reference import quantize
 from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_tensor, refuse_tensor, tensors_key
@@ -81,6 +82,7 @@ def grouped_gemm(
     num_sms: int | None = None,
     programmatic_launch: bool = False,
     prefetch_weights: bool = False,
+    **_unknown: Never,
 ) -> Out:
     """Compute `out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
 
@@ -114,6 +116,8 @@ def grouped_gemm(
     Raises:
         InvalidArgument: an argument is invalid.
     """
+    if _unknown:
+        refuse_unknown(grouped_gemm, _unknown)
     if not isinstance(epilogue, Store | Gated | Push):
         refuse("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
     if plan is not None and not isinstance(plan, GemmPlan | WgmmaPlan):

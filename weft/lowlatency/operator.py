@@ -11,12 +11,14 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Never
 
 import torch
 
 from weft.arguments import flags, refuse
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.hosts.operator import AcrossHosts
+from weft.keywords import refuse_unknown
 from weft.lowlatency import compile as traced
 from weft.lowlatency.config import (
     LowLatencyCombineArgs,
@@ -201,6 +203,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
+        **_unknown: Never,
     ) -> ExpertRows:
         """Send this rank's tokens and return what all ranks sent to its experts.
 
@@ -222,6 +225,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             OutOfOrder: `slots` results are alive, or the object is closed.
             GroupError: the group is broken.
         """
+        if _unknown:
+            refuse_unknown(self.dispatch, _unknown)
         if torch.compiler.is_dynamo_compiling():
             return traced.dispatch(self, x, topk_ids, topk_weights)
         return self._dispatch("dispatch", x, topk_ids, topk_weights)
@@ -234,6 +239,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         handle: Handle,
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
+        **_unknown: Never,
     ) -> torch.Tensor:
         """Sum the experts' results at their tokens' owners.
 
@@ -259,6 +265,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             OutOfOrder: the handle was combined before, or the object is closed.
             GroupError: the group is broken.
         """
+        if _unknown:
+            refuse_unknown(self.combine, _unknown)
         if torch.compiler.is_dynamo_compiling() or traced.is_of_graph(handle):
             return traced.combine(self, y, topk_ids, topk_weights, handle, out, add)
         return self._combine("combine", y, topk_ids, topk_weights, handle, out, add)
@@ -268,6 +276,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None = None,
+        **_unknown: Never,
     ) -> tuple[ExpertRows, Hook]:
         """Send this rank's tokens without waiting: the first half of `dispatch`.
 
@@ -280,6 +289,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             The result, which holds nothing yet, and a function that receives it. Call that function
                 or `dispatch_recv`.
         """
+        if _unknown:
+            refuse_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
         return self._dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
 
@@ -300,6 +311,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         handle: Handle,
         out: torch.Tensor | None = None,
         add: torch.Tensor | None = None,
+        **_unknown: Never,
     ) -> tuple[torch.Tensor, Hook]:
         """Send rows to their owners: the first half of `combine`.
 
@@ -318,6 +330,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             `out`, which holds nothing yet, and a function that receives it. Call that function or
                 `combine_recv`.
         """
+        if _unknown:
+            refuse_unknown(self.combine_send, _unknown)
         self._check_split_phase("combine_send")
         result = self._combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
         return result, self._combine_receive

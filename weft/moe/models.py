@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from weft.arguments import adopt, flags, instance, integer, one_of
+from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.gemm.config import GateNumbers
 from weft.moe.hf import layer_of
 from weft.moe.router import Routing
-from weft.runtime.check import refuse_tensor
-from weft.shape import Shape
+from weft.runtime.check import check_apart, check_dense, check_tensor, refuse_tensor
+from weft.shape import DTYPE_NAMES, Shape
 
 MAX_COLUMNS = largest(Shape, "hidden")
 
@@ -41,13 +43,28 @@ class Gating(GateNumbers):
         gate_up.
 
         Args:
+            gate_up: bfloat16, float16 or float32, contiguous.
             out: Where to write, or None for a new tensor. Each step is rounded to gate_up's dtype.
+
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or layout, or out overlaps
+                gate_up.
         """
-        for name, tensor in (("gate_up", gate_up), ("out", out)):
-            if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "out"):
-                refuse_tensor(name, tensor)
+        if not isinstance(gate_up, torch.Tensor):
+            refuse_tensor("gate_up", gate_up)
+        check_dense("gate_up", gate_up)
+        if not gate_up.dim() or gate_up.shape[-1] % 2:
+            raise InvalidArgument(
+                f"gate_up has shape {list(gate_up.shape)}; it must be [..., 2 * intermediate]"
+            )
+        like: dict[str, Any] = {"dtypes": (*DTYPE_NAMES,), "device": gate_up.device}
+        check_tensor("gate_up", gate_up, shape=gate_up.shape, **like)
         gate, up = gate_up.chunk(2, dim=-1)
-        if out is None:
+        if out is not None:
+            like["dtypes"] = (gate_up.dtype,)
+            check_tensor("out", out, shape=gate.shape, **like)
+            check_apart("out", out, {"gate_up": gate_up})
+        else:
             out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         if self.limit is not None:
             gate.clamp_(max=self.limit)

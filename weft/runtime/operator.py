@@ -675,11 +675,11 @@ def _view_type(kind: type[Operator]) -> type[Any]:
     return type(kind.__name__, (kind,), slots)
 
 
-def close_all(*closes: Callable[[], object]) -> None:
-    """Call all of them in order, also after one has raised; raise the last error."""
+def call_all(*calls: Callable[[], object]) -> None:
+    """Make all calls in order, also after one has raised; raise the last error."""
     with contextlib.ExitStack() as stack:
-        for close in reversed(closes):
-            stack.callback(close)
+        for call in reversed(calls):
+            stack.callback(call)
 
 
 class OfOperator(Protocol):
