@@ -227,14 +227,13 @@ OBJECTS = (
 def calls_of(group: weft.Group, name: str, seed: int, count: int) -> int:
     """Rounds of one object with any arguments; afterwards a valid round has its earlier bits."""
     made = MODES[name](group)
-    before = made.call()
+    before = made.call()[-1]  # what the round results in; received rows behind counts are undefined
     chance = random.Random(f"{seed} {name}")
     drawn = free(chance, steps_of(group, name, made.what), count)
     if hasattr(made.what, "check"):
         with contextlib.suppress(BadExpertId):  # of ids that were drawn out of range
             made.what.check()
-    after = made.call()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), (name, seed)
+    assert torch.equal(made.call()[-1], before), (name, seed)
     group.barrier()
     made.give_back()
     return drawn
