@@ -177,6 +177,14 @@ def global_ids(group: weft.Group) -> None:
             a2a.combine()
             with pytest.raises(InvalidArgument, match="local_ids is .*int32 or int64"):
                 a2a.global_ids(x)
+            for wrong in (-2, len(a2a.local_experts), 2**31 - 1):
+                local = torch.tensor([[0, -1], [-1, wrong]], device=group.device)
+                if group.device.type == "cpu":
+                    with pytest.raises(InvalidArgument, match=f"local_ids holds {wrong}, but"):
+                        a2a.global_ids(local)
+                else:
+                    expected = [[a2a.local_experts[0], -1], [-1, 2**31 - 1]]
+                    assert a2a.global_ids(local).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

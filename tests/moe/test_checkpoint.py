@@ -22,9 +22,9 @@ from tests.gemm.cases import decode_mxfp4
 from tests.moe.layers import dequantized, widened
 from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
+from weft.json_files import read_json
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 from weft.moe.experts import to_blocks
-from weft.moe.formats import read_json
 
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file

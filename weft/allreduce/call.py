@@ -23,10 +23,12 @@ from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
 from weft.memory.header import Site
 from weft.runtime.check import (
+    Pair,
     check_alignment,
     check_tensor,
     check_tokens,
     extent,
+    overlap,
     refuse_tensor,
     tensors_key,
 )
@@ -152,8 +154,6 @@ def implied_outputs(
 
 Requested = torch.Tensor | bool | None  # an output: a tensor to write, True, False, or by default
 Maker = Callable[[], torch.Tensor]
-# index and bytes of a tensor, twice, and whether they may be exactly the same memory
-Pair = tuple[int, int, int, int, bool]
 GROUP = 128
 OUTPUTS = ("out", "residual_out", "norm_out", "quant_out", "scale_out")
 FIRST_OUTPUT, END_OUTPUT = ADDRESSES.index("out"), ADDRESSES.index("scale_out") + 1
@@ -169,8 +169,9 @@ PUBLIC = tuple(
 # The inputs that an output may exactly replace, and those that it may not touch.
 EXACT, NEVER = (
     tuple(ADDRESSES.index(name) for name in names)
-    for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index"))
+    for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index", "scale"))
 )
+OUT_AND_RESIDUAL = FIRST_OUTPUT, ADDRESSES.index("residual")
 _CONSTANTS = struct.Struct("<ff")  # eps, weight_bias
 _FACTOR = struct.Struct("<f")
 _BLOCK = struct.Struct(f"={len(ADDRESSES)}Q")
@@ -527,26 +528,17 @@ def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tens
     return made.t()[:tokens]
 
 
-def overlap(addresses: Sequence[int], pairs: Iterable[Pair]) -> Pair | None:
-    """The first pair of tensors that overlap though they must not."""
-    for pair in pairs:
-        i, size, j, other, exact = pair
-        a, b = addresses[i], addresses[j]
-        if a < b + other and b < a + size and not (exact and a == b):
-            return pair
-    return None
-
-
 def check_overlaps(addresses: Sequence[int], pairs: Iterable[Pair]) -> None:
-    """Outputs may replace x and residual exactly; any other overlap would read what it wrote.
+    """Raise InvalidArgument, naming both tensors, for an output that overlaps another tensor.
 
-    Raises InvalidArgument naming both tensors.
+    Outputs may be exactly x. Those other than `out`, which is written before residual is read, may
+    be exactly residual.
     """
-    found = overlap(addresses, pairs)
-    if found is not None:
+    pair = overlap(addresses, pairs)
+    if pair is not None:
         raise InvalidArgument(
-            f"output {PUBLIC[found[0]]!r} overlaps {PUBLIC[found[2]]!r} in memory; outputs "
-            "may be exactly x or residual, and may not overlap another tensor of the call"
+            f"output {PUBLIC[pair[0]]!r} overlaps {PUBLIC[pair[2]]!r} in memory; outputs may be "
+            "exactly x, those other than 'out' exactly residual, and no other tensor of the call"
         )
 
 
@@ -560,6 +552,7 @@ def _pairs(tensors: Sequence[torch.Tensor | None], made: Sequence[int]) -> tuple
         for other in (*outputs[:i], *EXACT, *NEVER):
             if other in spans:
                 alike = other in EXACT and spans[other] == spans[index]
+                alike = alike and (index, other) != OUT_AND_RESIDUAL
                 pairs.append((index, size, other, spans[other][0], alike))
     return tuple(pairs)
 

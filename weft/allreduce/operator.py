@@ -155,7 +155,7 @@ class AllReduce(Operator):
         For each `*_out` argument, pass a tensor to write, True to make one, or False for none. None
         makes `out` if there is neither residual nor weight, the residual if there is one, the norm
         if there is a weight and no quant, and quant and scale if there is a quant. Outputs may be
-        exactly x or residual.
+        exactly x, and those other than `out` exactly residual.
 
         Args:
             x: `[tokens, hidden]`, this rank's rows. None with a prologue that makes them.

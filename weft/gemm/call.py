@@ -20,10 +20,15 @@ from weft.gemm.config import (
     Push,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, check_like, weight_sizes
-from weft.runtime.check import refuse_tensor
+from weft.runtime.check import Pair, extent, overlap, refuse_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
+OUT, OUT_SCALE = 2, 3  # in GemmCall.tensors
+NAMES = (
+    *("a_scale", "b_scale", "out", "the scales of out", "dst_addr", "abort_flag"),
+    *("bias", "counts", "offsets", "a", "b"),
+)
 Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -82,6 +87,34 @@ class GemmCall:
     def addresses(self) -> list[int]:
         """Where `tensors` are; 0 for None."""
         return [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+
+    def pairs(self, *, made: bool) -> tuple[Pair, ...]:
+        """Pairs of `tensors` that must not overlap: each given result and all others.
+
+        made: the results are new memory, which overlaps nothing.
+        """
+        bytes_of = {i: _span(t) for i, t in enumerate(self.tensors) if t is not None}
+        results = () if made else (i for i in (OUT, OUT_SCALE) if i in bytes_of)
+        return tuple(
+            (result, bytes_of[result], other, size, False)
+            for result in results
+            for other, size in bytes_of.items()
+            if other != result
+        )
+
+    def check_apart(self, pairs: tuple[Pair, ...]) -> None:
+        """Raise InvalidArgument, naming both tensors, if two of `pairs` overlap."""
+        pair = overlap(self.addresses, pairs)
+        if pair is not None:
+            raise InvalidArgument(
+                f"{NAMES[pair[0]]} overlaps {NAMES[pair[2]]} in memory: results are written while "
+                "other tensors of the call are read; pass a tensor of its own"
+            )
+
+
+def _span(tensor: torch.Tensor) -> int:
+    start, end = extent(tensor)
+    return end - start
 
 
 def checked_call(

@@ -18,7 +18,7 @@ import torch
 from weft.arguments import flags, integer, refuse
 from weft.errors import InvalidArgument
 from weft.gemm import kernels, reference, triton_launch
-from weft.gemm.call import OUT_DTYPES, GemmCall, Out, checked_call
+from weft.gemm.call import OUT, OUT_DTYPES, OUT_SCALE, GemmCall, Out, checked_call
 from weft.gemm.config import (
     FP8,
     MXFP4,
@@ -35,11 +35,10 @@ from weft.gemm.config import plan as triton_plan
 from weft.keywords import refuse_unknown
 from weft.reference import quantize
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_tensor, refuse_tensor, tensors_key
+from weft.runtime.check import Pair, check_tensor, overlap, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
 MOST_PREPARED = 512  # kinds of calls that a thread keeps; each takes about 2 KiB
-OUT, OUT_SCALE = 2, 3  # in GemmCall.tensors
 QUANTIZE_ROWS = 8  # of a CTA, which is one warp
 Launch = Callable[[Sequence[torch.Tensor | None], Sequence[int]], None]
 
@@ -49,11 +48,13 @@ class Prepared:
     """One kind of call that was checked: its launch, and the results that it makes.
 
     made: shape and dtype of the result, then of its scales, where the caller gave none.
+    apart: pairs of tensors that must not overlap.
     """
 
     device: torch.device
     launch: Launch
     made: tuple[tuple[torch.Size, torch.dtype], ...]
+    apart: tuple[Pair, ...]
 
 
 class _Calls(threading.local):
@@ -137,7 +138,7 @@ def grouped_gemm(
     stored = epilogue if push is None else (push.dtype, push.flag_in_data)
     key = kind, pair, plan, stored, num_sms, programmatic_launch, prefetch_weights
     prepared = None if kind is None else _calls.prepared.get(key)
-    if prepared is not None:
+    if prepared is not None and overlap(addresses, prepared.apart) is None:
         return _run(prepared, out, tensors, addresses)
     call = checked_call(
         *(a, b),
@@ -150,6 +151,8 @@ def grouped_gemm(
         epilogue=epilogue,
         prefetch_weights=prefetch_weights and programmatic_launch,
     )
+    apart = call.pairs(made=out is None)
+    call.check_apart(apart)
     plan = plan or _default_plan(call)
     if isinstance(plan, WgmmaPlan):
         kernels.check_plan(call, plan)
@@ -158,7 +161,7 @@ def grouped_gemm(
     if not _on_gpu(call.a.device):
         reference.compute(call, plan)
     elif len(call.a) and len(call.b):
-        prepared = _prepare(call, plan, num_sms, programmatic_launch, made=out is None)
+        prepared = _prepare(call, plan, num_sms, programmatic_launch, apart)
         _launch(prepared, call.tensors, call.addresses)
         if kind is not None:
             if len(_calls.prepared) >= MOST_PREPARED:
@@ -195,9 +198,13 @@ def _launch(
 
 
 def _prepare(
-    call: GemmCall, plan: GemmPlan | WgmmaPlan, num_sms: int | None, programmatic: bool, made: bool
+    call: GemmCall,
+    plan: GemmPlan | WgmmaPlan,
+    num_sms: int | None,
+    programmatic: bool,
+    apart: tuple[Pair, ...],
 ) -> Prepared:
-    results = (call.out, call.out_scale) if made else ()
+    results = () if apart else (call.out, call.out_scale)
     with torch.cuda.device(call.a.device):
         launch: Launch
         if isinstance(plan, WgmmaPlan):
@@ -205,7 +212,7 @@ def _prepare(
         else:
             launch = triton_launch.TritonLaunch(call, plan, num_sms, programmatic)
     return Prepared(
-        call.a.device, launch, tuple((t.shape, t.dtype) for t in results if t is not None)
+        call.a.device, launch, tuple((t.shape, t.dtype) for t in results if t is not None), apart
     )
 
 

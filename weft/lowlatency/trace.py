@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.json_files import read_json
 from weft.lowlatency.config import trace_record
 from weft.memory import Heap
 from weft.memory.header import PHASES
@@ -212,11 +213,11 @@ def merge(paths: Sequence[Path], path: Path) -> None:
     events: list[Event] = []
     metadata: dict[str, Any] = {}
     for each in paths:
+        document = read_json(each, "the trace")
         try:
-            document = json.loads(each.read_text())
             events += document["traceEvents"]
             metadata = document["metadata"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise InvalidArgument(f"{each} is no trace of dump_trace: {error!r}") from error
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:

@@ -17,7 +17,8 @@ from torch.nn import functional
 from weft.arguments import refuse
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
-from weft.moe.formats import INT4_GROUPS, declared_format, read_json
+from weft.json_files import read_json
+from weft.moe.formats import INT4_GROUPS, declared_format
 from weft.moe.models import MoEConfig
 from weft.shape import FP8_BLOCK
 

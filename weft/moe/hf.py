@@ -11,7 +11,7 @@ import torch
 
 from weft.arguments import flags, integer, listed, real, refuse, shown
 from weft.errors import InvalidArgument
-from weft.moe.formats import read_json
+from weft.json_files import read_json
 from weft.moe.router import Routing, Score
 
 DTYPES = {

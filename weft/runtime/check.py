@@ -8,7 +8,7 @@ case reads no more of a tensor than it must, and the bad one explains itself at 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -21,6 +21,9 @@ from weft.memory import Group
 from weft.runtime.layout import vector_bytes
 
 _address = torch.Tensor.data_ptr  # unbound: a TypeError for what is no tensor
+
+# Indices of two tensors, each with its bytes, and whether they may be exactly the same memory.
+Pair = tuple[int, int, int, int, bool]
 
 
 class _Tracing(threading.local):
@@ -181,6 +184,19 @@ def check_apart(
             f"{name} overlaps {other} in memory, which is read while {name} is written: pass a "
             f"tensor of its own{but}"
         )
+
+
+def overlap(addresses: Sequence[int], pairs: Iterable[Pair]) -> Pair | None:
+    """Return the first pair of tensors that overlap although they must not, or None.
+
+    As `check_apart`, for calls of a known kind: sizes are in the pairs, and only addresses differ.
+    """
+    for pair in pairs:
+        i, size, j, other, exact = pair
+        a, b = addresses[i], addresses[j]
+        if a < b + other and b < a + size and not (exact and a == b):
+            return pair
+    return None
 
 
 def refuse_tensor(name: str, given: object) -> NoReturn:
