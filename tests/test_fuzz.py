@@ -297,7 +297,7 @@ def layers(group: weft.Group) -> None:
 
 REFUSED: dict[str, Callable[[weft.Group], None]] = {
     **test_arguments.BODIES,
-    **{f"compat {name}": body for name, body in compat_arguments.BODIES.items()},
+    **{f"compat {body.__name__}": body for body in compat_arguments.BODIES},
     "moe layers": layers,
 }
 # The short form draws the same arguments in every run, the long one others.
