@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed: the wheel that pip makes, torch's version, and foreign packages named weft."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from weft import distribution
+from weft.cli.findings import basic_lines
+from weft.errors import TorchTooOld
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORK = "An agent framework"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the import path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert distribution.foreign_parts() == []
+    return tmp_path
+
+
+def install(folder: Path, name: str, version: str, summary: str = "") -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: {summary}\n"
+    (info / "METADATA").write_text(text)
+
+
+def test_a_foreign_distribution_is_found_and_reported(foreign: Path) -> None:
+    install(foreign, "weft", "1.2", FRAMEWORK)
+    assert distribution.foreign_parts() == [f"the distribution weft 1.2 ({FRAMEWORK})"]
+    (found,) = [each for each in basic_lines() if each[0] == "the name weft"]
+    assert found[1] == "warn"
+    assert FRAMEWORK in found[2]
+    assert "pip uninstall weft" in found[3]
+
+
+def test_an_earlier_distribution_of_this_project_is_not(foreign: Path) -> None:
+    summary = "One-sided NVLink communication for MoE inference, with CPU ranks"
+    install(foreign, "weft", "1.2", summary)
+    assert distribution.foreign_parts() == []
+
+
+def test_foreign_packages_modules_and_commands_are_found(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (foreign / "weft").mkdir()
+    (foreign / "weft" / "__init__.py").touch()
+    assert distribution.foreign_parts() == [f"the package {foreign / 'weft'}"]
+    (foreign / "weft" / "__init__.py").unlink()
+    (foreign / "weft.py").touch()
+    assert distribution.foreign_parts() == [f"the module {foreign / 'weft.py'}"]
+    (foreign / "weft.py").unlink()
+    command = foreign / "bin" / "weft"
+    command.parent.mkdir()
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    for line, ours in (("from weft.__main__ import main", True), ("import weft.cli", False)):
+        command.write_text(f"#!/usr/bin/env python3\n{line}\n")
+        command.chmod(0o755)
+        assert distribution.foreign_parts() == ([] if ours else [f"the command {command}"])
+
+
+def test_an_extra_is_installed_from_the_checkout_or_from_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"pip install -e '{ROOT}[gpu]'" in distribution.install_hint("gpu")
+    monkeypatch.setattr(distribution, "_PACKAGE", tmp_path / "weft")
+    wheel = r"pip install '\./weft_moe-[^']*-py3-none-any\.whl\[plot\]'"
+    assert re.search(wheel, distribution.install_hint("plot"))
+
+
+def test_no_text_of_the_code_installs_the_foreign_package() -> None:
+    named = re.compile(r"pip[^\n]*(?<!un)install[^\n]*['\" ]weft(?:\[|['\" ]|$)")
+    texts = [*(ROOT / "weft").rglob("*.py"), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    assert [str(path) for path in texts if named.findall(path.read_text())] == []
+    assert named.search("pip install 'weft[gpu]'")
+    assert named.search("pip install weft")
+
+
+def test_an_old_torch_is_refused_with_both_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "weft needs torch 2.8 or newer, this is 2.7.1+cu128: pip install 'torch>=2.8'"
+    for version in ("2.8.0", "2.11.0.dev20260201+cu130", "3.0.0", None, "2.7.1+cu128"):
+        monkeypatch.setattr(distribution, "torch_version", lambda version=version: version)
+        if version != "2.7.1+cu128":
+            distribution.check_torch()
+    with pytest.raises(TorchTooOld, match=re.escape(words)):
+        distribution.check_torch()
+    install(tmp_path, "torch", "2.7.1+cu128")
+    code, _, err = python(tmp_path, "-c", "import weft")
+    assert (code, f"weft.errors.TorchTooOld: {words}" in err) == (1, True)
+
+
+def python(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """A Python whose path begins with a folder, and then this checkout."""
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "300", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+NOT_FOUND = "raise ModuleNotFoundError('No module named torch', name='torch')"
+TORCHES = {
+    "2.7": (None, "torch 2.8 or newer"),
+    "broken": ("raise OSError('libcudart.so.12: not found')", "libcudart.so.12"),
+    "empty": ("", "cannot be imported: AttributeError"),
+    "none": (NOT_FOUND, "not installed"),
+}
+
+
+@pytest.mark.parametrize("kind", TORCHES)
+def test_the_command_works_whatever_torch_is_installed(kind: str, tmp_path: Path) -> None:
+    module, text = TORCHES[kind]
+    if module is None:
+        install(tmp_path, "torch", "2.7.1")
+    else:
+        (tmp_path / "torch.py").write_text(module)
+    code, out, err = python(tmp_path, "-m", "weft", "doctor", "--json")
+    (found,) = [each for each in json.loads(out)["findings"] if each["name"] == "torch"]
+    assert (code, found["status"], "Traceback" in err) == (1, "fail", False)
+    assert text in f"{found['detail']} {found['remedy']}"
+    assert "'torch>=2.8'" in found["remedy"]
+    code, out, err = python(tmp_path, "-m", "weft", "demo")
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert text in err
+    if kind == "broken":
+        code, out, _ = python(tmp_path, "-m", "weft", "--version")
+        assert (code, out[:5]) == (0, "weft ")
+        code, out, _ = python(tmp_path, "-m", "weft", "doctor", "--report", "-")
+        assert (code, "torch: fail" in out) == (1, True)
+
+
+def test_a_level_that_is_none_is_one_line(tmp_path: Path) -> None:
+    code, out, err = python(tmp_path, "-m", "weft", "cache", "list", WEFT_LOG="nope")
+    assert (code, out) == (2, "")
+    assert err == "InvalidArgument: WEFT_LOG is 'nope'; set it to debug, info, warning, error\n"
+    code, out, _ = python(tmp_path, "-m", "weft", "--version", WEFT_LOG="nope")
+    assert (code, out[:5]) == (0, "weft ")
+
+
+PROGRAM = """
+import json
+import os
+import sys
+
+import torch
+import weft
+
+
+def rank(group):
+    x = torch.full((3, 64), group.rank + 1.0, dtype=torch.bfloat16)
+    ids, weights = torch.tensor([[0, 3]] * 3), torch.full((3, 2), 0.5)
+    with weft.AllToAll(group, max_tokens=4, top_k=2, num_experts=4, hidden=64) as a2a:
+        received = a2a.dispatch(x, ids, weights)
+        back = a2a.combine(weft.reference.identity_experts(received, x.dtype))
+    files = [m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "weft"]
+    return [torch.equal(back, x), os.path.commonpath(files)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(weft.launch(rank, ranks=2)))
+"""
+
+
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel that is built of the source distribution."""
+    for module in ("hatchling", "hatch_fancy_pypi_readme"):
+        pytest.importorskip(module, reason="pip install -e '.[dev]'")
+    folder = tmp_path_factory.mktemp("dist")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", folder, folder=ROOT)
+    (source,) = folder.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / source.name.removesuffix(".tar.gz")
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", folder, folder=unpacked)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return email.message_from_string(archive.read(name).decode())
+
+
+def test_the_wheel_is_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        entry_points = archive.read("weft_moe-0.1.0.dist-info/entry_points.txt").decode()
+    files = [path for path in (ROOT / "weft").rglob("*") if path.is_file()]
+    package = [path for path in files if path.parent.name != "__pycache__"]
+    assert inside == {path.relative_to(ROOT).as_posix() for path in package}
+    assert {".py", ".cuh", ".hpp", ".cpp"} <= {Path(name).suffix for name in inside}
+    assert "weft/py.typed" in inside
+    assert "weft = weft.__main__:main" in entry_points
+    found = metadata(wheel)
+    for field, value in (
+        ("Name", "weft-moe"),
+        ("License-Expression", "Apache-2.0"),
+        ("Author", "weft developers"),
+        ("Description-Content-Type", "text/markdown"),
+    ):
+        assert found[field] == value
+    extras = ["checkpoint", "dev", "docs", "gpu", "plot", "transformers"]
+    assert found.get_all("Provides-Extra") == extras
+
+
+def test_the_readme_of_the_wheel_has_no_link_that_leads_nowhere(wheel):
+    text, readme = str(metadata(wheel).get_payload()), (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert "[quickstart](docs/user/quickstart.md)" in readme
+    assert "Read on: quickstart" in text, "a link's text stays"
+    headings = re.compile(r"^#+ .*", re.M)
+    assert headings.findall(text) == headings.findall(readme)
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_where_no_checkout_is(wheel, tmp_path):
+    installed, folder = tmp_path / "installed", tmp_path / "elsewhere"
+    folder.mkdir()
+    options = ("--no-deps", "--no-index", "--no-compile", "-q")
+    run("-m", "pip", "install", *options, "--target", installed, wheel, folder=folder)
+    (folder / "program.py").write_text(PROGRAM)
+    path = {"PYTHONPATH": str(installed), "WEFT_CACHE": str(folder / "cache")}
+    printed = run(folder / "program.py", folder=folder, **path)
+    assert json.loads(printed) == [[True, str(installed / "weft")]] * 2
