@@ -17,17 +17,11 @@ from weft.bench import harness, moe
 from weft.bench.machine import describe_code
 from weft.errors import RankFailed
 
-SIZES = ["--tokens", "1,8", "--hidden", "256", "--top-k", "4", "--experts", "16"]
-SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES]
+SIZES = "--tokens 1,8 --hidden 256 --top-k 4 --experts 16"
+SMALL = ["bench", "moe", "--device", "cpu", "--quiet", *SIZES.split()]
 
 
-@pytest.fixture
-def no_ranks(monkeypatch):
-    """Nothing may be started: what is wrong is to be refused before."""
-    monkeypatch.setattr(harness, "launch", None)
-
-
-def test_bench_moe_with_every_option(weft_command, tmp_path):
+def test_bench_moe_with_every_option(weft_command, threads, tmp_path):
     full, picture, timeline = (tmp_path / "deep" / name for name in ("a.json", "a.png", "t.json"))
     code, out, err = weft_command(
         *SMALL,
@@ -42,13 +36,7 @@ def test_bench_moe_with_every_option(weft_command, tmp_path):
         assert text in shown, text
     data = json.loads(full.read_text())
     assert data["operator"] == "moe"
-    sizes = [(found["variant"], found["tokens"]) for found in data["results"]]
-    assert sizes == [("onesided", 1), ("onesided", 8)]
-    for found in data["results"]:
-        for phase in ("dispatch", "combine", "pair"):
-            samples = found["samples_us"][phase]
-            assert [len(rank) for rank in samples] == [4, 4]
-            assert all(us > 0 for rank in samples for us in rank)
+    assert [found["tokens"] for found in data["results"]] == [1, 8]
     assert [found["facts"]["max_tokens"] for found in data["results"]] == [8, 8]
     assert data["machine"]["torch"] == torch.__version__
     assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
@@ -70,34 +58,32 @@ def test_json_alone_on_stdout_and_progress_in_plain_lines(weft_command, threads)
     assert "deepseek-v3: 2 ranks" in err, "the table goes where it disturbs nothing"
 
 
-def test_bench_layer_and_lowlatency(weft_command, threads, tmp_path):
-    small = ("--device", "cpu", "--ranks", "2", "--iters", "2", "--quiet")
-    path = tmp_path / "layer.json"
-    options = ("--model", "glm-4.5-air", "--tokens", "3", "--routing", "zipf:1.5")
-    code, out, err = weft_command(
-        "bench", "layer", *small, *options, "--overlap", "none", "--json", str(path)
-    )
+@pytest.mark.parametrize(
+    ("command", "options", "rows", "words"),
+    [
+        ("layer", "--model glm-4.5-air --tokens 3 --routing zipf:1.5 --overlap none", 1, "glm-4.5"),
+        ("lowlatency", f"{SIZES} --quantize none --routing uniform", 6, "bf16 out, expert-major"),
+        ("allreduce", "--hidden 64 --tokens 1,6 --backend twoshot,twoshot_bulk,auto", 6, "by bit"),
+    ],
+)
+def test_bench_of_other_operators(weft_command, threads, tmp_path, command, options, rows, words):
+    small = "--device cpu --ranks 2 --iters 2 --quiet --json"
+    path = tmp_path / "out.json"
+    code, out, err = weft_command("bench", command, *options.split(), *small.split(), str(path))
     assert code == 0, err
-    assert "glm-4.5-air: 2 ranks" in out
-    assert [row["variant"] for row in json.loads(path.read_text())["rows"]] == ["none"]
-    more = ("--quantize", "none", "--routing", "uniform")
-    code, out, err = weft_command("bench", "lowlatency", *small, *SIZES, *more)
-    assert code == 0, err
-    assert "bf16 out, expert-major" in " ".join(out.split())
-
-
-class _Wrong(weft.AllToAll):
-    """Spoils what rank 1 gets back."""
-
-    def combine(self, *args, **kwargs):
-        out = super().combine(*args, **kwargs)
-        out[:1, 0] += self.rank == 1
-        return out
+    assert words in " ".join(out.split())
+    assert len(json.loads(path.read_text())["rows"]) == rows
 
 
 def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path):
-    threads.setattr(moe, "AllToAll", _Wrong)
-    target = tmp_path / "all.json"
+    combine, target = weft.AllToAll.combine, tmp_path / "all.json"
+
+    def wrong(self, *args, **kwargs):
+        out = combine(self, *args, **kwargs)
+        out[:1, 0] += self.rank == 1
+        return out
+
+    threads.setattr(moe.AllToAll, "combine", wrong)
     code, out, err = weft_command(*SMALL, "--ranks", "2", "--iters", "2", "--json", str(target))
     assert code == 1
     assert "check failed" in err
@@ -112,52 +98,44 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ([*MOE, "--model", "gpt-9"], "choose one of deepseek-v3"),
-        ([*MOE, "--device", "tpu"], "'tpu': choose one of auto, cpu, cuda"),
-        ([*MOE, "--tokens", "many"], "'many' is no size"),
-        ([*MOE, "--ranks", "99"], "ranks is 99"),
-        ([*MOE, "--ranks", "-1"], "--ranks"),
-        ([*MOE, "--dtype", "fp64"], "'fp64': choose one of bf16, fp16, fp32"),
-        ([*REDUCE, "--backend", "auto,nccl"], "'nccl': choose some of oneshot, twoshot"),
-        ([*MOE, "--plot", "pair.txt"], "its suffix chooses the format"),
-        ([*MOE, "--plot", "-"], "only --json writes to stdout"),
-        ([*MOE, "--trace", "-"], "only --json writes to stdout"),
-        ([*MOE, "--json", f"{__file__}/all.json"], "cannot write"),
-        ([*MOE, "--json", "/"], "cannot write"),
-        ([*MOE, "--case", "deepseek-v3"], "No such option"),
-        ([*LOW, "--quantize", "int4"], "'int4': choose one of none, fp8"),
-        ([*LOW, "--ranks", "99"], "ranks is 99"),
-        ([*LOW, "--scale", "bf16"], "'bf16': choose one of"),
-        ([*REDUCE, "--epilogue", "fp4"], "'fp4': choose one of none, norm"),
-        ([*REDUCE, "--ranks", "73"], "all-reduce of 73 ranks; it takes 1 to 72"),
-        ([*LAYER, "--dtype", "fp4"], "'fp4': choose one of bf16, fp8"),
-        ([*LAYER, "--overlap", "none,later"], "'later': choose some of none"),
-        ([*LAYER, "--ranks", "99"], "ranks is 99"),
-        ([*LAYER, "--combine-dtype", "mail"], "'mail': choose one of"),
-        ([*LAYER, "--gemm", "tile"], "'tile': choose one of auto, grouped"),
+        ("moe --model gpt-9", "choose one of deepseek-v3"),
+        ("moe --device tpu", "'tpu': choose one of auto, cpu, cuda"),
+        ("moe --tokens many", "'many' is no size"),
+        ("moe --ranks 99", "ranks is 99"),
+        ("moe --ranks -1", "--ranks"),
+        ("moe --dtype fp64", "'fp64': choose one of bf16, fp16, fp32"),
+        ("moe --plot pair.txt", "its suffix chooses the format"),
+        ("moe --plot -", "only --json writes to stdout"),
+        ("moe --trace -", "only --json writes to stdout"),
+        (f"moe --json {__file__}/all.json", "cannot write"),
+        ("moe --json /", "cannot write"),
+        ("moe --case deepseek-v3", "No such option"),
+        ("lowlatency --quantize int4", "'int4': choose one of none, fp8"),
+        ("lowlatency --ranks 99", "ranks is 99"),
+        ("lowlatency --scale bf16", "'bf16': choose one of"),
+        ("allreduce --backend auto,nccl", "'nccl': choose some of oneshot, twoshot"),
+        ("allreduce --epilogue fp4", "'fp4': choose one of none, norm"),
+        ("allreduce --ranks 73", "all-reduce of 73 ranks; it takes 1 to 72"),
+        ("layer --dtype fp4", "'fp4': choose one of bf16, fp8"),
+        ("layer --overlap none,later", "'later': choose some of none"),
+        ("layer --ranks 99", "ranks is 99"),
+        ("layer --combine-dtype mail", "'mail': choose one of"),
+        ("layer --gemm tile", "'tile': choose one of auto, grouped"),
+        ("moe --plot p.png", "[plot]'"),
+        ("moe --device cuda", "sees no GPU"),
     ],
 )
-def test_refusals_come_before_any_rank(weft_command, no_ranks, command, text):
-    device = [] if "--device" in command else ["--device", "cpu"]
-    code, out, err = weft_command(*command, *device)
+def test_refusals_come_before_any_rank(weft_command, monkeypatch, command, text):
+    monkeypatch.setattr(harness, "launch", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if command.endswith("png"):
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    device = "" if "--device" in command else " --device cpu"
+    code, out, err = weft_command("bench", *(command + device).split())
     assert code == 2, err
     assert out == ""
     assert text in " ".join(err.replace("│", " ").split())
     assert "Traceback" not in err
-
-
-def test_a_picture_needs_matplotlib(weft_command, no_ranks, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = weft_command(*SMALL, "--plot", "p.png")
-    assert code == 2
-    assert "[plot]'" in " ".join(err.split())
-
-
-def test_cuda_needs_a_gpu(weft_command, no_ranks, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, err = weft_command("bench", "moe", "--device", "cuda")
-    assert code == 2
-    assert "sees no GPU" in " ".join(err.split())
 
 
 def test_a_failed_rank_shows_its_traceback(weft_command, monkeypatch):
@@ -192,17 +170,14 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=root, check=True)
 
 
-def test_the_version_is_told_without_torch():
+def test_the_version_needs_no_torch(weft_command):
+    words = f"weft {weft.__version__}, torch {version('torch')}\n"
     found = _python("-X", "importtime", "-m", "weft", "--version")
-    assert found.stdout == f"weft {weft.__version__}, torch {version('torch')}\n"
+    assert found.stdout == words
     loaded = {line.rpartition("|")[2].strip() for line in found.stderr.splitlines()}
     assert "weft" in loaded
     assert not loaded & {"torch", "numpy", "typer", "rich", "weft.cli.commands"}
-
-
-def test_the_version_beside_other_words(weft_command):
-    code, out, _ = weft_command("--version", "bench")
-    assert (code, out) == (0, f"weft {weft.__version__}, torch {version('torch')}\n")
+    assert weft_command("--version", "bench")[:2] == (0, words)
 
 
 def test_weft_is_imported_without_benchmarks_and_without_triton():

@@ -12,6 +12,7 @@ import torch
 from weft.cli import demo, demo_kill
 from weft.errors import InvalidArgument
 
+transformers = pytest.importorskip("transformers", minversion="5.23")
 ASKED = demo.read_questions(demo.CHECKPOINT / "questions.jsonl")
 
 
@@ -27,36 +28,30 @@ def _verdict() -> demo.Verdict:
 
 
 @pytest.mark.slow
-def test_ranks_answer_as_one_process_does():
-    pytest.importorskip("transformers", minversion="5.23")
-    verdict = demo.run(2, "cpu", 5)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_answer_as_one_process_does(hosts):
+    verdict = demo.run(2, "cpu", 5, hosts=hosts)
     assert verdict.alone.texts == [" " + each.answer + "\n" for each in ASKED[:5]]
     assert verdict.texts == verdict.alone.texts
     assert [len(each.texts) for each in verdict.ranks] == [3, 2]
 
 
-@pytest.mark.slow
-def test_ranks_of_two_hosts_answer_as_one_process_does():
-    pytest.importorskip("transformers", minversion="5.23")
-    verdict = demo.run(2, "cpu", 5, hosts=2)
-    assert verdict.texts == verdict.alone.texts
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
-    [(("--hosts", "2", "--ranks", "4", "--kill", "1"), "leave one of the two out"),
-     (("--hosts", "3", "--ranks", "4"), "--hosts is 3 with 4 ranks"),
-     (("--hosts", "5", "--ranks", "4"), "hosts is 5")],
-)  # fmt: skip
-def test_hosts_that_cannot_be_are_refused(weft_command, words, text):
-    pytest.importorskip("transformers", minversion="5.23")
-    code, out, err = weft_command("demo", "--device", "cpu", *words)
+    [
+        ("--hosts 2 --ranks 4 --kill 1", "leave one of the two out"),
+        ("--hosts 3 --ranks 4", "--hosts is 3 with 4 ranks"),
+        ("--hosts 5 --ranks 4", "hosts is 5"),
+        *((f"--ranks {n}", f"runs on 2 or 4 ranks; --ranks is {n}, ") for n in (0, 1, 3, -1)),
+    ],
+)
+def test_hosts_and_ranks_that_cannot_be_are_refused(weft_command, words, text):
+    code, out, err = weft_command("demo", "--device", "cpu", *words.split())
     assert (code, out) == (2, "")
     assert text in " ".join(err.split())
 
 
 def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
-    pytest.importorskip("transformers", minversion="5.23")
     verdict = _verdict()
     monkeypatch.setattr(demo, "run", lambda ranks, device, hosts: verdict)
     code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu")
@@ -71,21 +66,18 @@ def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
         assert piece in out
 
 
-@pytest.mark.parametrize(
-    ("apart", "text"), [(True, "a network namespace each, joined by veth"), (False, "its loopback")]
-)
-def test_the_command_says_what_joins_its_hosts(weft_command, monkeypatch, apart, text):
-    pytest.importorskip("transformers", minversion="5.23")
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_command_names_what_joins_its_hosts(weft_command, monkeypatch, apart):
     monkeypatch.setattr(demo, "run", lambda ranks, device, hosts: _verdict())
     monkeypatch.setattr(demo, "allowed", lambda: apart)
     code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu", "--hosts", "2")
     assert (code, err) == (0, "")
+    text = ("its loopback", "a network namespace each, joined by veth")[apart]
     assert text in " ".join(out.split())
 
 
 def test_sentences_are_written_as_transformers_writes_them():
     """And by no argument that the installed transformers warns of."""
-    transformers = pytest.importorskip("transformers", minversion="5.23")
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo.CHECKPOINT, local_files_only=True)
     sentences = demo_kill._Sentences(
         tokenizer, [each.prompt for each in ASKED[:3]], demo.load_model()
@@ -100,7 +92,6 @@ def test_sentences_are_written_as_transformers_writes_them():
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 3])
 def test_survivors_write_on_and_answer_for_the_dead(victim):
-    pytest.importorskip("transformers", minversion="5.23")
     outcome = demo_kill.run(4, "cpu", victim, 9)
     assert outcome.ranks[victim] is None
     assert outcome.texts == outcome.alone.texts == [" " + each.answer + "\n" for each in ASKED[:9]]
@@ -111,7 +102,6 @@ def test_survivors_write_on_and_answer_for_the_dead(victim):
 
 
 def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
-    pytest.importorskip("transformers", minversion="5.23")
     texts = [" " + each.answer for each in ASKED[:3]]
     begun = texts[0][:5]
     found = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, begun, (1,), 0.02, 0.1)
@@ -133,14 +123,6 @@ def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
     assert "kill is 2" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("ranks", ["0", "1", "3", "-1"])
-def test_other_ranks_are_refused(weft_command, ranks):
-    pytest.importorskip("transformers", minversion="5.23")
-    code, out, err = weft_command("demo", "--ranks", ranks, "--device", "cpu")
-    assert (code, out) == (2, "")
-    assert f"runs on 2 or 4 ranks; --ranks is {ranks}, " in " ".join(err.split())
-
-
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -157,7 +139,6 @@ def test_what_is_missing_is_named(monkeypatch):
     [(8, (4, "cuda")), (4, (4, "cuda")), (3, (2, "cuda")), (2, (2, "cuda")), (1, (4, "cpu"))],
 )
 def test_ranks_of_gpus(monkeypatch, gpus, found):
-    pytest.importorskip("transformers", minversion="5.23")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert demo.checked(None, "auto") == found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's sample runs, samples import what exists, and commands are understood."""
+"""README's sample and the examples run, samples import what exists, commands are understood."""
 
 from __future__ import annotations
 
@@ -28,17 +28,47 @@ BLOCKS = [(name, text) for name in TEXTS for text in BLOCK.findall(TEXTS[name])]
 COMMANDS = sorted({m[1].strip() for text in TEXTS.values() for m in COMMAND.finditer(text)})
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+EXAMPLES = {
+    "operators.py": [],
+    "torchrun_layer.py": [],
+    "checkpoint_layer.py": [],
+    "decode_loop.py": ["--steps", "8"],
+    "recovery.py": [],
+    "eplb.py": [],
+    "two_hosts.py": ["--pretend"],
+}
+
+
+def run(*command: str) -> str:
+    """What a program of its own process prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, *command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_readme_sample_runs(tmp_path):
     (sample,) = BLOCK.findall(TEXTS["README.md"])
     program = tmp_path / "program.py"
     program.write_text(sample)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr
     (printed,) = re.findall(r"print\(weft\.launch.*\)  # (.*)$", sample, re.M)
-    assert result.stdout.splitlines()[-1] == printed
+    assert run(str(program)).splitlines()[-1] == printed
+
+
+def test_every_example_is_run():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name):
+    """Each checks its own result."""
+    if name == "checkpoint_layer.py":
+        pytest.importorskip("safetensors")
+    launcher = TORCHRUN if name in ("torchrun_layer.py", "two_hosts.py") else []
+    assert run(*launcher, f"examples/{name}", *EXAMPLES[name]).strip()
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda i: f"{BLOCKS[i][0]}-{i}")
