@@ -1,29 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process holds, and what a call raised and when: for counting before and after."""
+"""What tests of memory share: what a process holds, what a call raises, and how a rank ends."""
 
+import contextlib
+import functools
 import gc
 import os
+import signal
 import time
+
+import pytest
+
+NESTED = functools.reduce(lambda inner, _: [inner], range(100_000), list[object]())
 
 
 def shares_mapped():
-    """Mappings of heaps."""
+    """Return the number of mappings of heaps."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum("weft-share" in line for line in file)
 
 
+def open_files():
+    """Return the number of this process's descriptors."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def state():
-    """Descriptors, mapped shares and all mappings of this process."""
+    """Return the numbers of descriptors, of mapped shares and of all mappings of this process."""
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
-        return len(os.listdir("/proc/self/fd")), shares_mapped(), len(file.readlines())
+        return open_files(), shares_mapped(), len(file.readlines())
 
 
 def raised(call, *args, **options):
-    """[the error's name or "nothing", its text, seconds]; a list, for control messages."""
+    """Return [the error's name or "nothing", its text, seconds]; a list, for control messages."""
     started = time.monotonic()
     try:
         call(*args, **options)
     except Exception as error:
         return [type(error).__name__, str(error), time.monotonic() - started]
     return ["nothing", "", time.monotonic() - started]
+
+
+@contextlib.contextmanager
+def raises_soon(kind, text, seconds=100.0):
+    """`pytest.raises`, well before a deadline."""
+    started = time.monotonic()
+    with pytest.raises(kind, match=text) as caught:
+        yield caught
+    assert time.monotonic() - started < seconds
+
+
+def die():
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)

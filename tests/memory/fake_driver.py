@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA driver that only counts: what is held, by whom, and which call is to fail.
+"""A CUDA driver that counts what is held, and by which rank, and fails on demand.
 
-It plays a process in which some stream is captured all the time, in the global mode: what a thread
-may not do then, unless its own mode is relaxed, is written down in `unsafe`. The call that would
-break that capture in every mode, cuCtxSynchronize, it does not have.
+It plays a process in which some stream is captured all the time, in the global mode. `unsafe` lists
+the calls that a thread may not make then, unless its own mode is relaxed. cuCtxSynchronize, which
+would break that capture in every mode, does not exist.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ class Fabric:
         self.data = bytes(64)
         Fabric.known[id(self)] = self
 
-    def getPtr(self):  # noqa: N802
+    def getPtr(self):
         return id(self)
 
 
@@ -114,7 +114,7 @@ class Driver:
         return getattr(self.rank, "mode", CaptureModes.CU_STREAM_CAPTURE_MODE_GLOBAL)
 
     def quiet(self):
-        """Has the wait been made that nothing of this rank may be given back without?"""
+        """Whether the wait was made that comes before anything of this rank is given back."""
         return not any(n for (kind, what), n in self.held.items()
                        if kind == "fence" and what[1] == self.rank.value)  # fmt: skip
 
@@ -122,9 +122,14 @@ class Driver:
         self.next += size
         return self.next - size
 
+    def hold(self, kind, what):
+        self.held[kind, what] += 1
+        return (what,)
+
     def take(self, kind, what):
         assert self.held[kind, what] > 0, f"{kind} {what} is given back and was not held"
         self.held[kind, what] -= 1
+        return ()
 
     @property
     def maps(self):
@@ -133,86 +138,81 @@ class Driver:
     def left(self):
         return {k: n for k, n in self.held.items() if n}
 
-    def cuGetErrorString(self, code):  # noqa: N802
+    def cuGetErrorString(self, code):
         return 0, b"out of memory"
 
-    def _cuInit(self, flags):  # noqa: N802
+    def _cuInit(self, flags):
         return ()
 
-    def _cuDeviceGetCount(self):  # noqa: N802
+    def _cuDeviceGetCount(self):
         return (4 if self.visible is None else self.visible,)
 
-    def _cuDeviceGet(self, ordinal):  # noqa: N802
+    def _cuDeviceGet(self, ordinal):
         return (ordinal,)
 
-    def _cuDeviceGetName(self, length, device):  # noqa: N802
+    def _cuDeviceGetName(self, length, device):
         return (b"Test GPU\0\0",)
 
-    def _cuDeviceGetUuid(self, device):  # noqa: N802
+    def _cuDeviceGetUuid(self, device):
         return (SimpleNamespace(bytes=bytes([device] * 16)),)
 
-    def _cuDeviceGetAttribute(self, attribute, device):  # noqa: N802
+    def _cuDeviceGetAttribute(self, attribute, device):
         if attribute is Attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED:
             return (int(self.fabric),)
         return (int(attribute not in self.lacks),)
 
-    def _cuDeviceCanAccessPeer(self, device, peer):  # noqa: N802
+    def _cuDeviceCanAccessPeer(self, device, peer):
         return (int(self.peers),)
 
-    def _cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
-        self.held["context", device] += 1
+    def _cuDevicePrimaryCtxRetain(self, device):
+        self.hold("context", device)
         return (("context", device),)
 
-    def _cuDevicePrimaryCtxRelease(self, device):  # noqa: N802
+    def _cuDevicePrimaryCtxRelease(self, device):
         assert not self.context, "the context is released while it is current"
-        self.take("context", device)
-        return ()
+        return self.take("context", device)
 
-    def _cuCtxPushCurrent(self, context):  # noqa: N802
+    def _cuCtxPushCurrent(self, context):
         self.context.append(context)
         return ()
 
-    def _cuCtxPopCurrent(self):  # noqa: N802
+    def _cuCtxPopCurrent(self):
         return (self.context.pop(),)
 
-    def _cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+    def _cuThreadExchangeStreamCaptureMode(self, mode):
         before, self.rank.mode = self.mode, mode
         return (before,)
 
-    def _cuMemAlloc(self, size):  # noqa: N802
+    def _cuMemAlloc(self, size):
         assert self.context
         assert size >= 2 << 20
-        where = self.new(size)
-        self.held["fence", (where, self.rank.value)] += 1
-        return (where,)
+        address = self.new(size)
+        self.hold("fence", (address, self.rank.value))
+        return (address,)
 
-    def _cuMemFree(self, address):  # noqa: N802
+    def _cuMemFree(self, address):
         assert self.context
-        self.take("fence", (address, self.rank.value))
-        return ()
+        return self.take("fence", (address, self.rank.value))
 
-    def _cuMemGetAllocationGranularity(self, properties, option):  # noqa: N802
+    def _cuMemGetAllocationGranularity(self, properties, option):
         return (GRANULE,)
 
-    def CUmemAllocationProp(self):  # noqa: N802
+    def CUmemAllocationProp(self):
         return SimpleNamespace(location=SimpleNamespace())
 
-    def CUmemAccessDesc(self):  # noqa: N802
-        return SimpleNamespace(location=SimpleNamespace())
+    CUmemAccessDesc = CUmemAllocationProp
 
-    def _cuMemCreate(self, size, properties, flags):  # noqa: N802
+    def _cuMemCreate(self, size, properties, flags):
         assert self.context
         assert size % GRANULE == 0
         assert properties.location.id == self.context[-1][1]
-        handle = self.new()
-        self.held["handle", handle] += 1
-        return (handle,)
+        return self.hold("handle", self.new())
 
-    def _cuMemGetInfo(self):  # noqa: N802
+    def _cuMemGetInfo(self):
         assert self.context
         return (3 << 30, 8 << 30)
 
-    def _cuMemExportToShareableHandle(self, handle, kind, flags):  # noqa: N802
+    def _cuMemExportToShareableHandle(self, handle, kind, flags):
         assert self.held["handle", handle]
         if kind is Handles.CU_MEM_HANDLE_TYPE_FABRIC:
             fabric = Fabric()
@@ -222,77 +222,66 @@ class Driver:
         os.write(fd, handle.to_bytes(8, "little"))
         return (fd,)
 
-    def _cuMemImportFromShareableHandle(self, shared, kind):  # noqa: N802
-        if kind is Handles.CU_MEM_HANDLE_TYPE_FABRIC:
-            handle = int.from_bytes(Fabric.known[shared].data, "little")
-        else:
-            handle = int.from_bytes(os.pread(shared, 8, 0), "little")
-        self.held["handle", handle] += 1
-        return (handle,)
+    def _cuMemImportFromShareableHandle(self, shared, kind):
+        fabric = kind is Handles.CU_MEM_HANDLE_TYPE_FABRIC
+        data = Fabric.known[shared].data if fabric else os.pread(shared, 8, 0)
+        return self.hold("handle", int.from_bytes(data, "little"))
 
-    def _cuMemRelease(self, handle):  # noqa: N802
-        self.take("handle", handle)
-        return ()
+    def _cuMemRelease(self, handle):
+        return self.take("handle", handle)
 
-    def _cuMemAddressReserve(self, size, alignment, address, flags):  # noqa: N802
-        where = self.new(size)
-        self.held["range", (where, size)] += 1
-        return (where,)
+    def _cuMemAddressReserve(self, size, alignment, address, flags):
+        address = self.new(size)
+        self.hold("range", (address, size))
+        return (address,)
 
-    def _cuMemAddressFree(self, address, size):  # noqa: N802
-        assert not [n for n, where in self.maps if n and address <= where < address + size]
-        self.take("range", (address, size))
-        return ()
+    def _cuMemAddressFree(self, address, size):
+        assert not [n for n, start in self.maps if n and address <= start < address + size]
+        return self.take("range", (address, size))
 
-    def _cuMemMap(self, address, size, offset, handle, flags):  # noqa: N802
+    def _cuMemMap(self, address, size, offset, handle, flags):
         assert self.held["handle", handle]
-        self.held["map", (address, size)] += 1
+        self.hold("map", (address, size))
         return ()
 
-    def _cuMemUnmap(self, address, size):  # noqa: N802
+    def _cuMemUnmap(self, address, size):
         assert self.quiet(), "memory is unmapped under what may still run in it"
-        self.take("map", (address, size))
-        return ()
+        return self.take("map", (address, size))
 
-    def _cuMemSetAccess(self, address, size, descriptors, count):  # noqa: N802
+    def _cuMemSetAccess(self, address, size, descriptors, count):
         assert self.held["map", (address, size)]
         assert descriptors[0].location.id == self.context[-1][1]
         return ()
 
-    def _cuStreamCreate(self, flags):  # noqa: N802
+    def _cuStreamCreate(self, flags):
         assert self.context
-        stream = self.new()
-        self.held["stream", stream] += 1
-        return (stream,)
+        return self.hold("stream", self.new())
 
-    def _cuStreamDestroy(self, stream):  # noqa: N802
-        self.take("stream", stream)
-        return ()
+    def _cuStreamDestroy(self, stream):
+        return self.take("stream", stream)
 
-    def _cuStreamSynchronize(self, stream):  # noqa: N802
+    def _cuStreamSynchronize(self, stream):
         assert self.held["stream", stream]
         return ()
 
-    def _cuMemsetD8Async(self, address, value, count, stream):  # noqa: N802
+    def _cuMemsetD8Async(self, address, value, count, stream):
         assert self.held["map", (address, count)]
         return ()
 
-    def _cuMemcpyDtoHAsync(self, into, address, count, stream):  # noqa: N802
+    def _cuMemcpyDtoHAsync(self, into, address, count, stream):
         ctypes.memset(into, 3, count)
         return ()
 
-    def _cuMemHostAlloc(self, size, flags):  # noqa: N802
+    def _cuMemHostAlloc(self, size, flags):
         page = ctypes.create_string_buffer(size)
         self.pages[ctypes.addressof(page)] = page
-        self.held["host", ctypes.addressof(page)] += 1
-        return (ctypes.addressof(page),)
+        return self.hold("host", ctypes.addressof(page))
 
-    def _cuMemFreeHost(self, address):  # noqa: N802
+    def _cuMemFreeHost(self, address):
         assert self.quiet(), "a page is freed under what may still write it"
-        self.take("host", address)
-        return ()
+        return self.take("host", address)
 
-    def _cuMemHostGetDevicePointer(self, address, flags):  # noqa: N802
+    def _cuMemHostGetDevicePointer(self, address, flags):
         return (address + (1 << 44),)
 
 

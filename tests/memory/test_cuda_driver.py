@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.headers import HEADER_BYTES
+from tests.memory.baseline import open_files
 from tests.memory.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles, Results
 from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
 from weft.memory import cuda, driver, posix
@@ -29,10 +30,10 @@ def install(monkeypatch):
     """Put a driver with the given faults where cuda.bindings would be."""
 
     def put(**options):
-        made = Driver(**options)
-        monkeypatch.setattr(cuda, "driver", lambda: made)
-        monkeypatch.setattr(driver, "driver", lambda: made)
-        return made
+        fake = Driver(**options)
+        monkeypatch.setattr(cuda, "driver", lambda: fake)
+        monkeypatch.setattr(driver, "driver", lambda: fake)
+        return fake
 
     return put
 
@@ -57,13 +58,17 @@ def make(group, fake):
     return seen
 
 
-def run(fake, ranks=2):
-    before = len(os.listdir("/proc/self/fd"))
-    results = launch(make, fake, ranks=ranks, device="threads")
-    assert fake.left() == {}
-    assert fake.unsafe == []
-    assert len(os.listdir("/proc/self/fd")) == before
+def run(fake, body=make, *args, ranks=2):
+    before = open_files()
+    results = launch(body, fake, *args, ranks=ranks, device="threads")
+    assert (fake.left(), fake.unsafe) == ({}, [])
+    assert open_files() == before
     return results
+
+
+def names_of(fake, rank):
+    """Names of a rank's calls."""
+    return [name for caller, name in fake.log if caller == rank]
 
 
 @pytest.mark.parametrize("fabric", [False, True])
@@ -100,39 +105,30 @@ def replace_peer(group, fake):
 
 def test_a_share_is_replaced_at_its_address_when_the_gpu_is_quiet(install):
     fake = install()
-    before = len(os.listdir("/proc/self/fd"))
-    assert launch(replace_peer, fake, ranks=2, device="threads") == [(True, True, True)] * 2
-    assert fake.left() == {}
-    assert fake.unsafe == []
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert [name for rank, name in fake.log if rank == 1 and name == "cuMemUnmap"]
+    assert run(fake, replace_peer) == [(True, True, True)] * 2
+    assert "cuMemUnmap" in names_of(fake, 1)
 
 
 def test_a_failure_of_any_call_frees_everything_everywhere(install):
     """Each fake call of rank 1 fails once: a creation that fails leaves nothing, on any rank."""
     whole = install()
     run(whole)
-    names = [name for rank, name in whole.log if rank == 1]
+    names = names_of(whole, 1)
     created = names.index("cuStreamSynchronize") + 3  # and the pop and the mode behind it
-    failed = 0
+    assert created > 35
     for number in range(1, created + 1):
-        fake = install(fail=(1, number))
-        outcomes = run(fake)
-        texts = {text for _, text in outcomes}
-        assert len(texts) == 1, names[number - 1]
-        text = texts.pop()
+        outcomes = run(install(fail=(1, number)))
+        (text,) = {text for _, text in outcomes}
         assert "rank 1 of 2" in text
         assert f"{names[number - 1]}(" in text
         assert "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory; free some GPU memory" in text
         assert outcomes[0][0] == "NoneType"
-        failed += 1
-    assert failed == created > 35
 
 
 def test_a_gpu_without_room_is_told_with_both_numbers(install):
     whole = install()
     run(whole)
-    number = [name for rank, name in whole.log if rank == 1].index("cuMemCreate") + 1
+    number = names_of(whole, 1).index("cuMemCreate") + 1
     for _, text in run(install(fail=(1, number))):
         assert f"takes {2 * GRANULE} bytes in one piece" in text
         assert f"cuda:1 has {3 << 30} free of {8 << 30}" in text
@@ -150,9 +146,7 @@ def close_with_failure(group, fake):
 
 
 def test_a_failing_close_says_so_and_still_frees(install):
-    fake = install()
-    launch(close_with_failure, fake, ranks=1, device="threads")
-    assert fake.left() == {}
+    run(install(), close_with_failure, ranks=1)
 
 
 def let_go(group, fake, how):
@@ -190,9 +184,7 @@ def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatc
     """By close, by the collector, with the last view; the thread's mode is what it was."""
     fake = install()
     monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
-    names, done = launch(let_go, fake, how, ranks=1, device="threads")[0]
-    assert fake.left() == {}
-    assert fake.unsafe == []
+    names, done = run(fake, let_go, how, ranks=1)[0]
     assert done == [CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
     frees = [n for n in names if n.startswith("cuMem") and n != "cuMemRelease"]
     assert frees[0] == "cuMemFree"
@@ -206,36 +198,26 @@ def cpu_tensor_at(address, count, device, keeper):
 
 
 @pytest.mark.parametrize(
-    ("options", "cause", "text"),
+    ("attribute", "text"),
     [
-        (
-            {"lacks": (Attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,)},
-            HandleUnsupported,
-            "cuda:0 (Test GPU) has no virtual memory management",
-        ),
-        (
-            {
-                "lacks": (
-                    Attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-                )
-            },
-            HandleUnsupported,
-            "cuda:0 (Test GPU) has no POSIX file descriptor handles",
-        ),
-        ({"peers": False}, PeerAccessDenied, "nvidia-smi topo -p2p r"),
+        ("VIRTUAL_MEMORY_MANAGEMENT", "has no virtual memory management"),
+        ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR", "has no POSIX file descriptor handles"),
     ],
 )
-def test_what_gpus_cannot_do_is_said_on_every_rank(install, options, cause, text):
-    for name, said in run(install(**options)):
-        assert name == cause.__name__
-        assert text in said
+def test_what_gpus_cannot_do_is_said_on_every_rank(install, attribute, text):
+    lacks = Attributes[f"CU_DEVICE_ATTRIBUTE_{attribute}_SUPPORTED"]
+    for name, said in run(install(lacks=(lacks,))):
+        assert name == HandleUnsupported.__name__
+        assert f"cuda:0 (Test GPU) {text}" in said
 
 
 def test_gpus_that_cannot_reach_each_other_are_both_named(install):
-    said = run(install(peers=False))[0][1]
-    assert f"cuda:0 (Test GPU) {'00' * 16}" in said
-    assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in said
-    assert "CUDA_VISIBLE_DEVICES" in said
+    results = run(install(peers=False))
+    assert [name for name, _ in results] == [PeerAccessDenied.__name__] * 2
+    for text in ("nvidia-smi topo -p2p r", "CUDA_VISIBLE_DEVICES"):
+        assert all(text in said for _, said in results)
+    assert f"cuda:0 (Test GPU) {'00' * 16}" in results[0][1]
+    assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in results[0][1]
 
 
 def test_a_gpu_that_is_not_visible_is_left_to_the_mapping(install):
@@ -246,33 +228,31 @@ def test_fabric_handles_are_used_only_where_every_rank_can_make_them(install):
     fake = install(fabric=True)
     trial = ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"]
 
-    launch(make, fake, ranks=2, device="threads")
+    run(fake)
     # Rank 1 has no IMEX channel: its first allocation, the trial, is refused.
-    first = [name for rank, name in fake.log if rank == 1].index(trial[0]) + 1
+    first = names_of(fake, 1).index(trial[0]) + 1
     half = install(fabric=True, fail=(1, first))
     assert run(half)[0][0] == 3 * GRANULE
     imports = [name for _, name in half.log if name == trial[2]]
     assert len(imports) == 1 + 2  # rank 0's own trial, then one descriptor each
 
 
-def make_on_machines(group, fake, machines):
-    group._machines = machines
+def make_on_machines(group, fake):
+    group._machines = 2
     return make(group, fake)
 
 
 def test_memory_of_several_machines_does_not_go_as_descriptors(install):
     fake = install(fabric=True)
-    launch(make_on_machines, fake, 2, ranks=2, device="threads")
-    first = [name for rank, name in fake.log if rank == 1].index("cuMemCreate") + 1
-    fake = install(fabric=True, fail=(1, first))
-    for name, said in launch(make_on_machines, fake, 2, ranks=2, device="threads"):
+    run(fake, make_on_machines)
+    first = names_of(fake, 1).index("cuMemCreate") + 1
+    for name, said in run(install(fabric=True, fail=(1, first)), make_on_machines):
         assert name == "HandleUnsupported"
         assert "rank 1 on cuda:1 (Test GPU) can no longer make fabric handles" in said
-    assert fake.left() == {}
 
 
 def look(group, fake):
-    """Which of ranks 0 and 1 this one reaches over NVLink."""
+    """Return which of ranks 0 and 1 reach each rank over NVLink."""
     fake.rank.value = group.rank
     device = torch.device("cuda", group.rank)
     return cuda.reached(device, group.all_gather, [0, 1])
@@ -286,18 +266,12 @@ NOT_GIVEN_BACK = ("cuMemFreeHost", [[0, 1]] * 2)  # the other rank would wait fo
 
 @pytest.mark.parametrize(("refused", "seen"), [NO_CHANNEL, TOO_FAR, NO_ACCESS, NOT_GIVEN_BACK])
 def test_machines_reach_each_other_where_both_map_the_others_memory(install, refused, seen):
-    fake = install(fabric=True)
-    assert launch(look, fake, ranks=2, device="threads") == [[[0, 1]] * 2] * 2
-    assert (fake.left(), fake.unsafe) == ({}, [])
-    fake = install(fabric=True, fail=(1, refused))
-    assert launch(look, fake, ranks=2, device="threads") == [seen] * 2
-    assert (fake.left(), fake.unsafe) == ({}, [])
+    assert run(install(fabric=True, fail=(1, refused)), look) == [seen] * 2
 
 
-def test_without_fabric_handles_no_machine_reaches_another(install):
-    fake = install()
-    assert launch(look, fake, ranks=2, device="threads") == [[[], []]] * 2
-    assert fake.left() == {}
+@pytest.mark.parametrize(("fabric", "reached"), [(True, [0, 1]), (False, [])])
+def test_machines_with_fabric_handles_reach_each_other(install, fabric, reached):
+    assert run(install(fabric=fabric), look) == [[reached] * 2] * 2
 
 
 def test_a_gpu_says_whether_its_memory_can_leave_the_host(install):
@@ -310,7 +284,7 @@ def test_a_gpu_says_whether_its_memory_can_leave_the_host(install):
 
 def test_a_missing_driver_or_package_is_named(monkeypatch):
     class Absent:
-        def cuInit(self, flags):  # noqa: N802
+        def cuInit(self, flags):
             raise RuntimeError("libcuda.so cannot be found")
 
     monkeypatch.setattr(driver, "driver", lambda: Absent())

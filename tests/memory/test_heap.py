@@ -2,11 +2,13 @@
 """Heaps of CPU ranks: addresses, views, guards, failing creations, and what is given back."""
 
 import ctypes
+import fcntl
 import gc
 import os
-import signal
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,55 +17,45 @@ import pytest
 import torch
 
 from tests.headers import HEADER_BYTES
-from tests.memory.baseline import raised, shares_mapped, state
+from tests.memory.baseline import die, raised, shares_mapped, state
+from tests.ranks import on_ranks
 from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    HandleUnsupported,
     InvalidArgument,
     OutOfOrder,
     RankFailed,
+    RendezvousFailed,
 )
+from weft.memory import dlpack, posix
 from weft.memory.heap import Heap
 from weft.memory.launch import launch
 
-DEVICES = ("threads", "cpu")
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def write_to_everyone(group, size):
+@pytest.mark.parametrize("size", [64, PAGE, PAGE + 1])
+@on_ranks(3, "threads", "cpu")
+def test_every_rank_writes_into_every_share(group, size):
     with Heap.create(group, size) as heap:
         assert heap.stride == -(-size // PAGE) * PAGE + PAGE
-        zero = int(sum(heap.tensor((size,), torch.uint8, rank=r).sum() for r in range(group.size)))
+        assert heap.address(group.rank) - heap.base == group.rank * heap.stride
+        assert heap.generation == 1
+        assert not any(heap.tensor((size,), torch.uint8, rank=r).any() for r in range(3))
         group.barrier()
-        for rank in range(group.size):
+        for rank in range(3):
             heap.tensor((1,), torch.uint8, offset=group.rank, rank=rank).fill_(group.rank + 1)
         group.barrier()
-        got = heap.tensor((group.size,), torch.uint8).tolist()
-        last = heap.tensor((1,), torch.uint8, offset=size - 1)
-        last.fill_(7)
+        assert heap.tensor((3,), torch.uint8).tolist() == [1, 2, 3]
+        heap.tensor((1,), torch.uint8, offset=size - 1).fill_(7)
         group.barrier()
-        return (
-            zero,
-            got,
-            heap.generation,
-            heap.address(group.rank) - heap.base == (group.rank * heap.stride),
-        )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", [64, PAGE, PAGE + 1])
-def test_every_rank_writes_into_every_share(device, size):
-    expected = (0, [1, 2, 3], 1, True)
-    assert launch(write_to_everyone, size, ranks=3, device=device) == [expected] * 3
-
-
-def alone(body, *args):
-    """Run `body(group, *args)` on one rank in this process."""
-    return launch(body, *args, ranks=1, device="threads")[0]
-
-
-def make_views(group):
+@on_ranks(1, "threads")
+def test_views_lie_where_they_say_and_never_outside(group):
     with Heap.create(group, 256) as heap:
-        own = heap.tensor((64,), torch.int32)
-        own.copy_(torch.arange(64))
+        heap.tensor((64,), torch.int32).copy_(torch.arange(64))
         assert heap.tensor((2, 3), torch.int32, offset=8).tolist() == [[2, 3, 4], [5, 6, 7]]
         strided = heap.tensor((2, 3), torch.int32, offset=4, stride=(16, 2))
         assert strided.tolist() == [[1, 3, 5], [17, 19, 21]]
@@ -73,28 +65,82 @@ def make_views(group):
         assert heap.tensor((32,), torch.bfloat16, offset=192).dtype is torch.bfloat16
         assert heap.tensor((256,), torch.float8_e4m3fn).numel() == 256
         assert heap.tensor((1,), torch.int64, offset=8).data_ptr() == heap.address(0) + 8
-        refused = [
-            lambda: heap.tensor((257,), torch.uint8),
-            lambda: heap.tensor((1,), torch.int32, offset=256),
-            lambda: heap.tensor((1,), torch.int32, offset=-4),
-            lambda: heap.tensor((1,), torch.int32, offset=2),
-            lambda: heap.tensor((2, 2), torch.int32, stride=(62, 2)),
-            lambda: heap.tensor((2, 2), torch.int32, stride=(1,)),
-            lambda: heap.tensor((2,), torch.int32, stride=(-1,)),
-            lambda: heap.tensor((-1,), torch.int32),
-            lambda: heap.tensor((1,), torch.int32, rank=1),
-            lambda: heap.tensor((1,), torch.int32, rank=-1),
-            lambda: heap.tensor((1 << 62,), torch.int64),
+        outside = "at byte|must not be|must be"
+        wrong: list[tuple[tuple[int, ...], str, dict[str, Any]]] = [
+            ((257,), "ends at byte 257 and the share has 256", {"dtype": torch.uint8}),
+            ((1,), outside, {"offset": 256}),
+            ((1,), outside, {"offset": -4}),
+            ((1,), "align the offset", {"offset": 2}),
+            ((2, 2), outside, {"stride": (62, 2)}),
+            ((2, 2), "stride", {"stride": (1,)}),
+            ((2,), "stride", {"stride": (-1,)}),
+            ((-1,), outside, {}),
+            ((1,), r"rank is 1; it must be an integer in 0\.\.0", {"rank": 1}),
+            ((1,), "rank is -1", {"rank": -1}),
+            ((1 << 62,), outside, {"dtype": torch.int64}),
         ]
-        return [raised(call)[:2] for call in refused]
+        for sizes, text, options in wrong:
+            with pytest.raises(InvalidArgument, match=text):
+                heap.tensor(sizes, options.pop("dtype", torch.int32), **options)
 
 
-def test_views_lie_where_they_say_and_never_outside():
-    refused = alone(make_views)
-    assert {kind for kind, _ in refused} == {InvalidArgument.__name__}
-    assert "ends at byte 257 and the share has 256" in refused[0][1]
-    assert "align the offset" in refused[3][1]
-    assert "rank is 1; it must be an integer in 0..0" in refused[8][1]
+@on_ranks(1, "threads")
+def test_bytes_are_written_inside_the_share_alone(group):
+    with Heap.create(group, 4096) as heap:
+        heap.write(0, 4094, b"ab")
+        assert bytes(heap.tensor((2,), torch.uint8, offset=4094)) == b"ab"
+        wrong: list[tuple[Any, Any, Any, str]] = [
+            (0, 4095, b"ab", "end at byte 4097 and the share has 4096"),
+            (0, -1, b"a", "offset is -1"),
+            (0, 0, bytes(2049), "at most 2048"),  # a GPU stages them in half a page
+            (1, 0, b"a", "rank is 1"),
+            (0, 0, "a", "data is"),
+        ]
+        for rank, offset, data, text in wrong:
+            with pytest.raises(InvalidArgument, match=text):
+                heap.write(rank, offset, data)
+
+
+EDGES = (0, 1, 7, 8, 255, 256, 257, 2048, 1 << 31, 1 << 48, (1 << 63) - 1, 1 << 64)
+ODD = (None, True, 1.5, "3", *EDGES, *(-edge for edge in EDGES[1:]))
+DTYPES = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
+DATA: tuple[Any, ...] = (
+    b"", b"1", b"x" * 8, b"y" * 2048, b"z" * 2049, bytearray(3), memoryview(b"abcd")[::2],
+    None, "text", 3, torch.zeros(2),
+)  # fmt: skip
+
+
+@on_ranks(1, "threads")
+def test_every_access_is_inside_the_share_or_refused(group):
+    seed = Random().randrange(1 << 32)
+    print("seed", seed)
+    random, refused = Random(seed), 0
+    ranks: tuple[Any, ...] = (0, 0, 0, None, 1, 1 << 64, "a")
+
+    def number() -> Any:
+        return random.choice(ODD) if random.random() < 0.3 else random.randrange(300)
+
+    with Heap.create(group, 256) as heap, Heap.create(group, 256) as other:
+        start = heap.address(0)
+        for _ in range(3000):
+            sizes = [number() for _ in range(random.randrange(4))]
+            steps = random.choice((None, [number() for _ in sizes], [number()]))
+            offset, rank, dtype = number(), random.choice(ranks), random.choice(DTYPES)
+            try:
+                view = heap.tensor(sizes, dtype, offset=offset, rank=rank, stride=steps)
+                if view.numel():
+                    strides = zip(view.shape, view.stride(), strict=True)
+                    last = sum((n - 1) * step for n, step in strides)
+                    end = view.data_ptr() + (last + 1) * view.element_size()
+                    assert start <= view.data_ptr() < end <= start + 256
+            except InvalidArgument:
+                refused += 1
+            try:
+                heap.write(rank, number(), random.choice(DATA))
+            except InvalidArgument:
+                refused += 1
+        assert int(other.tensor((256,), torch.uint8).sum()) == 0
+    assert refused > 1000
 
 
 def overrun(group, rank):
@@ -111,269 +157,281 @@ def test_a_write_behind_a_share_faults(rank):
         launch(overrun, rank, ranks=3)
 
 
-def use_after_close(group):
+@on_ranks(1, "threads")
+def test_a_closed_heap_refuses(group):
     heap = Heap.create(group, HEADER_BYTES)
     heap.close()
     heap.close()
-    calls = [
-        lambda: heap.tensor((1,), torch.uint8),
-        lambda: heap.address(0),
-        heap.header,
-        lambda: heap.mailbox,
-    ]
-    return [raised(call)[:2] for call in calls]
+    tensor, address = lambda: heap.tensor((1,), torch.uint8), lambda: heap.address(0)
+    for call in (tensor, address, heap.header, lambda: heap.mailbox):
+        with pytest.raises(OutOfOrder, match="the heap of generation 1 is closed"):
+            call()
 
 
-def test_a_closed_heap_refuses():
-    for kind, text in alone(use_after_close):
-        assert kind == OutOfOrder.__name__
-        assert "the heap of generation 1 is closed" in text
-
-
-def outlive(group):
+@on_ranks(1, "threads")
+def test_views_keep_the_memory_past_close(group):
+    gc.collect()  # a collection in the middle would free what is counted as there before
     before = shares_mapped()  # of tests before this one in the same process
     heap = Heap.create(group, 4 * PAGE)
-    view = heap.tensor((2, 8), torch.int32).T[1:]
-    page = heap.mailbox.view()
+    view, page = heap.tensor((2, 8), torch.int32).T[1:], heap.mailbox.view()
     heap.close()
-    mapped = [shares_mapped()]
     view.fill_(5)
     page[7] = 1
-    seen = int(view.sum())
+    assert int(view.sum()) == 70
+    assert shares_mapped() == before + 1
     del view
-    mapped.append(shares_mapped())
+    assert shares_mapped() == before + 1
     del page
-    mapped.append(shares_mapped())
-    return seen, [count - before for count in mapped]
+    assert shares_mapped() == before
 
 
-def test_views_keep_the_memory_past_close():
-    gc.collect()  # a collection in the middle would free what is counted as there before
-    assert alone(outlive) == (70, [1, 1, 0])
-
-
-def use_mailbox(group):
+@on_ranks(1, "threads")
+def test_the_mailbox_is_one_zeroed_page_of_host_memory(group):
     with Heap.create(group, 64) as heap:
         page = heap.mailbox.view()
         assert (len(page), page.readonly, page.format) == (4096, False, "B")
         assert bytes(page) == bytes(4096)
         page[5] = 9
-        word = ctypes.c_uint8.from_address(heap.mailbox.host + 5).value
-        return word, heap.mailbox.host == heap.mailbox.device, heap.mailbox.host % 4096
+        assert ctypes.c_uint8.from_address(heap.mailbox.host + 5).value == 9
+        assert heap.mailbox.host == heap.mailbox.device
+        assert heap.mailbox.host % 4096 == 0
 
 
-def test_the_mailbox_is_one_zeroed_page_of_host_memory():
-    assert alone(use_mailbox) == (9, True, 0)
-
-
-def read_header_of_the_dead(group):
+@on_ranks(2, "cpu", "cuda", dies=[1])
+def test_the_header_of_a_dead_rank_can_be_read(group):
     heap = Heap.create(group, HEADER_BYTES + 1)
     heap.tensor((HEADER_BYTES,), torch.uint8).fill_(group.rank + 1)
     if group.device.type == "cuda":
         torch.cuda.synchronize()
     group.barrier()
     if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert raised(group.barrier)[0] == "RendezvousFailed"
-    return heap.header(1) == bytes([2]) * HEADER_BYTES, heap.header()[:2]
+        die()
+    with pytest.raises(RendezvousFailed):
+        group.barrier()
+    assert heap.header(1) == bytes([2]) * HEADER_BYTES
+    assert heap.header() == bytes([1]) * HEADER_BYTES
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_header_of_a_dead_rank_can_be_read(device):
-    told = launch(read_header_of_the_dead, ranks=2, device=device, tolerate_deaths=True)
-    assert told == [(True, b"\x01\x01"), None]
+@on_ranks(1, "threads")
+def test_a_share_without_room_for_a_header_says_so(group):
+    with (
+        Heap.create(group, HEADER_BYTES - 1) as heap,
+        pytest.raises(InvalidArgument, match=f"a header takes {HEADER_BYTES}"),
+    ):
+        heap.header()
 
 
-def small_header(group):
-    with Heap.create(group, HEADER_BYTES - 1) as heap:
-        return raised(heap.header)[:2]
+def create_and_close(group):
+    with Heap.create(group, 10_000) as heap:
+        heap.tensor((8,), torch.float32).fill_(1.0)
+        group.barrier()
+        return shares_mapped()
 
 
-def test_a_share_without_room_for_a_header_says_so():
-    kind, text = alone(small_header)
-    assert kind == InvalidArgument.__name__
-    assert f"a header takes {HEADER_BYTES}" in text
-
-
-def create_and_close(group, times):
-    during = 0
-
-    def once():
-        nonlocal during
-        with Heap.create(group, 10_000) as heap:
-            heap.tensor((8,), torch.float32).fill_(1.0)
-            group.barrier()
-            during = shares_mapped()
-
+@on_ranks(3, "cpu")
+def test_creating_and_closing_gives_everything_back(group):
     for _ in range(3):  # what is imported, mapped and cached at first use
-        once()
+        create_and_close(group)
     before = state()
-    for _ in range(times):
-        once()
+    for _ in range(20):
+        assert create_and_close(group) == 3
     dropped = Heap.create(group, 10_000)
     del dropped
     now = state()
+    assert now[:2] <= before[:2]
     # The allocator maps a page of its own now and then; a share that stays would be twenty.
-    return now[:2] <= before[:2] and now[2] - before[2] < times // 2, during
+    assert now[2] - before[2] < 10
 
 
-def test_creating_and_closing_gives_everything_back():
-    assert launch(create_and_close, 20, ranks=3) == [(True, 3)] * 3
+def test_threads_give_everything_back():
     before = state()[:2]
-    launch(create_and_close, 5, ranks=3, device="threads")
+    launch(create_and_close, ranks=3, device="threads")
     assert state()[:2] == before
 
 
-def close_alone(group):
-    """Closing never waits: the others still read and write the share that is gone for its owner."""
+@on_ranks(2, "threads", "cpu")
+def test_a_share_lives_as_long_as_any_rank_maps_it(group):
+    """Closing never waits: the others still read and write the share that its owner gave up."""
     heap = Heap.create(group, 64)
     if group.rank == 0:
         heap.tensor((1,), torch.int32).fill_(41)
         heap.close()
-        group.barrier()
-        return None
     group.barrier()
-    theirs = heap.tensor((1,), torch.int32, rank=0)
-    theirs += 1
-    return int(theirs)
+    if group.rank == 1:
+        theirs = heap.tensor((1,), torch.int32, rank=0)
+        theirs += 1
+        assert int(theirs) == 42
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_share_lives_as_long_as_any_rank_maps_it(device):
-    assert launch(close_alone, ranks=2, device=device) == [None, 42]
-
-
-def leave_open(group):
-    group.keep = Heap.create(group, 64)
+@on_ranks(2, "cpu")
+def test_a_forked_child_may_close_its_copy(group):
+    heap = Heap.create(group, 64)
     child = os.fork()
     if child == 0:
-        group.keep.close()
+        heap.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    group.keep.tensor((1,), torch.uint8).fill_(1)
-    return int(group.keep.tensor((1,), torch.uint8))
-
-
-def test_a_forked_child_may_close_its_copy():
-    assert launch(leave_open, ranks=2) == [1, 1]
+    assert int(heap.tensor((1,), torch.uint8).fill_(1)) == 1
 
 
 LEFT_OPEN = """
-import ctypes, os, torch
+import torch
 from weft.memory.dlpack import tensor_at
 from weft.memory.group import Group
 from weft.memory.heap import Heap
 from weft.memory.meeting import Meeting
 
-group = Group.from_meeting(
-    Meeting.open(), rank=0, size=1, device=torch.device("cpu"), timeout=5.0
-)
+cpu = torch.device("cpu")
+group = Group.from_meeting(Meeting.open(), rank=0, size=1, device=cpu, timeout=5.0)
 heap = Heap.create(group, 4096)
 view = heap.tensor((4,), torch.int32).fill_(1)
 page = heap.mailbox.view()
-other = tensor_at(heap.base, 64, torch.device("cpu"), heap)
+other = tensor_at(heap.base, 64, cpu, heap)
 cycle = [heap, view, other]
 cycle.append(cycle)
 """
 
 
+@pytest.mark.slow
 def test_a_process_may_end_without_closing_anything():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", LEFT_OPEN],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-W", "error", "-c", LEFT_OPEN]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def generations(group):
+@on_ranks(2, "threads")
+def test_generations_are_equal_on_all_ranks(group):
     heaps = [Heap.create(group, 64) for _ in range(3)]
-    found = [heap.generation for heap in heaps]
-    raised(Heap.create, group, 0)
+    assert [heap.generation for heap in heaps] == [1, 2, 3]
+    with pytest.raises(InvalidArgument, match="size is 0"):
+        Heap.create(group, 0)
     for heap in heaps:
         heap.close()
-    return found
 
 
-def test_generations_are_equal_on_all_ranks():
-    assert launch(generations, ranks=2, device="threads") == [[1, 2, 3]] * 2
+FAILED = "^creating a heap failed on rank 1 of 2: InvalidArgument: "
 
 
-EDGES = (0, 1, 7, 8, 255, 256, 257, 2048, 1 << 31, 1 << 48, (1 << 63) - 1, 1 << 64)
-ODD = (None, True, 1.5, "3", *EDGES, *(-edge for edge in EDGES[1:]))
-DTYPES = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
+@pytest.mark.parametrize(
+    ("sizes", "kind", "text"),
+    [
+        *(
+            ([64, size], CreationFailed, f"{FAILED}size is {size!r}; it must be an integer in 1..")
+            for size in (0, -1, 1.5, True, None)
+        ),
+        ([64, 65], GeometryMismatch, "rank 0 has size=64 and rank 1 has size=65"),
+        ([1 << 62] * 2, InvalidArgument, rf"size is {1 << 62}; .* in 1\.\.{1 << 48}"),
+    ],
+)
+@on_ranks(2, "threads")
+def test_sizes_that_no_heap_has_and_other_sizes_fail_on_every_rank(group, sizes, kind, text):
+    with pytest.raises(kind, match=text) as caught:
+        Heap.create(group, sizes[group.rank])
+    assert caught.type is kind
 
 
-def use_at_random(group, seed):
-    """Every access is inside the share, or an InvalidArgument."""
-    random = Random(seed)
+def disturb(group, where, what, over):
+    """Let one step of a creation fail, die or stall on this rank."""
+    real = getattr(posix.HostShares, where)
 
-    def number() -> Any:
-        return random.choice(ODD) if random.random() < 0.3 else random.randrange(300)
+    def disturbed(self, *args):
+        if what == "fail":
+            raise OSError(28, "no space left")
+        if what == "kill":
+            die()
+        while not all((over / str(r)).exists() for r in range(3) if r != group.rank):
+            time.sleep(0.01)
+        return real(self, *args)
 
-    refused = 0
-    ranks: tuple[Any, ...] = (0, 0, 0, None, 1, 1 << 64, "a")
-    data: tuple[Any, ...] = (
-        b"",
-        b"1",
-        b"x" * 8,
-        b"y" * 2048,
-        b"z" * 2049,
-        bytearray(3),
-        memoryview(b"abcd")[::2],
-    )
-    data += (None, "text", 3, torch.zeros(2))
-    with Heap.create(group, 256) as heap, Heap.create(group, 256) as other:
-        start = heap.address(0)
-        for _ in range(3000):
-            sizes = [number() for _ in range(random.randrange(4))]
-            steps = random.choice((None, [number() for _ in sizes], [number()]))
-            where, rank = number(), random.choice(ranks)
-            try:
-                view = heap.tensor(
-                    sizes, random.choice(DTYPES), offset=where, rank=rank, stride=steps
-                )
-                if view.numel():
-                    last = sum(
-                        (n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True)
-                    )
-                    end = view.data_ptr() + (last + 1) * view.element_size()
-                    assert start <= view.data_ptr() < end <= start + 256
-            except InvalidArgument:
-                refused += 1
-            try:
-                heap.write(rank, number(), random.choice(data))
-            except InvalidArgument:
-                refused += 1
-        assert int(other.tensor((256,), torch.uint8).sum()) == 0
-    return refused
+    setattr(posix.HostShares, where, disturbed)
 
 
-def test_no_access_leaves_the_share():
-    seed = Random().randrange(1 << 32)
-    print("seed", seed)
-    assert alone(use_at_random, seed) > 1000
+def fail_in(group, victim, where, what, over):
+    Heap.create(group, 5000).close()  # what the allocator maps at first use
+    before = state()
+    if group.rank == victim:
+        disturb(group, where, what, over)
+    if what == "stall":
+        group.barrier()
+        group.timeout = 1.0
+    how = "of 3: OSError: [Errno 28] no space left" if what == "fail" else "(pid "
+    kind, text, seconds = raised(Heap.create, group, 5000)
+    assert state() == before
+    assert kind == "CreationFailed"
+    assert f"rank {victim} {how}" in text
+    assert seconds < 100.0
+    group.close()
+    (over / str(group.rank)).touch()  # a rank that stalls goes on when the others have left
+    return text
 
 
-def write_bytes(group):
-    with Heap.create(group, 4096) as heap:
-        heap.write(0, 4094, b"ab")
-        refused = [
-            lambda: heap.write(0, 4095, b"ab"),
-            lambda: heap.write(0, -1, b"a"),
-            lambda: heap.write(0, 0, bytes(2049)),  # a GPU stages them in half a page
-            lambda: heap.write(1, 0, b"a"),
-            lambda: heap.write(0, 0, "a"),  # type: ignore[arg-type]
-        ]
-        return bytes(heap.tensor((2,), torch.uint8, offset=4094)), [
-            raised(call)[:2] for call in refused
-        ]
+@pytest.mark.parametrize(
+    ("victim", "where", "what"),
+    [
+        *((0, "allocate", "fail"), (2, "map", "fail"), (0, "map", "kill"), (2, "allocate", "kill")),
+        *((0, "map", "stall"), (2, "map", "stall")),
+    ],
+)
+def test_one_rank_that_fails_dies_or_stalls_fails_all(victim, where, what, tmp_path):
+    arguments = victim, where, what, tmp_path
+    texts = launch(fail_in, *arguments, ranks=3, tolerate_deaths=what == "kill")
+    assert [rank for rank, text in enumerate(texts) if text is None] == [victim] * (what == "kill")
+    assert what == "stall" or len({text for text in texts if text is not None}) == 1
 
 
-def test_bytes_are_written_inside_the_share_alone():
-    data, refused = alone(write_bytes)
-    assert data == b"ab"
-    assert {kind for kind, _ in refused} == {InvalidArgument.__name__}
-    assert "end at byte 4097 and the share has 4096" in refused[0][1]
-    assert "at most 2048" in refused[2][1]
+@pytest.mark.parametrize(
+    ("size", "seals", "text"),
+    [
+        (2 * PAGE, posix._SEALS, f"sent memory of {2 * PAGE} bytes where {PAGE} were agreed"),
+        (PAGE, 0, "it could shrink under its readers"),
+        (PAGE, fcntl.F_SEAL_SEAL, "it could shrink under its readers"),
+        (PAGE, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW, "it could shrink under its readers"),
+        (PAGE, None, "so no memfd"),
+    ],
+)
+def test_memory_that_a_peer_could_change_is_refused(tmp_path, size, seals, text):
+    if seals is None:
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if seals is not None:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    shares = posix.HostShares(0, 1, 100)
+    try:
+        shares.allocate()
+        with pytest.raises(HandleUnsupported, match=text):
+            shares.map({0: fd})
+    finally:
+        os.close(fd)
+        shares.free()
+
+
+class Owner:
+    """Stands for what a view keeps alive."""
+
+
+def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():
+    memory, owner = (ctypes.c_ubyte * 64)(*range(64)), Owner()
+    gone, address = weakref.ref(owner), ctypes.addressof(memory)
+    tensor = dlpack.tensor_at(address, 64, torch.device("cpu"), owner)
+    assert tensor.dtype is torch.uint8
+    assert tensor.tolist() == list(range(64))
+    view = tensor[8:24].view(torch.int32)
+    view[0] = 0
+    assert list(memory[8:12]) == [0] * 4
+    assert tensor.data_ptr() == address
+    del owner, tensor
+    gc.collect()
+    assert gone() is not None
+    del view
+    assert gone() is None
+    assert not dlpack._alive
+
+
+def test_a_tensor_is_on_the_device_that_was_named():
+    structure = dlpack._Managed()
+    structure.tensor.device = dlpack._Device(dlpack._KINDS["cuda"], 3)
+    assert (structure.tensor.device.kind, structure.tensor.device.index) == (2, 3)
+    assert ctypes.sizeof(dlpack._Managed) == 64  # DLManagedTensor of DLPack 0.8

@@ -3,149 +3,126 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import resource
 import subprocess
-import sys
 import threading
 from typing import Any
 
 import pytest
 
 import weft
+from tests.memory.baseline import open_files
+from tests.ranks import on_ranks
 from weft.errors import RendezvousFailed, SetupError
 from weft.memory.liveness import Liveness, lifelong_pipe
 
 
-def without_pidfds(group: weft.Group) -> str:
+def replaced(place: Any, name: str, error: Exception) -> pytest.MonkeyPatch:
+    """Let a function of the system raise an error."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(place, name, refuse)
+    return patch
+
+
+@on_ranks(2, "cpu")
+def test_a_rank_that_may_not_open_pidfds_says_so_on_all(group: weft.Group) -> None:
     if group.rank == 1:
-        system: Any = os
-        system.pidfd_open = refused
+        replaced(os, "pidfd_open", PermissionError(1, "Operation not permitted"))
     with pytest.raises((SetupError, RendezvousFailed)) as told:
         weft.Group.from_torch(group.process_group(), device="cpu")
-    return str(told.value)
-
-
-def refused(pid: int) -> int:
-    raise PermissionError(1, "Operation not permitted")
-
-
-def test_a_rank_that_may_not_open_pidfds_says_so_on_all() -> None:
-    for text in weft.launch(without_pidfds, ranks=2):
-        assert "pidfd_open is refused (Operation not permitted)" in text
-        assert "seccomp" in text
-
-
-def short_of(group: weft.Group, what: str) -> tuple[str, bool]:
-    """Rank 1 cannot watch its peers. What is raised, and whether descriptors stay open."""
-    process_group = group.process_group()
-    group.barrier()
-    before = len(os.listdir("/proc/self/fd"))
-    place: Any = {"pipe2": os, "start": threading.Thread}[what]
-    found = getattr(place, what)
-    if group.rank == 1:
-        setattr(place, what, none_free)
-    kind = SetupError if group.rank == 1 else RendezvousFailed
-    with pytest.raises(kind) as told:
-        weft.Group.from_torch(process_group, device="cpu")
-    setattr(place, what, found)
-    group.barrier()
-    return str(told.value), len(os.listdir("/proc/self/fd")) > before
-
-
-def none_free(*_: object) -> int:
-    raise RuntimeError("none is free")  # as of threads; of descriptors an OSError
+    assert "pidfd_open is refused (Operation not permitted)" in str(told.value)
+    assert "seccomp" in str(told.value)
 
 
 @pytest.mark.parametrize("what", ["pipe2", "start"])
-def test_a_rank_that_cannot_watch_says_why_and_keeps_no_descriptors(what: str) -> None:
-    for rank, (text, left) in enumerate(weft.launch(short_of, what, ranks=2)):
-        ours = "cannot watch the other ranks: none is free; it needs free descriptors (ulimit -n)"
-        assert ("could not watch its peers: none is free", ours)[rank] in text
-        assert not left
+@on_ranks(2, "cpu")
+def test_a_rank_that_cannot_watch_says_why_and_keeps_no_descriptors(
+    group: weft.Group, what: str
+) -> None:
+    process_group = group.process_group()
+    group.barrier()
+    before = open_files()
+    kind: type[Exception] = RendezvousFailed
+    text, patch = "could not watch its peers: none is free", pytest.MonkeyPatch()
+    if group.rank == 1:
+        kind, text = SetupError, "cannot watch the other ranks: none is free; it needs free descri"
+        place = {"pipe2": os, "start": threading.Thread}[what]
+        patch = replaced(place, what, RuntimeError("none is free"))  # as of threads
+    with pytest.raises(kind, match=text):
+        weft.Group.from_torch(process_group, device="cpu")
+    patch.undo()
+    group.barrier()
+    assert open_files() <= before
 
 
-def tell(rank: int, heard: list[int], told: threading.Event) -> None:
-    heard.append(rank)
-    told.set()
-
-
-def test_a_pidfd_tells_of_an_end() -> None:
-    heard: list[int] = []
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    told = threading.Event()
-    pidfd = os.pidfd_open(process.pid)
-    liveness = Liveness({1: pidfd}, {}, lifelong_pipe(), lambda rank: tell(rank, heard, told))
-    process.kill()
-    assert told.wait(600.0)
-    assert heard == [1]
-    liveness.close()
-    process.communicate()
+@contextlib.contextmanager
+def started(count: int):
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
+    yield processes
+    for each in processes:
+        each.kill()
+        each.wait()
 
 
 def test_nothing_is_heard_after_close() -> None:
     """Of two peers that ended, one is heard, for its call closes; after that no process counts."""
-    heard: list[int] = []
-    told, made = threading.Event(), threading.Event()
-    dead = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
-    alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    peers = {rank: os.pidfd_open(each.pid) for rank, each in enumerate([*dead, alive])}
-    for each in dead:
-        each.wait()
+    heard: queue.Queue[int] = queue.Queue()
+    made = threading.Event()
 
     def close_at_once(rank: int) -> None:
         made.wait()
         liveness.close()
-        tell(rank, heard, told)
+        heard.put(rank)
 
-    liveness = Liveness(peers, {}, lifelong_pipe(), close_at_once)
-    made.set()
-    assert told.wait(600.0)
-    liveness._thread.join(600.0)
-    alive.kill()
-    alive.communicate()
-    assert len(heard) == 1
+    with started(3) as processes:
+        peers = {rank: os.pidfd_open(each.pid) for rank, each in enumerate(processes)}
+        for each in processes[:2]:
+            each.kill()
+            each.wait()
+        liveness = Liveness(peers, {}, lifelong_pipe(), close_at_once)
+        made.set()
+        heard.get(timeout=600.0)
+        liveness._thread.join(600.0)
+    assert heard.empty()
     assert not liveness._thread.is_alive()
 
 
 def test_a_pipe_tells_of_an_end_before_the_process_has_ended() -> None:
     """Rank 1 leaves as `close` does, and then rank 2's pipe ends, as when it is killed.
 
-    Their process lives meanwhile: rank 1 is heard only when that has ended, and nobody twice.
+    Their process lives meanwhile: rank 1 is heard only when that has ended, and none twice. Rank 3
+    has a pidfd alone.
     """
-    heard: list[int] = []
-    told = threading.Event()
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    last = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)} | {3: os.pidfd_open(last.pid)}
-    pipes, kept = {}, {}
-    for rank in (1, 2):
-        pipes[rank], kept[rank] = lifelong_pipe()
-    liveness = Liveness(peers, pipes, lifelong_pipe(), lambda rank: tell(rank, heard, told))
-    os.write(kept[1], b".")
-    os.close(kept[1])
-    os.close(kept[2])
-    assert told.wait(600.0)
-    assert heard == [2]
-    assert not liveness.ended(2)
-    told.clear()
-    process.kill()
-    assert told.wait(600.0)
-    process.communicate()
-    assert liveness.ended(1)
-    told.clear()
-    last.kill()  # heard after what ended before
-    assert told.wait(600.0)
-    last.communicate()
-    liveness.close()
-    assert heard == [2, 1, 3]
+    heard: queue.Queue[int] = queue.Queue()
+    with started(2) as (process, last):
+        peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)} | {3: os.pidfd_open(last.pid)}
+        pipes, kept = {}, {}
+        for rank in (1, 2):
+            pipes[rank], kept[rank] = lifelong_pipe()
+        liveness = Liveness(peers, pipes, lifelong_pipe(), heard.put)
+        os.write(kept[1], b".")
+        os.close(kept[1])
+        os.close(kept[2])
+        assert heard.get(timeout=600.0) == 2
+        assert not liveness.ended(2)
+        process.kill()
+        assert heard.get(timeout=600.0) == 1
+        process.wait()
+        assert liveness.ended(1)
+        last.kill()  # heard after what ended before
+        assert heard.get(timeout=600.0) == 3
+        liveness.close()
+    assert heard.empty()
 
 
-def keeps_a_high_end(group: weft.Group) -> int:
-    """What a rank's own end of its pipe is called, the highest of its descriptors."""
-    return max(int(fd) for fd in os.listdir("/proc/self/fd"))
-
-
-def test_the_end_that_a_rank_keeps_is_above_what_it_opens_later() -> None:
+@on_ranks(2, "cpu")
+def test_the_end_that_a_rank_keeps_is_above_what_it_opens_later(group: weft.Group) -> None:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert min(weft.launch(keeps_a_high_end, ranks=2)) >= min(soft, 4096) * 3 // 4
+    assert max(int(fd) for fd in os.listdir("/proc/self/fd")) >= min(soft, 4096) * 3 // 4

@@ -99,12 +99,9 @@ def test_the_tightest_control_group_counts(ranks, host, own, path):
     assert str(room.CGROUPS / path) in text
 
 
-def test_a_group_without_a_limit_refuses_nothing(ranks, host):
+def test_groups_without_a_limit_and_gpu_ranks_are_refused_nothing(ranks, host):
     host(own="0::/a", groups={"a": ("max", 3 * GIB, 0)})
     assert both(ranks, 30 * GIB) == ""
-
-
-def test_gpu_ranks_ask_their_driver(ranks, host):
     host(available=GIB)
 
     def body(group: weft.Group) -> str:
@@ -127,24 +124,17 @@ LARGE: dict[str, Callable[[weft.Group], object]] = {
 }
 
 
-def build(group: weft.Group, kind: str) -> str:
-    with pytest.raises(InvalidArgument) as caught:
-        LARGE[kind](group)
-    group.barrier()  # it is unharmed
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("kind", LARGE)
 def test_what_cannot_be_held_is_refused_at_creation(ranks, host, kind):
     host(available=5 * GIB)
-    first, second = ranks(2, "threads")(build, kind)
+
+    def build(group: weft.Group) -> str:
+        with pytest.raises(InvalidArgument) as caught:
+            LARGE[kind](group)
+        group.barrier()  # it is unharmed
+        return str(caught.value)
+
+    first, second = ranks(2, "threads")(build)
     assert first == second
     assert "on each of 2 ranks" in first
     assert f"({5 * GIB} bytes) available" in first
-
-
-def test_this_host_has_room(ranks):
-    def body(group: weft.Group) -> None:
-        weft.Heap.create(group, 1 << 20).close()
-
-    ranks(2, "threads")(body)

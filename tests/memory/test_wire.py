@@ -4,11 +4,11 @@
 import array
 import os
 import socket
-import time
 from typing import Any
 
 import pytest
 
+from tests.memory.baseline import NESTED, open_files
 from weft.memory.wire import (
     TEXT_LIMIT,
     VALUE_LIMIT,
@@ -30,10 +30,6 @@ def pair():
         end.close()
 
 
-def open_fds():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def with_fds(left, data, *fds):
     """Send by hand."""
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -51,12 +47,12 @@ def test_messages_arrive_whole_and_in_order(pair):
     left, right = pair
     assert receive(right) is None
     values: list[dict[str, Any]] = [{"a": [1, 2.5, None]}, {}, {"x": "y" * 100_000}]
-    before = open_fds()
+    before = open_files()
     for value in values:
         assert send(left, encode(value))
     assert [taken(right).body for _ in values] == values
     assert receive(right) is None
-    assert open_fds() == before
+    assert open_files() == before
 
 
 def test_a_full_socket_takes_no_more_and_nothing_waits(pair):
@@ -82,19 +78,17 @@ def test_a_descriptor_travels_with_its_message(pair):
         os.close(fd)
 
 
+NO_JSON: list[bytes] = [
+    *(b"GET / HTTP/1.1\r\n\r\n", b"{]}", b"[" * 20_000, b"\xff\xfe", b'"\0x\0"\0', b"NaN"),
+    *(b'{"a":-Infinity}', b"9" * 5000, b"@"),
+]
+
+
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "not JSON"),
-        (b"{]}", "not JSON"),
-        (b"[" * 20_000, "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        ('"x"'.encode("utf-16-le"), "not JSON"),
-        (b"NaN", "not JSON"),
-        (b'{"a":-Infinity}', "not JSON"),
+        *((data, "not JSON") for data in NO_JSON),
         (b'{"a":1e999}', "not JSON: 1e999 is no finite number"),
-        (b"9" * 5000, "not JSON"),
-        (b"@", "not JSON"),
         (b"[1]", r"a message is \[1\], and no object"),
         (b" " * 50_000, "a message of more than 32768 bytes"),
     ],
@@ -102,7 +96,7 @@ def test_a_descriptor_travels_with_its_message(pair):
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_what_no_rank_would_send_is_refused_and_no_descriptor_leaks(pair, data, text, count):
     left, right = pair
-    before = open_fds()
+    before = open_files()
     with open("/proc/self/status", "rb") as file:
         if count:
             with_fds(left, data, *[file.fileno()] * count)
@@ -112,12 +106,12 @@ def test_what_no_rank_would_send_is_refused_and_no_descriptor_leaks(pair, data, 
             text = "more than one descriptor"
         with pytest.raises(Malformed, match=text):
             receive(right, trusted=False)
-    assert open_fds() == before
+    assert open_files() == before
 
 
 def test_memory_is_read_of_those_that_are_trusted_and_no_more_of_it_than_a_message(pair):
     left, right = pair
-    before = open_fds()
+    before = open_files()
     for size, text in ((2 * VALUE_LIMIT, "more than 1052672 bytes"), (0, "not JSON")):
         memory = os.memfd_create("test")
         os.truncate(memory, size)
@@ -131,14 +125,11 @@ def test_memory_is_read_of_those_that_are_trusted_and_no_more_of_it_than_a_messa
         receive(right)
     os.close(reads)
     os.close(writes)
-    assert open_fds() == before
+    assert open_files() == before
 
 
 def test_only_what_can_be_told_on_is_encoded_and_decoded():
-    deep: list[object] = []
-    for _ in range(100_000):
-        deep = [deep]
-    hopeless: list[Any] = [deep, float("nan"), {"a": float("inf")}]
+    hopeless: list[Any] = [NESTED, float("nan"), {"a": float("inf")}]
     for value in hopeless:
         with pytest.raises(ValueError, match="nested too deep|Out of range"):
             encode(value)
@@ -147,12 +138,9 @@ def test_only_what_can_be_told_on_is_encoded_and_decoded():
         assert decode(encode(value)) == value
 
 
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [("a\ud800b", r"a\ud800b"), (None, "None"), ([1, "\udfff"], r"[1, '\udfff']"), ("é", "é")],
-)
-def test_a_text_of_a_peer_can_be_printed_whatever_it_is(said, text):
-    assert text_of(said) == text
+def test_a_text_of_a_peer_can_be_printed_whatever_it_is():
+    assert text_of("aé\ud800b") == r"aé\ud800b"
+    assert text_of([1, "\udfff", None]) == r"[1, '\udfff', None]"
     assert len(text_of("x" * 10**6)) == TEXT_LIMIT
 
 
@@ -163,10 +151,8 @@ def test_last_words_are_read_before_the_end(pair):
     send(left, b'{"bye":null}')
     left.close()
     assert taken(right).body == {"bye": None}
-    started = time.monotonic()
     for _ in range(2):
         with pytest.raises(Gone):
             receive(right)
         with pytest.raises(Gone):
             send(right, b"{}")
-    assert time.monotonic() - started < 100.0

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.memory.hostile import BODIES, JSON_VALUES
+from tests.memory.baseline import open_files
 from tests.memory.meetings import LONG, SOON, all_ranks, answer, connect, gather, said
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory import meeting as module
@@ -24,27 +24,45 @@ from weft.memory.control_plane import ControlPlane
 from weft.memory.liveness import Peers
 from weft.memory.meeting import ABI, Meeting, credentials
 
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+BODIES = st.one_of(
+    st.binary(max_size=64),
+    JSON_VALUES.map(lambda value: json.dumps(value).encode()),
+    JSON_VALUES.map(lambda value: json.dumps({"nonce": value}).encode()),
+    st.sampled_from(
+        [
+            b'{"nonce":"\\ud800"}', b'{"nonce":NaN}', b'{"nonce":1e999}', b"[" * 4000, b"{}", b"@",
+            b'{"nonce":' + b"9" * 4000 + b"}", b'{"nonce":"' + b"\xff" * 64 + b'"}', b"",
+            b" " * 50_000,
+        ]
+    ),
+)  # fmt: skip
+
+
+def both_meet(meeting, timeout=LONG):
+    return all_ranks(*(lambda r=r: gather(meeting, r, 2, timeout) for r in range(2)))
+
 
 def test_strangers_are_refused_and_the_ranks_still_meet(meeting):
     """A wrong nonce, garbage and silence at once."""
     answers = []
 
     def strangers():
-        silent = [connect(meeting) for _ in range(3)]
-        loud = connect(meeting)
-        loud.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        liar = connect(meeting)
-        liar.send(said(meeting, nonce="0" * 64))
-        answers.append(answer(liar))
-        for each in (*silent, loud, liar):
-            each.close()
+        with connect(meeting), connect(meeting) as loud, connect(meeting) as liar:
+            loud.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            liar.send(said(meeting, nonce="0" * 64))
+            answers.append(answer(liar))
 
-    def late(rank):
+    def late():
         time.sleep(0.3)
-        return gather(meeting, rank)
+        return gather(meeting, 1, 2)
 
-    got = all_ranks(lambda: gather(meeting, 0), strangers, lambda: late(1), lambda: late(2))
-    assert [got[0], got[2], got[3]] == [[0, 1, 2]] * 3
+    zero, _, one = all_ranks(lambda: gather(meeting, 0, 2), strangers, late)
+    assert zero == one == [0, 1]
     assert "nonce is not this job's" in answers[0]["fail"]
 
 
@@ -56,17 +74,16 @@ def test_a_rank_with_a_wrong_nonce_learns_why(meeting):
         def _name(self):
             return meeting._name
 
-    zero, liar = all_ranks(
-        lambda: gather(meeting, 0, size=2, timeout=0.5),
-        lambda: gather(Other(0, bytes(32)), 1, size=2, timeout=0.5),
-    )
+    other = Other(0, bytes(32))
+    zero, liar = all_ranks(lambda: gather(meeting, 0, 2, 0.5), lambda: gather(other, 1, 2, 0.5))
     assert "nonce is not this job's" in str(liar)
     assert isinstance(zero, RendezvousFailed)
 
 
-@pytest.mark.parametrize("nonce", [None, 7, [], "é" * 64, "", "\ud800" * 64])
-def test_a_nonce_of_any_shape_is_compared(meeting, nonce):
-    assert not meeting.trusts({"nonce": nonce})
+def test_a_nonce_of_any_shape_is_compared(meeting):
+    odd: list[Any] = [None, 7, [], "é" * 64, "", "\ud800" * 64]
+    for nonce in odd:
+        assert not meeting.trusts({"nonce": nonce}), nonce
     assert meeting.trusts({"nonce": meeting.nonce.hex()})
 
 
@@ -79,10 +96,7 @@ def test_another_user_is_refused(meeting, monkeypatch, listening):
         return pid, 12345 if bool(connection.getsockname()) == listening else uid
 
     monkeypatch.setattr(module, "credentials", of_another_user)
-    zero, one = all_ranks(
-        lambda: gather(meeting, 0, size=2, timeout=0.5),
-        lambda: gather(meeting, 1, size=2, timeout=0.5),
-    )
+    zero, one = both_meet(meeting, 0.5)
     assert isinstance(zero, RendezvousFailed)
     if listening:
         assert "rank 0 died before all ranks had met" in str(one)
@@ -91,7 +105,7 @@ def test_another_user_is_refused(meeting, monkeypatch, listening):
 
 
 def test_a_crowd_of_silent_strangers_delays_nobody(meeting):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(gather, meeting, 0, 2, LONG)
         started = time.monotonic()
@@ -101,7 +115,7 @@ def test_a_crowd_of_silent_strangers_delays_nobody(meeting):
         assert time.monotonic() - started < SOON
     for each in crowd:
         each.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1  # the listener
+    assert open_files() == before - 1  # the listener
 
 
 def test_a_rank_at_its_limit_of_descriptors_says_so(meeting, monkeypatch):
@@ -114,12 +128,12 @@ def test_a_rank_at_its_limit_of_descriptors_says_so(meeting, monkeypatch):
         return real(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    for error in all_ranks(*[lambda r=r: gather(meeting, r, 2, LONG) for r in range(2)]):
+    for error in both_meet(meeting):
         assert "rank 0 cannot meet the others: [Errno 24] Too many open files" in str(error)
 
 
 def test_no_message_of_a_stranger_ends_the_meeting(meeting):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     sockets: list[socket.socket] = []
 
     @settings(max_examples=150, deadline=None, database=None)
@@ -145,7 +159,7 @@ def test_no_message_of_a_stranger_ends_the_meeting(meeting):
     assert zero.result() == one == [0, 1]
     for each in sockets:
         each.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1  # the listener
+    assert open_files() == before - 1  # the listener
 
 
 def rank_that_reads(meeting, data, *, hub):
@@ -236,13 +250,13 @@ def test_no_socket_that_the_hub_would_not_hand_is_taken(meeting, odd):
     assert "rank 0 (pid 7) broke the protocol in the meeting: it sent {" in told
 
 
+NONE = "0" * 64
+
+
 @pytest.mark.parametrize(
     "address",
-    [
-        "", "0-", "0" * 64, "0-" + "0" * 63, "0-" + "g" * 64, "-1-" + "0" * 64, "x-" + "0" * 64,
-        "0-" + "\ud800" * 64, "0-" + "0" * 64 + "\n", "٣-" + "0" * 64,
-    ],
-)  # fmt: skip
+    ["", "0-", NONE, f"0-{NONE[1:]}", "0-" + "g" * 64, f"-1-{NONE}", f"0-{NONE}\n", f"٣-{NONE}"],
+)
 def test_an_address_that_no_rank_would_choose_is_refused(address):
     with pytest.raises(InvalidArgument, match="the address of the meeting is .*Meeting.address"):
         Meeting.at(address)
@@ -271,10 +285,7 @@ def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
         each.start()
     try:
         time.sleep(0.3)  # the queue is full
-        zero, one = all_ranks(
-            lambda: gather(meeting, 0, 2, timeout=60.0), lambda: gather(meeting, 1, 2, timeout=60.0)
-        )
-        assert zero == one == [0, 1]
+        assert both_meet(meeting, 60.0) == [[0, 1]] * 2
         began = time.monotonic()
         meeting.close()
         assert time.monotonic() - began < 30
@@ -287,8 +298,97 @@ def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
 def test_the_hub_keeps_a_bounded_number_of_silent_strangers(meeting, monkeypatch):
     monkeypatch.setattr(module, "_GREETING", 3)
     strangers = [connect(meeting) for _ in range(8)]
-    zero, one = all_ranks(lambda: gather(meeting, 0, 2, LONG), lambda: gather(meeting, 1, 2, LONG))
-    assert zero == one == [0, 1]
+    assert both_meet(meeting) == [[0, 1]] * 2
     for each in strangers:
         with each:
             assert "fail" in answer(each)
+
+
+PARTS = st.fixed_dictionaries(
+    {},
+    optional={
+        **{"era": st.just(0) | JSON_VALUES, "n": st.just(0) | JSON_VALUES},
+        "op": st.just("test") | st.just("exchange_fds") | JSON_VALUES,
+        **dict.fromkeys(("value", "fail", "bye"), JSON_VALUES),
+    },
+)
+MESSAGES = BODIES | PARTS.map(lambda body: json.dumps(body).encode())
+
+
+@contextlib.contextmanager
+def plane():
+    """Rank 1 of two, and the other one's end of their socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.closing(ControlPlane(1, 2)) as control, theirs:
+        control.add(0, 7, ours)
+        yield control, theirs
+
+
+@pytest.mark.parametrize("call", ["gather", "exchange_fds"])
+def test_no_message_of_a_rank_is_more_than_an_error_in_words(call):
+    deep = b'{"era":0,"op":"test","n":0,"value":' + b"[" * 900 + b"]" * 900 + b"}"
+    met: set[str] = set()
+
+    @settings(max_examples=200, deadline=None, database=None)
+    @given(MESSAGES, st.sampled_from([0, 0, 1]))
+    @example(b'{"era":0,"op":"test","n":0,"value":5}', 0)
+    @example(b'{"era":0,"op":"exchange_fds","n":0}', 1)
+    @example(b'{"era":0,"op":"exchange_fds","n":0}', 0)
+    @example(b'{"era":0,"op":"test","n":0,"value":5}', 1)
+    @example(deep, 0)
+    @example(b'{"era":0,"fail":7}', 0)
+    @example(b'{"era":0,"fail":["\\ud800"]}', 0)
+    @example(b'{"bye":"\\ud800"}', 1)
+    def talk(data, descriptors):
+        with plane() as (control, theirs):
+            socket.send_fds(theirs, [data], [theirs.fileno()] * descriptors)
+            theirs.shutdown(socket.SHUT_WR)
+            try:
+                if call == "gather":
+                    assert len(control.gather("test", 5, LONG)) == 2
+                else:
+                    for fd in control.exchange_fds(theirs.fileno(), LONG):
+                        assert fd is not None
+                        os.close(fd)
+                met.add("nothing")
+            except RendezvousFailed as error:
+                str(error).encode()
+                met.add("error")
+
+    before = open_files()
+    talk()
+    assert met == {"nothing", "error"}
+    assert open_files() == before
+
+
+def test_the_first_cause_stays_when_a_broken_group_is_aborted():
+    with plane() as (control, theirs):
+        theirs.send(b'{"era":0,"fail":"the first cause"}')
+        with pytest.raises(RendezvousFailed, match="the first cause"):
+            control.gather("test", None, LONG)
+        control.abort("a later reason")
+        with pytest.raises(RendezvousFailed, match="the first cause"):
+            control.gather("test", None, LONG)
+
+
+def test_a_peer_that_does_not_read_is_named_at_the_deadline():
+    """Its socket is full: what it sent is there, and this rank's part does not go out."""
+    with plane() as (control, theirs):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                control.peers[0].send(b"x" * 1000, socket.MSG_DONTWAIT)
+        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
+        with pytest.raises(RendezvousFailed, match=r"rank 0 \(pid 7\) did not read its part of t"):
+            control.gather("test", None, 0.2)
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_failure_of_a_later_call_does_not_undo_this_one(call):
+    """All parts have come; the peer gave up waiting for this rank in it, or in the next one."""
+    with plane() as (control, theirs):
+        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
+        theirs.send(b'{"era":0,"n":%d,"fail":"rank 2 is late"}' % call)
+        if call == 1:
+            assert control.gather("test", 6, 5.0) == [5, 6]
+        with pytest.raises(RendezvousFailed, match="rank 2 is late"):
+            control.gather("test", 6, 5.0)
