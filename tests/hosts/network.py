@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts of a test: network namespaces on one switch, whose links can be cut, slowed and counted.
 
-Ranks are processes of their own, started as torchrun would start them. Where namespaces may not be
-made, hosts are told apart by WEFT_HOST alone and share the loopback; then no link can be cut.
+Ranks are processes with the environment that torchrun would give them. Where namespaces may not
+be made, hosts are told apart by WEFT_HOST alone and share the loopback; then no link can be cut.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.cli.namespaces import ADDRESS, Namespaces, allowed, ip
+from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter, ip
+from weft.memory.processes import fork_server
 
 PORT = 29571
 ROOT = Path(__file__).parents[2]
@@ -102,24 +102,17 @@ class Network:
         return int(told[0]["stats64"]["tx"]["bytes"])
 
     def start(self, each: int, body: str, *args: Any) -> Job:
-        """`body(group, *args)` on `each` ranks of every host; "module:function", arguments JSON."""
+        """Start `body(group, *args)` on `each` ranks of every host; body: "module:function"."""
         job = Job(self, each, body, args)
         self._jobs.append(job)
         return job
 
     def run(self, each: int, body: str, *args: Any) -> list[Any]:
-        """What `body` returned on each rank. Raises AssertionError with the output of one that
-        failed."""
-        job = self.start(each, body, *args)
-        return [said["value"] for said in job.ended(range(each * self.hosts))]
+        """Run `body` as `start` does; return its results by rank.
 
-    def process(self, host: int, words: list[str], environment: dict[str, str]) -> list[str]:
-        """The command line of a process on a host; `environment` gets what tells hosts apart."""
-        environment["WEFT_HOST"] = f"host-{host}"
-        if self.namespaces is None:
-            return words
-        environment |= {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": ADDRESS.format(1)}
-        return ["ip", "netns", "exec", self._of(host), *words]
+        Raises AssertionError with what all ranks printed, if one fails.
+        """
+        return self.start(each, body, *args).results(range(each * self.hosts))
 
 
 class Job:
@@ -128,66 +121,66 @@ class Job:
     def __init__(self, network: Network, each: int, body: str, args: tuple[Any, ...]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="weft-hosts-")
         self.folder = Path(self._folder.name)
-        size = each * network.hosts
+        spaces, size = network.namespaces, each * network.hosts
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = PORT if network.namespaces is not None else free.getsockname()[1]
+            port = PORT if spaces is not None else free.getsockname()[1]
         self.processes = []
         for rank in range(size):
-            environment = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            host = rank // each
+            environment = {
+                "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port),
+                "MASTER_ADDR": "127.0.0.1" if spaces is None else ADDRESS.format(1),
+                "GLOO_SOCKET_IFNAME": "lo" if spaces is None else "eth0",
+                "WEFT_HOST": f"host-{host}",
             }  # fmt: skip
-            words = [sys.executable, "-m", __name__, str(self.folder), body, json.dumps(args)]
-            words = network.process(rank // each, words, environment)
-            with open(self.folder / f"{rank}.log", "wb") as log:
-                started = subprocess.Popen(
-                    words, cwd=ROOT, env=environment, stdout=log, stderr=log, process_group=0
-                )
-            self.processes.append(started)
+            namespace = None if spaces is None else spaces.of(host)
+            process = fork_server().Process(
+                target=run_rank,
+                args=(self.folder, {**os.environ, **environment}, namespace, body, args),
+            )
+            process.start()
+            self.processes.append(process)
 
     def mark(self, rank: int) -> str:
-        """What a rank has written last with `Note`."""
+        """Return what a rank has written last to its mark."""
         try:
             return (self.folder / f"{rank}.mark").read_text()
         except FileNotFoundError:
             return ""
 
     def wait_for(self, rounds: int) -> None:
-        """Until every rank has marked so many rounds."""
+        """Wait until every rank has marked so many rounds."""
         deadline = time.monotonic() + ENDS
         while not all(int(self.mark(r) or 0) >= rounds for r in range(len(self.processes))):
             assert time.monotonic() < deadline, self.logs()
-            assert all(p.poll() is None for p in self.processes), self.logs()
+            assert all(process.is_alive() for process in self.processes), self.logs()
             time.sleep(0.05)
 
     def kill(self, *ranks: int) -> None:
-        """kill -9, of all without a number."""
-        for process in [self.processes[r] for r in ranks] if ranks else self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-    def ended(self, ranks: Any) -> list[dict[str, Any]]:
-        """What these ranks said at their end, which must come by itself."""
-        deadline = time.monotonic() + ENDS
-        found = []
+        """Kill these ranks by SIGKILL."""
         for rank in ranks:
-            try:
-                code = self.processes[rank].wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"rank {rank} hangs\n{self.logs()}") from None
-            assert code == 0, f"rank {rank} ended with {code}\n{self.logs()}"
-            found.append(json.loads((self.folder / f"{rank}.json").read_text()))
-        return found
+            self.processes[rank].kill()
+            self.processes[rank].join()
+
+    def results(self, ranks: Iterable[int]) -> list[Any]:
+        """Wait for ranks, which must end by themselves; return what `body` returned on each."""
+        deadline = time.monotonic() + ENDS
+        values = []
+        for rank in ranks:
+            process = self.processes[rank]
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode == 0, f"rank {rank}: exit {process.exitcode}\n{self.logs()}"
+            values.append(json.loads((self.folder / f"{rank}.json").read_text()))
+        return values
 
     def close(self) -> None:
         """Kill what runs, and remove what it wrote."""
-        self.kill()
+        self.kill(*range(len(self.processes)))
         self._folder.cleanup()
 
     def logs(self) -> str:
-        """What all ranks printed."""
+        """Return what all ranks printed."""
         return "\n".join(
             f"--- rank {rank}\n{(self.folder / f'{rank}.log').read_text()[-4000:]}"
             for rank in range(len(self.processes))
@@ -196,7 +189,7 @@ class Job:
 
 @contextmanager
 def spanning(timeout: float) -> Iterator[weft.Group]:
-    """The group of all ranks of this run."""
+    """Make the group of all ranks of this run."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         with weft.Group.from_torch(device="cpu", timeout=timeout) as group:
@@ -205,16 +198,19 @@ def spanning(timeout: float) -> Iterator[weft.Group]:
         dist.destroy_process_group()
 
 
-def main() -> None:
-    """One rank."""
-    folder, body, args = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+def run_rank(
+    folder: Path, environment: dict[str, str], namespace: str | None, body: str, args: list[Any]
+) -> None:
+    """Be one rank."""
+    rank = environment["RANK"]
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+    if namespace is not None:
+        enter(namespace)
     module, name = body.split(":")
     with spanning(ENDS / 2) as group:
-        said = getattr(importlib.import_module(module), name)(group, folder, *args)
-    (folder / f"{rank}.json").write_text(json.dumps({"value": said}))
-
-
-if __name__ == "__main__":
-    main()
+        value = getattr(importlib.import_module(module), name)(group, folder, *args)
+    (folder / f"{rank}.json").write_text(json.dumps(value))

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 import weft
+from tests.ranks import Test, on_ranks
 from tests.rounds import Round, bits
 from weft import reference
+from weft.errors import RendezvousFailed
 from weft.hosts.rail import Pending, Slots
 
 # `make test` plays a few rounds of each kind; the rest runs when what it reads has changed.
@@ -23,9 +26,9 @@ campaign = pytest.mark.slow
 def on_hosts(
     group: weft.Group, hosts: int | list[int], body: Callable[..., Any], *args: Any
 ) -> Any:
-    """`body(spanning, *args)` on ranks that weft.launch started, as so many hosts.
+    """Run `body(spanning, *args)` on ranks that weft.launch started, as ranks of several hosts.
 
-    hosts: how many, of as many ranks each, or the host of each rank.
+    hosts: their number, of as many ranks each, or the host of each rank.
     """
     of_rank = [r * hosts // group.size for r in range(group.size)] if type(hosts) is int else hosts
     assert isinstance(of_rank, list)
@@ -34,14 +37,37 @@ def on_hosts(
         group.process_group(), device=group.device, timeout=600.0
     ) as spanning:
         assert spanning.hosts == len(set(of_rank))
-        return body(spanning, *args)
+        result = body(spanning, *args)
+        # Rank 0 serves the store in which others look for the cause of a failure.
+        with contextlib.suppress(RendezvousFailed):
+            group.barrier(timeout=60.0)
+        return result
 
 
-@contextmanager
+def across(
+    hosts: int | list[int] | str, count: int | str = 4, **options: Any
+) -> Callable[[Test], Test]:
+    """`on_ranks` for CPU ranks of several hosts, whose group spans these.
+
+    hosts: as of `on_hosts`, or the name of the parameter that has it.
+    """
+
+    def decorate(body: Test) -> Test:
+        @functools.wraps(body)
+        def spread(group: weft.Group, **given: Any) -> None:
+            of_rank = given[hosts] if isinstance(hosts, str) else hosts
+            on_hosts(group, of_rank, functools.partial(body, **given))
+
+        return on_ranks(count, "cpu", **options)(spread)
+
+    return decorate
+
+
+@contextlib.contextmanager
 def lying(
     a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[Slots, int], None]
 ) -> Iterator[None]:
-    """In a dispatch, `tell(slots, own)` changes what this rank sends to others over its rail."""
+    """Let `tell(slots, own)` change what this rank sends to others over its rail in a dispatch."""
     rail, own = a2a._rail, a2a.group.host
     assert rail is not None
     start = rail._start
@@ -72,7 +98,7 @@ def play(
     num_tokens: list[int] | None = None,
     stats: list[torch.Tensor] | None = None,
 ) -> None:
-    """One round: what arrives, and the sums, byte by byte."""
+    """Play one round and compare what arrives and the sums byte by byte."""
     group, device = a2a.group, a2a.group.device
     inputs = [case.of(r, device) for r in range(group.size)]
     x, ids, weights, add = inputs[group.rank]

@@ -35,9 +35,8 @@ def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
         except GroupError as error:
             when = time.monotonic()
             again = raised_again(a2a, case)
-            return {
-                "error": type(error).__name__, "text": str(error), "when": when, "again": again
-            }  # fmt: skip
+            name = type(error).__name__
+            return {"error": name, "text": str(error), "when": when, "again": again}
     return {"error": None, "rounds": at + 1}
 
 
@@ -73,9 +72,8 @@ def survivors(hosts: int, disturb: str, victim: int, *, lasts: float = 0.0) -> d
             if lasts:
                 time.sleep(lasts)
                 network.mend(victim)
-        said = dict(zip(sorted(left), job.ended(sorted(left)), strict=True))
-    return {rank: each["value"] | {"after": each["value"]["when"] - when}
-            for rank, each in said.items()}  # fmt: skip
+        said = dict(zip(sorted(left), job.results(sorted(left)), strict=True))
+    return {rank: each | {"after": each["when"] - when} for rank, each in said.items()}
 
 
 def check_all(said: dict[int, Any], *named: str) -> None:
@@ -126,8 +124,7 @@ def test_a_link_that_stalls_within_the_deadline_is_waited_for():
         network.cut(1)
         time.sleep(0.4)
         network.mend(1)
-        said = job.ended(range(4))
-    assert [each["value"] for each in said] == [{"error": None, "rounds": 400}] * 4
+        assert job.results(range(4)) == [{"error": None, "rounds": 400}] * 4
 
 
 def delayed(group: weft.Group, folder: Path) -> dict[str, Any]:
@@ -158,7 +155,7 @@ def test_a_link_that_begins_to_delay_beyond_the_deadline_is_an_error():
         job.wait_for(3)
         when = time.monotonic()
         delay(60.0)
-        said = dict(enumerate(each["value"] for each in job.ended(range(4))))
+        said = dict(enumerate(job.results(range(4))))
     for each in said.values():
         each["after"] = each["when"] - when
     check_all(said, "host 0 (host-0)", "host 1 (host-1)")

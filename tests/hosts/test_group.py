@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -16,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from tests.hosts.spanning import on_hosts, play
+from tests.hosts.spanning import across, on_hosts, play
+from tests.memory.baseline import die, raises_soon
+from tests.ranks import on_ranks
 from tests.rounds import Round
 from weft.compat.deep_ep import Buffer
 from weft.compat.ranks import lease_group
@@ -30,8 +31,12 @@ from weft.errors import (
 )
 from weft.reference import identity_experts
 
+CASE = Round(tokens=(5, 0, 8, 2))
+EVEN = Round(tokens=(2, 2, 2, 2))
 
-def refused(group: weft.Group) -> None:
+
+@across(2)
+def test_an_all_reduce_and_a_recovery_are_of_one_host(group: weft.Group) -> None:
     words = r"takes ranks of one host, and these are on 2: pass group\.local"
     with pytest.raises(InvalidArgument, match=f"an all-reduce {words}"):
         weft.AllReduce(group, max_tokens=4, hidden=64)
@@ -50,26 +55,16 @@ def refused(group: weft.Group) -> None:
             call()
 
 
-def test_an_all_reduce_and_a_recovery_are_of_one_host(ranks):
-    ranks(4, "cpu")(on_hosts, 2, refused)
-
-
-def fails_on_one_host(group: weft.Group) -> None:
-    """What one host cannot make, no host has; the next one is made as if nothing had been."""
-    case = Round(tokens=(5, 0, 8, 2))
+@across(2)
+def test_an_operator_is_made_on_all_hosts_or_on_none(group: weft.Group) -> None:
     options = {"num_sms": 3} if group.rank == 2 else {}
     with pytest.raises(CreationFailed, match="rank 2 of 4: InvalidArgument: num_sms is 3 on a CPU"):
-        weft.AllToAll(group, **case.sizes(8), **options)  # type: ignore[arg-type]
-    with weft.AllToAll(group, **case.sizes(8)) as a2a:
-        play(a2a, case)
-        members = [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
-        assert members == []
+        weft.AllToAll(group, **CASE.sizes(8), **options)  # type: ignore[arg-type]
+    with weft.AllToAll(group, **CASE.sizes(8)) as a2a:  # as if nothing had been
+        play(a2a, CASE)
+        assert not [m for m in gc.get_referrers(a2a) if isinstance(m, weft.AllToAll)]
     with pytest.raises(OutOfOrder, match="closed"):
         a2a.check()
-
-
-def test_an_operator_is_made_on_all_hosts_or_on_none(ranks):
-    ranks(4, "cpu")(on_hosts, 2, fails_on_one_host)
 
 
 def other_rows(group: weft.Group) -> str:
@@ -85,94 +80,82 @@ def other_rows(group: weft.Group) -> str:
 
 
 def test_unequal_rows_are_an_error_in_time(ranks):
-    said = ranks(2, "cpu")(on_hosts, 2, other_rows)
+    texts = ranks(2, "cpu")(on_hosts, 2, other_rows)
     words = "did not arrive within 1 s.*made it with other rows; raise first_timeout="
-    assert any(re.search(words, text) for text in said), said
+    assert any(re.search(words, text) for text in texts), texts
 
 
-def stalls(group: weft.Group, culprit: int, before: str) -> str:
-    """One rank stops before its dispatch or its combine."""
-    case = Round(tokens=(2,) * group.size)
+@pytest.mark.parametrize(
+    ("size", "hosts", "culprit", "before"),
+    [
+        (4, 2, 3, "combine"),
+        (4, 2, 2, "dispatch"),
+        pytest.param(6, 3, 5, "combine", marks=pytest.mark.slow),
+    ],
+)
+@across("hosts", "size")
+def test_no_neighbour_of_a_rank_that_stalls_is_named(group, size, hosts, culprit, before):
+    case = Round(tokens=(2,) * size)
+
+    def slow_round(a2a: weft.AllToAll, before: str) -> None:
+        x, ids, weights, _ = case.of(a2a.rank, torch.device("cpu"))
+        time.sleep(4.0 if before == "dispatch" else 0.0)
+        received = a2a.dispatch(x, ids, weights)
+        time.sleep(4.0 if before == "combine" else 0.0)
+        a2a.combine(identity_experts(received, x.dtype))
+        slow_round(a2a, "")  # of a rank that needed nothing of the culprit
+
     with weft.AllToAll(group, timeout=1.0, **case.sizes(8)) as a2a:
         play(a2a, case)
         group.barrier()
         with pytest.raises(GroupError) as told:
-            slow_round(a2a, case, before if group.rank == culprit else "")
-        time.sleep(5.0)  # rank 0 serves the store in which the others look for the cause
-    return str(told.value)
+            slow_round(a2a, before if group.rank == culprit else "")
+    if group.rank != culprit:
+        text = str(told.value)
+        own = text.partition("What came first")[0]
+        named = {int(each) for each in re.findall(r"rank (\d+)", own)}
+        echo = "raised RailFailed" in own or "left its wait" in own or own.endswith("left. ")
+        assert echo or named <= {group.rank, culprit}, text
+        assert f"rank {culprit}" in text or f"host {culprit // 2}" in text, text
 
 
-def slow_round(a2a: weft.AllToAll, case: Round, before: str) -> None:
-    x, ids, weights, _ = case.of(a2a.rank, torch.device("cpu"))
-    time.sleep(5.0 if before == "dispatch" else 0.0)
-    received = a2a.dispatch(x, ids, weights)
-    time.sleep(5.0 if before == "combine" else 0.0)
-    a2a.combine(identity_experts(received, x.dtype))
-    slow_round(a2a, case, "")  # a rank that needed nothing of the culprit
-
-
-@pytest.mark.parametrize(
-    ("hosts", "culprit", "before"), [(2, 3, "combine"), (2, 2, "dispatch"), (3, 5, "combine")]
-)
-def test_no_neighbour_of_a_rank_that_stalls_is_named(hosts, culprit, before, ranks):
-    said = ranks(2 * hosts, "cpu")(on_hosts, hosts, stalls, culprit, before)
-    for rank, text in enumerate(said):
-        if rank != culprit:
-            own = text.partition("What came first")[0]
-            named = {int(each) for each in re.findall(r"rank (\d+)", own)}
-            echo = "raised RailFailed" in own or "left its wait" in own or own.endswith("left. ")
-            assert echo or named <= {rank, culprit}, text
-            assert f"rank {culprit}" in text or f"host {culprit // 2}" in text, text
-
-
-def aborted(group: weft.Group) -> tuple[str, str, float]:
-    """Rank 0 asks all to stop while they wait for it."""
-    case = Round(tokens=(2, 2, 2, 2))
-    with weft.AllToAll(group, timeout=60.0, **case.sizes(8)) as a2a:
-        play(a2a, case)
+@across(2)
+def test_an_abort_reaches_ranks_of_other_hosts_at_once(group: weft.Group) -> None:
+    with weft.AllToAll(group, timeout=60.0, **EVEN.sizes(8)) as a2a:
+        play(a2a, EVEN)
         group.barrier()
-        began = time.monotonic()
-        if group.rank == 0:
-            time.sleep(1.0)
+        if group.rank == 0:  # the others wait for it
+            time.sleep(0.5)
             a2a.abort()
-        with pytest.raises(GroupError) as told:
-            play(a2a, case)
-        after = time.monotonic() - began
-        time.sleep(5.0)  # rank 0 serves the store in which the others look for the cause
-        return type(told.value).__name__, str(told.value), after
+        with raises_soon(GroupError, r"abort\(\)", 30.0) as told:
+            play(a2a, EVEN)
+        assert told.type.__name__ in ("Aborted", "RailFailed", "PeerLeft")
 
 
-def test_an_abort_reaches_ranks_of_other_hosts_at_once(ranks):
-    for kind, text, after in ranks(4, "cpu")(on_hosts, 2, aborted):
-        assert kind in ("Aborted", "RailFailed", "PeerLeft"), text
-        assert "abort()" in text
-        assert after < 30.0
-
-
-def left_waiting(group: weft.Group, how: str, over: Path) -> tuple[str, float] | None:
+def left_waiting(group: weft.Group, how: str, over: Path) -> str:
     """Rank 1 takes no further part, and its connections to the other host stay open."""
-    case = Round(tokens=(2, 2, 2, 2))
-    with weft.AllToAll(group, timeout=60.0, **case.sizes(8)) as a2a:
-        play(a2a, case)
+
+    def wait() -> str:
+        while not over.exists():
+            time.sleep(0.1)
+        return ""
+
+    with weft.AllToAll(group, timeout=60.0, **EVEN.sizes(8)) as a2a:
+        play(a2a, EVEN)
         group.barrier()
         if group.rank == 1:
             if how == "closes":
                 a2a.close()
-                while not over.exists():
-                    time.sleep(0.1)
-                return None
+                return wait()
             if os.fork() == 0:
-                while not over.exists():
-                    time.sleep(0.1)
+                wait()
                 os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(GroupError) as told:
-            play(a2a, case)
-        after = time.monotonic() - began
+            die()
+        with raises_soon(GroupError, "", 30.0) as told:
+            play(a2a, EVEN)
         time.sleep(3.0)  # rank 0 serves the store in which the others look for the cause
         over.touch()
-        return str(told.value), after
+        return str(told.value)
 
 
 @pytest.mark.parametrize(("how", "text"), [("dies", "died"), ("closes", "closed its all-to-all")])
@@ -180,34 +163,28 @@ def test_what_ends_a_rank_is_told_beyond_its_host_though_no_connection_ends(how,
     told = weft.launch(
         on_hosts, 2, left_waiting, how, tmp_path / "over", ranks=4, tolerate_deaths=True
     )
-    for said, after in (each for each in told if each is not None):
-        assert f"rank 1 {text}" in said
-        assert after < 30.0
+    for rank in (0, 2, 3):
+        assert f"rank 1 {text}" in told[rank]
 
 
-def one_round(group: weft.Group) -> int:
-    """A round, and how many process groups torch has."""
-    case = Round(tokens=(5, 0, 8, 2))
-    with weft.AllToAll(group, **case.sizes(8)) as a2a:
-        play(a2a, case)
+def count_groups(group: weft.Group) -> int:
+    """Play a round; return the number of torch's process groups."""
+    with weft.AllToAll(group, **CASE.sizes(8)) as a2a:
+        play(a2a, CASE)
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def left_with_an_error(group: weft.Group) -> None:
+def leave_with_an_error(group: weft.Group) -> None:
     if group.rank == 1:
         raise ZeroDivisionError
     group.local.barrier() if group.host == 0 else None
 
 
-def again_and_again(group: weft.Group) -> list[int]:
-    """Groups of the same ranks, one of which a rank leaves with an error."""
-    counts = [on_hosts(group, 2, one_round) for _ in range(3)]
+@on_ranks(4, "cpu")
+def test_later_groups_of_the_same_hosts_use_the_same_process_groups(group: weft.Group) -> None:
+    first, *same = [on_hosts(group, 2, count_groups) for _ in range(3)]
+    assert same == [first, first]
     with contextlib.suppress(ZeroDivisionError, RendezvousFailed):
-        on_hosts(group, 2, left_with_an_error)
-    return [*counts, on_hosts(group, 2, one_round)]
-
-
-def test_later_groups_of_the_same_hosts_use_the_same_process_groups(ranks):
-    for first, *same, fresh in ranks(4, "cpu")(again_and_again):
-        assert same == [first, first]
-        assert fresh == first + 2, "a rail that was broken is not used again"
+        on_hosts(group, 2, leave_with_an_error)
+    fresh = on_hosts(group, 2, count_groups)
+    assert fresh == first + 2, "a rail that was broken is not used again"

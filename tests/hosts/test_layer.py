@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft
-from tests.hosts.spanning import campaign, on_hosts
+from tests.hosts.spanning import across, campaign
 from tests.moe.layers import CONFIGS, Case, bound
 from weft.errors import InvalidArgument
 from weft.moe import balance
@@ -25,9 +25,9 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def layers(group: weft.Group) -> dict[str, tuple[float, float]]:
-    """How far each layer is from the reference, and how far it may be."""
-    found = {}
+@campaign
+@across(2)
+def test_layers_meet_the_reference(group: weft.Group) -> None:
     for name, (config, options) in LAYERS.items():
         case = Case(CONFIGS[config], tokens=(5, 0, 8, 2))
         x, logits = case.of(group.rank, group.device)
@@ -42,23 +42,12 @@ def layers(group: weft.Group) -> dict[str, tuple[float, float]]:
         # One more rounding, of each host's sum; FP8 sums are rounded to an eighth of 2^-3.
         coarse = 2.0**-3 if options.get("combine_dtype") else 0.0
         most = float(wanted.abs().max()) if len(x) else 1.0
-        found[name] = off, 1.5 * bound(case.config, wanted) + coarse * most
-    return found
+        assert off <= 1.5 * bound(case.config, wanted) + coarse * most, name
 
 
-@campaign
-def test_layers_meet_the_reference(ranks):
-    for found in ranks(4, "cpu")(on_hosts, 2, layers):
-        for name, (off, most) in found.items():
-            assert off <= most, name
-
-
-def refused(group: weft.Group) -> None:
+@across(2, 2)
+def test_replicas_are_refused_in_words(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(1, 1))
     replicas = balance(torch.ones(8), ranks=2, replicas=2)
     with pytest.raises(InvalidArgument, match="replicas are given in a group of 2 hosts"):
         case.open(group, replicas=replicas)
-
-
-def test_replicas_are_refused_in_words(ranks):
-    ranks(2, "cpu")(on_hosts, 2, refused)

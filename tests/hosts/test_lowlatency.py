@@ -12,7 +12,7 @@ import torch
 
 import weft
 from tests.emulator.operators import EmulatedLow, compile_low
-from tests.hosts.spanning import campaign, lying, on_hosts
+from tests.hosts.spanning import across, campaign, lying, on_hosts
 from tests.rounds import Round, bits
 from weft.errors import BadExpertId, InvalidArgument
 from weft.hosts.rail import Slots
@@ -110,11 +110,12 @@ WAYS: dict[str, Way] = {
 }
 
 
-def rounds(group: weft.Group) -> None:
+@campaign
+@across(2)
+def test_hosts_meet_the_reference(group: weft.Group) -> None:
     for number, way in enumerate(WAYS.values()):
         case = Round(tokens=(5, 0, 8, 2), hidden=256, add=True, router="holes", seed=number)
-        sizes: Way = {"max_tokens": TOKENS, "top_k": case.top_k, "num_experts": case.experts}
-        with weft.LowLatencyAllToAll(group, hidden=256, **sizes, **way) as low:
+        with weft.LowLatencyAllToAll(group, **case.sizes(TOKENS), **way) as low:
             for seed in range(2):
                 each = case.next(seed=10 * number + seed)
                 combined(low, sent(low, each, way), each, way)
@@ -126,16 +127,14 @@ def rounds(group: weft.Group) -> None:
             low.check()
 
 
-@campaign
-def test_hosts_meet_the_reference(ranks):
-    ranks(4, "cpu")(on_hosts, 2, rounds)
+SMALL = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128)
 
 
-def refusals(group: weft.Group) -> None:
-    case = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128)
-    x, ids, weights, _ = case.of(group.rank, group.device)
-    sizes: Way = {"max_tokens": 2, "top_k": 2, "num_experts": 4, "hidden": 128}
-    with weft.LowLatencyAllToAll(group, **sizes) as low:
+@across(2)
+def test_weights_and_bad_ids_are_refused_in_words(group: weft.Group) -> None:
+    """Also ids that rank 3's host would not send."""
+    x, ids, weights, _ = SMALL.of(group.rank, group.device)
+    with weft.LowLatencyAllToAll(group, **SMALL.sizes(2)) as low:
         got = low.dispatch(x, ids)
         y = torch.zeros((*got.x.shape[:2], 128), dtype=torch.bfloat16)
         with pytest.raises(InvalidArgument, match="pass the same tensor to both"):
@@ -148,39 +147,19 @@ def refusals(group: weft.Group) -> None:
             with pytest.raises(BadExpertId, match=r"topk_ids\[0, 1\] is 9; .*2 reports"):
                 low.check()
         low.check()
+        for lie in (4, -9):
 
-
-def test_weights_and_bad_ids_are_refused_in_words(ranks):
-    ranks(4, "cpu")(on_hosts, 2, refusals)
-
-
-def lies(group: weft.Group) -> list[str]:
-    """Rank 3, on host 1, sends ids that its host would not."""
-    case, said = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128), []
-    x, ids, weights, _ = case.of(group.rank, group.device)
-    sizes: Way = {"max_tokens": 2, "top_k": 2, "num_experts": 4, "hidden": 128}
-    with weft.LowLatencyAllToAll(group, **sizes) as low:
-        for wrong in (4, -9):
-
-            def tell(slots: Slots, own: int, wrong: int = wrong) -> None:
-                slots.ids[own, 1, 0] = wrong
+            def tell(slots: Slots, own: int, lie: int = lie) -> None:
+                slots.ids[own, 1, 0] = lie
 
             with lying(low, tell) if group.rank == 3 else contextlib.nullcontext():
                 got = low.dispatch(x, ids, weights)
-            y = torch.zeros((*got.x.shape[:2], 128), dtype=torch.bfloat16)
             low.combine(y, ids, weights, got.handle)
-            try:
-                low.check()
-            except BadExpertId as error:
-                said.append(str(error))
-    return said
-
-
-def test_ids_that_another_host_would_not_send_are_refused_in_its_name(ranks):
-    none, said, *others = ranks(4, "cpu")(on_hosts, 2, lies)
-    assert [none, *others] == [[], [], []]
-    for text, wrong in zip(said, (4, -9), strict=True):
-        assert text.startswith(f"rank 3: topk_ids[1, 0] is {wrong} (rank 1 found it out); "), text
+            if group.rank == 1:
+                text = rf"^rank 3: topk_ids\[1, 0\] is {lie} \(rank 1 found it out\); "
+                with pytest.raises(BadExpertId, match=text):
+                    low.check()
+            low.check()
 
 
 # A row is 132 vectors of 16 bytes: two pieces of a warp, and four vectors of the third.

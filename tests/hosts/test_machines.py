@@ -8,8 +8,6 @@ memory goes between them by descriptors instead of fabric handles; all else is a
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -19,6 +17,8 @@ import torch
 
 import weft
 from tests.hosts import spanning
+from tests.memory.baseline import die, raises_soon
+from tests.ranks import on_ranks
 from tests.rounds import Round, play
 from weft.errors import (
     CreationFailed,
@@ -32,8 +32,6 @@ from weft.memory import discovery
 from weft.memory.collective import TorchControl
 from weft.memory.hosts import by_host, by_machine
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def here(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
     """What ranks on such machines say of them."""
@@ -46,30 +44,34 @@ def here(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
     ]
 
 
-def test_machines_that_map_each_other_are_one_host():
-    said = here(*"abab")
-    assert by_machine(said) == [[0, 2], [1, 3]]
-    assert by_host(said, [[0, 1]] * 4) == (((0, 1, 2, 3),), ("a-0 and 1 more",))
+TWO, ALL = ((0, 2), (1, 3)), [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("reached", [[[]] * 4, [[0, 1]] * 3 + [[1]], [[0, 1], [1], [0, 1], [1]]])
-def test_machines_of_which_one_rank_does_not_map_the_other_are_two_hosts(reached):
-    assert by_host(here(*"abab"), reached) == (((0, 2), (1, 3)), ("a-0", "b-0"))
-
-
-def test_two_domains_are_two_hosts():
-    ranks, names = by_host(here(*"abcd"), [[0, 1], [0, 1], [2, 3], [2, 3]])
-    assert ranks == ((0, 1), (2, 3))
-    assert names == ("a-0 and 1 more", "c-0 and 1 more")
-
-
-def test_a_machine_joins_only_those_that_it_maps_all_of():
-    ranks, _ = by_host(here(*"abcd"), [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    assert ranks == ((0, 1), (2, 3)), "c and d map b, and not a"
-
-
-def test_machines_that_weft_host_tells_apart_are_hosts_of_their_own():
-    assert by_host(here(*"abcd", parts="xxyy"), [[0, 1, 2, 3]] * 4)[0] == ((0, 1), (2, 3))
+@pytest.mark.parametrize(
+    ("boots", "parts", "reached", "ranks", "names"),
+    [
+        ("abab", "", [[0, 1]] * 4, ((0, 1, 2, 3),), ("a-0 and 1 more",)),
+        # One rank does not map the other machine.
+        ("abab", "", [[]] * 4, TWO, ("a-0", "b-0")),
+        ("abab", "", [[0, 1]] * 3 + [[1]], TWO, ("a-0", "b-0")),
+        ("abab", "", [[0, 1], [1], [0, 1], [1]], TWO, ("a-0", "b-0")),
+        # Two domains.
+        (
+            *("abcd", "", [[0, 1], [0, 1], [2, 3], [2, 3]]),
+            *(((0, 1), (2, 3)), ("a-0 and 1 more", "c-0 and 1 more")),
+        ),
+        # c and d map b, and not a.
+        ("abcd", "", [ALL, ALL, [1, 2, 3], [1, 2, 3]], ((0, 1), (2, 3)), None),
+        # WEFT_HOST tells machines apart.
+        ("abcd", "xxyy", [ALL] * 4, ((0, 1), (2, 3)), None),
+        # Machines of a domain may have unequal numbers of ranks.
+        ("aab", "", [[0, 2]] * 3, ((0, 1, 2),), None),
+    ],
+)
+def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached, ranks, names):
+    found = by_host(here(*boots, parts=parts), reached)
+    assert found[0] == ranks
+    assert names in (None, found[1])
 
 
 def test_a_domain_takes_no_more_ranks_than_it_serves():
@@ -78,8 +80,8 @@ def test_a_domain_takes_no_more_ranks_than_it_serves():
     assert [len(each) for each in ranks] == [72, 72]
 
 
-def test_machines_of_a_domain_may_have_unequal_numbers_of_ranks_and_hosts_may_not():
-    assert by_host(here(*"aab"), [[0, 2]] * 3)[0] == ((0, 1, 2),)
+def test_hosts_may_not_have_unequal_numbers_of_ranks():
+    assert by_machine(here(*"abab")) == [[0, 2], [1, 3]]
     with pytest.raises(RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
         by_host(here(*"aab"), [[]] * 3)
 
@@ -89,18 +91,14 @@ def test_ranks_have_devices_of_one_kind():
         by_machine(here(*"aab", kinds=("cuda", "cuda", "cpu")))
 
 
-def mixed(group: weft.Group) -> float:
+@on_ranks(2, "cpu")
+def test_devices_of_two_kinds_are_noticed_at_once(group: weft.Group) -> None:
     """Ranks that look for NVLink and ranks that do not would wait for each other."""
-    began, whole = time.monotonic(), group.process_group()
+    whole = group.process_group()
     os.environ["WEFT_HOST"] = f"host-{group.rank}"
     device = "cuda:0" if group.rank == 0 else "cpu"
-    with pytest.raises(RendezvousFailed, match="on cuda and rank 1 on cpu: pass devices of one"):
+    with raises_soon(RendezvousFailed, "on cuda and rank 1 on cpu: pass devices of one", 60.0):
         weft.Group.from_torch(whole, device=device, timeout=600.0)
-    return time.monotonic() - began
-
-
-def test_devices_of_two_kinds_are_noticed_at_once(ranks):
-    assert max(ranks(2, "cpu")(mixed)) < 60.0
 
 
 def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
@@ -134,7 +132,8 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
         patch.undo()
 
 
-def left_alone(group: weft.Group) -> None:
+@on_ranks(4, "cpu")
+def test_what_one_machine_cannot_do_every_rank_is_told(group: weft.Group) -> None:
     """Rank 3 of 4, the second of its machine, cannot watch its peer."""
     if group.rank == 3:
         stop = OSError("no more threads")
@@ -147,11 +146,9 @@ def left_alone(group: weft.Group) -> None:
     assert "could not watch its peers: no more threads" in text
 
 
-def test_what_one_machine_cannot_do_every_rank_is_told(ranks):
-    ranks(4, "cpu")(left_alone)
-
-
-def rounds(group: weft.Group, boots: str) -> None:
+@pytest.mark.parametrize("boots", ["abab", "aaab"])
+@on_ranks(4, "cpu", "cuda")
+def test_a_domain_of_machines_meets_the_reference(group: weft.Group, boots: str) -> None:
     with on_machines(group, *boots) as domain:
         assert (domain.machines, domain.hosts) == (2, 1)
         assert domain.host_ranks == ((0, 1, 2, 3),)
@@ -171,13 +168,8 @@ def rounds(group: weft.Group, boots: str) -> None:
             domain.one_machine("it", fix="leave it out")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("boots", ["abab", "aaab"])
-def test_a_domain_of_machines_meets_the_reference(ranks, device, boots):
-    ranks(4, device)(rounds, boots)
-
-
-def two_domains(group: weft.Group) -> None:
+@on_ranks(4, "cpu")
+def test_domains_are_hosts_to_each_other(group: weft.Group) -> None:
     with on_machines(group, *"abcd", domains=("ab", "cd")) as whole:
         assert (whole.machines, whole.hosts, whole.local.machines) == (4, 2, 2)
         assert whole.host_ranks == ((0, 1), (2, 3))
@@ -186,8 +178,21 @@ def two_domains(group: weft.Group) -> None:
             spanning.play(a2a, case)
 
 
-def test_domains_are_hosts_to_each_other(ranks):
-    ranks(4, "cpu")(two_domains)
+@on_ranks(3, "cpu", "cuda", dies=[1], timeout=200.0)
+def test_a_death_is_named_at_once_on_every_machine(group: weft.Group) -> None:
+    """Ranks 0 and 1 are on one machine, 2 on another."""
+    case = Round(tokens=(5, 3, 8), experts=12, hidden=256)
+    with on_machines(group, *"aab") as domain:
+        with weft.AllToAll(domain, timeout=60.0, **case.sizes(8)) as a2a:
+            play(a2a, case)
+            domain.barrier()
+            if domain.rank == 1:
+                die()
+            with raises_soon(GroupError, "rank 1", 30.0) as told:
+                wait_in_dispatch(a2a, case)
+        assert told.type in (PeerDied, PeerLeft)
+        advice = "a group of 2 machines does not recover" in str(told.value)
+        assert advice == (told.type is PeerDied)
 
 
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
@@ -196,29 +201,3 @@ def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
     if a2a.group.device.type == "cuda":
         torch.cuda.synchronize()
     a2a.check()
-
-
-def dies(group: weft.Group, victim: int) -> tuple[str, str, float]:
-    """Ranks 0 and 1 are on one machine, 2 on another: who is left says who died, and when."""
-    with on_machines(group, *"aab") as domain:
-        case = Round(tokens=(5, 3, 8), experts=12, hidden=256)
-        with weft.AllToAll(domain, timeout=60.0, **case.sizes(8)) as a2a:
-            play(a2a, case)
-            domain.barrier()
-            if domain.rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
-            began = time.monotonic()
-            with pytest.raises(GroupError) as told:
-                wait_in_dispatch(a2a, case)
-            return type(told.value).__name__, str(told.value), time.monotonic() - began
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_death_is_named_at_once_on_every_machine(ranks, device):
-    said = weft.launch(dies, 1, ranks=3, device=device, timeout=200.0, tolerate_deaths=True)
-    assert said[1] is None
-    for kind, text, after in (said[0], said[2]):
-        assert kind in (PeerDied.__name__, PeerLeft.__name__), text
-        assert "rank 1" in text
-        assert ("a group of 2 machines does not recover" in text) == (kind == "PeerDied")
-        assert after < 30.0, "long before the deadline"
