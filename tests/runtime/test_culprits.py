@@ -10,20 +10,23 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import weft
 from tests.faults import ANY_PEER, DIE, plan_fault
+from tests.memory.baseline import die, raises_soon
 from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K
 from tests.patience import hurry
+from tests.ranks import on_ranks
 from weft.errors import GroupError, PeerDied, PeerLeft, PeerTimeout, RankFailed
 from weft.memory.header import RING_RECORDS
 
 SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten times that
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def blamed(text: str) -> int:
@@ -33,83 +36,57 @@ def blamed(text: str) -> int:
     return int(found[1])
 
 
-def dying(group: weft.Group, kind: str, point: int, victim: int, peer: int) -> tuple[float, str]:
+def deaths() -> Iterator[Any]:
+    """Each fault point of each kind; of kinds that share their points, one in the fast tier."""
+    for kind, each in KINDS.items():
+        marks = [pytest.mark.slow] if kind in ("push", "fp8", "sender") else []
+        for point in POINTS[each.name]:
+            victim = point % 3
+            # Between two flags: one peer has been told, the other one never is.
+            peers = [(victim + 1) % 3, (victim + 2) % 3]
+            for peer in peers if point in FOR_EACH_PEER[each.name] else [ANY_PEER]:
+                if (kind, point) != ("oneshot", 11):  # only owners of a token record its moments
+                    yield pytest.param(kind, point, victim, peer, marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "point", "victim", "peer"), list(deaths()))
+@on_ranks(3, "cpu", dies="victim")
+def test_every_survivor_names_the_rank_that_died_at_any_point(group, kind, point, victim, peer):
     with KINDS[kind].open(group, faults=True) as op:
         op.round()
         group.barrier()
         if group.rank == victim:
             plan_fault(op.made, point, DIE, peer=peer)
-        start = time.monotonic()
-        with pytest.raises(PeerDied) as caught:
+        with raises_soon(PeerDied, f"^rank {group.rank}, ", SOON) as caught:
             op.rounds(3)  # a rank that dies after its last flag is missed in the round after
         assert op.made.history(victim)[0].epoch == 1, "its history stays"
-        return time.monotonic() - start, str(caught.value)
+        assert blamed(str(caught.value)) == victim
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_survivor_names_the_rank_that_died_at_any_point(ranks, kind):
-    name = KINDS[kind].name
-    for point in POINTS[name]:
-        if (kind, point) == ("oneshot", 11):  # only owners of a token record its moments
-            continue
-        victim = point % 3
-        # Between two flags: one peer has been told, the other one never is.
-        each = point in FOR_EACH_PEER[name]
-        peers = [(victim + 1) % 3, (victim + 2) % 3] if each else [ANY_PEER]
-        for peer in peers:
-            told = ranks(3, "cpu")(dying, kind, point, victim, peer, tolerate_deaths=True)
-            assert told[victim] is None
-            for survivor in {0, 1, 2} - {victim}:
-                waited, text = told[survivor]
-                assert waited < SOON
-                assert text.startswith(f"rank {survivor}, ")
-                assert blamed(text) == victim, (point, peer, text)
-
-
-def killed(group: weft.Group, kind: str, first: bool) -> tuple[float, str]:
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
+@on_ranks(3, "cpu", "cuda", dies=[1])
+def test_a_killed_rank_is_noticed_without_a_deadline(group, kind, first):
     with KINDS[kind].open(group) as op:
         if not first:
             op.rounds(RING_RECORDS // 2 + 2)  # the ring holds records of other epochs
             hurry(op.made, SOON)
         group.barrier()
         if group.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         if group.rank == 2:
             time.sleep(0.5)  # a long expert: rank 0 waits for it, too
-        start = time.monotonic()
-        with pytest.raises(PeerDied) as caught:
+        text = r"process \d+ ended before it made its part of epoch"
+        with raises_soon(PeerDied, text, SOON) as caught:
             op.round()
-        return time.monotonic() - start, str(caught.value)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
-def test_a_killed_rank_is_noticed_without_a_deadline(ranks, kind, first, device):
-    told = ranks(3, device)(killed, kind, first, tolerate_deaths=True)
-    assert told[1] is None
-    for waited, text in (told[0], told[2]):
-        assert waited < SOON
-        assert blamed(text) == 1
-        assert re.search(r"process \d+ ended before it made its part of epoch", text)
+        assert blamed(str(caught.value)) == 1
 
 
 WAYS_TO_LEAVE = ("raise", "close", "skip", "middle")
 
 
-def leaving(group: weft.Group, kind: str) -> dict[str, str]:
-    """Rank 1 leaves an object after another, in a way of its own each time."""
-    said = {}
-    for how in WAYS_TO_LEAVE:
-        try:
-            said[how] = leave(group, kind, how)
-        except ValueError:
-            said[how] = "left"
-        group.barrier()
-    return said
-
-
 def leave(group: weft.Group, kind: str, how: str) -> str:
+    """Rank 1 leaves an object in a way; return what the others raise."""
     with KINDS[kind].open(group) as op:
         if how != "skip":
             op.round()
@@ -121,28 +98,30 @@ def leave(group: weft.Group, kind: str, how: str) -> str:
             if how == "middle" and kind != "twoshot":  # a dispatch that no combine follows
                 ids = torch.zeros((0, TOP_K), dtype=torch.int64, device=group.device)
                 op.made.dispatch(torch.zeros((0, HIDDEN), device=group.device).bfloat16(), ids)
-            return "left"
-        start = time.monotonic()
-        with pytest.raises(PeerLeft) as caught:
+            return ""
+        with raises_soon(PeerLeft, "", SOON) as caught:
             op.round()
-        assert time.monotonic() - start < SOON
         return str(caught.value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["pull", "fp8", "receiver", "twoshot"])
-def test_who_raises_or_closes_tells_the_others(ranks, kind, device):
-    texts = ranks(3, device)(leaving, kind)
+@on_ranks(3, "cpu", "cuda")
+def test_who_raises_or_closes_tells_the_others(group, kind):
     for how in WAYS_TO_LEAVE:
-        for rank in (0, 2):
-            text = texts[rank][how]
+        text = ""
+        try:
+            text = leave(group, kind, how)
+        except ValueError:
+            assert group.rank == 1
+        texts = group.all_gather(text)
+        why = "raised ValueError: no such expert" if how == "raise" else "closed its "
+        for text in texts[::2]:
             assert blamed(text) == 1, text
-            why = "raised ValueError: no such expert" if how == "raise" else "closed its "
             assert f"rank 1 {why}" in text or "rank 1 left" in text, text
-    assert any("no such expert" in texts[rank]["raise"] for rank in (0, 2))
+        assert how != "raise" or any("no such expert" in text for text in texts)
 
 
-def leaving_a_group(group: weft.Group) -> None:
+def leave_a_group(group: weft.Group) -> None:
     """The object outlives its group's `with`: nobody closes it."""
     op = KINDS["pull"].open(group)
     op.round()
@@ -154,83 +133,63 @@ def leaving_a_group(group: weft.Group) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "threads"])
 def test_a_raising_rank_is_the_cause_of_a_launch(ranks, device):
-    start = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1 of 3 raised ValueError") as caught:
-        ranks(3, device)(leaving_a_group)
+    with raises_soon(RankFailed, "rank 1 of 3 raised ValueError", SOON) as caught:
+        ranks(3, device)(leave_a_group)
     assert "Also failed" not in str(caught.value)  # the others got the reason, and returned
-    assert time.monotonic() - start < SOON
 
 
-def finishing(group: weft.Group, kind: str) -> bool:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(3, "cpu", "cuda")
+def test_an_end_in_good_order_disturbs_nobody(group, kind):
     """Who is done closes and ends at once, while others still wait in the same round."""
-    right = True
     for _ in range(3):
         with KINDS[kind].open(group) as op:
             for number in range(10):
                 op.round(float(number))
             last = op.enqueue(3.0)  # a GPU has not done it yet when it is closed
         wanted = 3.0 * (group.size if op.kind.name == "allreduce" else TOP_K)
-        right &= bool((last == wanted).all())
-    return right
+        assert bool((last == wanted).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_end_in_good_order_disturbs_nobody(ranks, kind, device):
-    assert all(ranks(3, device)(finishing, kind))
-
-
-def stopped(group: weft.Group, kind: str, folder: str) -> str:
-    """Rank 1 is stopped before its second call: a deadline, and the right rank."""
+@pytest.mark.parametrize("kind", ["pull", "sender", "twoshot"])
+@on_ranks(3, "cpu", "cuda")
+def test_a_stopped_rank_is_named_when_the_deadline_is_over(group, kind, tmp_path):
     with KINDS[kind].open(group) as op:
         op.round()
-        hurry(op.made, 3.0)
+        hurry(op.made, 2.0)
         pid = group.all_gather(os.getpid())[1]
         if group.rank == 1:
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(GroupError):  # the others have left by now, and told
                 op.round()
-            return ""
+            return
         try:
             with pytest.raises(PeerTimeout) as caught:
                 op.rounds(2)
         finally:
-            Path(folder, str(group.rank)).touch()
+            Path(tmp_path, str(group.rank)).touch()
             if group.rank == 0:
-                while not Path(folder, "2").exists():
+                while not Path(tmp_path, "2").exists():
                     time.sleep(0.05)
                 os.kill(pid, signal.SIGCONT)
-        return str(caught.value)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["pull", "sender", "twoshot"])
-def test_a_stopped_rank_is_named_when_the_deadline_is_over(ranks, kind, device, tmp_path):
-    texts = ranks(3, device)(stopped, kind, str(tmp_path))
-    for rank in (0, 2):
-        assert blamed(texts[rank]) == 1 or "for rank 1" in texts[rank], texts[rank]
-
-
-def late(group: weft.Group, kind: str) -> str:
-    """The clock starts with the wait: what an error states is what a caller's clock shows."""
-    with KINDS[kind].open(group) as op:
-        op.round()
-        hurry(op.made, 1.0)
-        if group.rank == 1:
-            group.barrier()
-            return ""
-        start = time.monotonic()
-        with pytest.raises(PeerTimeout) as caught:
-            op.round()
-        waited = time.monotonic() - start
-        group.barrier()
-        found = re.search(r"within ([\d.]+) s", str(caught.value))
-        assert found is not None
-        told = float(found[1])
-        assert 0.99 < told <= waited + 0.01
-        return str(caught.value)
+        text = str(caught.value)
+        assert blamed(text) == 1 or "for rank 1" in text, text
 
 
 @pytest.mark.parametrize("kind", ["pull", "receiver", "oneshot"])
-def test_an_error_tells_how_long_it_waited(ranks, kind):
-    assert blamed(ranks(2, "cpu")(late, kind)[0]) == 1
+@on_ranks(2, "cpu")
+def test_an_error_tells_how_long_it_waited(group, kind):
+    """The clock starts with the wait: what an error states is what a caller's clock shows."""
+    with KINDS[kind].open(group) as op:
+        op.round()
+        hurry(op.made, 0.5)
+        if group.rank == 0:
+            start = time.monotonic()
+            with pytest.raises(PeerTimeout) as caught:
+                op.round()
+            waited = time.monotonic() - start
+            found = re.search(r"within ([\d.]+) s", str(caught.value))
+            assert found is not None
+            assert 0.49 < float(found[1]) <= waited + 0.01
+            assert blamed(str(caught.value)) == 1
+        group.barrier()

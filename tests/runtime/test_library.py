@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import weft
+from tests.ranks import on_ranks
 from weft.errors import OutOfOrder
 from weft.runtime import library
 
 SIZES: dict[str, Any] = {"max_tokens": 6, "top_k": 4, "num_experts": 16, "hidden": 32}
 
 
-def named(group: weft.Group) -> None:
+@on_ranks(1, "threads")
+def test_a_graph_of_other_sizes_is_another_graph(group: weft.Group) -> None:
     """Graphs stay on disk: another process may have other sizes under the same serial number."""
     owners = [weft.AllToAll(group, **(SIZES | {"max_tokens": most})) for most in (6, 6, 7)]
     names = [owner._handle >> library.SERIAL_BITS for owner in owners]
@@ -25,17 +27,10 @@ def named(group: weft.Group) -> None:
     assert names[0] == names[1] != names[2]
 
 
-def test_a_graph_of_other_sizes_is_another_graph(ranks):
-    ranks(1, "threads")(named)
-
-
-def closed(group: weft.Group) -> None:
+@on_ranks(1, "threads")
+def test_a_compiled_graph_outlives_its_all_to_all_with_an_error(group: weft.Group) -> None:
     a2a = weft.AllToAll(group, **SIZES)
     handle, order = a2a._handle, a2a._order
     a2a.close()
     with pytest.raises(OutOfOrder):
         torch.ops.weft.combine(None, torch.zeros(1), None, order, handle)
-
-
-def test_a_compiled_graph_outlives_its_all_to_all_with_an_error(ranks):
-    ranks(1, "threads")(closed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from tests.ranks import on_ranks
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
 
@@ -54,42 +55,39 @@ def make(group: weft.Group, kind: str) -> tuple[Any, Round]:
 KINDS = ["AllToAll", "LowLatencyAllToAll", "MoE", "lease"]
 
 
-def ends(group: weft.Group, kind: str) -> list[str]:
-    """What each way to end raises after a refused id."""
-    seen = []
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, "threads")
+def test_an_end_raises_what_nobody_has_seen(group: weft.Group, kind: str) -> None:
     for how in ("close", "exit", "checked", "error"):
         op, play = make(group, kind)
         play(op, BAD)
-        try:
-            if how == "close":
+        if how == "close":
+            with pytest.raises(BadExpertId):
                 op.close()
-            elif how == "exit":
-                with op:
-                    pass
-            elif how == "checked":
-                with pytest.raises(BadExpertId):
-                    getattr(op, "operator", op).check()
-                op.close()
-            else:
-                with op:
-                    raise KeyError("the caller's own")  # noqa: TRY301
-            seen.append("nothing")
-        except Exception as error:
-            seen.append(type(error).__name__)
+        elif how == "exit":
+            with pytest.raises(BadExpertId), op:
+                pass
+        elif how == "checked":
+            with pytest.raises(BadExpertId):
+                getattr(op, "operator", op).check()
+        else:
+            with pytest.raises(KeyError), op:
+                raise KeyError("the caller's own")
         op.close()
     op, play = make(group, kind)
     assert torch.isfinite(play(op, GOOD)).all()
     op.close()
-    return seen
 
 
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_DEBUG", "1")
+
+
+@pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_end_raises_what_nobody_has_seen(ranks, kind):
-    bad = BadExpertId.__name__
-    assert ranks(2, "threads")(ends, kind) == [[bad, bad, "nothing", "KeyError"]] * 2
-
-
-def debugged(group: weft.Group, kind: str) -> None:
+@on_ranks(2, "threads")
+def test_debug_mode_checks_every_call(group: weft.Group, kind: str) -> None:
     op, play = make(group, kind)
     with pytest.raises(BadExpertId):
         play(op, BAD)
@@ -105,32 +103,20 @@ def debugged(group: weft.Group, kind: str) -> None:
     op.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_debug_mode_checks_every_call(ranks, monkeypatch, kind):
-    monkeypatch.setenv("WEFT_DEBUG", "1")
-    ranks(2, "threads")(debugged, kind)
-
-
-def other_residual(group: weft.Group) -> str:
+@pytest.mark.usefixtures("debug")
+@on_ranks(2, "threads")
+def test_debug_mode_compares_residuals(group: weft.Group) -> None:
     with weft.AllReduce(group, max_tokens=4, hidden=HIDDEN) as op:
         x, residual = torch.ones(2, HIDDEN).bfloat16(), torch.zeros(2, HIDDEN).bfloat16()
         op.fused(x, residual=residual)
         residual[1, 3] = group.rank
-        with pytest.raises(GeometryMismatch) as caught:
+        text = f"residual of rank {1 - group.rank} holds other numbers"
+        with pytest.raises(GeometryMismatch, match=text):
             op.fused(x, residual=residual)
-        return str(caught.value)
 
 
-def test_debug_mode_compares_residuals(ranks, monkeypatch):
-    monkeypatch.setenv("WEFT_DEBUG", "1")
-    for rank, text in enumerate(ranks(2, "threads")(other_residual)):
-        assert f"residual of rank {1 - rank} holds other numbers" in text
-
-
-def test_another_value_of_weft_debug_is_refused(ranks, monkeypatch):
-    def made(group: weft.Group) -> None:
-        with pytest.raises(InvalidArgument, match="WEFT_DEBUG is 'yes'"):
-            weft.AllToAll(group, **SIZES)
-
+@on_ranks(1, "threads")
+def test_another_value_of_weft_debug_is_refused(group: weft.Group, monkeypatch: Any) -> None:
     monkeypatch.setenv("WEFT_DEBUG", "yes")
-    ranks(1, "threads")(made)
+    with pytest.raises(InvalidArgument, match="WEFT_DEBUG is 'yes'"):
+        weft.AllToAll(group, **SIZES)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import functools
 import threading
 import time
 from typing import Any
@@ -13,12 +12,13 @@ import pytest
 import torch
 
 import weft
+from tests.memory.baseline import die
 from tests.operators import KINDS, Operator
+from tests.ranks import on_ranks
 from tests.recovery import Survivors, run_survivors, surviving, until_broken
 from weft.errors import Aborted, BadExpertId
 
-ROUNDS = 10_000
-WRAPS = (1 << 40) - ROUNDS // 2  # of an epoch, in the middle of the rounds after a recovery
+WRAPS = (1 << 40) - 200  # of an epoch, among the rounds after a recovery
 CASES = ("pull", "fp8", "receiver", "sender", "oneshot")
 
 
@@ -31,12 +31,12 @@ def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
     """Ranks end before a round in which the others wait for them."""
     survivors.barrier()
     if survivors.group.rank in dies:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     until_broken(lambda: op.round())
     survivors.lose(*dies, sealed=[op.made])
 
 
-def many_rounds(group: weft.Group, folder: str, kind: str) -> None:
+def many_rounds(group: weft.Group, folder: str, kind: str, rounds: int) -> None:
     with surviving(group, folder) as survivors, open_kind(group, kind) as op:
         op.rounds(2)
         kill(survivors, op, 1, 3)  # at once
@@ -46,21 +46,23 @@ def many_rounds(group: weft.Group, folder: str, kind: str) -> None:
         else:
             with pytest.raises(BadExpertId, match="which is gone"):
                 op.made.check()
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             last = op.enqueue(3.0)
         assert torch.equal(first, last)
         op.made.check()
-        assert op.made._finished() == ROUNDS + 1
+        assert op.made._finished() == rounds + 1
         survivors.barrier()
 
 
+@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CASES)
-def test_ten_thousand_rounds_after_two_deaths(ranks, tmp_path, kind):
-    run_survivors(lambda: ranks(4, "cpu")(many_rounds, str(tmp_path), kind), tmp_path, [0, 2])
+def test_many_rounds_after_two_deaths(ranks, tmp_path, kind, rounds):
+    run = functools.partial(ranks(4, "cpu"), many_rounds, str(tmp_path), kind, rounds)
+    run_survivors(run, tmp_path, [0, 2])
 
 
-def quiesced(group: weft.Group) -> str:
-    """A rank that recovers ends the calls of its peers, and its own in another thread."""
+@on_ranks(3, "cpu")
+def test_a_rank_that_recovers_ends_its_own_calls_and_its_peers(group: weft.Group) -> None:
     with open_kind(group, "pull") as op:
         op.round()
         group.barrier()
@@ -81,16 +83,7 @@ def quiesced(group: weft.Group) -> str:
             assert isinstance(errors[0], Aborted)
             with pytest.raises(Aborted):
                 op.round()
-            group.barrier()
-            return ""
-        if group.rank == 1:
+        elif group.rank == 1:
             text = until_broken(lambda: op.round())
-            group.barrier()
-            return text
+            assert "rank 0 left its calls to recover its group before it made its part" in text
         group.barrier()  # rank 2 makes no call
-        return ""
-
-
-def test_a_rank_that_recovers_ends_calls_here_and_there(ranks):
-    _, theirs, _ = ranks(3, "cpu")(quiesced)
-    assert "rank 0 left its calls to recover its group before it made its part" in theirs, theirs

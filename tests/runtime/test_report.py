@@ -13,14 +13,8 @@ DISPATCH = 1
 
 
 def raised(record: ErrorRecord, first_epoch: int = 0, machines: int = 1) -> GroupError:
-    return breakage(
-        record,
-        lambda rank: 100 + rank,
-        lambda rank: "",
-        lambda rank, value: f"call {value} of rank {rank}",
-        first_epoch=first_epoch,
-        machines=machines,
-    )
+    calls = lambda rank: 100 + rank, lambda rank: "", lambda rank, value: f"{value} of rank {rank}"
+    return breakage(record, *calls, first_epoch=first_epoch, machines=machines)
 
 
 @pytest.mark.parametrize("phase", [DISPATCH, ALL_REDUCE])

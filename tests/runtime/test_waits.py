@@ -71,9 +71,9 @@ def test_ranks_in_different_calls_name_each_other_and_their_calls(ranks, caplog)
 
     ranks(2, "threads")(body)
     assert waits(caplog)[0].endswith("waits in agreement on the batch")
-    line = waits(caplog, rank=1)[0]
-    assert "in agreement on the batch for ranks to enter it: rank 0 " in line
-    assert line.endswith("waits in a call of AllToAll 1")
+    lines = waits(caplog, rank=1)  # the first may be earlier than rank 0's call
+    assert "in agreement on the batch for ranks to enter it: rank 0 " in lines[0]
+    assert any(line.endswith("waits in a call of AllToAll 1") for line in lines)
 
 
 def test_a_meeting_that_waits_names_who_has_not_come(caplog):
@@ -87,7 +87,7 @@ def test_a_meeting_that_waits_names_who_has_not_come(caplog):
 def test_calls_that_do_not_wait_log_nothing_and_the_thread_ends(ranks, caplog):
     def body(group):
         with make(group) as operator:
-            until = time.monotonic() + 1.5
+            until = time.monotonic() + 1.0
             while group.all_gather(time.monotonic() < until)[0]:
                 received = operator.dispatch(X, IDS)
                 operator.combine(weft.reference.identity_experts(received, X.dtype))
