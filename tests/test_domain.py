@@ -6,8 +6,6 @@ Every result is compared with `weft.reference`, bit by bit, also after a rank ha
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,9 +14,10 @@ import pytest
 import weft
 from tests import lowlatency_rounds, sums
 from tests.lowlatency_rounds import Mode
+from tests.memory.baseline import die
+from tests.ranks import on_ranks
 from tests.rounds import Round, combining, play
-from weft.errors import InvalidArgument, PeerDied
-from weft.shape import MAX_RANKS
+from weft.errors import PeerDied
 
 RANKS, VICTIM = 72, 70  # in the last word of a set, and above the bits of the host's first word
 WAYS = ("pull", "push", "fp8")
@@ -62,7 +61,20 @@ class Domain:
         sums.play(self.sum, sums.Sum(tokens=5, hidden=128, seed=seed), "auto", None, living)
 
 
-def rounds(group: weft.Group) -> None:
+@on_ranks(33, "threads")
+def test_more_than_one_word_of_ranks(group: weft.Group) -> None:
+    case, living = case_of(33), list(range(33))
+    with weft.AllToAll(group, **case.sizes(8), **PATIENT) as a2a:
+        play(a2a, case, poison=False)
+    with MODES[0].make(group, case, 8) as low:
+        lowlatency_rounds.play(low, MODES[0], case, living=living, checks=False)
+    with weft.AllReduce(group, max_tokens=8, hidden=128, **PATIENT) as reduce:
+        sums.play(reduce, sums.Sum(tokens=5, hidden=128), "auto", None, living)
+
+
+@pytest.mark.slow
+@on_ranks(40, "threads")
+def test_every_way_with_more_than_one_word_of_ranks(group: weft.Group) -> None:
     with ExitStack() as stack:
         domain = Domain(group, stack)
         for seed in range(2):
@@ -73,34 +85,19 @@ def rounds(group: weft.Group) -> None:
         sums.play(two_shots, sums.Sum(tokens=group.size + 3, hidden=128), "twoshot")
 
 
-def rounds_and_a_death(group: weft.Group) -> tuple[int, ...]:
-    """A rank dies; all others name it, agree on it, and go on."""
+@pytest.mark.slow
+@on_ranks(RANKS, "cpu", dies=[VICTIM])
+def test_72_ranks_and_a_death_among_them(group: weft.Group) -> None:
+    """All others name the dead rank, agree on it, and go on."""
     with ExitStack() as stack:
-        domain = Domain(group, stack)
-        domain.play(0, list(range(group.size)))
+        domain, whole = Domain(group, stack), list(range(RANKS))
+        domain.play(0, whole)
         group.barrier()
         if group.rank == VICTIM:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         with pytest.raises(PeerDied, match=rf"rank {VICTIM} died"):
-            domain.play(0, list(range(group.size)))
-        found = group.recover(timeout=300.0)
-        assert found.dead == (VICTIM,)
-        assert len(found.living) == RANKS - 1
-        domain.play(1, list(found.living))
-        return found.dead
-
-
-@pytest.mark.parametrize("ranks", [33, pytest.param(40, marks=pytest.mark.slow)])
-def test_more_than_one_word_of_ranks(ranks: int) -> None:
-    weft.launch(rounds, ranks=ranks, device="threads")
-
-
-@pytest.mark.slow
-def test_72_ranks_and_a_death_among_them() -> None:
-    said = weft.launch(rounds_and_a_death, ranks=RANKS, timeout=3000.0, tolerate_deaths=True)
-    assert said == [None if rank == VICTIM else (VICTIM,) for rank in range(RANKS)]
-
-
-def test_more_ranks_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match=r"ranks is 73; it must be an integer in 1\.\.72"):
-        weft.launch(rounds, ranks=MAX_RANKS + 1, device="threads")
+            domain.play(0, whole)
+        recovery = group.recover(timeout=300.0)
+        assert recovery.dead == (VICTIM,)
+        assert len(recovery.living) == RANKS - 1
+        domain.play(1, list(recovery.living))

@@ -13,15 +13,16 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, Case, bound
+from tests.ranks import on_ranks
 from tests.rounds import settle
 from weft.errors import Aborted, InvalidArgument, OutOfOrder
 from weft.moe import ExpertWeights, balance
 
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES: dict[str, Any] = {"max_tokens": 4, "top_k": 2, "num_experts": 8, "hidden": 64}
 
 
-def exchanges(group: weft.Group) -> None:
+@on_ranks(2, "cpu", "cuda")
+def test_operators_of_equal_sizes_are_one(group: weft.Group) -> None:
     one = weft.lease(group, weft.AllToAll, **SIZES)
     # The same sizes, said in another way.
     two = weft.lease(group, weft.AllToAll, **SIZES, dtype=torch.bfloat16, expert_map=None)
@@ -68,12 +69,8 @@ def exchanges(group: weft.Group) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_operators_of_equal_sizes_are_one(ranks, kind):
-    ranks(2, kind)(exchanges)
-
-
-def forgotten(group: weft.Group) -> None:
+@on_ranks(2, "cpu")
+def test_a_lease_that_is_forgotten_holds_nothing(group: weft.Group) -> None:
     lease = weft.lease(group, weft.AllToAll, **SIZES)
     seen = weakref.ref(lease.operator)
     del lease
@@ -82,12 +79,9 @@ def forgotten(group: weft.Group) -> None:
     weft.lease(group, weft.AllToAll, **SIZES).close()
 
 
-def test_a_lease_that_is_forgotten_holds_nothing(ranks):
-    ranks(2, "cpu")(forgotten)
-
-
-def layers(group: weft.Group) -> None:
-    """Layers with weights and placements of their own on one workspace."""
+@on_ranks(2, "cpu", "cuda")
+def test_layers_share_a_workspace(group: weft.Group) -> None:
+    """Each has weights and a placement of its own."""
     case = Case(replace(CONFIGS["deepseek"], dtype=torch.float32), tokens=(4, 2))
     placements = [balance(loads, 2, 2) for loads in ([1.0] * 8, [9.0, 1, 1, 1, 1, 1, 1, 8])]
 
@@ -96,17 +90,9 @@ def layers(group: weft.Group) -> None:
             mine = [case.expert(expert) for expert in local]
             return ExpertWeights.stack(case.config, mine, group.device)
 
-        return weft.lease(
-            group,
-            weft.MoE,
-            case.config,
-            weights,
-            max_tokens=4,
-            shared=case.shared(group.device),
-            correction=case.correction(group.device),
-            replicas=placements[number],
-            **options,
-        )
+        options |= {"shared": case.shared(group.device), "replicas": placements[number]}
+        options |= {"correction": case.correction(group.device), "max_tokens": 4}
+        return weft.lease(group, weft.MoE, case.config, weights, **options)
 
     first, second = open_layer(0), open_layer(1)
     third = open_layer(0, overlap="none")
@@ -129,13 +115,8 @@ def layers(group: weft.Group) -> None:
     third.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_share_a_workspace(ranks, kind):
-    ranks(2, kind)(layers)
-
-
-def memory(group: weft.Group) -> None:
-    """What is told before is what is held."""
+@on_ranks(2, "cpu", "cuda")
+def test_memory_is_known_before(group: weft.Group) -> None:
     device = group.device
     for name, options in (
         ("softmax", {"mode": "throughput", "overlap": "none"}),
@@ -145,24 +126,19 @@ def memory(group: weft.Group) -> None:
         ("gpt-oss", {"mode": "low_latency", "overlap": "none", "quantize": "fp8"}),
     ):
         case = Case(CONFIGS[name], tokens=(5, 7))
+        sizes: dict[str, Any] = {"ranks": 2, "max_tokens": 8, "device": device}
         with case.open(group, max_tokens=8, **options) as layer:
-            told = weft.MoE.memory_bytes(
-                case.config, ranks=2, max_tokens=8, device=device, **options
-            )
+            told = weft.MoE.memory_bytes(case.config, **sizes, **options)
             assert told.ordinary == layer.workspace_bytes, (name, options)
             assert told.shared == layer.exchange.heap.size
-            most = weft.MoE.memory_bytes(case.config, ranks=2, max_tokens=8, device=device)
+            most = weft.MoE.memory_bytes(case.config, **sizes)
             assert most.total >= told.total or "quantize" in options or "max_rows" in options
     with pytest.raises(InvalidArgument, match="ranks is 0"):
         weft.MoE.memory_bytes(CONFIGS["softmax"], ranks=0, max_tokens=8, device=device)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_known_before(ranks, kind):
-    ranks(2, kind)(memory)
-
-
-def global_ids(group: weft.Group) -> None:
+@on_ranks(2, "cpu", "cuda")
+def test_global_ids(group: weft.Group) -> None:
     for owners in (None, [1, 0] * 4):
         with weft.AllToAll(group, **SIZES, expert_map=owners) as a2a:
             ids = torch.tensor([[0, 7], [3, -1]], dtype=torch.int32, device=group.device)
@@ -187,12 +163,8 @@ def global_ids(group: weft.Group) -> None:
                     assert a2a.global_ids(local).tolist() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_global_ids(ranks, kind):
-    ranks(2, kind)(global_ids)
-
-
-def broken(group: weft.Group) -> None:
+@on_ranks(2, "cpu", "cuda")
+def test_a_workspace_that_broke_is_given_back(group: weft.Group) -> None:
     """A workspace whose round broke is given back like any other, and the next lease makes one."""
     mine = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
     a2a, memory = mine[0].operator, weakref.ref(mine[0].operator.heap._keeper)
@@ -218,8 +190,3 @@ def broken(group: weft.Group) -> None:
         assert new is not a2a
         out = new.combine(weft.reference.identity_experts(new.dispatch(x, ids), torch.bfloat16))
         assert torch.equal(out, 2 * x)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_workspace_that_broke_is_given_back(ranks, kind):
-    ranks(2, kind)(broken)

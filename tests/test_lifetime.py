@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -12,19 +11,15 @@ import pytest
 import torch
 
 import weft
+from tests.memory.baseline import shares_mapped
 from tests.operators import KINDS
 from tests.public import FAMILIES, MODES
+from tests.ranks import on_ranks
 from weft.errors import CreationFailed
 from weft.runtime.kernels import CpuKernels
 
 FEW = 1024  # bytes: tables of experts and single words may stay
 Apart = (type, ModuleType, FunctionType, weft.Group)  # from there on all of the process is reached
-
-
-def mapped() -> int:
-    """Shares that are mapped in this process."""
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        return sum("weft-share" in line for line in maps)
 
 
 def kept() -> list[str]:
@@ -56,43 +51,46 @@ def reached(what: Any) -> int:
     return sum(found.values())
 
 
-def live_and_let_go(group: weft.Group, name: str) -> dict[str, Any]:
-    """What is still there after close, and after an object was dropped that nobody closed."""
+def live_and_let_go(group: weft.Group, name: str) -> None:
+    """Close an object, and drop another one that nobody closed."""
     gc.enable()
     MODES[name](group).give_back()  # whatever is made once in a process is made now
     gc.collect()
     gc.disable()
     made = MODES[name](group)
     made.call()
-    held = mapped()
-    assert held or reached(made.what) > FEW
+    # "Buffer normal" has six all-to-alls.
+    assert shares_mapped() == (12 if name == "Buffer normal" else 2)
     made.give_back()
-    closed, tensors = mapped(), reached(made.what)
+    assert (shares_mapped(), reached(made.what) >= FEW) == (0, False), name
     del made
-    cycles = kept()
+    assert kept() == [], name
     made = MODES[name](group)
     made.call()
     if name.startswith("MoeAlltoAll"):  # its lease is given up by close alone
         made.give_back()
     del made
-    return {
-        "shares held": held,
-        "shares after close": closed,
-        "tensors after close": tensors >= FEW,
-        "in cycles": cycles,
-        "shares after del": mapped(),
-        "in cycles after del": kept(),
-    }
+    assert (shares_mapped(), kept()) == (0, []), name
 
 
-def family_of(group: weft.Group, names: list[str]) -> dict[str, dict[str, Any]]:
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2, "cpu", timeout=900.0)
+def test_close_gives_the_memory_back_there_and_then(group: weft.Group, family: str) -> None:
     gc.collect()
     gc.freeze()  # what is there already: the collector would look through all of torch each time
-    return {name: live_and_let_go(group, name) for name in names}
+    for name in MODES:
+        if name.split()[0] == family:
+            live_and_let_go(group, name)
 
 
-def fail_to_open(group: weft.Group, name: str) -> tuple[str, int, list[str]]:
-    """Rank 1 fails when its heap is there already; what is left once the error was handled."""
+def fail(self: weft.Group, member: Any) -> None:
+    raise MemoryError("no page left")
+
+
+@pytest.mark.parametrize("name", ["AllToAll pull", "LowLatency", "AllReduce oneshot"])
+@on_ranks(2, "cpu")
+def test_an_opening_that_failed_keeps_nothing(group: weft.Group, name: str) -> None:
+    """Rank 1 fails when its heap is there already."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -101,47 +99,20 @@ def fail_to_open(group: weft.Group, name: str) -> tuple[str, int, list[str]]:
     try:
         MODES[name](group)
     except CreationFailed as error:
-        said = str(error)
-    return said, mapped(), kept()
-
-
-def fail(self: weft.Group, member: Any) -> None:
-    raise MemoryError("no page left")
-
-
-@pytest.mark.parametrize("name", ["AllToAll pull", "LowLatency", "AllReduce oneshot"])
-def test_an_opening_that_failed_keeps_nothing(ranks: Callable[..., Any], name: str) -> None:
-    for said, left, cycles in ranks(2, "cpu")(fail_to_open, name):
-        assert "failed on rank 1 of 2: MemoryError: no page left" in said
-        assert (left, cycles) == (0, [])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_close_gives_the_memory_back_there_and_then(ranks: Callable[..., Any], family: str) -> None:
-    names = [name for name in MODES if name.split()[0] == family]
-    nothing: dict[str, Any] = {
-        "shares held": 2,
-        "shares after close": 0,
-        "tensors after close": False,
-        "in cycles": [],
-        "shares after del": 0,
-        "in cycles after del": [],
-    }
-    for found in ranks(2, "cpu")(family_of, names, timeout=900.0):
-        for name in names:
-            held = 12 if name == "Buffer normal" else nothing["shares held"]  # of six all-to-alls
-            assert found[name] == nothing | {"shares held": held}, name
-
-
-def unload_where_another_fails(group: weft.Group, name: str) -> None:
-    wrong: dict[str, Any] = {"hidden": 0} if group.rank == 1 else {}
-    with pytest.raises(CreationFailed, match="rank 1.*hidden"):
-        KINDS[name].open(group, **wrong)
+        text = str(error)
+    assert "failed on rank 1 of 2: MemoryError: no page left" in text
+    assert (shares_mapped(), kept()) == (0, [])
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
 def test_ranks_that_loaded_kernels_unload_them_where_another_rank_fails(name, ranks, monkeypatch):
     closed: list[CpuKernels] = []
     monkeypatch.setattr(CpuKernels, "close", lambda entries: closed.append(entries))
-    ranks(3, "threads")(unload_where_another_fails, name)
+
+    def body(group: weft.Group) -> None:
+        wrong: dict[str, Any] = {"hidden": 0} if group.rank == 1 else {}
+        with pytest.raises(CreationFailed, match="rank 1.*hidden"):
+            KINDS[name].open(group, **wrong)
+
+    ranks(3, "threads")(body)
     assert len({id(each) for each in closed}) == 2

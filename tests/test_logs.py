@@ -6,9 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +15,7 @@ import weft
 from tests.moe.layers import CONFIGS, Case
 from weft import logs
 from weft.errors import InvalidArgument
-
-ROOT = Path(__file__).parents[1]
-PROGRAM = """
-import weft
-
-def rank(group):
-    weft.AllReduce(group, max_tokens=8, hidden=64).close()
-
-if __name__ == "__main__":
-    weft.launch(rank, ranks=2)
-    weft.launch(rank, ranks=2)
-"""
+from weft.memory.processes import fork_server
 
 
 @pytest.fixture
@@ -45,60 +32,69 @@ def _ours():
     return [each for each in logging.getLogger("weft").handlers if isinstance(each, logs._ToStderr)]
 
 
-def _told(caplog, level=logging.DEBUG):
-    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+def compile_or_read(group):
+    """Make an object that needs a compiled kernel; return what was logged and the level."""
+    texts: list[str] = []
+    handler: Any = logging.Handler()
+    logger = logging.getLogger("weft")
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger.addHandler(handler)
+    weft.AllReduce(group, max_tokens=8, hidden=64).close()
+    return "\n".join(texts), logger.level
 
 
-def test_ranks_tell_what_they_decided(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "WEFT_CACHE": str(tmp_path / "cache"),
-        "WEFT_LOG": "info",
-    }
-    result = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert result.returncode == 0, result.stderr
-    for pattern, times in (
-        (r"INFO weft\.jit\.cache, process \d+: allreduce \(c\+\+, \S+\): compiled in [\d.]+ s", 1),
-        (r"allreduce \(c\+\+, \S+\): another process compiled it, waited|read from", 3),
-        (r"rank 0 of 2 on cpu met the others after [\d.]+ s; processes by rank: \[", 2),
-        (r"heap 1: \d+ bytes on each of 2 ranks \(cpu\)", 4),
-    ):
-        assert len(re.findall(pattern, result.stderr)) == times, (pattern, result.stderr)
-    assert "DEBUG" not in result.stderr
+def test_ranks_tell_what_they_decided(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("WEFT_LOG", "info")
+    (first, second), later = (weft.launch(compile_or_read, ranks=2) for _ in range(2))
+    logged = [text for text, _ in (first, second, *later)]
+    assert {level for _, level in (first, second, *later)} == {logging.INFO}
+    compiled = r"allreduce \(c\+\+, \S+\): compiled in [\d.]+ s"
+    assert sum(len(re.findall(compiled, text)) for text in logged) == 1
+    known = r"allreduce \(c\+\+, \S+\): another process compiled it, waited|read from"
+    assert sum(len(re.findall(known, text)) for text in logged) == 3
+    assert all(re.search(r"heap 1: \d+ bytes on each of 2 ranks \(cpu\)", t) for t in logged)
+
+
+def write_lines(file, level, set_up, level_of_line):
+    """Log as a program does that imports weft and then sets up its own logging."""
+    out = os.open(file, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.environ.pop(logs.VARIABLE, None)
+    if level:
+        os.environ[logs.VARIABLE] = level
+    logs.set_up()
+    if set_up is not None:
+        logging.basicConfig(**set_up, force=True)
+    for each in level_of_line:
+        logging.getLogger("weft.jit").log(each, "line of %d", each)
 
 
 @pytest.mark.parametrize(
-    ("set_up", "times"),
+    ("level", "set_up", "lines"),
     [
-        ("", 1),
-        ("logging.basicConfig(format='root: %(message)s', force=True)", 1),
-        ("logging.basicConfig(format='root: %(message)s', level='ERROR', force=True)", 1),
-        ("logging.basicConfig(filename=sys.argv[1], force=True)", 2),
+        ("info", None, {logging.INFO: 1}),
+        ("info", {"format": "root: %(message)s"}, {logging.INFO: 1}),
+        ("info", {"level": "ERROR"}, {logging.INFO: 1}),
+        ("info", {"filename": "own"}, {logging.INFO: 2}),
+        ("", None, {logging.INFO: 0, logging.WARNING: 1}),
     ],
-    ids=["nothing", "root", "root of errors", "file"],
+    ids=["nothing", "root", "root of errors", "file", "unasked"],
 )
-def test_a_line_is_written_to_the_terminal_once(tmp_path, set_up, times):
+def test_a_line_is_written_to_the_terminal_once(tmp_path, level, set_up, lines):
     """SGLang sets up the root logger after weft is imported; a log file has the line as well."""
-    program = (
-        f"import logging, sys, weft\n{set_up}\nlogging.getLogger('weft.jit').info('compiled')\n"
+    if set_up is not None and "filename" in set_up:
+        set_up = {"filename": str(tmp_path / "own")}
+    file = tmp_path / "out"
+    process = fork_server().Process(
+        target=write_lines, args=(str(file), level, set_up, list(lines))
     )
-    file = tmp_path / "log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WEFT_LOG": "info"}
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(file)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    lines = result.stderr + result.stdout + (file.read_text() if file.exists() else "")
-    assert lines.count("compiled") == times, lines
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    text = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert {each: text.count(f"line of {each}") for each in lines} == lines, text
 
 
 def test_a_choice_is_told_once(ranks, caplog):
@@ -119,6 +115,7 @@ def test_a_choice_is_told_once(ranks, caplog):
             return len(caplog.records) - before
 
     assert ranks(2, "threads")(body) == [0, 0]
+    assert re.search(r"rank 0 of 2 on cpu met the others after [\d.]+ s; processes", caplog.text)
     choices = [each for each in caplog.records if each.name == "weft.allreduce.operator"]
     assert [each.levelname for each in choices] == ["INFO", "DEBUG"], "one backend, two sizes"
     assert "oneshot for 1 rows of 128 bytes" in choices[0].getMessage()
@@ -166,16 +163,6 @@ def test_no_handler_is_added_unasked(own_logger):
     own_logger.delenv(logs.VARIABLE, raising=False)
     logs.set_up()
     assert not _ours()
-
-
-def test_warnings_are_shown_unasked_and_nothing_else():
-    program = "import weft, logging; log = logging.getLogger('weft.x'); log.info(1); log.warning(2)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop(logs.VARIABLE, None)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.stderr == "2\n"
 
 
 def test_the_variable_adds_one_handler_and_takes_it_away(own_logger, capsys):
