@@ -76,13 +76,9 @@ def hold(run: Callable[..., Routed], device: str) -> None:
         assert torch.equal(found.weights.cpu(), right.weights), options
 
 
-def test_on_a_cpu():
-    hold(normalize_topk, "cpu")
-
-
-@pytest.mark.gpu
-def test_on_a_gpu():
-    hold(normalize_topk, "cuda")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_form(device):
+    hold(normalize_topk, device)
 
 
 @pytest.mark.slow

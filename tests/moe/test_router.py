@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -166,30 +166,16 @@ def test_given_experts_weigh_what_route_gives_them(name):
     if routing.renormalise:  # the others share what it would have weighed
         torch.testing.assert_close(found.weights[1:4].sum(1), torch.full((3,), routing.scale))
     assert torch.equal(found.weights[4:], weights[4:])
-    with pytest.raises(InvalidArgument, match=r"topk_ids has shape \[33, 1\]"):
-        weigh_given(routing, logits, ids[:, :1].contiguous())
-    with pytest.raises(InvalidArgument, match="topk_ids has dtype torch.float32"):
-        weigh_given(routing, logits, weights)
-    with pytest.raises(InvalidArgument, match=r"they must be \[tokens, "):
-        weigh_given(routing, logits[:, 1:], ids)
 
 
-def test_saturated_sigmoids_do_not_tie_without_a_correction():
+def test_rules_at_their_limits():
     logits = torch.tensor([[90.0, 100.0, 95.0, -1.0]])
     routing = Routing(num_experts=4, top_k=2, score="sigmoid")
-    assert route(routing, logits).ids.tolist() == [[1, 2]]
-
-
-def test_scores_of_zero_weigh_nothing():
-    routing = Routing(num_experts=4, top_k=2, score="sigmoid")
+    assert route(routing, logits).ids.tolist() == [[1, 2]], "saturated sigmoids do not tie"
     assert route(routing, torch.full((1, 4), -200.0)).weights.tolist() == [[0.0, 0.0]]
-
-
-def test_no_tokens_and_all_equal():
-    routing = MODELS["deepseek-v3"].routing
-    bias = torch.zeros(256)
-    assert route(routing, torch.zeros(0, 256), correction=bias).ids.shape == (0, 8)
-    assert route(routing, torch.zeros(2, 256), correction=bias).ids.tolist() == [[*range(8)]] * 2
+    deepseek, bias = MODELS["deepseek-v3"].routing, torch.zeros(256)
+    assert route(deepseek, torch.zeros(0, 256), correction=bias).ids.shape == (0, 8)
+    assert route(deepseek, torch.zeros(2, 256), correction=bias).ids.tolist() == [[*range(8)]] * 2
 
 
 @pytest.mark.parametrize(
@@ -217,24 +203,27 @@ def test_rules_that_cannot_be(changes, words):
         Routing(**{"num_experts": 8, "top_k": 2, **changes})
 
 
-def test_what_route_refuses():
+def test_what_route_and_weigh_refuse():
     plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
     good, bias = torch.zeros(3, 8), torch.zeros(8)
-    for logits in (good[0], torch.zeros(3, 7), good.int()):
-        with pytest.raises(InvalidArgument, match=r"they must be \[tokens, 8\]"):
-            route(plain, logits)
-    with pytest.raises(
-        InvalidArgument, match=r"correction is None, but this routing was made with correction=True"
+    refused: list[tuple[Routing, torch.Tensor, dict[str, Any], str]] = [
+        *((plain, x, {}, r"be \[tokens, 8\]") for x in (good[0], torch.zeros(3, 7), good.int())),
+        (biased, good, {}, "correction is None, but this routing was made with correction=True"),
+        (plain, good, {"correction": bias}, "correction=False: leave it out"),
+        (biased, good, {"correction": bias[1:]}, "correction has shape"),
+        (biased, good, {"correction": bias.double()}, "correction has dtype"),
+        (plain, good, {"num_tokens": torch.zeros(1)}, "num_tokens has dtype"),
+    ]
+    for routing, logits, options, words in refused:
+        with pytest.raises(InvalidArgument, match=words):
+            route(routing, logits, **options)
+    for logits, ids, words in (
+        (good, torch.zeros(3, 1).int(), r"topk_ids has shape \[3, 1\]"),
+        (good, torch.zeros(3, 2), "topk_ids has dtype torch.float32"),
+        (good[:, 1:], torch.zeros(3, 2).int(), r"they must be \[tokens, "),
     ):
-        route(biased, good)
-    with pytest.raises(InvalidArgument, match="correction=False: leave it out"):
-        route(plain, good, correction=bias)
-    with pytest.raises(InvalidArgument, match="correction has shape"):
-        route(biased, good, correction=bias[1:])
-    with pytest.raises(InvalidArgument, match="correction has dtype"):
-        route(biased, good, correction=bias.double())
-    with pytest.raises(InvalidArgument, match="num_tokens has dtype"):
-        route(plain, good, num_tokens=torch.zeros(1))
+        with pytest.raises(InvalidArgument, match=words):
+            weigh_given(plain, logits, ids)
 
 
 def test_router_logits_are_in_float32():
