@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from weft.bench import harness, moe
+from weft.bench import harness
 from weft.bench.machine import describe_code
 from weft.errors import RankFailed
 
@@ -83,7 +83,7 @@ def test_a_wrong_exchange_is_not_timed(weft_command, threads, tmp_path):
         out[:1, 0] += self.rank == 1
         return out
 
-    threads.setattr(moe.AllToAll, "combine", wrong)
+    threads.setattr(weft.AllToAll, "combine", wrong)
     code, out, err = weft_command(*SMALL, "--ranks", "2", "--iters", "2", "--json", str(target))
     assert code == 1
     assert "check failed" in err

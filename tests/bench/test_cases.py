@@ -51,8 +51,8 @@ LOW = LowCase(
 )  # fmt: skip
 MOE = MoECase(**{**SMALL, "ranks": 4}, tokens=(8,), hidden=256, top_k=4, experts=16)
 ODD = replace(MOE, ranks=3, tokens=(5, 300), routing="zipf", experts=13)
-ON_8 = {"ranks": 8, "device": "cuda", "samples": 11}
-FP8 = {"quantize": "fp8", "combine_dtype": "fp8"}
+ON_8: dict[str, Any] = {"ranks": 8, "device": "cuda", "samples": 11}
+FP8: dict[str, Any] = {"quantize": "fp8", "combine_dtype": "fp8"}
 RUNS: list[Case] = [
     *(replace(REDUCE, epilogue=epilogue, backends=BACKENDS) for epilogue in EPILOGUES),
     LAYER,

@@ -35,7 +35,7 @@ def test_another_gpu_has_no_floor(name):
 def test_an_h200_has_one():
     gpus = ["NVIDIA H200"] * 4
     assert why_no_floor(gpus) is None
-    assert why_no_floor([]) is pair_floor_us(0, 0, []) is None, "CPU ranks"
+    assert (why_no_floor([]), pair_floor_us(0, 0, [])) == (None, None), "CPU ranks"
     assert pair_floor_us(340_000, 0, gpus) == pytest.approx(3.96 + 1.0)
     assert pair_floor_us(350_000, 0, gpus[:2]) == pytest.approx(3.96 + 1.0)
 

@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,7 +40,10 @@ def _report(case: MoECase, gpu: str) -> Report:
             for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
         }
         measured.append(Measured("onesided", tokens, "by hand", samples, case.traffic(ids)))
-    machine = {"date": "2026-11-20T12:00:00+00:00", "gpus": [gpu] * case.ranks if gpu else []}
+    machine: dict[str, Any] = {
+        "date": "2026-11-20T12:00:00+00:00",
+        "gpus": [gpu] * case.ranks if gpu else [],
+    }
     machine |= {"driver": "580", "cuda": "13.0", "torch": "2.11", "cpu": "some CPU", "cpus": 2}
     return Report(case, machine, measured)
 

@@ -38,7 +38,7 @@ def rounds_of(
                 ]
                 ranks[me].append(
                     Span(
-                        **{"rank": me, "phase": phase, "epoch": epoch, "ctas": 4},
+                        *(me, phase, epoch, 4),
                         start_ns=shown(me, now - 5000),
                         sent_ns=shown(me, sent[me]),
                         published_ns=shown(me, published[me]),

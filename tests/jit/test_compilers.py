@@ -180,8 +180,8 @@ def test_options_of_kernels(cache: Cache, tmp_path: Path) -> None:
     words = r"(?s)sm_77.*invalid value for --gpu-architecture"
     refuses(CompileError, words, lambda: fill(cache, arch="sm_77"))
     for arch in ("compute_90a", "90a", "sm_90a -G", ""):
-        words = "real architecture such as 'sm_90a'"
-        refuses(InvalidArgument, words, lambda arch=arch: fill(cache, arch=arch))
+        with pytest.raises(InvalidArgument, match="real architecture such as 'sm_90a'"):
+            fill(cache, arch=arch)
 
 
 class Binding:

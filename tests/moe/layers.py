@@ -26,7 +26,7 @@ from weft.moe import (
 
 HIDDEN, EXPERTS = 128, 8
 WIDER = 384  # three blocks of columns to send
-LIMITED = {"groups": 4, "top_groups": 2, "scale": 2.5}
+LIMITED: dict[str, Any] = {"groups": 4, "top_groups": 2, "scale": 2.5}
 CONFIGS = {
     "softmax": MoEConfig(HIDDEN, 32, Routing(EXPERTS, 3)),
     "deepseek": MoEConfig(

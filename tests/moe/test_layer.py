@@ -252,8 +252,8 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
     with case.open(group, **options) as first:
         held = first.workspace_bytes
         weights = case.weights(first.local_experts, device, first=50)
-        parts = {"shared": case.shared(device), "correction": case.correction(device)}
-        second = first.sibling(weights, **parts)
+        shared, correction = case.shared(device), case.correction(device)
+        second = first.sibling(weights, shared=shared, correction=correction)
         assert second.exchange is first.exchange
         assert second.workspace_bytes == held
         x, logits = case.of(group.rank, device)

@@ -220,8 +220,8 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
     layer, device = CASE.open(group, **options), group.device
     x, logits = CASE.of(group.rank, device)
     ids, _ = layer.route(logits)
-    parts = {"shared": CASE.shared(device), "correction": CASE.correction(device)}
-    other = layer.sibling(CASE.weights(layer.local_experts, device), **parts)
+    weights, correction = CASE.weights(layer.local_experts, device), CASE.correction(device)
+    other = layer.sibling(weights, shared=CASE.shared(device), correction=correction)
     received = layer.exchange.dispatch(x, ids)
     settle(group)
     layer.close()

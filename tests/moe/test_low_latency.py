@@ -39,7 +39,12 @@ def options_reach(group: weft.Group) -> None:
                 assert layer.local_experts == mine
                 continue
             assert len(exchange._slots) == 1
-            sizes = {"max_tokens": 4, "hidden": HIDDEN, "top_k": 3, "num_experts": EXPERTS}
+            sizes: dict[str, Any] = {
+                "max_tokens": 4,
+                "hidden": HIDDEN,
+                "top_k": 3,
+                "num_experts": EXPERTS,
+            }
             assert exchange.memory == weft.LowLatencyAllToAll.memory_bytes(
                 ranks=2, **sizes, quantize=None, slots=1
             )

@@ -281,12 +281,13 @@ def in_rounds(group: weft.Group, mode: str) -> None:
         assert torch.equal(bits(out[:20]), bits(whole[:20]))
         many = x if group.rank == 0 else x.new_zeros(37, 128)
         ids = logits.int()
-        for args, given, words in (
+        wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
             ((many, logits), {"rows": 36}, "rows is 36, but this rank has 37"),
             ((x,), {}, "pass logits, or topk_ids with topk_weights"),
             ((x, logits), {"topk_ids": ids}, "logits are a tensor .* topk_ids a tensor"),
             ((x,), {"topk_ids": ids, "topk_weights": logits}, r"must be \[\d+, 3\]"),
-        ):
+        ]
+        for args, given, words in wrong:
             with pytest.raises(InvalidArgument, match=words):
                 layer(*args, **{"rows": 37, **given})
 
