@@ -153,6 +153,7 @@ def torch_rivals(group: weft.Group) -> list[dict[str, Any]]:
     return [rival_body(group, case, NAMED[name]) for case, name in (*gathers, *sums)]
 
 
+@pytest.mark.slow
 def test_torchs_own_collectives_are_measured(ranks):
     for found in ranks(2, "cpu")(torch_rivals):
         assert [each["status"] for each in found] == ["measured"] * 4

@@ -88,12 +88,14 @@ def line_of(module: Any, program: Any, out: Path, **more: Any) -> dict[str, Any]
     return line
 
 
+@pytest.mark.slow
 def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
     line = line_of(runner, runner.flashinfer("made", each_rank=True), tmp_path / "out", cpu=True)
     assert (line["cases"], line["passed"], line["failed"], line["skipped"]) == (5, 3, 1, 1)
     assert "rank 1 is not 0" in line["error"]
 
 
+@pytest.mark.slow
 def test_programs_without_cases_are_counted_and_ended(runner, tmp_path, monkeypatch):
     line = line_of(runner, runner.Program("steps", "DeepEP", "steps.py"), tmp_path / "steps")
     assert (line["cases"], line["passed"], line["steps"], line.get("error")) == (1, 1, 2, None)

@@ -16,6 +16,7 @@ pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
 from tools.site import public_names, reference_pages
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

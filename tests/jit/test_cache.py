@@ -24,29 +24,30 @@ KEY = key_of(entry="int x;")
 OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
-# One process that wants an entry: appends a line to the log when it builds, prints what it got.
-BUILDER = """
+# Three processes that want an entry: each appends a line to the log when it builds, and prints what
+# it got. The first takes forever; the others start when the file "go" is there.
+BUILDERS = """
 import os, sys, time
 from pathlib import Path
 from weft.jit.cache import Cache
-directory, key, log, seconds = sys.argv[1:]
-def build():
-    with open(log, "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    time.sleep(float(seconds))
-    return b"built"
+folder, key = Path(sys.argv[1]), sys.argv[2]
 meta = {"name": "thing", "kind": "cubin", "arch": "sm_90a", "compiler": "NVRTC 13.0"}
-print(Cache(Path(directory), lock_timeout=1800).fetch(key, build, meta).decode())
+def fetch(seconds):
+    def build():
+        with open(folder / "log", "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(seconds)
+        return b"built"
+    print(Cache(folder / "cache", lock_timeout=1800).fetch(key, build, meta).decode(), flush=True)
+for seconds in (600, 0.2, 0.2):
+    while seconds < 1 and not (folder / "go").exists():
+        time.sleep(0.01)
+    if os.fork() == 0:
+        fetch(seconds)
+        os._exit(0)
+for _ in range(3):
+    os.wait()
 """
-
-
-def start_builder(directory: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", BUILDER, str(directory), KEY, str(log), str(seconds)],
-        env={**os.environ, "PYTHONPATH": str(INCLUDE_ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.fixture
@@ -137,30 +138,30 @@ def test_one_of_many_threads_builds(cache: Cache) -> None:
 
 
 def test_one_of_many_processes_builds_and_a_killed_one_releases_its_lock(tmp_path: Path) -> None:
-    log, folder = tmp_path / "log", tmp_path / "cache"
-    victim = start_builder(folder, log, 600)
-    others: list[subprocess.Popen[str]] = []
-    try:
-        deadline = time.monotonic() + 1800
-        while not (log.exists() and log.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        waiting = Cache(folder, lock_timeout=0.2)
-        refuses(
-            "waited 0.2 s for another process to build 'thing'",
-            lambda: waiting.fetch(KEY, refuse, dict(META)),
-        )
-        others = [start_builder(folder, log, 0.2) for _ in range(2)]
-        victim.send_signal(signal.SIGKILL)
-        assert [other.communicate()[0].strip() for other in others] == ["built"] * 2
-        assert victim.wait() == -signal.SIGKILL
-        assert len(log.read_text().splitlines()) == 2
-    finally:
-        for process in (victim, *others):
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+    log = tmp_path / "log"
+    builders = subprocess.Popen(
+        [sys.executable, "-c", BUILDERS, str(tmp_path), KEY],
+        env={**os.environ, "PYTHONPATH": str(INCLUDE_ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with builders:
+        try:
+            deadline = time.monotonic() + 1800
+            while not (log.exists() and log.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            waiting = Cache(tmp_path / "cache", lock_timeout=0.2)
+            words = "waited 0.2 s for another process to build 'thing'"
+            refuses(words, lambda: waiting.fetch(KEY, refuse, dict(META)))
+            (tmp_path / "go").touch()
+            os.kill(int(log.read_text()), signal.SIGKILL)
+            assert builders.communicate()[0].split() == ["built"] * 2
+            assert len(log.read_text().splitlines()) == 2
+        finally:
+            if builders.poll() is None:
+                os.killpg(builders.pid, signal.SIGKILL)
 
 
 def test_a_build_that_raises_leaves_the_entry_free(cache: Cache) -> None:

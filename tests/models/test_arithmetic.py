@@ -79,6 +79,7 @@ def test_a_row_teaches_answers_alone(train):
     assert taught.startswith(text.partition("Answer:")[2].partition("Question")[0])
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_saves(train, tmp_path):
     torch.manual_seed(0)
     tokenizer = train.make_tokenizer()

@@ -13,7 +13,10 @@ import torch
 SOURCE = Path(__file__).resolve().parents[2] / "models" / "ordering" / "tail.cu"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
+]
 
 
 @pytest.fixture(scope="module")

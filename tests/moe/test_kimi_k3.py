@@ -124,6 +124,6 @@ def test_a_layer_between_latent_projections(ranks, tmp_path, dtype, gemm, bound)
     wide = checkpoint(tmp_path, dtype)
     x, own = given()
     wanted = block(x, own, wide)
-    for found in ranks(4, "cpu")(layer_of, str(tmp_path), x, own, gemm):
+    for found in ranks(4, "threads")(layer_of, str(tmp_path), x, own, gemm):
         for got, want in zip(found, wanted, strict=True):
             assert float((got - want).abs().max() / want.abs().max()) < bound

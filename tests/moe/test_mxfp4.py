@@ -55,7 +55,10 @@ def case_of(name: str, *tokens: int) -> Case:
             for name in LAYERS
             for mode in MODES
         ),
-        *((name, MODES[number % 2], "threads") for number, name in enumerate(LAYERS)),
+        ("deepseek", "throughput", "threads"),
+        ("gpt-oss", "low_latency", "threads"),
+        ("kimi-k3", "throughput", "threads"),
+        pytest.param("deepseek-v4.1", "low_latency", "threads", marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):

@@ -275,7 +275,6 @@ def _layer(
 
 @torch.no_grad()
 def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
-    """One launch for all models: each rank of it imports transformers."""
     names = ["deepseek_v3", "qwen3_next", "glm5_next_text", "minimax_m3_vl_text", "gpt_oss"]
     cases, wanted = [], []
     for name in names:
@@ -290,7 +289,7 @@ def test_a_layer_over_ranks_is_the_block(ranks, tmp_path):
         bias = getattr(gate, "bias", None)
         router = gate.weight.data, None if bias is None else bias.data
         cases.append((str(folder), x, router, correction_of(block), shared_of(block, config)))
-    for outs in ranks(4, "cpu")(_layers, cases):
+    for outs in ranks(4, "threads")(_layers, cases):
         for name, out, want in zip(names, outs, wanted, strict=True):
             assert float((out - want).abs().max() / want.abs().max()) < 1e-5, name
 
@@ -339,7 +338,7 @@ def test_layers_whose_experts_follow_from_the_token(ranks, tmp_path):
         gate = gate_of(block)
         parts[number] = gate.weight.data, getattr(gate, name), shared_of(block, config)
     wanted = [first(x[None], input_ids=tokens), block_of(made)(x[None])]
-    for found in ranks(4, "cpu")(_hash_layer, str(tmp_path), x, tokens, parts):
+    for found in ranks(4, "threads")(_hash_layer, str(tmp_path), x, tokens, parts):
         for got, want in zip(found, wanted, strict=True):
             assert float((got - want[0]).abs().max() / want.abs().max()) < 1e-5
 
