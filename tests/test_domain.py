@@ -6,7 +6,7 @@ Every result is compared with `weft.reference`, bit by bit, also after a rank ha
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tests.lowlatency_rounds import Mode
 from tests.memory.baseline import die
 from tests.ranks import on_ranks
 from tests.rounds import Round, combining, play
-from weft.errors import PeerDied
+from weft.errors import BadExpertId, PeerDied
 
 RANKS, VICTIM = 72, 70  # in the last word of a set, and above the bits of the host's first word
 WAYS = ("pull", "push", "fp8")
@@ -101,3 +101,6 @@ def test_72_ranks_and_a_death_among_them(group: weft.Group) -> None:
         assert recovery.dead == (VICTIM,)
         assert len(recovery.living) == RANKS - 1
         domain.play(1, list(recovery.living))
+        for exchange in (*domain.exchanges, *domain.low):
+            with suppress(BadExpertId):  # of ids that went to the dead rank's experts
+                exchange.check()

@@ -48,16 +48,18 @@ def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) ->
 
 
 def compiled(shape: GemmShape, folder: Path) -> tuple[bytes, str]:
-    """(cubin, what ptxas said)."""
+    """Return the cubin and the log of ptxas."""
+    cache = Cache(folder)
     cubin = compile_cubin(
         shape.source,
         name="grouped_gemm",
         arch="sm_90a",
         options=(*CUDA_OPTIONS, "--ptxas-options=-v"),
-        cache=Cache(folder),
+        cache=cache,
     )
-    (sidecar,) = folder.rglob("*.json")
-    return cubin, json.loads(sidecar.read_text())["log"]
+    (entry,) = cache.entries()
+    with cache.file(entry.key).open("rb") as file:
+        return cubin, json.loads(file.readline())["log"]
 
 
 @pytest.mark.parametrize("block_m", FP8_BLOCK_MS)
