@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -18,6 +19,24 @@ import weft
 
 CLOSE = 2e-5  # of float32 sums in another order
 HERE = Path(__file__).parent
+
+
+def signed(parameters: str) -> Callable[[Any], Any]:
+    """Give a function the signature that this text lists: "self, x, *, scale="."""
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    listed = []
+    for each in parameters.split(", "):
+        if each == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+        else:
+            default = None if each.endswith("=") else inspect.Parameter.empty
+            listed.append(inspect.Parameter(each.rstrip("="), kind, default=default))
+
+    def decorate(function: Any) -> Any:
+        function.__signature__ = inspect.Signature(listed)
+        return function
+
+    return decorate
 
 
 def find(engine: str, release: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import logging
 import pkgutil
 import sys
@@ -27,25 +26,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from tests.plugins.standins import signed
+
 logger = logging.getLogger(__name__)
-
-
-def signed(parameters: str) -> Callable[[Any], Any]:
-    """Give a function the signature that this text lists: "self, x, *, scale="."""
-    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    listed = []
-    for each in parameters.split(", "):
-        if each == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            continue
-        default = None if each.endswith("=") else inspect.Parameter.empty
-        listed.append(inspect.Parameter(each.rstrip("="), kind, default=default))
-
-    def decorate(function: Any) -> Any:
-        function.__signature__ = inspect.Signature(listed)
-        return function
-
-    return decorate
 
 
 def fields_of(name: str, **fields: Any) -> Any:
@@ -334,6 +317,11 @@ class EPLBManager:
 StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
 
 
+_CHOOSE = (
+    "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
+)
+
+
 class TopK(nn.Module):
     """Softmax scores, the best of them, and -1 for rows that are padding.
 
@@ -347,21 +335,15 @@ class TopK(nn.Module):
     def forward(self, *args: Any, **given: Any) -> Any:
         return self.forward_cuda(*args, **given)
 
-    def forward_cuda(
-        self,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-        *,
-        num_token_non_padded: torch.Tensor | None = None,
-        expert_location_dispatch_info: Any = None,
-    ) -> Any:
-        if not len(hidden_states):
+    @signed(_CHOOSE)
+    def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor, **given: Any) -> Any:
+        if not len(x):
             raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
         weights, ids = router_logits.float().softmax(1).topk(self.top_k)
-        if expert_location_dispatch_info is not None:
-            ids = expert_location_dispatch_info.physical[ids]
-        if num_token_non_padded is not None:
-            ids[int(num_token_non_padded) :] = -1
+        if given["expert_location_dispatch_info"] is not None:
+            ids = given["expert_location_dispatch_info"].physical[ids]
+        if given["num_token_non_padded"] is not None:
+            ids[int(given["num_token_non_padded"]) :] = -1
         return StandardTopKOutput(weights, ids.int(), router_logits)
 
     def empty_topk_output(self, device: torch.device, *, layer_id: int | None = None) -> Any:
@@ -374,10 +356,7 @@ def routing_inputs(self: Any) -> tuple[Any, Any]:
     return STATE.real, None if self.is_draft else older_init_new(0)
 
 
-@signed(
-    "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info=, "
-    "dynamic_expert_bias=, router_logits_partials="
-)
+@signed(_CHOOSE + ", dynamic_expert_bias=, router_logits_partials=")
 def newer_topk(self: Any, x: torch.Tensor, logits: torch.Tensor, **given: Any) -> Any:
     assert not given
     real, replicas = self.routing_inputs()
@@ -415,22 +394,15 @@ def flashinfer_ar_fusion_applies(batch_size: int) -> bool:
     return STATE.flashinfer and 0 < batch_size <= FUSE_ALLREDUCE_MAX_BATCH_SIZE
 
 
-def pre_initialize_workspaces(
-    max_token_num: int, hidden_dim: int, dtype: torch.dtype, use_oneshot: bool | None = None
-) -> None:
+@signed("max_token_num, hidden_dim, dtype, use_oneshot=")
+def pre_initialize_workspaces(*sizes: Any) -> None:
     STATE.workspaces += 1
 
 
-def _forward_with_allreduce_fusion(
-    norm_module: Any,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    post_residual_addition: torch.Tensor | None,
-    weight: torch.Tensor,
-    use_attn_tp_group: bool = True,
-) -> Any:
+@signed("norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=")
+def _forward_with_allreduce_fusion(norm: Any, x: torch.Tensor, *given: Any) -> Any:
     STATE.ways.append("not summed")
-    return norm_module.forward(x, residual, post_residual_addition)
+    return norm.forward(x, *given[:2])
 
 
 class RMSNorm(nn.Module):
@@ -524,15 +496,12 @@ get_moe_ep_group, get_moe_tp_group = getter("ep"), getter("moe")
 # Layers of experts.
 
 
-class BaseDispatcher(ABC):
+class BaseDispatcher(ABC):  # noqa: B024
     def __init__(self) -> None:
         self.quant_config: dict[str, Any] = {}
 
-    @abstractmethod
-    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any: ...
-
-    @abstractmethod
-    def combine(self, combine_input: Any) -> torch.Tensor: ...
+    dispatch: Any = abstractmethod(signed("self, hidden_states, topk_output")(lambda: None))
+    combine: Any = abstractmethod(signed("self, combine_input")(lambda: None))
 
 
 StandardDispatchOutput = namedtuple(
@@ -561,8 +530,7 @@ MoeRunnerConfig = fields_of(
 
 
 class Mxfp4MoEMethod:
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.changed = True
+    def process_weights_after_loading(self, layer: Any) -> None: ...
 
 
 def older_dispatcher(moe_runner_config: Any) -> Any:
@@ -649,12 +617,11 @@ class FusedMoE(nn.Module):
         more = {"quant_method": self.quant_method} if NEWER else {}
         self.dispatcher = create_moe_dispatcher(self.moe_runner_config, **more)
 
-    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         return self.forward_impl(hidden_states, topk_output)
 
-    def forward_impl(
-        self, hidden_states: torch.Tensor, topk_output: Any, pre_quant_input: Any = None
-    ) -> torch.Tensor:
+    @signed("self, hidden_states, topk_output, pre_quant_input=")
+    def forward_impl(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
         sent = self.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
         made = self.quant_method.apply(layer=self, dispatch_output=sent)
         out: torch.Tensor = self.dispatcher.combine(combine_input=made)
@@ -770,57 +737,54 @@ class Qwen2MoeMLP(SharedMLP): ...
 class DeepseekV2MLP(SharedMLP): ...
 
 
-def shared_expert(kind: Any, layer: int, dtype: torch.dtype, name: str, size: int) -> Any:
-    """Make a block's shared expert; Qwen's block says nothing of its group."""
-    more = {"parallel_group": "tp"} if NEWER and kind is not Qwen2MoeMLP else {}
-    return kind(
-        **{"hidden_size": HIDDEN, "intermediate_size": size, "hidden_act": "silu"},
-        **{"quant_config": (layer, dtype), "prefix": f"model.layers.{layer}.mlp.{name}"},
-        **more,
-    )
+class Block(nn.Module):
+    """gate: what its gate takes and returns; mlp: class, attribute and size of a shared expert."""
 
-
-class Qwen3MoeSparseMoeBlock(nn.Module):
-    forward = stock_forward()
+    gate_kind = "pair"
+    scale: float | None = None
+    mlp: tuple[Any, str, int] | None = None
+    activation: dict[str, Any] = {}
 
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk = layer_id, TopK(TOP_K)
-        self.gate = Gate(layer_id, dtype, "pair")
-        self.experts = FusedMoE(layer_id, dtype)
+        gate = Gate(layer_id, dtype, self.gate_kind)
+        if self.activation:
+            self.router = gate
+        else:
+            self.gate = gate
+        self.experts = FusedMoE(layer_id, dtype, self.scale, **self.activation)
+        self.is_nextn, self.is_hash = False, False
+        if self.mlp is None:
+            return
+        kind, name, size = self.mlp  # Qwen's block says nothing of the shared expert's group
+        more = {"parallel_group": "tp"} if NEWER and kind is not Qwen2MoeMLP else {}
+        prefix = f"model.layers.{layer_id}.mlp.{name}"
+        made = kind(
+            **{"hidden_size": HIDDEN, "intermediate_size": size, "hidden_act": "silu"},
+            **{"quant_config": (layer_id, dtype), "prefix": prefix, **more},
+        )
+        if name == "shared_experts":
+            self.shared_experts = made
+        else:
+            self.shared_expert, self.shared_expert_gate = made, nn.Linear(HIDDEN, 1, bias=False)
+            self.shared_expert_gate.requires_grad_(False)
+            self.shared_expert_gate.weight.copy_(drawn((1, HIDDEN), 1000 * layer_id + 502, dtype))
 
 
-class Glm4MoeSparseMoeBlock(nn.Module):
+class Qwen3MoeSparseMoeBlock(Block):
     forward = stock_forward()
 
-    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer_id, self.topk, self.gate = layer_id, TopK(TOP_K), Gate(layer_id, dtype)
-        self.experts = FusedMoE(layer_id, dtype, SCALE)
-        self.shared_experts = shared_expert(
-            Glm4MoeMLP, layer_id, dtype, "shared_experts", 2 * INTERMEDIATE
-        )
 
-
-class Qwen2MoeSparseMoeBlock(nn.Module):
-    """The shared expert has a gate of its own."""
-
-    shared_expert: Any
-    shared_expert_gate: Any
-
+class Glm4MoeSparseMoeBlock(Block):
+    gate_kind, scale = "", SCALE
+    mlp = Glm4MoeMLP, "shared_experts", 2 * INTERMEDIATE
     forward = stock_forward()
 
-    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer_id, self.topk = layer_id, TopK(TOP_K)
-        self.gate = Gate(layer_id, dtype, "pair")
-        self.experts = FusedMoE(layer_id, dtype)
-        self.shared_expert = shared_expert(
-            Qwen2MoeMLP, layer_id, dtype, "shared_expert", INTERMEDIATE
-        )
-        self.shared_expert_gate = nn.Linear(HIDDEN, 1, bias=False, dtype=dtype)
-        self.shared_expert_gate.requires_grad_(False)
-        self.shared_expert_gate.weight.copy_(drawn((1, HIDDEN), 1000 * layer_id + 502, dtype))
+
+class Qwen2MoeSparseMoeBlock(Block):
+    mlp = Qwen2MoeMLP, "shared_expert", INTERMEDIATE
+    forward = stock_forward()
 
     def _forward_shared_experts(
         self, hidden_states: torch.Tensor, apply_gate: bool = True
@@ -829,40 +793,20 @@ class Qwen2MoeSparseMoeBlock(nn.Module):
         return functional.sigmoid(self.shared_expert_gate(hidden_states)) * out
 
 
-class MiniMaxM2MoE(nn.Module):
+class MiniMaxM2MoE(Block):
+    gate_kind = "float32"
     forward = stock_forward()
 
-    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer_id, self.topk = layer_id, TopK(TOP_K)
-        self.gate = Gate(layer_id, dtype, "float32")
-        self.experts = FusedMoE(layer_id, dtype)
 
-
-class GptOssSparseMoeBlock(nn.Module):
+class GptOssSparseMoeBlock(Block):
+    activation = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5, "with_bias": True}
     forward = stock_forward()
 
-    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer_id, self.topk = layer_id, TopK(TOP_K)
-        self.router = Gate(layer_id, dtype, "pair")
-        self.experts = FusedMoE(
-            layer_id, dtype, gemm1_alpha=1.702, gemm1_clamp_limit=0.5, with_bias=True
-        )
 
-
-class DeepseekV2MoE(nn.Module):
+class DeepseekV2MoE(Block):
+    gate_kind, scale = "deepseek", SCALE
+    mlp = DeepseekV2MLP, "shared_experts", INTERMEDIATE
     forward = stock_forward(_BLOCK + _DEEP)
-
-    def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.is_nextn, self.is_hash = False, False
-        self.layer_id, self.topk = layer_id, TopK(TOP_K)
-        self.gate = Gate(layer_id, dtype, "deepseek")
-        self.experts = FusedMoE(layer_id, dtype, SCALE)
-        self.shared_experts = shared_expert(
-            DeepseekV2MLP, layer_id, dtype, "shared_experts", INTERMEDIATE
-        )
 
 
 def draft_block(layer_id: int, dtype: torch.dtype) -> DeepseekV2MoE:
@@ -1045,14 +989,8 @@ class HookRegistry:
     _patched: set[str] = set()
 
     @classmethod
-    def register(
-        cls,
-        target: str,
-        hook: Callable[..., Any],
-        hook_type: HookType = HookType.AFTER,
-        *,
-        source: Any = None,
-    ) -> None:
+    @signed("cls, target, hook, hook_type=, *, source=")
+    def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
         cls._hooks.setdefault(target, []).append((hook_type, hook))
 
     @classmethod

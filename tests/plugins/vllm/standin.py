@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tests.plugins.standins import signed
+
 # Flags, groups and the forward pass.
 
 
@@ -174,17 +176,13 @@ class Mxfp4MoeBackend(Enum):
     NONE = "None"
 
 
+@signed(
+    "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
+    "quantization_emulation=, mx_alignment="
+)
 def moe_kernel_quantize_input(
-    A: torch.Tensor,
-    A_scale: torch.Tensor | None,
-    quant_dtype: torch.dtype,
-    per_act_token_quant: bool,
-    block_shape: list[int] | None = None,
-    is_scale_swizzled: bool = True,
-    quantization_emulation: bool = False,
-    mx_alignment: int = 0,
+    A: torch.Tensor, A_scale: None, quant_dtype: torch.dtype, block_shape: list[int], **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert block_shape is not None
     blocks = A.float().view(A.shape[0], -1, block_shape[1])
     scale = blocks.abs().amax(2).clamp(min=1e-10) / 448
     return (blocks / scale[..., None]).view(A.shape).to(quant_dtype), scale
@@ -199,16 +197,9 @@ class TopKWeightAndReduceNoOP:
 
 
 class TopKWeightAndReduceContiguous:
-    def apply(
-        self,
-        output: None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
-        if not apply_router_weight_on_input:
-            fused_expert_output.mul_(topk_weights[..., None])
+    def apply(self, output: None, fused_expert_output: torch.Tensor, **given: Any) -> torch.Tensor:
+        if not given["apply_router_weight_on_input"]:
+            fused_expert_output.mul_(given["topk_weights"][..., None])
         return fused_expert_output.sum(1)
 
 
@@ -216,53 +207,30 @@ class FusedMoEActivationFormat(Enum):
     Standard = "standard"
 
 
-class FusedMoEPrepareAndFinalize(ABC):
+def abstract(parameters: str) -> Any:
+    return abstractmethod(signed(parameters)(lambda: None))
+
+
+class FusedMoEPrepareAndFinalize(ABC):  # noqa: B024
     def allocate_fused_expert_output(
         self, shape: Any, dtype: torch.dtype, device: torch.device, weight_and_reduce_impl: Any
     ) -> torch.Tensor | None:
         return None
 
-    @property
-    @abstractmethod
-    def activation_format(self) -> FusedMoEActivationFormat: ...
-
-    @abstractmethod
-    def topk_indices_dtype(self) -> torch.dtype | None: ...
-
-    @abstractmethod
-    def max_num_tokens_per_rank(self) -> int | None: ...
-
-    @abstractmethod
-    def num_dispatchers(self) -> int: ...
-
-    @abstractmethod
-    def output_is_reduced(self) -> bool: ...
+    activation_format, topk_indices_dtype = abstract("self"), abstract("self")
+    max_num_tokens_per_rank, num_dispatchers = abstract("self"), abstract("self")
+    output_is_reduced = abstract("self")
 
 
 class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
-    @abstractmethod
-    def prepare(
-        self,
-        a1: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        num_experts: int,
-        expert_map: torch.Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool,
-    ) -> Any: ...
-
-    @abstractmethod
-    def finalize(
-        self,
-        output: torch.Tensor,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None: ...
+    prepare = abstract(
+        "self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, "
+        "quant_config, defer_input_quant"
+    )
+    finalize = abstract(
+        "self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, "
+        "weight_and_reduce_impl"
+    )
 
 
 class FusedMoEExperts:
@@ -337,14 +305,9 @@ class FusedMoEMethodBase:
         self.moe_kernel: Any = None
         self.moe_quant_config: Any = None
 
-    def maybe_roundup_sizes(
-        self,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        act_dtype: torch.dtype,
-        moe_parallel_config: Any,
-    ) -> tuple[int, int]:
-        return hidden_size, -(-intermediate_size_per_partition // 256) * 256
+    @signed("self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config")
+    def maybe_roundup_sizes(self, hidden: int, intermediate: int, *given: Any) -> tuple[int, int]:
+        return hidden, -(-intermediate // 256) * 256
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         raise AttributeError("a kernel's layout, which was not made")
@@ -355,14 +318,15 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.quant
         self.moe_kernel = FusedMoEKernel("stock", FusedMoEExperts(self.quant, self.sums))
 
+    @signed("self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input")
     def apply(
         self,
         layer: Any,
         x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+        topk_weights: Any,
+        topk_ids: Any,
+        *given: Any,
+        **more: Any,
     ) -> torch.Tensor:
         return self.moe_kernel.apply(x, layer, topk_weights, topk_ids)
 
@@ -426,18 +390,10 @@ class RoutedExperts(PluggableLayer):
         if method.moe_quant_config is None:
             method.moe_quant_config = method.get_fused_moe_quant_config(self)
 
-    def forward_modular(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.quant_method.apply(
-            **{"layer": self, "x": x, "topk_weights": topk_weights, "topk_ids": topk_ids},
-            **{"shared_experts": shared_experts, "shared_experts_input": shared_experts_input},
-        )
+    @signed("self, x, topk_weights, topk_ids, shared_experts=, shared_experts_input=")
+    def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any) -> torch.Tensor:
+        given = {"layer": self, "x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        return self.quant_method.apply(**given, shared_experts=None, shared_experts_input=None)
 
 
 class GptOssRoutedExperts(RoutedExperts): ...
