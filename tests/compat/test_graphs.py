@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects' calls in CUDA graphs, as engines capture them: on 2 and on 4 GPUs.
+"""Other projects' calls in CUDA graphs, as engines capture them, on 2 and on 4 GPUs.
 
 A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the
 same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
@@ -44,7 +44,7 @@ PLACES = [
 
 
 def tokens_of(rank: int, seed: int, tokens: int) -> Tensors:
-    """(x, ids, weights) on the CPU; a few ids are of no expert."""
+    """Return (x, ids, weights) on the CPU; a few ids are of no expert."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     x = torch.randn((tokens, HIDDEN), generator=generator).to(BF16)
     scores = torch.rand((tokens, EXPERTS), generator=generator)
@@ -54,7 +54,7 @@ def tokens_of(rank: int, seed: int, tokens: int) -> Tensors:
 
 
 def replayer(group: weft.Group, call: Callable[[], None]) -> Callable[[], None]:
-    """`call`, made once, as a graph."""
+    """Call once; return what replays it as a graph."""
     call()
     if group.device.type != "cuda":
         return call
@@ -77,7 +77,7 @@ def refill(places: Tensors, values: Tensors) -> None:
 
 
 def widened(numbers: Any) -> torch.Tensor:
-    """What identity experts make of the rows that came, without a copy to the host."""
+    """Return the result of identity experts, without a copy to the host."""
     if isinstance(numbers, torch.Tensor):
         return numbers
     x, scales = numbers
@@ -87,7 +87,10 @@ def widened(numbers: Any) -> torch.Tensor:
 
 
 def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -> None:
-    """A step of some layers in one graph: SGLang waits for events or hooks, vLLM for hooks."""
+    """Capture some layers in one graph: SGLang waits for events or hooks, vLLM for hooks.
+
+    An odd number of layers, so that a replay does not end on the slot that it began with.
+    """
     buffer = Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True)
     tokens = MOST - group.rank
     device = group.device
@@ -123,14 +126,6 @@ def deep_ep_layers(group: weft.Group, use_fp8: bool, hooks: bool, layers: int) -
     buffer.destroy()
 
 
-@pytest.mark.parametrize(("count", "kind"), PLACES)
-@pytest.mark.parametrize("use_fp8", [False, True])
-@pytest.mark.parametrize("hooks", [False, True])
-def test_deep_ep_in_a_graph(ranks, count, kind, use_fp8, hooks):
-    """Layers are odd in number, so that a replay does not end on the slot that it began with."""
-    ranks(count, kind)(deep_ep_layers, use_fp8, hooks, 3)
-
-
 def triton_dist_layer(group: weft.Group) -> None:
     layer = EPLowLatencyAllToAllLayer(
         *(MOST, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size), group=group
@@ -155,13 +150,8 @@ def triton_dist_layer(group: weft.Group) -> None:
     layer.finalize()
 
 
-@pytest.mark.parametrize(("count", "kind"), PLACES)
-def test_triton_dist_in_a_graph(ranks, count, kind):
-    ranks(count, kind)(triton_dist_layer)
-
-
 def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
-    """A graph for each batch size over one workspace, largest first, as engines capture them."""
+    """Capture a graph for each batch size over one workspace, largest first, as engines do."""
     device, ranks = group.device, group.size
     row = HIDDEN * 2 + TOP_K * 8
     a2a = MoeAlltoAll(
@@ -198,14 +188,8 @@ def flashinfer_sizes(group: weft.Group, in_workspace: bool) -> None:
     a2a.close()
 
 
-@pytest.mark.parametrize(("count", "kind"), PLACES)
-@pytest.mark.parametrize("in_workspace", [False, True])
-def test_flashinfer_all_to_all_in_graphs_of_several_sizes(ranks, count, kind, in_workspace):
-    ranks(count, kind)(flashinfer_sizes, in_workspace)
-
-
 class Reduces:
-    """One pattern's call, its tensors and what must be in them."""
+    """One pattern's call, its tensors and the expected results."""
 
     def __init__(
         self,
@@ -227,7 +211,7 @@ class Reduces:
         allreduce_fusion(x, self.workspace, self.pattern, **given, **self.out)
 
     def fill(self, seed: int) -> Reduced:
-        """Other rows; what the call then has to write."""
+        """Write other rows; return the expected results."""
         case = Sum(TOKENS, WIDE, seed=seed)
         xs = [case.rows(rank, self.device) for rank in range(self.group.size)]
         refill(self.places, (xs[self.group.rank], *case.shared(self.device)))
@@ -235,7 +219,7 @@ class Reduces:
 
 
 def fused_patterns(group: weft.Group) -> None:
-    """Every pattern with one shot, two, and the choice left open, all in one graph."""
+    """Capture every pattern with one shot, two, and the choice left open, in one graph."""
     index = torch.arange(TOKENS, dtype=torch.int32, device=group.device)[:, None]
     patterns = specs(group.device, group.rank)
     patterns.append((7, None, {"expanded_idx_to_permuted_idx": index}))
@@ -256,6 +240,19 @@ def fused_patterns(group: weft.Group) -> None:
         workspace.check()
 
 
+BODIES: dict[str, tuple[Any, ...]] = {
+    **{
+        f"deep_ep{', FP8' * use_fp8}{', hooks' * hooks}": (deep_ep_layers, use_fp8, hooks, 3)
+        for use_fp8, hooks in ((False, False), (False, True), (True, True))
+    },
+    "triton_dist": (triton_dist_layer,),
+    "flashinfer": (flashinfer_sizes, False),
+    "flashinfer, in the workspace": (flashinfer_sizes, True),
+    "flashinfer's all-reduces": (fused_patterns,),
+}
+
+
 @pytest.mark.parametrize(("count", "kind"), PLACES)
-def test_flashinfer_all_reduces_in_a_graph(ranks, count, kind):
-    ranks(count, kind)(fused_patterns)
+@pytest.mark.parametrize("name", BODIES)
+def test_replays_are_right(ranks, count, kind, name):
+    ranks(count, kind)(*BODIES[name])

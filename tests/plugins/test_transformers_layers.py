@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts by weft: batches of every size, who may call it, and how it ends."""
+"""A layer of experts of transformers' shape by weft, without the import of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,71 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import weft
 import weft.plugins.transformers as plugin
-from tests.plugins.layers import EXPERTS, HIDDEN, MAX_TOKENS, Experts, batch, layer
+from tests.plugins.standins import in_turn
 from weft.errors import InvalidArgument, OutOfOrder, PeerLeft
 
 pytest.importorskip("transformers", minversion="5.23")
 
+HIDDEN, EXPERTS, TOP_K, MAX_TOKENS = 64, 8, 3, 16
 HALF_UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 ROWS = (0, 1, 7, 3 * MAX_TOKENS + 5, 2)
 
 
-def raised(call: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
+class Experts(torch.nn.Module):
+    """One matrix an expert; the id after the last one is of none, as in transformers."""
+
+    def __init__(self, local: range, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        whole = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator) / 8
+        self.num_experts, self.rows = len(local), 0
+        self.matrices = whole[local.start : local.stop].to(device, dtype)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        each = torch.einsum("th,ehf->tef", x.float(), self.matrices.float())
+        ends = each.new_zeros(len(x), 1, each.shape[2])
+        chosen = torch.cat((each, ends), 1).gather(1, ids[..., None].expand(-1, -1, each.shape[2]))
+        return (chosen * weights[..., None]).sum(1).to(x.dtype)
+
+
+def layer(
+    group: weft.Group,
+    *,
+    replicas: int = 1,
+    dtype: torch.dtype = torch.float32,
+    experts: Any = None,
+    timeout: float = 600.0,
+) -> Any:
+    """Return the layer of a model whose ranks form replicas, each with a batch of its own."""
+    from weft.plugins.transformers.experts import ExpertParallel
+
+    group.process_group()
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size, kind = group.size, group.device.type
+    dense = init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("fsdp", "tp"))
+    expert = init_device_mesh(kind, (1, size), mesh_dim_names=("efsdp", "ep"))
+    mine = range(EXPERTS * group.rank // size, EXPERTS * (group.rank + 1) // size)
+    module = experts or Experts(mine, group.device, dtype)
+    return ExpertParallel(module, expert["ep"], dense["tp"], max_tokens=MAX_TOKENS, timeout=timeout)
+
+
+def batch(tokens: int, seed: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return x, ids and float32 weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(like)
+    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).softmax(1).topk(TOP_K)
+    return x, ids.to(like.device), weights.to(like.device)
 
 
 def mapped() -> int:
-    """Shares of symmetric memory that are mapped in this process."""
+    """Return the number of shares of symmetric memory that are mapped in this process."""
     return Path("/proc/self/maps").read_text().count("weft-share")
 
 
 def far(got: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> float:
-    """How far a result is from one process's, in half units of the largest output."""
+    """Return the distance from one process's result, in half units of the largest output."""
     alone = Experts(range(EXPERTS), x.device, x.dtype)
     want = alone(x.float(), *routing)
     assert got.shape == want.shape
@@ -51,7 +91,7 @@ def far(got: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> float:
 
 
 def sizes(group: weft.Group, replicas: int, dtype: torch.dtype) -> list[float]:
-    """Batches from none to more than a round holds; replicas have unequal numbers of rows."""
+    """Run batches from none to more than a round; replicas have unequal numbers of rows."""
     called, found = layer(group, replicas=replicas, dtype=dtype), []
     replica = group.rank * replicas // group.size
     like = torch.zeros(0, dtype=dtype, device=group.device)
@@ -66,7 +106,7 @@ def sizes(group: weft.Group, replicas: int, dtype: torch.dtype) -> list[float]:
 
 
 def economy(group: weft.Group, replicas: int) -> int:
-    """Rows that this rank's experts are given, of two tokens on every rank."""
+    """Return the rows that this rank's experts get, of two tokens on every rank."""
     called = layer(group, replicas=replicas)
     x, _, weights = batch(2, 1, torch.zeros(0))
     ids = torch.tensor([[0, 1, 2], [3, 2, 1]]) + EXPERTS // 2  # all of them live on rank 1
@@ -76,14 +116,16 @@ def economy(group: weft.Group, replicas: int) -> int:
     return int(module.rows)
 
 
-def misuse(group: weft.Group) -> dict[str, Any]:
+def misuse(group: weft.Group) -> None:
+    """Every refusal names its fix."""
     called = layer(group, replicas=2)
     x, ids, weights = batch(4, 1, torch.zeros(0))
     trained = x.clone().requires_grad_()
-    said: dict[str, Any] = {"training": raised(called, trained, ids, weights)}
+    with pytest.raises(InvalidArgument, match=r"torch\.no_grad\(\)"):
+        called(trained, ids, weights)
     with torch.no_grad():
-        said["served after it"] = far(called(trained, ids, weights), x, ids, weights)
-    later = layer(group, replicas=2)  # another model; its second layer is given more than the first
+        assert far(called(trained, ids, weights), x, ids, weights) <= 8
+    later = layer(group, replicas=2)  # another model; its second layer gets more than the first
     again = type(called)(
         Experts(range(EXPERTS // 2), group.device, torch.float32),
         later.ep_mesh,
@@ -92,12 +134,13 @@ def misuse(group: weft.Group) -> dict[str, Any]:
         timeout=600.0,
     )
     later(x[:1], ids[:1], weights[:1])
-    said["more than the first"] = raised(again, x, ids, weights)
+    with pytest.raises(InvalidArgument, match="4 rows.*at most 1 on"):
+        again(x, ids, weights)
     plugin.close()
     plugin.close()
-    said["closed"] = raised(called, x, ids, weights)
-    said["mapped"] = mapped()
-    return said
+    with pytest.raises(OutOfOrder, match="load the model anew"):
+        called(x, ids, weights)
+    assert mapped() == 0
 
 
 class Failing(Experts):
@@ -105,17 +148,22 @@ class Failing(Experts):
         raise MemoryError("no room for the experts")
 
 
-def fail(group: weft.Group, replicas: int) -> tuple[str, str]:
+def fail(group: weft.Group, replicas: int) -> None:
+    """An error of rank 1's experts is rank 0's, too."""
     mine = range(EXPERTS // 2 * group.rank, EXPERTS // 2 * (group.rank + 1))
     kind = Failing if group.rank else Experts
     called = layer(group, replicas=replicas, experts=kind(mine, group.device, torch.float32))
     given = batch(4, 1, torch.zeros(0))
-    said = raised(called, *given)
-    assert raised(called, *given)[0] == "OutOfOrder"
-    return said
+    error: tuple[type[Exception], str] = (PeerLeft, "MemoryError: no room for the experts")
+    if group.rank:
+        error = MemoryError, "no room for the experts"
+    with pytest.raises(error[0], match=error[1]):
+        called(*given)
+    with pytest.raises(OutOfOrder):
+        called(*given)
 
 
-def one_after_another(group: weft.Group) -> tuple[int, float, int]:
+def one_after_another(group: weft.Group) -> None:
     """Rank 0 drops the first model, rank 1 still has it when the next one is made."""
     first = layer(group)
     given = batch(4, 1, torch.zeros(0))
@@ -123,17 +171,18 @@ def one_after_another(group: weft.Group) -> tuple[int, float, int]:
     if group.rank == 0:
         del first
         gc.collect()
-    left, second = mapped(), layer(group)
-    found = far(second(*given), *given)
+    assert (mapped() > 0) == (group.rank == 1)
+    second = layer(group)
+    assert far(second(*given), *given) <= 8
     if group.rank:
         del first
     del second
     gc.collect()
-    return left, found, mapped()
+    assert mapped() == 0
 
 
 def compiled(group: weft.Group, replicas: int) -> list[float]:
-    """A shared batch is one graph without a break. No choice is left out of what is multiplied."""
+    """Compile: a shared batch is one graph without a break."""
     called, whole = layer(group, replicas=replicas), replicas == 1
     traced = torch.compile(called.__call__, fullgraph=whole, backend="aot_eager", dynamic=False)
     found = []
@@ -146,17 +195,12 @@ def compiled(group: weft.Group, replicas: int) -> list[float]:
     return found
 
 
-def in_turn(group: weft.Group, *calls: tuple[Any, ...]) -> list[Any]:
-    """What several bodies return: a rank's imports take longer than all of them."""
-    return [body(group, *given) for body, *given in calls]
-
-
 @pytest.mark.slow
 def test_every_batch_is_served_whoever_shares_it(ranks: Any) -> None:
     served = [(sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
     calls = [*served, (compiled, 1), (compiled, 2), (economy, 1), (economy, 2)]
     rows = []
-    for *found, shared, own in ranks(2, "cpu")(in_turn, *calls):
+    for *found, shared, own in ranks(2, "cpu")(in_turn, calls):
         for call, each in zip(calls, found, strict=False):
             # A rank's sum and the total are rounded once each, and experts add in another order.
             assert max(each) <= 8, call
@@ -164,36 +208,22 @@ def test_every_batch_is_served_whoever_shares_it(ranks: Any) -> None:
     assert rows == [(0, 0), (6, 12)]  # one for each choice of a local expert
 
 
+def left_alive(group: weft.Group) -> None:
+    """The rank's process ends while its model is alive."""
+    KEPT.append(layer(group))
+    KEPT[0](*batch(4, 1, torch.zeros(0)))
+
+
+KEPT: list[Any] = []
+
+
 def test_refusals_and_ends(ranks: Any) -> None:
-    calls = ((misuse,), (one_after_another,), (fail, 1), (fail, 2))
-    (first, dropped, *heard), (second, kept, *failed) = ranks(2, "cpu")(in_turn, *calls)
-    for said in (first, second):
-        check_misuse(said)
-    assert (dropped[0], kept[0] > 0) == (0, True)
-    for _, far_off, left in (dropped, kept):
-        assert far_off <= 8
-        assert left == 0
-    assert failed == [("MemoryError", "no room for the experts")] * 2
-    for name, text in heard:
-        assert name == PeerLeft.__name__
-        assert "MemoryError: no room for the experts" in text
-
-
-def check_misuse(said: dict[str, Any]) -> None:
-    """Every refusal says how to mend it."""
-    name, text = said["training"]
-    assert name == InvalidArgument.__name__
-    assert "torch.no_grad()" in text
-    assert said["served after it"] <= 8
-    name, text = said["more than the first"]
-    assert (name, "4 rows" in text, "at most 1 on" in text) == ("InvalidArgument", True, True)
-    assert said["closed"][0] == OutOfOrder.__name__
-    assert "load the model anew" in said["closed"][1]
-    assert said["mapped"] == 0
+    calls = [(misuse,), (one_after_another,), (fail, 1), (fail, 2), (left_alive,)]
+    ranks(2, "cpu")(in_turn, calls)
 
 
 def replayed(group: weft.Group) -> list[float]:
-    """Graphs of two sizes, replayed between eager calls with other tokens and routing."""
+    """Replay graphs of two sizes between eager calls, with other tokens and routing."""
     called = layer(group, dtype=torch.bfloat16)
     like = torch.zeros(0, dtype=torch.bfloat16, device=group.device)
     graphs, found = [], []
@@ -230,30 +260,30 @@ def test_gpus_serve_every_batch(ranks: Any, replicas: int, dtype: torch.dtype) -
     assert all(far <= 8 for one in ranks(2, "cuda")(sizes, replicas, dtype) for far in one)
 
 
-def refuse_capture(group: weft.Group) -> tuple[str, str]:
+def refuse_capture(group: weft.Group) -> None:
     called = layer(group, replicas=2)
     given = batch(4, 1, torch.zeros(0, device=group.device))
     called(*given)
     torch.cuda.synchronize()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        return raised(called, *given)
+    refused = pytest.raises(InvalidArgument, match="ep_size == tp_size")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
+        called(*given)
 
 
 @pytest.mark.gpu
 def test_own_batches_are_not_captured(ranks: Any) -> None:
-    for name, text in ranks(2, "cuda")(refuse_capture):
-        assert name == InvalidArgument.__name__
-        assert "ep_size == tp_size" in text
+    ranks(2, "cuda")(refuse_capture)
 
 
 def end_unclosed() -> None:
-    """A rank of a program that neither closes nor destroys anything."""
+    """Run a rank of a program that neither closes nor destroys anything."""
     torch.distributed.init_process_group("gloo")
     group = weft.Group.from_torch(device="cpu")
     called = layer(group)
     print(called(*batch(4, 1, torch.zeros(0))).shape == (4, HIDDEN))
 
 
+@pytest.mark.slow
 def test_a_process_may_end_with_its_model_alive() -> None:
     program = f"from {__name__} import end_unclosed as end; end()"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
