@@ -68,11 +68,11 @@ def routing(seed: int, rank: int, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return ids, torch.rand((tokens, TOP_K), generator=generator)
 
 
-def rows(seed: int, rank: int, tokens: int, wanted: tuple[weft.Payload, ...]) -> list[torch.Tensor]:
+def rows(seed: int, rank: int, tokens: int, kinds: tuple[weft.Payload, ...]) -> list[torch.Tensor]:
     """Return the payloads of one rank; the last two are its ids and weights."""
     generator = torch.Generator().manual_seed(1000 + 100 * seed + rank)
     tensors = []
-    for row in wanted[:-2]:
+    for row in kinds[:-2]:
         noise = torch.randint(0, 127, (tokens, *row.shape), generator=generator)
         tensors.append((noise / 64).to(row.dtype) if row.dtype.is_floating_point else noise.byte())
     return [*tensors, *routing(seed, rank, tokens)]
@@ -122,7 +122,7 @@ def identity(received: list[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
 
 def play(
     a2a: MoeAlltoAll,
-    wanted: tuple[weft.Payload, ...],
+    kinds: tuple[weft.Payload, ...],
     tokens: tuple[int, ...] = (2, 0, 1),
     runtime_max: int = 2,
     way: str = "copied",
@@ -135,7 +135,7 @@ def play(
         "in place, unsaid".
     """
     device = a2a.group.device
-    sent = [rows(seed, r, tokens[r], wanted) for r in range(RANKS)]
+    sent = [rows(seed, r, tokens[r], kinds) for r in range(RANKS)]
     mine = [t.to(device) for t in sent[a2a.ep_rank]]
     received = a2a.dispatch(
         token_selected_experts=mine[-2],

@@ -35,7 +35,7 @@ WITH_NORM = (1, 4, 6, 7, 9, 11)
 
 
 def in_place(group: weft.Group, tokens: int) -> None:
-    """As engines call it: residual and norm where residual and input were, or into the input."""
+    """Write residual and norm over residual and input as engines do, or over the input alone."""
     with make(group) as workspace:
         rows = rows_for(group.device, tokens)
         want = reference.allreduce_fused(rows.xs, rows.residual, rows.weight)
@@ -60,7 +60,7 @@ def test_results_may_replace_the_inputs(ranks, kind, tokens):
 
 
 def specs(device: torch.device, rank: int) -> list[tuple[int, Quant | None, dict[str, Any]]]:
-    """(pattern, what it quantises, its arguments), with a static scale of this rank's own."""
+    """Return (pattern, quantisation, arguments), with a static scale of this rank's own."""
     scale = torch.tensor([0.03125 * (1 + rank)], device=device)
     static = FP8Static(scale)
     ue8m0, grouped = FP8Group(128, scale="ue8m0"), {"block_quant_group_size": 128}
@@ -78,7 +78,7 @@ def specs(device: torch.device, rank: int) -> list[tuple[int, Quant | None, dict
 
 
 def outputs(device: torch.device, pattern: int, tokens: int) -> dict[str, Any]:
-    """Every tensor that a pattern writes, poisoned."""
+    """Return every tensor that a pattern writes, poisoned."""
     if pattern == 0:
         return {"output": poison(device, tokens, WIDE)}
     made: dict[str, Any] = {"residual_out": poison(device, tokens, WIDE)}
@@ -97,10 +97,10 @@ def outputs(device: torch.device, pattern: int, tokens: int) -> dict[str, Any]:
     return made
 
 
-def wanted(
+def expected(
     case: Sum, rank: int, xs: list[torch.Tensor], pattern: int = 1, quant: Quant | None = None
 ) -> weft.Reduced:
-    """What a pattern makes of every rank's rows, with the residual and weight of this one."""
+    """Return a pattern's results for every rank's rows, with this rank's residual and weight."""
     if pattern == 0:
         return reference.allreduce_fused(xs)
     residual, weight = case.shared(xs[0].device, rank)
@@ -120,7 +120,7 @@ def compare(out: dict[str, torch.Tensor], want: weft.Reduced) -> None:
 
 
 def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
-    """Every pattern that brings rows, once; with `way` left open also into new outputs."""
+    """Call every pattern that takes rows; with `way` left open also without output tensors."""
     group, device = workspace.group, workspace.group.device
     xs = [case.rows(rank, device) for rank in range(group.size)]
     residual, weight = case.shared(device, group.rank)
@@ -130,7 +130,7 @@ def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
         given |= {"trigger_completion_at_end": False, "fp32_acc": True}
         out = outputs(device, pattern, case.tokens)
         answer = allreduce_fusion(xs[group.rank], workspace, pattern, **given, **out)
-        want = wanted(case, group.rank, xs, pattern, quant)
+        want = expected(case, group.rank, xs, pattern, quant)
         names = [name for name in ("norm_out", "quant_out", "output") if name in out]
         assert answer is out[names[0]]
         compare(out, want)
@@ -140,7 +140,7 @@ def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
 
 
 def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
-    """Patterns 6 and 7, whose rows are made of experts' rows."""
+    """Call patterns 6 and 7, which sum experts' rows first."""
     group, device, tokens = workspace.group, workspace.group.device, case.tokens
     residual, weight = case.shared(device, group.rank)
     given: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
@@ -156,7 +156,7 @@ def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
             MoEFinalize(each, index, scales.t() if scaled else None, shared=extra if adds else None)
             for each, extra in zip(rows, shared, strict=True)
         ]
-        return wanted(case, group.rank, [reference.finalize_moe(each) for each in made])
+        return expected(case, group.rank, [reference.finalize_moe(each) for each in made])
 
     out, total = outputs(device, 6, tokens), poison(device, tokens, WIDE)
     allreduce_fusion(

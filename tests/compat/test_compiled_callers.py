@@ -18,7 +18,7 @@ NAMES += [name for name in MODES if name.split()[0] == "Buffer"]
 
 
 def compiled(group: weft.Group, name: str) -> list[list[int]]:
-    """Which results differ in a compiled caller, and in a plain one after it."""
+    """Return the results that differ in a compiled caller, and in a plain one after it."""
     made = MODES[name](group)
     want = made.call()
     traced = torch.compile(made.call, backend="eager")

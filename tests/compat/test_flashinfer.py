@@ -44,8 +44,8 @@ def rounds(group: weft.Group) -> None:
         with make(group, **changes) as a2a:
             for seed, (tokens, runtime_max) in enumerate(sizes):
                 for way in ("in place", "copied", "in place, unsaid"):
-                    for wanted in (PLAIN, QUANTISED):  # lists alternate, as layers of a model do
-                        play(a2a, wanted, tokens, runtime_max, way, seed)
+                    for kinds in (PLAIN, QUANTISED):  # lists alternate, as layers of a model do
+                        play(a2a, kinds, tokens, runtime_max, way, seed)
 
 
 # Layers of one model: what each dispatches, and the tokens of each rank.
@@ -75,10 +75,10 @@ def sglang(group: weft.Group) -> None:
     a2as = [as_engines(group) for _ in LAYERS]
     prefill = as_engines(group, padding=2 * 128)
     for step in range(3):
-        for layer, (a2a, (wanted, tokens)) in enumerate(zip(a2as, LAYERS, strict=True)):
+        for layer, (a2a, (kinds, tokens)) in enumerate(zip(a2as, LAYERS, strict=True)):
             own: dict[str, Any] = {"way": "copied", "invalid": -1} if layer % 2 else {}
             own = {"way": "in place", "seed": 10 * step + layer, **own}
-            play(a2a, wanted, tokens, max(tokens), **own)
+            play(a2a, kinds, tokens, max(tokens), **own)
     # A round of decode may be open while prefill has its own.
     ids, weights = (t.to(group.device) for t in routing(0, group.rank, 2))
     x = torch.ones((2, HIDDEN), dtype=torch.bfloat16, device=group.device)
@@ -95,8 +95,8 @@ def vllm(group: weft.Group) -> None:
     for padding in (0, 4096):
         a2a = as_engines(group, padding)
         group.barrier()
-        for seed, (wanted, tokens) in enumerate(LAYERS):
-            play(a2a, wanted, tokens, max(tokens), seed=seed, invalid=-1)
+        for seed, (kinds, tokens) in enumerate(LAYERS):
+            play(a2a, kinds, tokens, max(tokens), seed=seed, invalid=-1)
         if padding:
             a2a.close()
         del a2a
@@ -104,11 +104,11 @@ def vllm(group: weft.Group) -> None:
 
 def one_rank(group: weft.Group) -> None:
     """Use it as documented, with payloads of several types and ids that are no payload."""
-    kinds = (torch.bfloat16, torch.float16, torch.int32, torch.uint8)
-    wanted = [weft.Payload((16 * (i + 1),), kind) for i, kind in enumerate(kinds)]
+    dtypes = (torch.bfloat16, torch.float16, torch.int32, torch.uint8)
+    kinds = [weft.Payload((16 * (i + 1),), dtype) for i, dtype in enumerate(dtypes)]
     mapping = Mapping(0, 1)
     with MoeAlltoAll(mapping, 10, 2, 8, hidden_size=16, group=group) as a2a:
-        sent = [torch.arange(10 * p.shape[0]).view(10, -1).to(p.dtype) for p in wanted]
+        sent = [torch.arange(10 * p.shape[0]).view(10, -1).to(p.dtype) for p in kinds]
         ids = torch.arange(20, dtype=torch.int32).view(10, 2) % 8
         received = a2a.dispatch(ids, sent, 10)
         assert all(torch.equal(r[0], s) for r, s in zip(received, sent, strict=True))

@@ -17,7 +17,7 @@ import weft
 from tests.compat.buffers import returned
 from tests.compat.calls import Mapping, identity
 from tests.compat.reduces import TOKENS, make
-from tests.compat.test_allreduce_fusion import WIDE, compare, outputs, specs, wanted
+from tests.compat.test_allreduce_fusion import WIDE, compare, expected, outputs, specs
 from tests.sums import Sum
 from weft import reference
 from weft.allreduce.call import Quant, Reduced
@@ -215,7 +215,7 @@ class Reduces:
         case = Sum(TOKENS, WIDE, seed=seed)
         xs = [case.rows(rank, self.device) for rank in range(self.group.size)]
         refill(self.places, (xs[self.group.rank], *case.shared(self.device)))
-        return wanted(case, 0, xs, self.pattern, self.quant)
+        return expected(case, 0, xs, self.pattern, self.quant)
 
 
 def fused_patterns(group: weft.Group) -> None:

@@ -42,8 +42,8 @@ def flashinfer(group: weft.Group, folder: str) -> None:
             y = identity(sent, experts_of(group.rank))
             got = a2a.combine(y, 4, active_rank_mask=mask(*living))
             kept = dropped(ids, placement.ranks, living)
-            wanted = reference.identity_round_trip(x, kept, weights, placement, ranks=RANKS)
-            assert torch.equal(bits(got), bits(wanted))
+            expected = reference.identity_round_trip(x, kept, weights, placement, ranks=RANKS)
+            assert torch.equal(bits(got), bits(expected))
 
         for seed in range(2):
             one_round(seed)

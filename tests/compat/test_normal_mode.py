@@ -67,7 +67,7 @@ def goes_to(ids: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     return ((ids >= rank * local) & (ids < (rank + 1) * local)).any(dim=1)
 
 
-class Wanted(NamedTuple):
+class Expected(NamedTuple):
     """The rows that a rank receives."""
 
     x: torch.Tensor
@@ -77,18 +77,18 @@ class Wanted(NamedTuple):
     tokens: torch.Tensor  # each row's, at its source
 
 
-def wanted(batches: list[Batch], rank: int) -> Wanted:
+def expected(batches: list[Batch], rank: int) -> Expected:
     ranks, local = len(batches), EXPERTS // len(batches)
-    here = [goes_to(b.ids, rank, ranks) for b in batches]
-    ids = torch.cat([b.ids[h] for b, h in zip(batches, here, strict=True)])
-    weights = torch.cat([b.weights[h] for b, h in zip(batches, here, strict=True)])
+    arrives = [goes_to(b.ids, rank, ranks) for b in batches]
+    ids = torch.cat([b.ids[h] for b, h in zip(batches, arrives, strict=True)])
+    weights = torch.cat([b.weights[h] for b, h in zip(batches, arrives, strict=True)])
     own = torch.where((ids >= rank * local) & (ids < (rank + 1) * local), ids - rank * local, -1)
-    return Wanted(
-        torch.cat([b.x[h] for b, h in zip(batches, here, strict=True)]),
+    return Expected(
+        torch.cat([b.x[h] for b, h in zip(batches, arrives, strict=True)]),
         own,
         torch.where(own >= 0, weights, torch.zeros_like(weights)),
         [int((own == expert).sum()) for expert in range(local)],
-        torch.cat([h.nonzero()[:, 0] for h in here]).int(),
+        torch.cat([h.nonzero()[:, 0] for h in arrives]).int(),
     )
 
 
@@ -141,7 +141,7 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
     assert buffer.is_sm90_compiled()
     forms = ((0, 1, 0, 1), (1, 0, 1, 1), (1, 1, 0, 0), (0, 0, 1, 0))
     for previous, finishes, fp8, with_topk in (map(bool, form) for form in forms):
-        mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+        mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
         if previous:
             mine, want = mine._replace(ids=mine.ids.int()), want._replace(ids=want.ids.int())
         again: dict[str, Any] = {"config": config, "async_finish": finishes}
@@ -200,7 +200,7 @@ def own_test(group: weft.Group, tokens: tuple[int, ...]) -> None:
     buffer.destroy()
 
 
-def check_x(got: Any, want: Wanted, fp8: bool) -> torch.Tensor:
+def check_x(got: Any, want: Expected, fp8: bool) -> torch.Tensor:
     """Check received rows, and return them in bfloat16."""
     if not fp8:
         same(got, want.x)
@@ -235,7 +235,7 @@ def training(group: weft.Group, buffer: Buffer) -> None:
     layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
     kept = []
     for batches in layers:
-        mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+        mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
         args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
         before = buffer.capture()
         x, _, weights, _, handle, event = buffer.dispatch(
@@ -278,7 +278,7 @@ def growing(group: weft.Group, buffer: Buffer) -> list[int]:
     first: tuple[Any, ...] = ()
     for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
         batches = [batch(r, tokens) for r in range(group.size)]
-        mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+        mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
         x, _, _, counts, handle, _ = buffer.dispatch(mine.x, **layout(buffer, mine))
         assert handle is not None
         same(whole(x), want.x)
@@ -324,7 +324,7 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
     with pytest.raises(InvalidArgument, match="num_tokens_per_rank of rank 1 is .* pass both"):
         buffer.dispatch(mine.x, **{**args, "num_tokens_per_rank": counts})
     x, handle = sent(buffer, mine)
-    same(x, wanted(batches, group.rank).x)
+    same(x, expected(batches, group.rank).x)
     same(buffer.combine(x, handle)[0], summed(batches[group.rank], ranks))
     # Without a host that waits, such ids reach nobody, and check raises them.
     ids = mine.ids.clone()
@@ -349,7 +349,7 @@ def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
     bound = (10, 18)[group.rank]
     got, ids, _, _, handle, _ = buffer.dispatch(mine.x, **args, num_worst_tokens=bound)
     assert ids is not None
-    want = wanted(batches, group.rank)
+    want = expected(batches, group.rank)
     same(whole(got)[:14], want.x[:bound])
     same(ids[:14], want.ids[:bound])
     assert handle is not None
@@ -374,7 +374,7 @@ def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
     assert whole(got).shape == x.shape
     assert buffer.combine(x, handle)[0].shape == mine.x.shape
     x, handle, mine = handles[1]
-    same(whole(buffer.dispatch(mine.x, handle=handle)[0]), wanted(many, group.rank).x)
+    same(whole(buffer.dispatch(mine.x, handle=handle)[0]), expected(many, group.rank).x)
     same(buffer.combine(x, handle)[0], summed(many[group.rank], ranks))
 
 
@@ -495,7 +495,7 @@ def sglangs(group: weft.Group) -> None:
         allow_mnnvl=False,
     )
     batches = [batch(r) for r in range(group.size)]
-    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+    mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
     for finishes in (False, True, False):
         flags: dict[str, Any] = {"async_finish": finishes}
         flags["previous_event"] = previous = buffer.capture() if finishes else None
@@ -577,7 +577,7 @@ def in_turns(group: weft.Group, buffer: Buffer) -> None:
     """Callers whose streams wait for nothing but the events that they pass, as deep_ep's may."""
     ranks = group.size
     batches = [batch(r, (300, 200)) for r in range(ranks)]
-    mine, want = on(group, batches[group.rank]), wanted(batches, group.rank)
+    mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
     args = layout(buffer, mine)
     torch.cuda.synchronize()
     streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]
@@ -619,7 +619,7 @@ def captured(group: weft.Group, buffer: Buffer) -> None:
         for place, value in zip(mine, drawn[group.rank], strict=True):
             place.copy_(value)
         graphs[0].replay()
-        want = wanted(drawn, group.rank)
+        want = expected(drawn, group.rank)
         same(x[: len(want.x)], want.x)
         same(ids[: len(want.x)], want.ids)
         same(weights[: len(want.x)], want.weights)

@@ -62,9 +62,9 @@ def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
         assert of_weights is not None
         return [sums, of_weights, whole(rows), *numbers]
 
-    wanted = calls()
-    assert torch.equal(bits(wanted[2]), bits(whole(got)))
-    assert torch.equal(bits(wanted[3]), bits(got_fp8[0]))
+    expected = calls()
+    assert torch.equal(bits(expected[2]), bits(whole(got)))
+    assert torch.equal(bits(expected[3]), bits(got_fp8[0]))
     kernels = [("fetch_rows", e) for e in made(buffer, RowFetch)]
     kernels += [("return_rows", e) for e in made(buffer, RowCombine)]
     for number, (name, exchange) in enumerate(kernels):
@@ -76,7 +76,7 @@ def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
         group.barrier()
         for ctas, threads in ((1, 32), (3, 96)):
             exchange._entries = entries = Emulated(library, ctas, threads)
-            for value, want in zip(calls(), wanted, strict=True):
+            for value, want in zip(calls(), expected, strict=True):
                 assert torch.equal(bits(value), bits(want))
         stride = exchange.a2a._site.stride
         with watching(group, entries.library, stride, whole=False) as watch:
@@ -120,7 +120,7 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
         assert all(bool((t[room:] == 77).all()) for t in into)
         return [*found, *(t[:1] for t in into)]
 
-    wanted = calls()
+    expected = calls()
     (exchange,) = made(buffer, RowDispatch)
     rounds, library = exchange._packed, Path(folder) / "kernels.so"
     if group.rank == 0:
@@ -135,7 +135,7 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
     own = rounds._kernels
     rounds._kernels = EmulatedGroups(library, exchange.a2a.config.shape, rounds.config)
     for _ in range(2):
-        for value, want in zip(calls(), wanted, strict=True):
+        for value, want in zip(calls(), expected, strict=True):
             assert torch.equal(bits(value), bits(want))
     rounds._kernels = own
 

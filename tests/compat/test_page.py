@@ -53,5 +53,5 @@ def test_the_samples_use_calls_and_arguments_that_exist(title):
     found = re.findall(r"\b(?:a2a|buffer|layer|Buffer)\.(\w+)\((.*?)\)\n", code, re.DOTALL)
     assert found
     for name, given in found:
-        wanted = set(re.findall(r"\b(\w+)=", given))
-        assert wanted <= set(inspect.signature(getattr(kind, name)).parameters), (name, wanted)
+        expected = set(re.findall(r"\b(\w+)=", given))
+        assert expected <= set(inspect.signature(getattr(kind, name)).parameters), (name, expected)

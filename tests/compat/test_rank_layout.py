@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts, ranks of tokens and local ids of deep_ep's normal mode, and what a capture forbids."""
+"""Counts, ranks of tokens and local ids of deep_ep's normal mode, without copies to the host."""
 
 from __future__ import annotations
 
@@ -14,24 +14,17 @@ from weft.compat.normal_mode import WORDS
 from weft.compat.rank_layout import announcement, dispatch_layout, localize
 
 RANKS, EXPERTS, TOP_K = 3, 12, 5
-TOLD = range(7, 7 + len(WORDS))
-DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-SIZES = pytest.mark.parametrize("tokens", [0, 1, 31, 300])
+NUMBERS = range(7, 7 + len(WORDS))
 
 
-def ids_of(tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Experts, none, and what names neither."""
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [0, 1, 300])
+def test_entries_are_counted_and_become_local(tokens, dtype):
+    """Ids name experts, none, or neither, which counts as refused."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-3, EXPERTS + 3, (tokens, TOP_K), generator=generator, dtype=dtype)
     if tokens > 1:
         ids[1, :2] = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min])
-    return ids
-
-
-@DTYPES
-@SIZES
-def test_tokens_and_entries_are_counted(tokens, dtype):
-    ids = ids_of(tokens, dtype)
     rows = [[i for i in row if 0 <= i < EXPERTS] for row in ids.tolist()]
     entries = [i for row in rows for i in row]
     flags = [[any(i // 4 == rank for i in row) for rank in range(RANKS)] for row in rows]
@@ -46,24 +39,18 @@ def test_tokens_and_entries_are_counted(tokens, dtype):
     bad = sum(i < -1 or i >= EXPERTS for i in ids.flatten().tolist())
     for given, wrong in ((ids, bad), (None, 0)):
         refused = torch.tensor([5], dtype=torch.int32)
-        numbers, ranks = announcement(TOLD, given, layout, refused)
+        numbers, ranks = announcement(NUMBERS, given, layout, refused)
         assert numbers.dtype == ranks.dtype == torch.int32
-        told = [*TOLD, wrong, *goes, *goes, *layout.per_expert.tolist()]
-        assert numbers.tolist() == announcement(TOLD, given, layout, None)[0].tolist() == told
+        expected = [*NUMBERS, wrong, *goes, *goes, *layout.per_expert.tolist()]
+        assert numbers.tolist() == expected
+        assert announcement(NUMBERS, given, layout, None)[0].tolist() == expected
         assert ranks.tolist() == [[r if row[r] else -1 for r in range(RANKS)] for row in flags]
         assert int(refused) == 5 + wrong
-
-
-@DTYPES
-@SIZES
-def test_ids_become_local(tokens, dtype):
-    ids = ids_of(tokens, dtype)
-    weights = torch.rand(ids.shape)
+    weights, local = torch.rand(ids.shape), (ids >= 4) & (ids < 8)
     topk = ids.clone(), weights.clone()
     localize(*topk, 4, 4)
-    mine = (ids >= 4) & (ids < 8)
-    assert torch.equal(topk[0], torch.where(mine, ids - 4, -1))
-    assert torch.equal(topk[1], torch.where(mine, weights, 0.0))
+    assert torch.equal(topk[0], torch.where(local, ids - 4, -1))
+    assert torch.equal(topk[1], torch.where(local, weights, 0.0))
 
 
 class NoCopies(TorchFunctionMode):
@@ -96,7 +83,7 @@ def test_nothing_is_read_on_the_host():
         torch.tensor([7], device="meta")
     with NoCopies():
         layout = dispatch_layout(ids, EXPERTS, RANKS)
-        numbers, ranks = announcement(TOLD, ids, layout, refused)
+        numbers, ranks = announcement(NUMBERS, ids, layout, refused)
         localize(ids, torch.empty(ids.shape, device="meta"), 4, 4)
     assert numbers.shape == (len(WORDS) + 1 + 2 * RANKS + EXPERTS,)
     assert ranks.shape == (9, RANKS)

@@ -43,8 +43,8 @@ def lists(group: weft.Group) -> None:
     """Each list has memory of its own from its first round on; sizes count, and not dtypes."""
     with make(group) as a2a:
         workspace = workspace_of(a2a)
-        for seed, wanted in enumerate((PLAIN, QUANTISED, PLAIN, QUANTISED)):
-            play(a2a, wanted, seed=seed)
+        for seed, kinds in enumerate((PLAIN, QUANTISED, PLAIN, QUANTISED)):
+            play(a2a, kinds, seed=seed)
             assert len(workspace._operators) == min(seed + 1, 2)
         # A rank without tokens may know them by another dtype of the same size.
         ids, weights = routing(7, group.rank, 2 if group.rank else 0)

@@ -48,8 +48,8 @@ def rounds(group: weft.Group) -> None:
         y = dequantize(token, scale).bfloat16()
         out = layer.combine(y, ids, weights, meta)
         rows = dequantize(*sent_as(x)).bfloat16()
-        wanted = low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
-        assert torch.equal(out, wanted)
+        expected = low.combine(rows[:, None].expand(-1, TOP_K, -1), ids, weights, placement)
+        assert torch.equal(out, expected)
     layer.check()
     layer.finalize()
 
@@ -79,9 +79,9 @@ def measured(group: weft.Group) -> None:
     rows = dequantize(*sent_as(x)).bfloat16().cpu()
     placement = Placement.blocks(EXPERTS, group.size)
     every = rows[:, None].expand(-1, TOP_K, -1)
-    wanted = low.combine(every, ids.cpu(), weights.cpu(), placement)
+    expected = low.combine(every, ids.cpu(), weights.cpu(), placement)
     for out in outs:
-        assert torch.equal(out.cpu(), wanted)
+        assert torch.equal(out.cpu(), expected)
     older = meta
     for _ in range(2):
         layer.dispatch(x, None, ids)

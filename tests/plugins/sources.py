@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's sources, which are parsed and never imported, beside a plug-in's table of names."""
+"""Compare an engine's sources, which are parsed and never imported, with a table of names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sources:
         return None
 
     def find(self, target: str) -> ast.AST | None:
-        """What the target's last name is bound to, by definition, assignment or import."""
+        """Return the definition, assignment or import of the target's last name."""
         parts = target.split(".")
         for length in range(len(parts) - 1, 0, -1):
             name = ".".join(parts[:length])
@@ -42,7 +42,7 @@ class Sources:
         return None
 
     def member(self, name: str, owner: ast.AST, wanted: str) -> tuple[str, ast.AST] | None:
-        """What a class of the module `name` has by this name, itself or from a class before it."""
+        """Return a member of a class of the module `name`, its own or inherited."""
         direct = next(named(getattr(owner, "body", []), wanted), None)
         if direct is not None:
             return name, direct
@@ -55,7 +55,7 @@ class Sources:
         return None
 
     def bound(self, name: str, module: ast.Module, wanted: str) -> tuple[str, ast.AST] | None:
-        """What a module binds, and the module where it stands."""
+        """Return what a module binds to a name, and the module of the definition."""
         direct = next(named(module.body, wanted), None)
         if direct is not None:
             return name, direct
@@ -75,7 +75,7 @@ class Sources:
 
 
 def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
-    """Statements of a body that bind a name."""
+    """Yield the statements of a body that bind a name."""
     for node in body:
         if isinstance(node, (*Function, ast.ClassDef)) and node.name == wanted:
             yield node
@@ -85,7 +85,7 @@ def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
 
 
 def parameters(function: ast.AST) -> str:
-    """As weft.plugins.names.listed writes them."""
+    """List the parameters as weft.plugins.names.listed does."""
     assert isinstance(function, Function)
     given = function.args
     plain = [each.arg for each in (*given.posonlyargs, *given.args)]
@@ -103,7 +103,7 @@ def parameters(function: ast.AST) -> str:
 
 
 def names(node: ast.AST) -> set[str]:
-    """Attributes that the code of a function reads or sets; names that a class binds."""
+    """Return the attributes that a function reads or sets, or the names that a class binds."""
     if isinstance(node, ast.ClassDef):
         bound = [*node.body]
         targets = [getattr(each, "target", None) for each in bound]
@@ -114,13 +114,13 @@ def names(node: ast.AST) -> set[str]:
 
 
 def version_of(site: Path, package: str) -> str:
-    """A wheel's, by the name of its metadata."""
+    """Return a wheel's version, by the name of its metadata."""
     found = next(site.glob(f"{package}-*.dist-info"))
     return found.name.removeprefix(f"{package}-").removesuffix(".dist-info")
 
 
 def differences(site: Path, entries: Iterable[Known], release: str) -> list[str]:
-    """A line for each entry of a version that the sources lack, or have otherwise."""
+    """Return a line for each entry of a version that is missing or differs in the sources."""
     sources, found = Sources(site), []
     for entry, expected in relied_on(entries, release):
         node = sources.find(entry.target)

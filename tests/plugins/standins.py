@@ -82,6 +82,7 @@ def in_turn(group: weft.Group, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
     for body, *args in calls:
         try:
             results.append(body(group, *args))
+            group.barrier()  # no rank ends, and none goes on, while another one needs it
         except BaseException as error:
             error.add_note(f"in {body} of {args}")
             raise

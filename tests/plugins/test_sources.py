@@ -46,7 +46,7 @@ def test_the_record_is_of_the_wheel() -> None:
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:
-    """By re-exports, classes, annotated names and every kind of parameter."""
+    """Through re-exports, classes, annotated names and every kind of parameter."""
     package = tmp_path / "sglang" / "srt"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from sglang.srt.far import *\nfrom .near import g as f\n")

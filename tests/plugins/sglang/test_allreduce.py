@@ -241,7 +241,6 @@ def not_ours(group: weft.Group, release: str) -> list[list[str]]:
 
 
 def initialize_workspaces(hidden: int) -> None:
-    """As SGLang does for FlashInfer."""
     from sglang.srt.layers import flashinfer_comm_fusion
 
     flashinfer_comm_fusion.pre_initialize_workspaces(1, hidden, torch.float32)

@@ -278,12 +278,12 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     leave()
     assert changed == [("method", layer)]
     check_experts(layer, form="block")
-    wanted = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
+    expected = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
     as_weft = layer_of(layer)
     mine = as_weft.take()
     mine.check(as_weft.config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert mine.gate_up_scale is not None
-    assert torch.equal(unpack_mxfp4(mine.gate_up, mine.gate_up_scale), wanted)
+    assert torch.equal(unpack_mxfp4(mine.gate_up, mine.gate_up_scale), expected)
     assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()  # which EPLB moves
     assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale.data_ptr()
     with pytest.raises(OutOfOrder, match=r"layer 7\.w2_weight is in weft's order"):

@@ -374,7 +374,7 @@ class RoutedExperts(PluggableLayer):
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """Of physical experts; those on CPUs have none."""
+        """The map of physical experts, which those on CPUs do not have."""
         device: Any = self.w13_weight.device
         if device.type == "cpu":
             return None

@@ -110,7 +110,7 @@ def test_a_layer_of_another_plug_in_is_refused() -> None:
 
 
 def test_limits() -> None:
-    """Of the largest graph, or the largest batch without; split over sequence-parallel ranks."""
+    """The largest graph, or the largest batch without one, split over sequence-parallel ranks."""
     limits_of = engine.limits_of
     config = of_vllm("VllmConfig")()
     assert limits_of(config, parallel(0, 2), wanted=None) == Limits(4, 32)
@@ -139,7 +139,7 @@ FLAGS: list[tuple[str, Any, str]] = [
 def test_flags_that_are_refused(
     monkeypatch: pytest.MonkeyPatch, field: str, value: Any, text: str, form: str
 ) -> None:
-    """When the first layer is made, before weights are loaded."""
+    """The first layer raises, before weights are loaded."""
     enter(form)
     config = of_vllm("CURRENT")
     owners = (config.parallel_config, config.model_config, config)
@@ -182,7 +182,7 @@ UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
     ],
 )
 def test_experts_that_are_refused(config: dict[str, Any], more: dict[str, Any], text: str) -> None:
-    """In form block alone: vLLM's own experts may do all of it."""
+    """Form block refuses them; vLLM's own experts may do all of it."""
     enter("block")
     with pytest.raises(InvalidArgument, match=f"experts in form 'block': {text}.*exchange"):
         layer(config_of(**config), **more)

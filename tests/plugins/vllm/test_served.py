@@ -125,31 +125,31 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
         def gate_first(name: str) -> torch.Tensor:
             return torch.cat((whole[name][:, ::2], whole[name][:, 1::2]), 1).float()
 
-        wanted = weft.reference.moe_layer(
+        expected = weft.reference.moe_layer(
             *(x, ids, torch.full((5, 3), 0.25), gate_first("w13"), whole["w2"]),
             gate_up_bias=gate_first("w13_bias"),
             down_bias=whole["w2_bias"].float(),
             gating=clamped(7.0),
         )
-        return {name: tensor[mine].clone() for name, tensor in packed.items()}, wanted
+        return {name: tensor[mine].clone() for name, tensor in packed.items()}, expected
 
-    def distance(wanted: torch.Tensor) -> float:
+    def distance(expected: torch.Tensor) -> float:
         sizes = [5] * group.size if group.size > 1 else None
         with torch.inference_mode(), vllm.forward(sizes, None):
             out = experts.forward_modular(x, torch.full((5, 3), 0.25), ids.int())
-        return far(out.float(), wanted)
+        return far(out.float(), expected)
 
-    parts, wanted = load(0, far_apart=far_apart)
+    parts, expected = load(0, far_apart=far_apart)
     for name, tensor in parts.items():
         experts.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     experts.quant_method.process_weights_after_loading(experts)
-    errors, dtype = [distance(wanted)], str(experts.w13_weight.dtype)
+    errors, dtype = [distance(expected)], str(experts.w13_weight.dtype)
     experts.quant_method.process_weights_after_loading(experts)  # an update in place: nothing new
-    errors.append(distance(wanted))
+    errors.append(distance(expected))
     for seed in (50, 60):
-        parts, wanted = load(seed, far_apart=far_apart)
+        parts, expected = load(seed, far_apart=far_apart)
         layerwise(experts, parts)
-        errors.append(distance(wanted))
+        errors.append(distance(expected))
     weight, some = experts.w13_weight, {"w13_weight": parts["w13_weight"]}
     texts = {
         "experts.w13_weight is in weft's order, and the engine loads": error_of(
@@ -193,7 +193,7 @@ def padded(group: weft.Group, form: str, release: str) -> float:
 
 
 def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any) -> None:
-    """In 0.26.0 by the plug-in; later ones' routers do it, which the stand-in's does not."""
+    """The plug-in sees to it in 0.26.0; later routers do, which the stand-in's does not."""
     calls = [(padded, form, release) for form in FORMS for release in ("0.26.0", "0.32.0")]
     for call, errors in zip(calls, launched(ranks, 2, *calls), strict=True):
         assert max(errors) < CLOSE, call

@@ -160,7 +160,7 @@ def gate(layer: int) -> torch.Tensor:
 
 
 def logits(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """In float32, so that no rank and no device chooses otherwise."""
+    """Compute in float32, so that all ranks and devices choose alike."""
     return torch.nn.functional.linear(x.float(), by)
 
 
