@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.moe import MODELS, SWIGLU, MoEConfig
+from weft.moe.hf import MEANINGFUL
 
 BF16 = {"torch_dtype": "bfloat16"}
 QWEN = {
@@ -250,7 +252,7 @@ FOREIGN = {
             for base in (PLAIN, MIXTRAL)
             for k, v in FOREIGN.items()
         ),
-        (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob in config is False"),
         (
             PLAIN,
             {"shared_expert_intermediate_size": 512},
@@ -291,3 +293,37 @@ def test_files_that_are_no_config(tmp_path):
             MoEConfig.from_hf(file)
     with pytest.raises(InvalidArgument, match=r"config is 7; it must be a dict, a config\.json"):
         MoEConfig.from_hf(7)
+
+
+OTHER_VALUES = {
+    "scoring_func": "softplus",
+    "moe_router_activation_func": "softplus",
+    "topk_method": "other",
+    "swiglu_limit": 3.5,
+    "swiglu_alpha": 3.5,
+    "routed_scaling_factor": 3.5,
+}
+
+FLAGS = ("norm_topk_prob", "moe_renormalize", "use_routing_bias", "moe_router_enable_expert_bias")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_field_with_a_meaning_is_ignored(name):
+    """Each is refused, or changes the layer; only fields of the engine change nothing."""
+    config = PUBLISHED[name]
+    inner = config.get("text_config", config)
+    before = MoEConfig.from_hf(config)
+    ignored = []
+    for field in MEANINGFUL:
+        values = (True, False) if field in FLAGS else (OTHER_VALUES.get(field, 3),)
+        same = 0
+        for value in values:
+            changed = {**inner, field: value}
+            if inner is not config:
+                changed = {**config, "text_config": changed}
+            with contextlib.suppress(InvalidArgument):
+                same += MoEConfig.from_hf(changed) == before
+        if same == len(values):
+            ignored.append(field)
+    latent = ("n_shared_experts", "num_shared_experts")  # the engine runs them beside the layer
+    assert set(ignored) <= (set(latent) if "routed_expert_hidden_size" in inner else set())

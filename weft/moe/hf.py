@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,15 +20,30 @@ DTYPES = {
     "float32": torch.float32,
 }
 Layer = dict[str, Any]
-# Fields of other families that would change how a softmax over all experts chooses and weighs.
-PLAIN_SOFTMAX: Mapping[str, Any] = {
-    "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": None,
-    "use_routing_bias": None,
+# Fields that change how a layer chooses, weighs or gates, with the values that change nothing. A
+# family reads those that its layers have; any other one in its config is refused, not ignored.
+MEANINGFUL: Mapping[str, tuple[object, ...]] = {
+    "scoring_func": (),
+    "moe_router_activation_func": (),
+    "topk_method": ("greedy",),
+    "routed_scaling_factor": (1.0,),
+    "norm_topk_prob": (True,),
+    "moe_renormalize": (True,),
+    "n_group": (1,),
+    "num_expert_group": (1,),
+    "topk_group": (1,),
+    "use_routing_bias": (),
+    "moe_router_enable_expert_bias": (),
+    "n_shared_experts": (),
+    "num_shared_experts": (),
+    "shared_expert_intermediate_size": (),
+    "shared_intermediate_size": (),
+    "routed_expert_hidden_size": (),
+    "zero_expert_num": (),
+    "swiglu_limit": (),
+    "swiglu_alpha": (),
 }
+ALWAYS_DIVIDED = ("norm_topk_prob", "moe_renormalize")  # False has a meaning, too
 
 
 class Fields:
@@ -36,12 +51,18 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], where: str, family: str) -> None:
         self._values, self._where, self._family = values, where, family
+        self._read: set[str] = set()
+
+    def _value(self, name: str) -> Any:
+        self._read.add(name)
+        return self._values.get(name)
 
     def get(self, *names: str) -> Any:
         """The first of these fields that is there. Raises InvalidArgument where none is."""
         for name in names:
-            if self._values.get(name) is not None:
-                return self._values[name]
+            value = self._value(name)
+            if value is not None:
+                return value
         raise InvalidArgument(
             f"{self._where} has no field {names[0]!r}, which a layer of model_type "
             f"{self._family!r} needs: add it"
@@ -53,12 +74,12 @@ class Fields:
 
     def real(self, name: str, default: float | None = None) -> float:
         """A field that is a number; `default` where configs may leave it out."""
-        missing = default is not None and self._values.get(name) is None
+        missing = default is not None and self._value(name) is None
         return real(self._named(name), default if missing else self.get(name))
 
     def has(self, name: str) -> bool:
         """Whether the field is there."""
-        return self._values.get(name) is not None
+        return self._value(name) is not None
 
     def flag(self, *names: str) -> bool:
         """A field that is True or False."""
@@ -82,13 +103,28 @@ class Fields:
         0, False and null count as left out.
         """
         for name, only in wanted.items():
-            value = self._values.get(name)
+            value = self._value(name)
             if value and value != only:
-                serves = "without it" if only is None else f"with {only!r}"
-                raise InvalidArgument(
-                    f"{self._named(name)} is {shown(value)}; weft serves model_type "
-                    f"{self._family!r} {serves} only"
-                )
+                self._refuse(name, value, "without it" if only is None else f"with {only!r}")
+
+    def leave(self, *names: str) -> None:
+        """Accept fields that the engine reads, not the layer."""
+        self._read.update(names)
+
+    def refuse_unread(self) -> None:
+        """Refuse fields of MEANINGFUL that the family did not read and that change something."""
+        for name, neutral in MEANINGFUL.items():
+            value = self._values.get(name)
+            counts = value is False if name in ALWAYS_DIVIDED else bool(value)
+            if name not in self._read and counts and value not in neutral:
+                serves = f"with {neutral[0]!r}" if neutral else "without it"
+                self._refuse(name, value, serves)
+
+    def _refuse(self, name: str, value: object, serves: str) -> NoReturn:
+        raise InvalidArgument(
+            f"{self._named(name)} is {shown(value)}; weft serves model_type {self._family!r} "
+            f"{serves} only: write a MoEConfig by hand for another rule"
+        )
 
     def _named(self, name: str) -> str:
         return f"{name} in {self._where}"
@@ -115,7 +151,9 @@ def layer_of(config: object) -> Layer:
     dtype = DTYPES.get(str(named).removeprefix("torch."))
     if dtype is None:
         raise InvalidArgument(f"dtype in {where} is {shown(named)}; choose one of {listed(DTYPES)}")
-    return {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
+    layer = {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
+    fields.refuse_unread()
+    return layer
 
 
 def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
@@ -149,7 +187,7 @@ def _deepseek(fields: Fields, score: Score, *, grouped: bool) -> Layer:
             top_k=fields.size("num_experts_per_tok"),
             score=score,
             renormalise=fields.flag("norm_topk_prob"),
-            correction=True,
+            correction=_has_correction(fields),
             groups=fields.size("n_group") if grouped else 1,
             top_groups=fields.size("topk_group") if grouped else 1,
             scale=fields.real("routed_scaling_factor"),
@@ -157,8 +195,11 @@ def _deepseek(fields: Fields, score: Score, *, grouped: bool) -> Layer:
     }
 
 
+def _has_correction(fields: Fields) -> bool:
+    return not fields.has("use_routing_bias") or fields.flag("use_routing_bias")
+
+
 def _deepseek_v3(fields: Fields) -> Layer:
-    fields.require(swiglu_limit=None)
     return _deepseek(fields, "sigmoid", grouped=True)
 
 
@@ -175,18 +216,12 @@ def _glm5_next(fields: Fields) -> Layer:
 
 
 def _qwen3_moe(fields: Fields) -> Layer:
-    fields.require(shared_expert_intermediate_size=None)
     return _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
 
 
 def _mixtral(fields: Fields) -> Layer:
     """Weights are always divided by their sum; Mixtral's configs have no field for it."""
-    fields.require(swiglu_limit=None, **PLAIN_SOFTMAX)
-    if fields.has("norm_topk_prob") and not fields.flag("norm_topk_prob"):
-        raise InvalidArgument(
-            "norm_topk_prob is False in a config of model_type 'mixtral', whose layers divide by "
-            "the sum: write a MoEConfig by hand"
-        )
+    fields.require(scoring_func="softmax")
     return {
         "intermediate": fields.size("intermediate_size"),
         "routing": Routing(
@@ -209,7 +244,7 @@ def _qwen3_5_moe(fields: Fields) -> Layer:
 
 
 def _softmax_of_all(fields: Fields, *, renormalise: bool) -> Layer:
-    fields.require(swiglu_limit=None, **PLAIN_SOFTMAX)
+    fields.require(scoring_func="softmax")
     return {
         "intermediate": fields.size("moe_intermediate_size"),
         "routing": Routing(
@@ -251,7 +286,7 @@ def _kimi_linear(fields: Fields) -> Layer:
             top_k=fields.size("num_experts_per_token", "num_experts_per_tok"),
             score="sigmoid",
             renormalise=fields.flag("moe_renormalize", "norm_topk_prob"),
-            correction=True,
+            correction=_has_correction(fields),
             groups=fields.size("num_expert_group", "n_group"),
             top_groups=fields.size("topk_group"),
             scale=fields.real("routed_scaling_factor"),
@@ -260,14 +295,15 @@ def _kimi_linear(fields: Fields) -> Layer:
     if activation == "situ":
         beta, linear_beta = "activation_situ_beta", "activation_situ_linear_beta"
         layer["gating"] = {"beta": fields.real(beta), "linear_beta": fields.real(linear_beta)}
+    shared = ("num_shared_experts", "n_shared_experts")
     if fields.has("routed_expert_hidden_size"):
+        fields.leave(*shared)
         return layer | {"hidden": fields.size("routed_expert_hidden_size")}
-    shared = fields.size("num_shared_experts", "n_shared_experts", least=0)
-    return layer | {"shared": intermediate * shared}
+    return layer | {"shared": intermediate * fields.size(*shared, least=0)}
 
 
 def _minimax_m2(fields: Fields) -> Layer:
-    fields.require(scoring_func="sigmoid", shared_intermediate_size=None, swiglu_limit=None)
+    fields.require(scoring_func="sigmoid")
     return _minimax(fields, scale=1.0)
 
 
@@ -293,14 +329,14 @@ def _minimax(fields: Fields, *, scale: float) -> Layer:
             num_experts=fields.size("num_local_experts", "num_experts"),
             top_k=fields.size("num_experts_per_tok"),
             score="sigmoid",
-            correction=not fields.has("use_routing_bias") or fields.flag("use_routing_bias"),
+            correction=_has_correction(fields),
             scale=scale,
         ),
     }
 
 
 def _llama4(fields: Fields) -> Layer:
-    fields.require(swiglu_limit=None, norm_topk_prob=None, routed_scaling_factor=1.0)
+    fields.require(norm_topk_prob=None)
     intermediate = fields.size("intermediate_size")
     return {
         "intermediate": intermediate,
