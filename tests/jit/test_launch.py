@@ -31,29 +31,17 @@ def kernel(**changes: Any) -> Function:
     return Function(**{**values, **changes})
 
 
-def test_struct_grid_block_and_stream_are_packed(fake: Driver) -> None:
-    launcher = Launcher(kernel(shared=1024), Args)
-    launcher(Args(x=0xABC0, n=5, value=-1), (4, 2, 1), 256, 0x77)
-    (seen,) = fake.launches
-    assert (seen.args.x, seen.args.n, seen.args.value) == (0xABC0, 5, -1)
-    assert (seen.grid, seen.block, seen.stream) == ((4, 2, 1), (256, 1, 1), 0x77)
-    assert (seen.shared, seen.function, seen.extra) == (1024, 22, 0)
-    assert seen.attributes == []
-
-
-def test_each_call_takes_the_values_of_its_time(fake: Driver) -> None:
-    launcher = Launcher(kernel(), Args)
-    args = Args(n=1)
-    for n, (grid, block, stream) in enumerate(
-        [((1, 1, 1), 32, 0), ((1, 1, 1), 32, 0), ((2, 1, 1), 32, 0), ((2, 1, 1), 64, 9)]
-    ):
-        args.n = n
+def test_each_call_passes_struct_grid_block_and_stream_as_they_are_now(fake: Driver) -> None:
+    launcher, args = Launcher(kernel(shared=1024), Args), Args(x=0xABC0, value=-1)
+    calls = [((1, 1, 1), 32, 0), ((1, 1, 1), 32, 0), ((4, 2, 1), 32, 0), ((2, 1, 1), 256, 0x77)]
+    for args.n, (grid, block, stream) in enumerate(calls):
         launcher(args, grid, block, stream)
     assert [seen.args.n for seen in fake.launches] == [0, 1, 2, 3]
-    assert [seen.grid[0] for seen in fake.launches] == [1, 1, 2, 2]
-    assert [seen.block[0] for seen in fake.launches] == [32, 32, 32, 64]
-    assert [seen.stream for seen in fake.launches] == [0, 0, 0, 9]
-    assert len({seen.address for seen in fake.launches}) == 1  # nothing is made per call
+    assert [(seen.grid, seen.block[0], seen.stream) for seen in fake.launches] == calls
+    seen = fake.launches[-1]
+    assert (seen.args.x, seen.args.value, seen.block) == (0xABC0, -1, (256, 1, 1))
+    assert (seen.shared, seen.function, seen.extra, seen.attributes) == (1024, 22, 0, [])
+    assert len({seen.address for seen in fake.launches}) == 1  # nothing is allocated per call
 
 
 def test_attributes_of_a_launch(fake: Driver) -> None:
@@ -99,9 +87,6 @@ def test_wrong_argument_type_and_shape_are_refused(fake: Driver) -> None:
     with pytest.raises(InvalidArgument, match="block of 'fill' is 1025"):
         launcher(Args(), (1, 1, 1), 1025, 0)
     assert fake.launches == []
-
-
-def test_struct_of_another_size_than_the_kernels_is_refused(fake: Driver) -> None:
     with pytest.raises(InvalidArgument, match="takes 24 bytes, Args has 16"):
         Launcher(kernel(argument_bytes=24), Args)
 
@@ -136,17 +121,23 @@ def test_unload_is_idempotent_and_final(fake: Driver) -> None:
             use("fill")
 
 
-def test_no_current_context_is_explained(fake: Driver) -> None:
-    fake.context = (fake.real.CUresult.CUDA_SUCCESS, 0)
-    with pytest.raises(DriverError, match=r"no current CUDA context.*torch\.zeros"):
-        CudaModule(b"cubin", name="code")
+def test_code_that_cannot_be_loaded_is_explained(
+    fake: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(words: str) -> None:
+        with pytest.raises(DriverError, match=words):
+            CudaModule(b"cubin", name="code")
 
+    def absent() -> None:
+        raise RuntimeError("libcuda.so.1 not found")
 
-def test_refused_code_is_explained(fake: Driver) -> None:
     fake.fails["cuModuleLoadData"] = fake.real.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
-    with pytest.raises(DriverError, match=r"loading 'code'.*\(209\).*current_arch"):
-        CudaModule(b"cubin", name="code")
+    refuses(r"loading 'code'.*\(209\).*current_arch")
     assert len(fake.named("cuMemAlloc")) == len(fake.named("cuMemFree")) == 1
+    fake.context = (fake.real.CUresult.CUDA_SUCCESS, 0)
+    refuses(r"no current CUDA context.*torch\.zeros")
+    monkeypatch.setattr(fake, "cuCtxGetCurrent", absent, raising=False)
+    refuses(r"NVIDIA driver was not found.*use CPU ranks")
 
 
 def test_architecture_of_the_current_gpu(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,15 +160,6 @@ def test_absent_binding_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
             module.current_arch()
     finally:
         driver.cache_clear()
-
-
-def test_absent_driver_is_explained(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> None:
-        raise RuntimeError("libcuda.so.1 not found")
-
-    monkeypatch.setattr(fake, "cuCtxGetCurrent", absent, raising=False)
-    with pytest.raises(DriverError, match=r"NVIDIA driver was not found.*use CPU ranks"):
-        CudaModule(b"cubin", name="code")
 
 
 KERNEL = """\
