@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.moe.oracle import choose, weigh
-from tests.moe.routed import NUMBERS
+from tests.moe.test_route_kernel import NUMBERS
 from weft.errors import InvalidArgument
 from weft.moe import MODELS, Routing, route, router_logits
 from weft.moe import weigh as weigh_given
