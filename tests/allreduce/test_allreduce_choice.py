@@ -12,6 +12,7 @@ import torch
 
 import weft
 from tests.compat.calls import refused
+from tests.kinds import THREADS, on_ranks
 from weft.allreduce.choice import BULK_FROM, TWOSHOT_FROM, choose
 from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument, TokenOverflow
@@ -79,7 +80,8 @@ def test_an_all_reduce_explains_its_choice(ranks):
     ranks(2, "threads")(chosen)
 
 
-def beyond_one_shot(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_one_shot_alone_serves_no_more_than_it_has_slots_for(group):
     """One shot has no slots for these rows: storing them all the same would hit other slots."""
     rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)
     sizes: dict[str, Any] = {"max_tokens": 550, "hidden": HIDDEN}
@@ -99,7 +101,3 @@ def beyond_one_shot(group: weft.Group) -> None:
         why = "'oneshot' with 550 tokens; it has slots for 512: use 'auto' or 'twoshot_bulk'"
         refused(InvalidArgument, lambda: reduce.fused(rows, backend="oneshot"), why)
         assert torch.equal(reduce.fused(rows).out, rows * 2)  # type: ignore[arg-type]
-
-
-def test_one_shot_alone_serves_no_more_than_it_has_slots_for(ranks):
-    ranks(2, "cpu")(beyond_one_shot)

@@ -15,11 +15,11 @@ from tests.faults import (
     REDUCE_ENTER,
     plan_fault,
 )
+from tests.kinds import ANY, CPU
 from tests.rounds import settle
 from tests.sums import BACKENDS, Sum, play
 from weft.errors import GeometryMismatch, GroupError
 
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASE = Sum(5, 128)
 
 
@@ -47,7 +47,7 @@ def disturbed(group: weft.Group, calls: int, longest_ns: int, epilogue_at: str) 
 
 
 @pytest.mark.parametrize("epilogue_at", ["owner", "receiver"])
-@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("kind", [CPU, *ANY])
 def test_delays_change_no_bit(ranks, kind, epilogue_at):
     ranks(3, kind)(disturbed, 18, 300_000, epilogue_at)
 
@@ -76,7 +76,7 @@ def differing(group: weft.Group, how: str) -> str:
         return "nothing"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
 def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
     texts = ranks(2, kind)(differing, how)
@@ -105,7 +105,7 @@ def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
         return "nothing"
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("kind", [CPU, *ANY])
 @pytest.mark.parametrize("backend", ["twoshot", "twoshot_bulk"])
 def test_a_call_that_a_third_rank_waits_for_in_vain_is_named_too(ranks, kind, backend):
     for rank, text in enumerate(ranks(3, kind)(third, (backend, backend, "oneshot"))):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import THREADS, on_ranks
 from tests.sums import Sum, play
 from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow, UsageError
@@ -88,7 +89,8 @@ def refuses(ar: weft.AllReduce) -> None:
         ar.fused(rows(9))
 
 
-def refused(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_wrong_calls_are_refused_and_harm_nobody(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         refuses(ar)
         play(ar, CASE, "oneshot")  # nothing was sent, nothing is broken
@@ -98,11 +100,8 @@ def refused(group: weft.Group) -> None:
     ar.close()
 
 
-def test_wrong_calls_are_refused_and_harm_nobody(ranks):
-    ranks(2, "threads")(refused)
-
-
-def packed(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_packed_scales_lie_columns_first(group):
     with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
         x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")
         for wrong in (torch.zeros((4, 2), dtype=torch.int32), torch.zeros((2, 4)).t()):
@@ -112,10 +111,6 @@ def packed(group: weft.Group) -> None:
         ar.fused(x + 1, weight=weight, quant=quant, scale_out=right.t()[:4])
         assert bool((right[:, :4] != -1).all())
         assert bool((right[:, 4:] == -1).all()), "padding is the caller's"
-
-
-def test_packed_scales_lie_columns_first(ranks):
-    ranks(2, "threads")(packed)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +158,10 @@ def test_groups_that_are_not_offered(size, scale):
         weft.FP8Group(size, scale)
 
 
-def grouped(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_groups_need_whole_groups(group):
     with (
         weft.AllReduce(group, max_tokens=8, hidden=264, first_timeout=600.0) as ar,
         pytest.raises(InvalidArgument, match="pad hidden to 384"),
     ):
         ar.fused(rows(4, 264), weight=torch.ones(264), quant=weft.FP8Group())
-
-
-def test_groups_need_whole_groups(ranks):
-    ranks(2, "threads")(grouped)

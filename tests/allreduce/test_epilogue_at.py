@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import weft
-from tests.allreduce.test_allreduce import KINDS, make
+from tests.allreduce.test_allreduce import make
+from tests.kinds import on_ranks
 from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.allreduce.call import FP8Token
 from weft.errors import GeometryMismatch
 
 
-def equal_inputs(group: weft.Group) -> None:
+@on_ranks(3)
+def test_equal_inputs_have_the_same_bits_at_the_owner(group):
     """Where all ranks bring the same, both places of the epilogue give the same bits."""
     case = Sum(7, 384, special=True)
     with make(group, 7, case) as owner, make(group, 7, case, epilogue_at="receiver") as receiver:
@@ -23,11 +25,6 @@ def equal_inputs(group: weft.Group) -> None:
             for backend in BACKENDS:
                 want = play(owner, case, backend, quant)
                 same(play(receiver, case, backend, quant), want)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_inputs_have_the_same_bits_at_the_owner(ranks, kind):
-    ranks(3, kind)(equal_inputs)
 
 
 def captured(group: weft.Group) -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import weft
-from tests.allreduce.test_allreduce import KINDS, expert_rows, make
+from tests.allreduce.test_allreduce import expert_rows, make
 from tests.allreduce.test_allreduce_refusals import refuses, rows
+from tests.kinds import ANY, THREADS, on_ranks
 from tests.rounds import settle
 from tests.sums import BACKENDS, Sum, play, quants, same
 from weft.allreduce import operator as reduce_operator
@@ -106,12 +107,13 @@ def again(group: weft.Group) -> None:
             assert watch.seen == len(ar._prepared) == 2 * 5 * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_a_call_of_a_checked_form_has_the_bits_of_the_reference(ranks, kind):
     ranks(2, kind)(again)
 
 
-def allocated(group: weft.Group) -> None:
+@on_ranks(3)
+def test_outputs_that_were_not_given_are_new_each_time(group):
     """Outputs that were not given are new in every call; a prologue's tensors are those passed."""
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
@@ -147,12 +149,8 @@ def allocated(group: weft.Group) -> None:
             assert int(scale.as_strided((4,), (1,))[3]) == 0, "the padding is zero"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_that_were_not_given_are_new_each_time(ranks, kind):
-    ranks(3, kind)(allocated)
-
-
-def constants(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_equal_is_not_the_same(group):
     """0.0 equals -0.0, and True equals 1, but they are not the same call."""
     with make(group, 8, CASE) as ar:
         zeros = [torch.zeros((1, 256), dtype=BF16, device=group.device) for _ in range(group.size)]
@@ -178,10 +176,6 @@ def constants(group: weft.Group) -> None:
                 ar.fused(x, out=1)  # type: ignore[arg-type]
 
 
-def test_equal_is_not_the_same(ranks):
-    ranks(2, "cpu")(constants)
-
-
 def warm(ar: weft.AllReduce) -> None:
     """Forms that every refused call resembles."""
     x, weight, token = rows(), torch.ones(256), weft.FP8Token()
@@ -204,7 +198,8 @@ def warm(ar: weft.AllReduce) -> None:
         ar.fused(prologue=moe(rows(8), one), out=rows())
 
 
-def refused_again(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_refusals_hold_for_calls_that_resemble_a_checked_one(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         warm(ar)
         watch, forms = Watch(ar), len(ar._prepared)
@@ -214,11 +209,8 @@ def refused_again(group: weft.Group) -> None:
         assert watch.checks(lambda: warm(ar)) == 0, "what was checked still is"
 
 
-def test_refusals_hold_for_calls_that_resemble_a_checked_one(ranks):
-    ranks(2, "threads")(refused_again)
-
-
-def moved(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_an_overlap_is_found_by_the_addresses_of_each_call(group):
     """One form, whose outputs wander over its inputs: only exactly on x or residual is allowed."""
     with make(group, 8, CASE) as ar:
         watch, weight = Watch(ar), torch.ones(256, dtype=BF16)
@@ -249,10 +241,6 @@ def moved(group: weft.Group) -> None:
             )  # fmt: skip
 
 
-def test_an_overlap_is_found_by_the_addresses_of_each_call(ranks):
-    ranks(2, "threads")(moved)
-
-
 def bounded(group: weft.Group) -> None:
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
@@ -270,7 +258,8 @@ def test_forms_are_few(ranks, monkeypatch):
     ranks(2, "threads")(bounded)
 
 
-def released(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_no_tensor_is_held(group):
     with make(group, 8, CASE) as ar:
         for _ in range(2):
             case = CASE.next(tokens=4)
@@ -289,22 +278,16 @@ def released(group: weft.Group) -> None:
         assert len(ar._prepared) == 1
 
 
-def test_no_tensor_is_held(ranks):
-    ranks(2, "threads")(released)
-
-
-def nothing_kept(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_empty_calls_are_always_checked(group):
     with make(group, 8, CASE) as ar:
         for seed in range(2):
             play(ar, CASE.next(seed=seed, tokens=0), "twoshot")
         assert len(ar._prepared) == 0
 
 
-def test_empty_calls_are_always_checked(ranks):
-    ranks(2, "cpu")(nothing_kept)
-
-
-def stopped(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_a_broken_group_is_noticed_before_a_known_call(group):
     with make(group, 8, CASE) as ar:
         for seed in range(2):
             play(ar, CASE.next(seed=seed), "twoshot")
@@ -313,10 +296,6 @@ def stopped(group: weft.Group) -> None:
         with pytest.raises(Aborted):
             play(ar, CASE, "twoshot")
         assert len(ar.history()) == 2
-
-
-def test_a_broken_group_is_noticed_before_a_known_call(ranks):
-    ranks(2, "cpu")(stopped)
 
 
 def test_addresses_lie_without_a_gap():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import THREADS, on_ranks
 from tests.recovery import plan_death, run_survivors, surviving, until_broken
 from tests.sums import Sum, play, quants
 from weft.errors import InvalidArgument, PeerDied
@@ -42,11 +43,17 @@ def die_in_turn(group: weft.Group, folder: str, points: tuple[int, ...]) -> None
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
             survivors.lose(dies, sealed=[ar])
             assert ar._finished() == 0
-            sums(ar, survivors.ranks, 10)
+            sums(ar, survivors.ranks, 5)
             survivors.barrier()
 
 
-@pytest.mark.parametrize("points", [(ENTER, AFTER_ROWS, BEFORE_ROWS), (BEFORE_ROWS,) * 3])
+@pytest.mark.parametrize(
+    "points",
+    [
+        (ENTER, AFTER_ROWS, BEFORE_ROWS),
+        pytest.param((BEFORE_ROWS,) * 3, marks=pytest.mark.slow),
+    ],
+)
 def test_the_living_sum_on(ranks, tmp_path, points):
     run_survivors(lambda: ranks(RANKS, "cpu")(die_in_turn, str(tmp_path), points), tmp_path, [1])
 
@@ -74,12 +81,9 @@ def test_without_the_option_calls_are_refused(ranks, tmp_path):
     run_survivors(lambda: ranks(3, "cpu")(refused, str(tmp_path)), tmp_path, [0, 1])
 
 
-def two_shots(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_two_shots_do_not_go_on(group):
     with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*leave backends"):
         weft.AllReduce(group, max_tokens=8, hidden=256, missing="drop", backends=("twoshot",))
     with pytest.raises(InvalidArgument, match="missing is 'skip'"):
         weft.AllReduce(group, max_tokens=8, hidden=256, missing="skip")
-
-
-def test_two_shots_do_not_go_on(ranks):
-    ranks(2, "threads")(two_shots)

@@ -10,6 +10,7 @@ import torch
 
 import weft
 from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.kinds import CPU, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
 from tests.sums import Sum
@@ -45,11 +46,8 @@ def exchanges(group: weft.Group, options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_layers(ranks):
-    ranks(2, "cpu")(both_layers, timeout=550.0)
-
-
-def both_layers(group: weft.Group) -> None:
+@on_ranks(2, [CPU], timeout=550.0)
+def test_layers(group):
     layers(group, DYNAMIC, {"overlap": "none"})
     layers(group, PLAIN, {"mode": "low_latency", "overlap": "shared_expert"})
 
@@ -249,17 +247,14 @@ def while_others_compile(group: weft.Group) -> None:
         a2a.check()
 
 
-def refusals_and_mixtures(group: weft.Group) -> None:
+@pytest.mark.timeout(600)
+@on_ranks(1, [CPU], timeout=550.0)
+def test_refusals_and_mixtures(group):
     """A group of one: what is refused, and in which words, is no matter of peers."""
     split_phase(group)
     handed_over(group)
     closed(group)
     while_others_compile(group)
-
-
-@pytest.mark.timeout(600)
-def test_refusals_and_mixtures(ranks):
-    ranks(1, "cpu")(refusals_and_mixtures, timeout=550.0)
 
 
 def late_reader(
@@ -273,7 +268,9 @@ def late_reader(
     return seen, a2a.combine(received.x, add=x) * 2
 
 
-def orders_and_numbers(group: weft.Group) -> None:
+@pytest.mark.timeout(600)
+@on_ranks(2, [CPU], timeout=550.0)
+def test_calls_keep_their_order_and_their_numbers(group):
     wrong(group)
     fusions(group)
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
@@ -307,12 +304,8 @@ def orders_and_numbers(group: weft.Group) -> None:
             compiled(lambda x: a2a.dispatch(x, *given[1:]).ids + 0, PLAIN)(given[0])
 
 
-@pytest.mark.timeout(600)
-def test_calls_keep_their_order_and_their_numbers(ranks):
-    ranks(2, "cpu")(orders_and_numbers, timeout=550.0)
-
-
-def ordered(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_objects_share_an_order_and_die_alone(group):
     """Calls of different objects share one order, and none is kept alive by its number."""
     with weft.AllReduce(group, max_tokens=8, hidden=256) as ar:
         a2a = weft.AllToAll(group, **SIZES)
@@ -327,10 +320,6 @@ def ordered(group: weft.Group) -> None:
     assert not any(handle in library._live for handle in handles)
 
 
-def test_objects_share_an_order_and_die_alone(ranks):
-    ranks(2, "threads")(ordered)
-
-
 def test_static_tensors_are_marked_as_torch_marks_them():
     ours, theirs = torch.zeros(1), torch.zeros(1)
     library.mark_static(ours)
@@ -338,11 +327,8 @@ def test_static_tensors_are_marked_as_torch_marks_them():
     assert vars(ours) == vars(theirs) != {}
 
 
-def test_fake_tensors_are_refused_outside_of_a_compiler(ranks):
-    ranks(1, "threads")(faked)
-
-
-def faked(group: weft.Group) -> None:
+@on_ranks(1, [THREADS])
+def test_fake_tensors_are_refused_outside_of_a_compiler(group):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with weft.AllToAll(group, **SIZES) as a2a, FakeTensorMode():

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import ANY, CPU, CUDA, on_ranks
 from tests.rounds import bits, settle
 from weft.compat import deep_ep, triton_dist
 from weft.errors import BadExpertId, TokenOverflow
 from weft.lowlatency import reference as meaning
 from weft.moe import Expert, ExpertWeights, Routing, route
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXPERTS, TOP_K, HIDDEN, TOKENS = 10, 4, 128, 24
 EXTREMES = (
     *(-(2**63), -(2**63) + 1, -(2**32), -(2**31) - 1, -(2**31), -(2**16), -2, -1),
@@ -74,7 +74,7 @@ def rank_major(group: weft.Group, vectors: int) -> int:
     return done
 
 
-@pytest.mark.parametrize("kind", ["cpu", KINDS[1]])
+@pytest.mark.parametrize("kind", [CPU, CUDA])
 def test_thousands_of_id_vectors_stay_in_their_slots(ranks, kind):
     assert min(ranks(2, kind)(rank_major, 10_000)) >= 10_000
 
@@ -118,7 +118,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"split_phase": True, "reduce": "sender"}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_wild_ids_of_low_latency_touch_nothing(ranks, kind, options):
     ranks(2, kind)(low_latency, 24, options)
 
@@ -154,7 +154,7 @@ def repeats(group: weft.Group) -> tuple[str, str]:
     return said[0], said[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_what_is_said_of_repeated_ids_is_what_happened(ranks, kind):
     for rank, (plain, low) in enumerate(ranks(2, kind)(repeats)):
         for text in (plain, low):
@@ -163,7 +163,8 @@ def test_what_is_said_of_repeated_ids_is_what_happened(ranks, kind):
         assert "It was dropped, its first place in the row was sent" in low
 
 
-def other_names(group: weft.Group) -> None:
+@on_ranks(2)
+def test_wild_ids_of_other_projects_calls_touch_nothing(group):
     """The same ids through other projects' calls."""
     ones = torch.ones((TOKENS, TOP_K), device=group.device)
     buffer = deep_ep.Buffer(group, low_latency_mode=True)
@@ -194,12 +195,9 @@ def other_names(group: weft.Group) -> None:
     layer.finalize()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wild_ids_of_other_projects_calls_touch_nothing(ranks, kind):
-    ranks(2, kind)(other_names)
-
-
-def padded_layers(group: weft.Group, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
+@on_ranks(2)
+def test_wild_counts_of_layers_touch_nothing(group, mode):
     """Counts on the device that no batch has; a router's ids are its own, whatever the logits."""
     config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
     device = group.device
@@ -230,9 +228,3 @@ def padded_layers(group: weft.Group, mode: str) -> None:
         layer.check()
         assert torch.equal(bits(layer(x, logits)), bits(before))
         group.barrier()
-
-
-@pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_wild_counts_of_layers_touch_nothing(ranks, kind, mode):
-    ranks(2, kind)(padded_layers, mode)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import CPU, CUDA, on_ranks
 from tests.rounds import Round, bits, play, settle
 from weft.errors import (
     BadExpertId,
@@ -19,7 +20,6 @@ from weft.errors import (
     TokenOverflow,
 )
 
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
 
 
@@ -30,7 +30,8 @@ def refused(error: type[Exception], call: Callable[[], object], *words: str) -> 
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
-def host_checks(group: weft.Group) -> None:
+@on_ranks(2, [CPU, CUDA])
+def test_what_the_host_can_see(group):
     d = group.device
     x = torch.zeros((3, 16), dtype=torch.bfloat16, device=d)
     ids = torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32, device=d)
@@ -68,11 +69,6 @@ def host_checks(group: weft.Group) -> None:
     a2a.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_host_can_see(ranks, kind):
-    ranks(2, kind)(host_checks)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -107,7 +103,8 @@ def test_ranks_that_disagree_raise_at_creation(ranks):
     assert "32" in texts[0]
 
 
-def bad_ids(group: weft.Group) -> None:
+@on_ranks(2, [CPU, CUDA])
+def test_what_only_the_device_can_see(group):
     d = group.device
     case = Round(tokens=(8, 8), top_k=2, experts=4, hidden=16)
     with weft.AllToAll(group, **SIZES) as a2a:
@@ -143,8 +140,3 @@ def bad_ids(group: weft.Group) -> None:
             refused(TokenOverflow, a2a.check, f"is {count}", "0..8")
         play(a2a, case.next(seed=5))
         a2a.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_only_the_device_can_see(ranks, kind):
-    ranks(2, kind)(bad_ids)

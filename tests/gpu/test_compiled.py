@@ -10,6 +10,7 @@ import torch
 
 import weft
 from tests.compiled import PATIENT, compiled, layers, low_rounds, rank_rounds, reduces, same
+from tests.kinds import CUDA, on_ranks
 from tests.rounds import Round, settle
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -56,7 +57,8 @@ def test_one_gpu(ranks, part):
     ranks(1, "cuda")(run, CAPTURED, part, timeout=850.0)
 
 
-def replayed(group: weft.Group) -> None:
+@on_ranks(2, [CUDA], timeout=850.0)
+def test_replays_run_without_the_host(group):
     """Captured graphs run without the host: its count of rounds stands, the device's goes on."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)
@@ -79,7 +81,3 @@ def replayed(group: weft.Group) -> None:
         assert a2a.history()[-1].epoch == device + 5
         same(body(x), wanted)
         a2a.check()
-
-
-def test_replays_run_without_the_host(ranks):
-    ranks(2, "cuda")(replayed, timeout=850.0)

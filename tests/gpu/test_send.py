@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import CUDA, on_ranks
 from tests.rounds import Round, bits
 from tests.sending import make
 from weft.bench.harness import capture
@@ -78,7 +79,8 @@ class Layer:
         assert torch.equal(bits(self.out), bits(wanted))
 
 
-def replayed(group: weft.Group) -> None:
+@on_ranks(2, [CUDA])
+def test_rows_that_a_product_stores_return(group):
     layer = Layer(group)
     for _ in range(3):
         layer.run()
@@ -90,7 +92,3 @@ def replayed(group: weft.Group) -> None:
             mine.copy_(new)
         graph.replay()
         layer.check()
-
-
-def test_rows_that_a_product_stores_return(ranks):
-    ranks(2, "cuda")(replayed)

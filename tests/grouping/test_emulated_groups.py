@@ -14,6 +14,7 @@ import torch
 import weft
 from tests.emulator.operators import EmulatedGroups, Emulator, compile_groups, places
 from tests.emulator.watch import Event, watching, ways
+from tests.kinds import THREADS, on_ranks
 from tests.rounds import Round, bits, combining, drop_refusals
 from tests.sending import make, round_trip, scattered, sent, stored_at_owners
 from weft.errors import TokenOverflow
@@ -47,7 +48,15 @@ def emulate(groups: ExpertGroups, emulator: Emulator) -> EmulatedGroups:
     return entries
 
 
-def emulated(group: weft.Group, name: str, layout: str, emulator: Emulator) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "contiguous") for name in CASES),
+        *((name, "masked") for name in ("push", "fp8", "choices")),
+    ],
+)
+@on_ranks(2, [THREADS])
+def test_kernels_send_what_the_cpu_sends(group, name, layout, emulator):
     case, way = CASES[name], name.split()[0]
     with (
         make(group, case, **combining(way)) as a2a,
@@ -76,18 +85,8 @@ def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
     assert {how for how in own if "gpu" in how} == {"updates acq_rel gpu"}
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *((name, "contiguous") for name in CASES),
-        *((name, "masked") for name in ("push", "fp8", "choices")),
-    ],
-)
-def test_kernels_send_what_the_cpu_sends(ranks, emulator, name, layout):
-    ranks(2, "threads")(emulated, name, layout, emulator)
-
-
-def overflowing(group: weft.Group, emulator: Emulator) -> None:
+@on_ranks(2, [THREADS])
+def test_many_groups_that_overflow_are_one_refusal(group, emulator):
     """Groups of two warps' lanes overflow."""
     case = Round(tokens=(3, 3), top_k=2, experts=160)
     with make(group, case, **combining("push")) as a2a:
@@ -104,7 +103,3 @@ def overflowing(group: weft.Group, emulator: Emulator) -> None:
             assert a2a._mailbox.refusals == 1
         a2a.check()
         group.barrier()
-
-
-def test_many_groups_that_overflow_are_one_refusal(ranks, emulator):
-    ranks(2, "threads")(overflowing, emulator)

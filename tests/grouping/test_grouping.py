@@ -18,10 +18,9 @@ from tests.groups import (
     random_ids,
 )
 from tests.headers import Header
+from tests.kinds import ANY, on_ranks
 from tests.rounds import settle
 from weft.grouping.operator import ExpertGroups, Grouped
-
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def chosen_ids(group: weft.Group, names: list[str]) -> None:
@@ -47,7 +46,7 @@ def chosen_ids(group: weft.Group, names: list[str]) -> None:
             groups.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_chosen_ids(ranks, kind, name):
     ranks(2, kind)(chosen_ids, [name])
@@ -88,12 +87,13 @@ def any_routing(group: weft.Group, names: list[str]) -> None:
             check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_any_routing(ranks, kind):
     ranks(3, kind)(any_routing, ["contiguous", "aligned", "masked", "too few rows"])
 
 
-def other_sizes(group: weft.Group) -> None:
+@on_ranks(2)
+def test_other_sizes(group):
     for changes in (
         {"top_k": 1, "max_tokens": 1, "num_experts": 4, "expert_map": [1, 1, 0, 1]},
         {"top_k": 9, "num_experts": 600, "hidden": 264, "dtype": torch.float16},
@@ -109,11 +109,6 @@ def other_sizes(group: weft.Group) -> None:
                 check_round(a2a, groups, received)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_other_sizes(ranks, kind):
-    ranks(2, kind)(other_sizes)
-
-
 def no_experts(group: weft.Group) -> tuple[int, ...]:
     with make(group, num_experts=4, expert_map=[0, 0, 0, 0]) as a2a:
         groups = ExpertGroups(a2a)
@@ -127,12 +122,13 @@ def no_experts(group: weft.Group) -> tuple[int, ...]:
         return tuple(grouped.x.shape)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_a_rank_without_experts(ranks, kind):
     assert ranks(2, kind)(no_experts) == [(2 * 150 * 3, 24), (0, 24)]
 
 
-def broken(group: weft.Group) -> None:
+@on_ranks(2)
+def test_a_broken_group_writes_nothing(group):
     """A group that broke: the device writes nothing, the host raises."""
     with make(group) as a2a:
         received, groups = empty_round(a2a), ExpertGroups(a2a)
@@ -147,8 +143,3 @@ def broken(group: weft.Group) -> None:
         assert not bool(grouped.x.any())
         header[failed] = 0
         check_round(a2a, groups, received)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_broken_group_writes_nothing(ranks, kind):
-    ranks(2, kind)(broken)

@@ -8,14 +8,14 @@ import torch
 
 import weft
 from tests.groups import VARIANTS, empty_round, fill, host, make, random_ids
+from tests.kinds import ANY, CPU, CUDA, on_ranks
 from tests.rounds import Round, bits, settle
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.operator import ExpertGroups
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-
-def whole_rounds(group: weft.Group) -> None:
+@on_ranks(3, [CPU, *ANY])
+def test_whole_rounds(group):
     """Dispatch, gather, experts that return their token, scatter, combine."""
     case = Round(tokens=(16, 5, 0)[: group.size], top_k=4, experts=10, router="holes", add=True)
     options = {"max_tokens": 16, "top_k": 4, "num_experts": 10, "hidden": case.hidden}
@@ -36,12 +36,11 @@ def whole_rounds(group: weft.Group) -> None:
             a2a.check()
 
 
-@pytest.mark.parametrize("kind", ["cpu", *KINDS])
-def test_whole_rounds(ranks, kind):
-    ranks(3, kind)(whole_rounds)
-
-
-def grouped_gemm(group: weft.Group) -> None:
+@pytest.mark.skipif(
+    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm"
+)
+@on_ranks(2)
+def test_rows_feed_a_grouped_gemm(group):
     case = Round(tokens=(16, 9), experts=8)
     with weft.AllToAll(group, max_tokens=16, top_k=4, num_experts=8, hidden=64) as a2a:
         x, ids, weights, _ = case.of(group.rank, group.device)
@@ -58,15 +57,8 @@ def grouped_gemm(group: weft.Group) -> None:
         )
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm"
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_feed_a_grouped_gemm(ranks, kind):
-    ranks(2, kind)(grouped_gemm)
-
-
-def refusals(group: weft.Group) -> None:
+@on_ranks(2)
+def test_what_the_host_refuses(group):
     with make(group) as a2a, make(group) as other:
         for options, words in (
             ({"align": 0}, "align is 0"),
@@ -105,12 +97,8 @@ def refusals(group: weft.Group) -> None:
             groups.gather(received)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_host_refuses(ranks, kind):
-    ranks(2, kind)(refusals)
-
-
-def memory(group: weft.Group) -> None:
+@on_ranks(2)
+def test_memory_is_known_before_it_is_allocated(group):
     with make(group) as a2a:
         for options in VARIANTS.values():
             groups = ExpertGroups(a2a, **options)  # type: ignore[arg-type]
@@ -121,12 +109,8 @@ def memory(group: weft.Group) -> None:
         assert ExpertGroups(a2a, align=16).max_rows == (group.size * 450 + 5 * 15) // 16 * 16
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_known_before_it_is_allocated(ranks, kind):
-    ranks(2, kind)(memory)
-
-
-def captured(group: weft.Group) -> None:
+@on_ranks(2, [CUDA])
+def test_a_captured_round_replays_with_any_routing(group):
     with make(group) as a2a:
         received, groups = empty_round(a2a), ExpertGroups(a2a, align=16)
         y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
@@ -155,8 +139,3 @@ def captured(group: weft.Group) -> None:
                     if bool((given.ids[s, t] >= 0).any()):
                         assert torch.equal(out[s, t], total.bfloat16())
         a2a.check()
-
-
-@pytest.mark.gpu
-def test_a_captured_round_replays_with_any_routing(ranks):
-    ranks(2, "cuda")(captured)

@@ -11,13 +11,13 @@ import torch
 import weft
 from tests.faults import COMBINE_ENTER, JITTER, STAY_AWAY, plan_fault
 from tests.groups import random_ids
+from tests.kinds import ANY, on_ranks
 from tests.patience import hurry
 from tests.rounds import Round, bits, combining, settle
 from tests.sending import make, results, round_trip, scattered, sent, stored_at_owners
 from weft.errors import InvalidArgument, OutOfOrder, PeerTimeout, TokenOverflow
 from weft.grouping.operator import ExpertGroups
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 GROUPS: dict[str, dict[str, object]] = {
     "contiguous": {"align": 16},
     "masked": {"layout": "masked"},
@@ -82,7 +82,7 @@ def same_refusals(*exchanges: weft.AllToAll) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
     ranks(3, kind)(same_bits, way, ROUNDS, list(GROUPS), {})
@@ -99,7 +99,8 @@ def test_experts_where_a_map_says(ranks, way):
         ranks(3, "threads")(same_bits, way, (case,), ["contiguous"], options)
 
 
-def odd_rows(group: weft.Group) -> None:
+@on_ranks(2)
+def test_rows_of_any_length(group):
     """Rows that are no whole number of a warp's pieces."""
     case = Round(tokens=(9, 16), hidden=264)
     with make(group, case, combine="pull") as plain:
@@ -110,12 +111,8 @@ def odd_rows(group: weft.Group) -> None:
             assert torch.equal(bits(got), bits(wanted))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_any_length(ranks, kind):
-    ranks(2, kind)(odd_rows)
-
-
-def profiled(group: weft.Group) -> None:
+@on_ranks(2)
+def test_a_send_is_in_the_timeline(group):
     """A send is in the timeline as the first half of combine."""
     case = Round(tokens=(4, 9), hidden=512)
     with make(group, case, combine="push", profile=True) as a2a:
@@ -125,12 +122,8 @@ def profiled(group: weft.Group) -> None:
         assert span.start_ns <= span.sent_ns <= span.published_ns <= span.end_ns
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_send_is_in_the_timeline(ranks, kind):
-    ranks(2, kind)(profiled)
-
-
-def refusals(group: weft.Group) -> None:
+@on_ranks(2)
+def test_what_the_host_refuses(group):
     case = Round(tokens=(4, 4), hidden=512)
     x, ids, weights, _ = case.of(group.rank, group.device)
     for options, words in (
@@ -179,12 +172,8 @@ def refusals(group: weft.Group) -> None:
             groups.send(y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_host_refuses(ranks, kind):
-    ranks(2, kind)(refusals)
-
-
-def disturbed(group: weft.Group) -> None:
+@on_ranks(3)
+def test_late_and_absent_sums(group):
     """A rank whose sums are late changes no byte; one that stays away is named."""
     case = Round(tokens=(8, 16, 3), hidden=512)
     options = {"combine": "push", "_defines": ("WEFT_FAULTS=1",)}
@@ -210,11 +199,6 @@ def finished(a2a: weft.AllToAll, groups: ExpertGroups, case: Round) -> None:
     round_trip(a2a, groups, case, sent)
     settle(a2a.group.device)
     a2a.check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_late_and_absent_sums(ranks, kind):
-    ranks(3, kind)(disturbed)
 
 
 def received_and_checked(a2a: weft.AllToAll) -> None:
@@ -266,7 +250,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
         assert torch.equal(bits(round_trip(a2a, groups, case, sent)), bits(wanted))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("way", ["push", "fp8", "choices"])
 def test_lies_of_peers_stay_in_their_places(ranks, kind, way):
     lies = (-1, 2**31 - 1, 17)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import ANY, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode, expert_results
 from tests.rounds import Round, settle
 from weft.errors import (
@@ -21,7 +22,6 @@ from weft.errors import (
 from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
 
 
@@ -66,7 +66,8 @@ def test_ranks_that_differ_are_told_both_values(ranks):
     ranks(2, "threads")(body)
 
 
-def refused_calls(group: weft.Group) -> None:
+@on_ranks(2)
+def test_wrong_tensors_are_refused_before_anything_is_sent(group):
     x, ids, weights, _ = inputs(group)
     with make(group) as a2a:
         wrong: list[tuple[Callable[[], object], str]] = [
@@ -103,12 +104,8 @@ def refused_calls(group: weft.Group) -> None:
         a2a.dispatch(x, ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wrong_tensors_are_refused_before_anything_is_sent(ranks, kind):
-    ranks(2, kind)(refused_calls)
-
-
-def out_of_order(group: weft.Group) -> None:
+@on_ranks(2)
+def test_calls_out_of_order_are_refused(group):
     x, ids, weights, _ = inputs(group)
     with make(group, split_phase=True) as a2a:
         for call, text in (
@@ -137,12 +134,8 @@ def out_of_order(group: weft.Group) -> None:
         a2a.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_calls_out_of_order_are_refused(ranks, kind):
-    ranks(2, kind)(out_of_order)
-
-
-def others_handle(group: weft.Group) -> None:
+@on_ranks(2, [THREADS])
+def test_another_all_to_alls_handle_is_refused(group):
     """Two layers' first dispatches have the same numbers; each is combined by its own object."""
     x, ids, weights, _ = inputs(group)
     with make(group) as one, make(group) as other:
@@ -153,10 +146,6 @@ def others_handle(group: weft.Group) -> None:
             one.combine(y, ids, weights, theirs.handle)
         one.combine(y, ids, weights, mine.handle)
         other.combine(y, ids, weights, theirs.handle)
-
-
-def test_another_all_to_alls_handle_is_refused(ranks):
-    ranks(2, "threads")(others_handle)
 
 
 def combined_in_any_order(group: weft.Group) -> list[int]:
@@ -177,7 +166,7 @@ def combined_in_any_order(group: weft.Group) -> list[int]:
         return slots
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_results_may_be_combined_in_any_order(ranks, kind):
     assert ranks(2, kind)(combined_in_any_order) == [[1, 1, 1]] * 2
 
@@ -203,7 +192,7 @@ def crossed(group: weft.Group, split_phase: bool) -> str:
         return ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("split_phase", [False, True])
 def test_ranks_that_combine_different_results_are_told(ranks, kind, split_phase):
     said = ranks(2, kind)(crossed, split_phase)
@@ -211,7 +200,8 @@ def test_ranks_that_combine_different_results_are_told(ranks, kind, split_phase)
     assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]
 
 
-def uncounted(group: weft.Group) -> None:
+@on_ranks(2)
+def test_ranks_need_not_have_counted_the_same_dispatches(group):
     """One rank's graph replayed a dispatch that its host did not count; the other's host did."""
     x, ids, weights, _ = inputs(group)
     with make(group) as a2a:
@@ -223,11 +213,6 @@ def uncounted(group: weft.Group) -> None:
         settle(group.device)
         a2a.check()
         assert torch.equal(again, wanted)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_need_not_have_counted_the_same_dispatches(ranks, kind):
-    ranks(2, kind)(uncounted)
 
 
 def bad_ids(group: weft.Group) -> list[str]:
@@ -255,7 +240,7 @@ def bad_ids(group: weft.Group) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_bad_ids_are_dropped_and_reported(ranks, kind):
     for rank, said in enumerate(ranks(2, kind)(bad_ids)):
         assert all(text.startswith(f"rank {rank}: topk_ids[1, ") for text in said)

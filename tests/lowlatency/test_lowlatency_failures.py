@@ -18,13 +18,13 @@ from tests.faults import (
     JITTER,
     plan_fault,
 )
+from tests.kinds import ANY, CPU
 from tests.lowlatency_rounds import Mode, play
 from tests.patience import hurry
 from tests.rounds import Round, settle
 from weft.errors import GroupError
 from weft.lowlatency.operator import LowLatencyAllToAll
 
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASE = Round(tokens=(8, 3, 8), hidden=128)
 
 
@@ -52,7 +52,7 @@ def disturbed(group: weft.Group, rounds: int, longest_ns: int, more: dict[str, o
                 play(a2a, mode, CASE.next(seed=seed), poison=seed % 8 == 0, split_phase=split_phase)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "threads"])
+@pytest.mark.parametrize("kind", [CPU, *ANY])
 @pytest.mark.parametrize("more", [{}, {"split_phase": True}], ids=["whole", "split_phase"])
 def test_delays_at_every_point_change_no_byte(ranks, kind, more):
     ranks(3, kind)(disturbed, 12, 400_000, more)
@@ -74,7 +74,7 @@ def silent(group: weft.Group) -> str:
         return ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_a_missing_word_is_named(ranks, kind):
     texts = ranks(3, kind)(silent)
     assert "rank 0, dispatch: rank 2 did not publish epoch 2" in texts[0]

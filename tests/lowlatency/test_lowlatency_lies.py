@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import weft
-from tests.emulator.operators import EmulatedLow, compile_low
 from tests.headers import HEADER_BYTES
+from tests.kinds import ANY, EMULATED
 from tests.lowlatency_rounds import Mode, store_at_owners
 from tests.rounds import Round, settle
 from weft.errors import PeerTimeout
@@ -20,7 +19,6 @@ from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.runtime.layout import LINE
 
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOST, HIDDEN, EPOCH = 8, 128, 2
 TAGGED_BITS = 24  # of value in a tagged word: tagged_bits in lowlatency/layout.cuh
 CASE = Round(tokens=(8, 8), hidden=HIDDEN)
@@ -120,18 +118,16 @@ def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Ten
         assert bool(((place >= 0) & (place < MOST * shape.top_k * shape.back_bytes)).all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("lie", LIES)
 def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
     ranks(2, kind)(lied_to, LIES[lie])
 
 
-def withheld(group: weft.Group, what: str, library: str = "") -> str:
+def withheld(group: weft.Group, what: str) -> str:
     """Rank 1 announces rows to rank 0 and then keeps one word back; how rank 0 says so."""
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
-        if library:
-            a2a._kernels = EmulatedLow(Path(library), a2a.config.shape)
         x, ids, weights, _ = CASE.of(group.rank, group.device)
         got = a2a.dispatch(x, ids, weights)
         a2a.combine(torch.zeros_like(got.x, dtype=x.dtype), ids, weights, got.handle)
@@ -160,18 +156,7 @@ def withheld(group: weft.Group, what: str, library: str = "") -> str:
 LATE = r"rank 0, dispatch: rank 1 did not publish epoch 2 within .* \(its flag shows epoch 1\)"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*ANY, EMULATED])
 @pytest.mark.parametrize("what", ["row", "choice"])
 def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
     assert re.match(LATE, ranks(2, kind)(withheld, what)[0])
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The kernels, emulated."""
-    return str(compile_low(Mode().shape(CASE, MOST), tmp_path_factory.mktemp("emulated")))
-
-
-@pytest.mark.parametrize("what", ["row", "choice"])
-def test_kernels_name_who_has_not_come_with_what_is_there(ranks, library, what):
-    assert re.match(LATE, ranks(2, "cpu")(withheld, what, library)[0])

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import ANY, on_ranks
 from tests.lowlatency_rounds import Mode
 from tests.rounds import bits
 from weft.lowlatency import reference as low
 from weft.lowlatency.operator import LowLatencyAllToAll
 
-KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 HIDDEN = 1024
 MODES = {
     "fp8": Mode(),
@@ -80,7 +80,7 @@ def _nan(like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like.view(torch.int16), 0x7FFF).view(like.dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("name", MODES)
 def test_every_number_arrives_as_the_reference_says(ranks, kind, name):
     if kind == "cuda" and MODES[name].recipe == "triton_dist":
@@ -88,7 +88,10 @@ def test_every_number_arrives_as_the_reference_says(ranks, kind, name):
     ranks(1, kind)(delivered, name)
 
 
-def weighted_sums(group: weft.Group, reduce: str, combine_dtype: str | None) -> None:
+@pytest.mark.parametrize("reduce", ["receiver", "sender"])
+@pytest.mark.parametrize("combine_dtype", [None, "fp8"])
+@on_ranks(2)
+def test_sums_are_weighted_in_top_k_order(group, reduce, combine_dtype):
     """Sums in top-k order, each product rounded: with weights that would show any other order."""
     generator = torch.Generator().manual_seed(9)
     tokens, top_k, hidden = 6, 8, 128
@@ -120,10 +123,3 @@ def weighted_sums(group: weft.Group, reduce: str, combine_dtype: str | None) -> 
         both_nan = out.isnan() & wanted.isnan()
         assert torch.equal(bits(out[~both_nan]), bits(wanted[~both_nan]))
         assert bool(both_nan[0].any())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reduce", ["receiver", "sender"])
-@pytest.mark.parametrize("combine_dtype", [None, "fp8"])
-def test_sums_are_weighted_in_top_k_order(ranks, kind, reduce, combine_dtype):
-    ranks(2, kind)(weighted_sums, reduce, combine_dtype)

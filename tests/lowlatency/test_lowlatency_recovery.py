@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 
 import weft
+from tests.alltoall.test_recovery import CASE, DEATHS, ORDER, RANKS
 from tests.lowlatency_rounds import Mode, play
 from tests.recovery import plan_death, run_survivors, surviving, until_broken
-from tests.rounds import Round
 from weft.errors import BadExpertId
 
-CASE = Round(tokens=(8, 3, 5, 4), hidden=256, experts=13, add=True)
 MODES = {
     "fp8": Mode(),
     "sums at the sender": Mode(reduce="sender", combine_dtype="fp8", scale="ue8m0"),
@@ -20,12 +19,6 @@ MODES = {
     ),
     "gemm_push": Mode(combine="gemm_push"),
 }
-DEATHS = {  # the fault point of each death; the ranks die in this order
-    "in dispatch": (1, 2, 3),
-    "in waits": (4, 7, 4),
-    "in combine": (5, 6, 7),
-}
-RANKS, ORDER = 4, (2, 0, 3)  # rank 1 is left alone
 
 
 def die_in_turn(group: weft.Group, folder: str, name: str, points: tuple[int, ...]) -> None:
@@ -58,9 +51,21 @@ def die_in_turn(group: weft.Group, folder: str, name: str, points: tuple[int, ..
             survivors.barrier()
 
 
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("points", DEATHS.values(), ids=DEATHS.keys())
+# One phase for each mode; all others run with the slow tests.
+FIRST = {
+    *(("fp8", "in dispatch"), ("sums at the sender", "in waits")),
+    *(("as they are, placed", "in combine"), ("gemm_push", "in waits")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "points"),
+    [
+        pytest.param(name, points, marks=() if (name, points) in FIRST else pytest.mark.slow)
+        for name in MODES
+        for points in DEATHS
+    ],
+)
 def test_the_living_go_on(ranks, tmp_path, name, points):
-    run_survivors(
-        lambda: ranks(RANKS, "cpu")(die_in_turn, str(tmp_path), name, points), tmp_path, [1]
-    )
+    body = (die_in_turn, str(tmp_path), name, DEATHS[points])
+    run_survivors(lambda: ranks(RANKS, "cpu")(*body), tmp_path, [1])

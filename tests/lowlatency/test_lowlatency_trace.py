@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests.kinds import ANY
 from tests.lowlatency_rounds import Mode, play
 from tests.rounds import Round
 from weft.errors import InvalidArgument, OutOfOrder
@@ -19,7 +20,6 @@ from weft.lowlatency.trace import Work, merge, read_work, to_chrome
 from weft.runtime.skew import Skew
 
 TraceRecord = trace_record(2)
-KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODE = Mode(more={"profile": True})
 CASE = Round(tokens=(5, 9), hidden=128)
 
@@ -38,7 +38,7 @@ def traced(group: weft.Group, folder: str) -> list[Work]:
         return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANY)
 def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
     works = ranks(2, kind)(traced, str(tmp_path))
     for rank, found in enumerate(works):
