@@ -170,7 +170,7 @@ layer() {
         timed "layer-$each" 60 layer --ranks "$most" --model "$each" --tokens 8,64,128,512 --overlap none,gemm_push
     done
     check layer-tests 300 some tests/moe
-    check layer-product 180 all tests/gemm/test_hopper_gpu.py
+    check layer-product 180 all tests/gemm/test_hopper{,_gpu}.py
 }
 
 # Other projects' own test programs, which `compat/run_rivals_tests.py collect` takes from git clones: not in "all".

@@ -36,11 +36,12 @@ def on_ranks(
 
         names = [*inspect.signature(body).parameters][1:]
         parameter = inspect.Parameter
-        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        made: Any = test
+        made.__signature__ = inspect.Signature(
             [parameter(name, parameter.KEYWORD_ONLY) for name in ("ranks", "kind", *names)]
         )
         # Processes find the body by this name.
-        test.body, body.__qualname__ = body, f"{body.__name__}.body"  # type: ignore[attr-defined]
-        return test
+        made.body, body.__qualname__ = body, f"{body.__name__}.body"
+        return test  # type: ignore[no-any-return]
 
     return decorate

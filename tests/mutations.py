@@ -117,11 +117,12 @@ def _paired(
     return _gemm(file, function, pattern, replacement, error, **run)
 
 
-BF16 = {"weights": "bf16", "block_m": 256}
-GATED = {"epilogue": "gated_fp8", "block_m": 64}
-GATED_16BIT = {"epilogue": "gated", "weights": "bf16", "block_m": 256}
-MXFP4 = {"weights": "mxfp4"}
-EARLY = {"prefetch_weights": True}
+Run = dict[str, Any]
+BF16: Run = {"weights": "bf16", "block_m": 256}
+GATED: Run = {"epilogue": "gated_fp8", "block_m": 64}
+GATED_16BIT: Run = {"epilogue": "gated", "weights": "bf16", "block_m": 256}
+MXFP4: Run = {"weights": "mxfp4"}
+EARLY: Run = {"prefetch_weights": True}
 STUCK = f"overrun|deadlock|{WRONG}"
 
 # What the emulated cluster must notice.
@@ -211,7 +212,7 @@ GEMM = {
               f"misaligned|{WRONG}", epilogue="push"),
     "dst_addr is overwritten while it is read":
         _gemm("epilogue.cuh", "share_dst_addrs", r"sync_math_warps\(\);(?= if constexpr)",
-              **{"epilogue": "push", "block_m": 32, "k": 128}),
+              epilogue="push", block_m=32, k=128),
     "normal staging is read before it is written":
         _gemm("epilogue.cuh", "store_normal", r"__syncwarp\(\);(?= #pragma)"),
     "rows of padding are stored":

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,8 +68,11 @@ CASES = {
         options={"quantize": "mxfp8"},
     ),
 }
-SLOW_SHAPES = ("fp8 back, fp16", "planes", "pushed, fp16, holes, statistics", "fp8 both ways")
-SLOW_SHAPES += ("mxfp8 of fp32",)  # of the emulator
+# What the emulator plays.
+SLOW_SHAPES = (
+    *("fp8 back, fp16", "planes", "pushed, fp16, holes, statistics", "fp8 both ways"),
+    *("mxfp8 of fp32",),
+)
 
 
 def rounds(a2a: weft.AllToAll, case: Round) -> None:
@@ -158,7 +163,8 @@ def test_eight_payloads_of_any_dtype(group):
         return raw.view(payload.dtype).view(6, *payload.shape).to(group.device)
 
     ids = torch.tensor([[0, 3], [1, 2], [-1, 3], [2, -1], [-1, -1], [3, 1]]).to(group.device)
-    sizes = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16, "dtype": torch.float32}
+    sizes: dict[str, Any] = {"max_tokens": 8, "top_k": 2, "num_experts": 4, "hidden": 16}
+    sizes |= {"dtype": torch.float32}
     with weft.AllToAll(group, payloads=PAYLOADS, **sizes) as a2a:
         got = a2a.dispatch([rows(p, group.rank) for p in PAYLOADS], ids)
         carries = (got.ids >= 0).any(dim=2)
@@ -222,6 +228,12 @@ def test_epochs_cross_their_wrap(group):
 @on_ranks(2, ["threads"])
 def test_memory_is_known_before_it_is_allocated(group):
     for stats in (0, 7):
-        sizes = {"max_tokens": 9, "top_k": 2, "num_experts": 4, "hidden": 24, "stats": stats}
+        sizes: dict[str, Any] = {
+            "max_tokens": 9,
+            "top_k": 2,
+            "num_experts": 4,
+            "hidden": 24,
+            "stats": stats,
+        }
         with weft.AllToAll(group, **sizes) as a2a:
             assert weft.AllToAll.memory_bytes(ranks=group.size, **sizes) == a2a.heap.size

@@ -190,11 +190,12 @@ def test_profiled_kernels_keep_every_round_in_order(group, name):
         group.barrier()
         drop_refusals(a2a)
         spans = read_timeline(a2a.heap)
+    entries: Any = a2a._kernels
     both = [(epoch, phase) for epoch in range(1, 5) for phase in ("dispatch", "combine")]
     assert [(span.epoch, span.phase) for span in spans] == both
     for span in spans:
         turn = span.epoch - 1 + group.rank
-        plans = DISPATCH if span.phase == "dispatch" else a2a._kernels.combines
+        plans = DISPATCH if span.phase == "dispatch" else entries.combines
         whole = span.epoch % 2 == 0 or span.phase == "dispatch"
         if name != "planes" or whole:  # the first half of a pull is flags only
             plan = plans[turn % len(plans)]

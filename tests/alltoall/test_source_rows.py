@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,9 +49,10 @@ def test_results_are_views_of_symmetric_memory(group):
         with pytest.raises(InvalidArgument, match=r"\[2, 12, 128\]; it must be \[2, 4, 128\]"):
             a2a.combine(torch.zeros(2, 12, 128, dtype=case.dtype, device=group.device))
         a2a.combine(y)
-        for rows, why in ((0, "in 1..12"), (13, "in 1..12"), (True, "integer"), (2.0, "integer")):
+        wrong: Any
+        for wrong, why in ((0, "in 1..12"), (13, "in 1..12"), (True, "integer"), (2.0, "integer")):
             with pytest.raises(InvalidArgument, match=f"rows is .*{why}"):
-                a2a.dispatch(x[:1], ids[:1], rows=rows)
+                a2a.dispatch(x[:1], ids[:1], rows=wrong)
         with pytest.raises(InvalidArgument, match="rows is 1, but this rank sends 2 tokens"):
             a2a.dispatch(x[:2], ids[:2], rows=1)
 

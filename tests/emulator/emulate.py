@@ -43,10 +43,10 @@ def emulated_tree(folder: Path, mutation: Mutation | None = None) -> Path:
         copy = folder / "weft" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(mutation.apply(name.as_posix(), text) if mutation else text)
-    for name, bodies in BODIES.items():
-        replace_bodies(folder / "weft/device" / name, bodies)
-    for name in TRANSLATED:
-        path = folder / "weft" / name
+    for file, bodies in BODIES.items():
+        replace_bodies(folder / "weft/device" / file, bodies)
+    for file in TRANSLATED:
+        path = folder / "weft" / file
         path.write_text(translated(path.read_text()))
     return folder
 

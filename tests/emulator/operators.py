@@ -71,7 +71,7 @@ class EmulatedAllToAll(Emulated):
         super().__init__(library)
         self._shape, self._rank, self._offsets = shape, rank, Offsets.of(shape)
         self._suffix = f"_{rank % known_ranks(shape)}"
-        self.combines = COMBINE_FP8 if shape.combine == "push_fp8" else COMBINE
+        self.combines: tuple[Plan, ...] = COMBINE_FP8 if shape.combine == "push_fp8" else COMBINE
         self._turns = {"dispatch": itertools.count(rank), "combine": itertools.count(rank)}
         self._turn = dict.fromkeys(self._turns, 0)
         self.watch: Watch | None = None
@@ -228,5 +228,5 @@ class Emulator:
 def watched(a2a: weft.AllToAll) -> Watch:
     """Return the watch of an emulated all-to-all, which also sees what its experts touch."""
     entries: Any = a2a._kernels
-    entries.watch = Watch(entries.library, a2a._site.stride)
-    return entries.watch
+    entries.watch = watch = Watch(entries.library, a2a._site.stride)
+    return watch

@@ -340,16 +340,32 @@ def hold_damage_to_its_row(made: Made, *plans: WgmmaPlan) -> None:
 
 
 EXPONENTS = Case(MXFP4, counts=(16,), n=256, k=512)
-# What every kernel is tried with on a GPU.
-LAYOUTS = {
-    "contiguous": Case(counts=(5, 0, 130, 1, 64), n=512, k=1024),
-    "masked": Case(counts=(17, 0, 3, 129), n=512, k=1024, masked=True),
-    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=512),
+# What kernels are tried with, in the emulator and on GPUs. Odd numbers of k blocks, scales as
+# vectors and one by one, rows up to the last of the tensor; with 16-bit dtypes: k blocks and tiles
+# that end beyond the tensor. Cases of one number of experts, n, k and dtype share their kernels.
+CASES = {
+    "contiguous": Case(counts=(5, 0, 130, 1, 170), n=512, k=384),
+    "masked": Case(counts=(17, 0, 3, 129, 1), n=512, k=384, masked=True),
+    "no rows": Case(counts=(0,) * 5, n=512, k=384),
+    "packed": Case(counts=(3, 1, 7, 0, 200), align=1, slack=0, n=256, k=512),
+    "k-major": Case(counts=(40, 9, 0, 33, 1), k_major=True, n=256, k=512),
+    "k-major, masked": Case(counts=(40, 9, 0, 33, 1), k_major=True, masked=True, n=256, k=512),
+    "many experts": Case(counts=tuple(e % 5 for e in range(70)), n=256, k=128),
+    "normal": Case(counts=(97, 128, 129, 192, 257, 300), n=256, k=640),
+    "mxfp4": Case(MXFP4, counts=(5, 0, 130, 1, 170), n=512, k=384, bias=True),
+    "mxfp4, masked": Case(MXFP4, counts=(17, 0, 3, 97, 2), n=512, k=384, bias=True, masked=True),
+    "bf16": Case(torch.bfloat16, counts=(5, 0, 130, 1, 64), n=272, k=200, bias=True),
+    "bf16, high": Case(torch.bfloat16, counts=(150, 257, 192, 48), n=256, k=320),
+    "fp16, masked": Case(torch.float16, counts=(17, 0, 3, 200), n=512, k=64, masked=True),
+}
+# Sizes that take too long in the emulator.
+LARGE = {
     "one expert": Case(counts=(300,), n=512, k=2048),
-    "no rows": Case(counts=(0, 0, 0), n=512),
-    "k-major": Case(counts=(40, 9), k_major=True, n=512),
-    "k-major, masked": Case(counts=(40, 9), k_major=True, masked=True, n=512),
-    "many experts": Case(counts=tuple(e % 5 for e in range(200)), n=512, k=128),
+    "heights": Case(counts=(97, 112, 128, 129, 192, 191, 256, 224, 257, 289, 545), n=512, k=1024),
+    "deep": Case(counts=(100, 33, 250), n=512, k=7168),
+    "bf16, deep": Case(torch.bfloat16, counts=(150, 257, 192, 48, 224), n=768, k=2880),
+    "mxfp4, heights": Case(MXFP4, counts=(97, 144, 160, 161, 192, 321, 545), n=512, k=1024),
+    "mxfp4, deep": Case(MXFP4, counts=(100, 33, 250), n=512, k=7168),
 }
 
 

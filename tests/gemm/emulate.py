@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
 from tests.emulator.instructions import translated
 from tests.mutations import Mutation
-from weft.gemm import Push, WgmmaPlan, kernels
+from weft.gemm import Push, WgmmaPlan, kernels, reference
 from weft.gemm.call import GemmCall
 from weft.gemm.config import CLUSTER_N
 from weft.gemm.kernels import THREADS
@@ -197,3 +199,40 @@ def tensor_map(
     for values, room in ((sizes, 5), (strides, 4), (box, 5)):
         words += [*values, *(0,) * (room - len(values))]
     return struct.pack("=16Q", *words)
+
+
+@dataclass
+class EmulatedHopper:
+    """Kernels of many shapes that stand for the reference; those of one problem share a library."""
+
+    shapes: Iterable[kernels.GemmShape]
+    folder: Callable[[], Path]
+    seed: int = 1
+    policy: int = LATE
+    sms: int = 4
+
+    def __post_init__(self) -> None:
+        self._problems: dict[tuple[object, ...], list[kernels.GemmShape]] = {}
+        self._gemms: dict[tuple[object, ...], EmulatedGemms] = {}
+        for shape in dict.fromkeys(self.shapes):
+            self._problems.setdefault(_problem(shape), []).append(shape)
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Let calls with a WgmmaPlan and tensors of the CPU run the kernels."""
+        patch.setattr(reference, "compute", self.compute)
+        patch.setattr(kernels, "tensor_map", tensor_map)
+
+    def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:
+        """Run one grouped GEMM to its end."""
+        problem = _problem(kernels.GemmShape.of(call, plan))
+        if problem not in self._gemms:
+            shapes = tuple(self._problems[problem])
+            library = ctypes.CDLL(str(compile_gemms(shapes, self.folder())))
+            self._gemms[problem] = EmulatedGemms(library, shapes)
+        gemms = self._gemms[problem]
+        gemms.seed, gemms.policy, gemms.sms = self.seed, self.policy, self.sms
+        gemms.compute(call, plan)
+
+
+def _problem(shape: kernels.GemmShape) -> tuple[object, ...]:
+    return shape.experts, shape.n, shape.k, shape.operand

@@ -9,14 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gemm.cases import LAYOUTS, UNTOUCHED, Case, Made, gated
+from tests.gemm.cases import CASES as ALL
+from tests.gemm.cases import LARGE, UNTOUCHED, Case, Made, gated
 from weft.gemm import STORE, Epilogue, Gated, GatedQuant, GemmPlan, grouped_gemm, plan
 from weft.gemm.config import FP8
 
 pytestmark = pytest.mark.gpu
 
 BF16, HALF = torch.bfloat16, torch.float16
-CASES = LAYOUTS | {"bias": Case(counts=(33, 2), bias=True, n=512)}
+CASES = {name: case for name, case in (ALL | LARGE).items() if case.dtype == FP8}
+CASES["bias"] = Case(counts=(33, 2), bias=True, n=512)
 
 
 def tiles(dtype: torch.dtype, gating: bool) -> Iterator[GemmPlan]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ class GemmRun:
         """Compare the GEMM with the oracle in many orders. Raises AssertionError."""
         split = self.weights == "fp8" and self.block_m == 256
         case = replace(CASES["split" if split else self.weights], k=self.k)
-        prefetch, plan = {"prefetch_weights": self.prefetch_weights}, WgmmaPlan(self.block_m)
+        prefetch: dict[str, Any] = {"prefetch_weights": self.prefetch_weights}
+        plan = WgmmaPlan(self.block_m)
         shapes = (shape_of(case, self.block_m, self.epilogue, **prefetch),)
         library = ctypes.CDLL(str(compile_gemms(shapes, folder / "tree", mutation)))
         patch.setattr(kernels, "tensor_map", tensor_map)

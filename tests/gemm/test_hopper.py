@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hopper's grouped GEMM in the emulator, in orders by chance, and on a GPU.
+
+The tensor cores' last bits are theirs, so only the GPU tests compare with the bits of Triton's
+kernel. Triton's has no MXFP4 weights: there all tiles make one result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.gemm.cases import (
+    CASES,
+    EXPONENTS,
+    LARGE,
+    UNTOUCHED,
+    Case,
+    Made,
+    decode_mxfp4,
+    every_exponent,
+    gated,
+    hold_damage_to_its_row,
+    hold_to_rows,
+    shape_of,
+)
+from tests.gemm.emulate import EmulatedHopper
+from weft.gemm import (
+    STORE,
+    Epilogue,
+    Gated,
+    GatedQuant,
+    Push,
+    WgmmaPlan,
+    pack_mxfp4,
+    plan,
+)
+from weft.gemm.config import BLOCK_MS, FP8, FP8_BLOCK_MS, MXFP4, MXFP4_BLOCK_MS
+from weft.gemm.kernels import BIASES, GemmShape, preload
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow, id="emulated"),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+ALL = CASES | LARGE
+TILES = {"contiguous": (32, 256), "normal": (96, 128, 256), "packed": (64, 160)}
+TILES |= {"bf16": (32, 256), "bf16, high": (128, 192), "mxfp4": (32, 160)}
+# On a GPU some have every tile there is, others a low and a high one.
+EVERY_TILE = ("contiguous", "heights", "deep", "bf16, deep", "mxfp4", "mxfp4, heights")
+PUSHED = ("contiguous", "mxfp4", "bf16")
+EARLY = ("normal", "bf16", "mxfp4")
+EPILOGUES: dict[str, Epilogue] = {
+    "store": STORE,
+    "gated": GatedQuant(),
+    "limited": GatedQuant(1.702, 1.0, 0.7),
+    "situ": GatedQuant(beta=0.5, linear_beta=3.0),
+}
+SITU = ("contiguous", "mxfp4", "bf16")
+HALF = Case(MXFP4, counts=(5, 40), n=384, k=256)  # the last columns are of one CTA alone
+# Beside split tiles, gated tiles of up to 64 rows have two k blocks in a stage: one k block, a pair
+# and a half, and more than there are stages.
+PAIRED = Case(counts=(1, 63, 320, 64, 65, 257, 0, 321), align=1, n=256)
+PAIRED_KS = (128, 384, 1408)
+# Biases and results of other dtypes than the operands: fewer columns than a warp has, odd steps of
+# k.
+DTYPES = {
+    "tiny": (Case(BF16, (5, 0, 37, 1, 64), 16, 8, bias=True), torch.float32, FP16, 32),
+    "masked": (Case(FP16, (33, 65, 0, 97), 144, 136, masked=True, bias=True), FP16, BF16, 64),
+    "other": (Case(FP16, (33, 193), 400, 72, bias=True), BF16, BF16, 192),
+}
+
+
+def block_ms(name: str, device: str) -> tuple[int, ...]:
+    if device == "cpu":
+        return TILES.get(name, (32,))
+    if name not in EVERY_TILE:
+        return (32, 128)
+    return {FP8: FP8_BLOCK_MS, MXFP4: MXFP4_BLOCK_MS}.get(ALL[name].dtype, BLOCK_MS)
+
+
+def shapes_of(name: str, device: str) -> Iterator[GemmShape]:
+    case = ALL[name]
+    for rows in block_ms(name, device):
+        for epilogue in ("store", "gated"):
+            shape = shape_of(case, rows, epilogue)
+            yield shape
+            if name in EARLY and device == "cpu":
+                yield replace(shape, prefetch_weights=True)
+        if name in SITU:
+            yield shape_of(case, rows, "gated", situ=True)
+        if name in PUSHED:
+            shape = shape_of(case, rows, "push")
+            yield from (shape, replace(shape, out_dtype="fp16"), replace(shape, flag_in_data=True))
+
+
+def all_shapes(device: str) -> Iterator[GemmShape]:
+    for name in CASES if device == "cpu" else ALL:
+        yield from shapes_of(name, device)
+    for case in (HALF, EXPONENTS):
+        yield shape_of(case, 32, "store")
+    for k in PAIRED_KS:
+        for rows, early in ((64, False), (256, False), (256, True)):
+            yield shape_of(replace(PAIRED, k=k), rows, "gated", prefetch_weights=early)
+    for case, bias, out, rows in DTYPES.values():
+        for epilogue in ("store", "gated", "push"):
+            dtypes = {"bias": BIASES[bias], "out_dtype": "bf16" if out == BF16 else "fp16"}
+            yield shape_of(case, rows, epilogue, **dtypes)
+
+
+class Hopper:
+    """The kernel on one device; on a GPU, chance needs no seeds."""
+
+    def __init__(self, device: str, emulated: EmulatedHopper | None) -> None:
+        self.device, self.emulated = device, emulated
+
+    def draw(self, seed: int, policy: int | None = None, sms: int = 4) -> None:
+        """Run the next calls in another order. policy: of what is on its way."""
+        if self.emulated is not None:
+            self.emulated.seed, self.emulated.sms = seed, sms
+            self.emulated.policy = seed % 3 if policy is None else policy
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedHopper:
+    return EmulatedHopper(all_shapes("cpu"), lambda: tmp_path_factory.mktemp("gemms") / "tree")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compile all shapes at once, or the tests would compile one after the other."""
+    torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("WgmmaPlan's kernel is for Hopper")
+    preload([*dict.fromkeys(all_shapes("cuda"))])
+
+
+@pytest.fixture
+def hopper(
+    device: str,
+    one_thread: None,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Hopper:
+    """Return the kernel on a device. In the emulator, calls on CPU tensors run it."""
+    if device == "cuda":
+        request.getfixturevalue("compiled")
+        return Hopper(device, None)
+    own = request.getfixturevalue("emulated")
+    own.patch(monkeypatch)
+    return Hopper(device, own)
+
+
+on_each = pytest.mark.parametrize("device", DEVICES)
+in_emulator = pytest.mark.parametrize("device", DEVICES[:1])
+
+
+def epilogue_for(case: Case, name: str) -> tuple[Epilogue, float]:
+    """Return an epilogue for a case's dtype, and how near its result must be."""
+    epilogue = EPILOGUES[name]
+    if not isinstance(epilogue, GatedQuant):
+        return epilogue, 2.0**-7
+    if case.fp8_rows:
+        return epilogue, 0.08
+    return Gated(**asdict(epilogue)), 2.0**-6
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "epilogue"),
+    [
+        pytest.param(*device.values, name, epilogue, marks=device.marks)
+        for device in DEVICES
+        for name in (CASES if device.id else ALL)
+        for epilogue in EPILOGUES
+        if epilogue != "situ" or name in SITU
+    ],
+)
+def test_rows_are_those_of_the_oracle(hopper: Hopper, name: str, epilogue: str):
+    case, on_gpu = ALL[name], hopper.device == "cuda"
+    if on_gpu and case.dtype == MXFP4:
+        # Tensor cores align FP8 products before they add them: of rows that span the whole window
+        # the smallest numbers are lost, with FP8 weights as well.
+        case = replace(case, window=4)
+    made, (how, tolerance) = case.make(hopper.device), epilogue_for(case, epilogue)
+    wanted, first = made.oracle(), None
+    if isinstance(how, Gated):
+        wanted = gated(how, wanted)
+    if on_gpu and case.dtype != MXFP4:
+        tile = plan(4, 32, case.n, case.k, case.dtype, gated=isinstance(how, Gated))
+        first = made.call(how, tile)
+    for seed, rows in enumerate(block_ms(name, hopper.device)):
+        hopper.draw(seed, (seed + len(epilogue)) % 3)
+        ours = made.call(how, WgmmaPlan(rows))
+        ours.agrees(wanted, tolerance)
+        first = first or ours
+        assert not on_gpu or ours.same_bits(first), rows
+
+
+def exact(made: Made, block_m: int) -> None:
+    """Assert that rows are the oracle's, rounded once, and that no other row is written."""
+    case = made.case
+    live, wide = case.live(), made.oracle()
+    got = made.call(STORE, WgmmaPlan(block_m)).numbers.reshape(case.rows, -1).cpu()
+    assert torch.equal(got[live], wide[live].to(BF16 if case.fp8_rows else case.dtype))
+    assert bool((got[~live] == UNTOUCHED).all())
+
+
+@on_each
+def test_every_number_at_every_exponent(hopper: Hopper):
+    exact(every_exponent(hopper.device), 32)
+
+
+def in_integers(case: Case) -> Made:
+    """Return operands whose sums are exact in fp32, in any order."""
+    made, seed = case.make(), torch.Generator().manual_seed(3)
+    live = case.live().view(made.a.shape[:-1])
+
+    def draw(like: torch.Tensor) -> torch.Tensor:
+        return torch.randint(-3, 4, like.shape, generator=seed).to(like.dtype)
+
+    a = made.a.clone()
+    a[live] = draw(made.a)[live]
+    if case.bias:
+        made.given["bias"].copy_(draw(made.given["bias"]))
+    if not case.fp8_rows:
+        return replace(made, a=a, b=draw(made.b))
+    for name in ("a_scale", "b_scale") if case.dtype == FP8 else ("a_scale",):
+        powers = torch.exp2(torch.randint(-3, 1, made.given[name].shape, generator=seed).float())
+        kept = made.given[name].isnan()
+        made.given[name].copy_(torch.where(kept, torch.nan, powers))
+    if case.dtype == FP8:
+        return replace(made, a=a, b=draw(made.b))
+    experts, size = len(case.counts), (len(case.counts), case.n, case.k // 2)
+    values = torch.randint(0, 256, size, generator=seed).byte()
+    scales = torch.randint(124, 130, (experts, case.n, case.k // 32), generator=seed).byte()
+    b, b_scale = pack_mxfp4(values, scales)
+    given = made.given | {"b_scale": b_scale}
+    return replace(made, a=a, b=b, given=given, wide=decode_mxfp4(values, scales))
+
+
+@pytest.mark.parametrize("name", [*TILES, "masked", "mxfp4, masked", "half a cluster's columns"])
+@in_emulator
+def test_integers_are_exact(hopper: Hopper, name: str):
+    made = in_integers(CASES.get(name, HALF))
+    for policy in range(3):
+        hopper.draw(policy, policy)
+        for rows in block_ms(name, hopper.device):
+            exact(made, rows)
+
+
+@pytest.mark.parametrize("name", PUSHED)
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+@in_emulator
+def test_any_counts_are_served(hopper: Hopper, name: str, data: st.DataObject):
+    """Borders of tiles are where the counts are drawn from, too."""
+    edges = [0, 1, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 320, 321, 544]
+    size = len(CASES[name].counts)
+    drawn = st.lists(st.sampled_from(edges) | st.integers(0, 300), min_size=size, max_size=size)
+    case = replace(CASES[name], counts=tuple(data.draw(drawn)), align=1)
+    seed, policy = data.draw(st.integers(0, 99)), data.draw(st.integers(0, 2))
+    hopper.draw(seed, policy, data.draw(st.sampled_from((2, 4, 6))))
+    exact(in_integers(case), data.draw(st.sampled_from(block_ms(name, hopper.device))))
+
+
+@pytest.mark.parametrize("k", PAIRED_KS)
+@on_each
+def test_two_k_blocks_in_a_stage_change_no_bit(hopper: Hopper, k: int):
+    """Each is added with one fma, in order, as where it has a stage to itself."""
+    made, epilogue = replace(PAIRED, k=k).make(hopper.device), GatedQuant()
+    alone = made.call(epilogue, WgmmaPlan(64))
+    for seed in range(4):
+        hopper.draw(seed, sms=(2, 6)[seed // 2])
+        early = seed % 2 == 1
+        options: dict[str, Any] = {"prefetch_weights": early, "programmatic_launch": early}
+        assert made.call(epilogue, WgmmaPlan(256), **options).same_bits(alone), seed
+
+
+@pytest.mark.parametrize("epilogue", ["store", "gated"])
+@pytest.mark.parametrize("name", EARLY)
+@in_emulator
+def test_weights_may_be_loaded_before_the_previous_kernel_ends(
+    hopper: Hopper, name: str, epilogue: str
+):
+    """Rows, scales and dst_addr hold NaN until that end, which comes at any time."""
+    made, (how, _) = CASES[name].make(), epilogue_for(CASES[name], epilogue)
+    for rows in block_ms(name, hopper.device):
+        plain = made.call(how, WgmmaPlan(rows))
+        for seed in range(3):
+            hopper.draw(seed, sms=(2, 4)[seed % 2])
+            got = made.call(how, WgmmaPlan(rows), prefetch_weights=True, programmatic_launch=True)
+            assert got.same_bits(plain), (rows, seed)
+
+
+@pytest.mark.parametrize("epilogue", ["store", "gated"])
+@pytest.mark.parametrize("name", PUSHED)
+@on_each
+def test_no_order_and_no_number_of_sms_changes_a_bit(hopper: Hopper, name: str, epilogue: str):
+    """One cluster computes low and high tiles in turn, or several share them."""
+    made, (how, _) = CASES[name].make(hopper.device), epilogue_for(CASES[name], epilogue)
+    tile = WgmmaPlan(TILES[name][-1])
+    first = made.call(how, tile)
+    for seed, sms in enumerate((1, 2, 7, 40)):
+        hopper.draw(seed, sms=(2, 4, 6, 12)[seed])
+        num_sms: dict[str, Any] = {"num_sms": sms} if hopper.device == "cuda" else {}
+        assert made.call(how, tile, **num_sms).same_bits(first), seed
+
+
+@pytest.mark.parametrize("name", PUSHED)
+@on_each
+def test_rows_are_pushed_to_dst_addr_or_nowhere(hopper: Hopper, name: str):
+    case = CASES[name]
+    made = case.make(hopper.device)
+    for seed, rows in enumerate(block_ms(name, hopper.device)):
+        whole = made.call(STORE, WgmmaPlan(rows)).numbers.reshape(case.rows, case.n)
+        for aborted in (None, 0, 1):
+            hopper.draw(seed, 2 * (seed % 2))
+            stored, came = made.pushed(WgmmaPlan(rows), BF16, aborted=aborted)
+            assert torch.equal(stored[came], whole[came])
+        stored, came = made.pushed(WgmmaPlan(rows), FP16)
+        assert torch.allclose(stored[came].float(), whole[came].float(), rtol=2.0**-7, atol=0.02)
+
+
+@pytest.mark.parametrize("name", PUSHED)
+@in_emulator
+def test_no_word_of_a_row_with_flag_in_data_is_the_sentinel(hopper: Hopper, name: str):
+    """A NaN of the result is not a word of all ones, that the owner polls for."""
+    case, tile = CASES[name], WgmmaPlan(TILES[name][1])
+    made = case.make()
+    made.a.view(torch.uint8 if case.fp8_rows else torch.int16)[case.live().nonzero()[0]] = (
+        0x7F if case.fp8_rows else 0x7FFF
+    )
+    whole = made.call(STORE, tile).numbers.reshape(case.rows, case.n)
+    remote = torch.full((case.rows, case.n // 2), -1, dtype=torch.int32)
+    dst_addr = remote.data_ptr() + torch.arange(case.rows) * (case.n * 2)
+    abort_flag = torch.zeros(1, dtype=torch.int32)
+    made.call(Push(dst_addr, BF16, flag_in_data=True, abort_flag=abort_flag), tile)
+    live = case.live()
+    assert torch.equal(remote[live], whole.view(torch.int32)[live])
+    assert bool(whole[live].isnan().any())
+    assert bool((remote[live] != -1).all())
+    assert bool((remote[~live] == -1).all())
+
+
+@pytest.mark.parametrize("rows", [32, 256])
+@on_each
+def test_counts_and_starts_that_lie_touch_no_row_of_others(hopper: Hopper, rows: int):
+    hold_to_rows(CASES["contiguous"].make(hopper.device), WgmmaPlan(rows))
+
+
+@on_each
+def test_damage_stays_in_its_row(hopper: Hopper):
+    name = "normal" if hopper.device == "cpu" else "heights"
+    plans = [WgmmaPlan(rows) for rows in reversed(block_ms(name, hopper.device))]
+    first = 1 if hopper.device == "cpu" else len(plans)
+    hold_damage_to_its_row(ALL[name].make(hopper.device), *plans[:first])
+
+
+@pytest.mark.parametrize("epilogue", ["store", "gated", "push"])
+@pytest.mark.parametrize("name", DTYPES)
+@on_each
+def test_biases_and_results_of_other_dtypes(hopper: Hopper, name: str, epilogue: str):
+    case, bias, out, block_m = DTYPES[name]
+    made, tile = case.make(hopper.device), WgmmaPlan(block_m)
+    made.given["bias"] = made.given["bias"].to(bias)
+    wanted, how = made.oracle(), Gated(1.702, 1.0, 0.7)
+    for seed, sms in enumerate((2, 4, 6)):
+        hopper.draw(seed, sms=sms)
+        if epilogue == "gated":
+            made.call(how, tile, out).agrees(gated(how, wanted), 2.0**-6)
+            continue
+        got = made.call(STORE, tile, out)
+        got.agrees(wanted, 2.0**-6)
+        if epilogue == "push":
+            stored, came = made.pushed(tile, out)
+            assert torch.equal(stored[came], got.numbers.reshape(case.rows, -1)[came])
+
+
+def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose last byte is the last that may be touched: the next page is closed."""
+    size = tensor.numel() * tensor.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(start + pages), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    bytes_ = torch.frombuffer(room, dtype=torch.uint8, count=size, offset=pages - size)
+    copy = bytes_.view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    return copy
+
+
+@pytest.mark.parametrize("epilogue", ["store", "gated"])
+@pytest.mark.parametrize("name", ["contiguous", "packed", "mxfp4", "bf16"])
+@in_emulator
+def test_nothing_is_touched_behind_its_end(hopper: Hopper, name: str, epilogue: str):
+    case, (how, _) = CASES[name], epilogue_for(CASES[name], epilogue)
+    made = case.make()
+    given = {name: at_the_brink(tensor) for name, tensor in made.given.items()}
+    made = replace(made, a=at_the_brink(made.a), b=at_the_brink(made.b), given=given)
+    for rows in block_ms(name, hopper.device):
+        whole = made.call(how, WgmmaPlan(rows))
+        numbers, out = at_the_brink(whole.numbers), None
+        if whole.scales is not None:
+            out = numbers, at_the_brink(whole.scales)
+        made.call(how, WgmmaPlan(rows), out=numbers if out is None else out)
+        assert torch.equal(numbers.view(torch.uint8), whole.numbers.view(torch.uint8))
