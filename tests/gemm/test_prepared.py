@@ -23,7 +23,7 @@ from weft.gemm import (
     kernels,
     operator,
 )
-from weft.gemm.call import GemmCall, checked_call
+from weft.gemm.call import OUT, GemmCall, checked_call
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_an_equal_call_is_launched_without_a_check(
         made = replace(case, seed=seed).make()
         kept.append((made, grouped_gemm(made.a, made.b, **made.given)))
     assert len(checked) == 1
-    found = [(at[operator.OUT], at[-2], at[-1]) for at in launches]
+    found = [(at[OUT], at[-2], at[-1]) for at in launches]
     assert found == [(out.data_ptr(), m.a.data_ptr(), m.b.data_ptr()) for m, out in kept]
     assert all(out.shape == kept[0][1].shape for _, out in kept)
 
