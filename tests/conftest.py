@@ -104,13 +104,17 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what this machine cannot run: GPU tests without a GPU, or with too few."""
-    if torch.cuda.is_available():
-        return
-    without = [item for item in items if "gpu" in item.keywords]
+    """Deselect the tests that need more GPUs than this machine has."""
+    gpus = torch.cuda.device_count()
+    without = [item for item in items if gpus_needed(item) > gpus]
     if without:
         config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if "gpu" not in item.keywords]
+        items[:] = [item for item in items if gpus_needed(item) <= gpus]
+
+
+def gpus_needed(item: pytest.Item) -> int:
+    """Number of GPUs that a test needs: n of `gpu(n)`, 1 of `gpu`."""
+    return max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
 
 
 @pytest.fixture

@@ -35,11 +35,10 @@ BF16 = torch.bfloat16
 REPLAYS = 4
 Tensors = tuple[torch.Tensor, ...]
 
-_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 PLACES = [
     pytest.param(2, "threads"),
     pytest.param(2, "cuda", marks=pytest.mark.gpu),
-    pytest.param(4, "cuda", marks=[pytest.mark.gpu, _four]),
+    pytest.param(4, "cuda", marks=pytest.mark.gpu(4)),
 ]
 
 

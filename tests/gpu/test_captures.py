@@ -42,7 +42,7 @@ assert set(NAMES) <= set(MODES)  # noticed where there is no GPU, too
 SLEEP = 1_000_000_000  # cycles: about half a second
 LARGE = 512 << 20
 
-need_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+need_two = pytest.mark.gpu(2)
 RANKS = [1, pytest.param(2, marks=need_two)]
 
 

@@ -24,10 +24,7 @@ from weft import reference
 from weft.bench.harness import capture, settle
 from weft.errors import GroupError, RankFailed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank"),
-]
+pytestmark = pytest.mark.gpu(2)  # NCCL needs a GPU for each rank
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 TOKENS = (5, 0, 8, 2)[-GPUS:]
 OPTIONS: dict[str, dict[str, Any]] = {

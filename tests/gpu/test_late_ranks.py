@@ -9,10 +9,7 @@ import torch
 
 import weft
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="times a GPU for each rank"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 CALLS = 20
 LATE_US = (600, 1200)  # about as long as a GPU's threads took to read their host's memory at once

@@ -7,7 +7,6 @@ import signal
 from typing import Any
 
 import pytest
-import torch
 
 from tests.memory.baseline import raised
 from weft.errors import RendezvousFailed
@@ -15,10 +14,7 @@ from weft.memory import discovery
 from weft.memory.group import Group
 from weft.memory.launch import launch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank"),
-]
+pytestmark = pytest.mark.gpu(2)  # NCCL needs a GPU for each rank
 
 
 def meet(group):

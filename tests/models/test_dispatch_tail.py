@@ -37,10 +37,8 @@ def test_without_two_gpus_it_says_so(program: Path) -> None:
     assert "needs two GPUs" in done.stderr or "cudaGetDeviceCount" in done.stderr
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_ordered_tails_lose_nothing(program: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     done = subprocess.run([str(program), "1", "50000"], capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

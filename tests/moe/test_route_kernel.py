@@ -267,7 +267,7 @@ def test_a_first_call_is_not_captured():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
+@pytest.mark.gpu(2)
 def test_logits_of_another_device():
     routing = RULES["qwen3-30b-a3b"]
     logits = torch.randn(9, 128, generator=torch.Generator().manual_seed(3)).to("cuda:1")

@@ -161,8 +161,7 @@ def test_ranks_answer_as_one_process_does(ranks: Any, models: Path) -> None:
 
 # Ranks that share a GPU meet by gloo, whose functional collectives end the process there
 # (torch 2.11): transformers' own ways need a GPU for each rank.
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two ranks")
+@pytest.mark.gpu(2)
 def test_gpus_answer_as_one_gpu_does(ranks: Any, models: Path) -> None:
     jobs = jobs_of(FAMILIES, 2, torch.bfloat16)
     # FSDP takes parameters of one dtype, and this model keeps some in float32.
