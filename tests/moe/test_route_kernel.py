@@ -266,7 +266,6 @@ def test_a_first_call_is_not_captured():
         route(routing, logits)
 
 
-@pytest.mark.gpu
 @pytest.mark.gpu(2)
 def test_logits_of_another_device():
     routing = RULES["qwen3-30b-a3b"]
