@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled FP8 in plain torch: what kernels make of rows, bit by bit."""
+"""Block-scaled FP8 in plain torch, bitwise equal to the kernels."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 def quantize(
     x: torch.Tensor, kind: str, columns: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x `[..., hidden]` to FP8 numbers and block scales.
+    """Quantise x `[..., hidden]` to FP8 with one scale per block of columns.
 
     A block of zeros (fp8: amax below 2^-117) is stored as zeros. A block that holds an Inf or a NaN
-    has a NaN scale and NaN numbers.
+    gets a NaN scale and NaN values.
 
     Args:
-        columns: Columns of a block. Default: 128 for "fp8", 32 for "mxfp8".
+        kind: "fp8" or "mxfp8".
+        columns: Columns per block. Default: 128 for "fp8", 32 for "mxfp8".
 
     Returns:
         float8_e4m3fn `[..., hidden]` and scales `[..., hidden / columns]`. "fp8": float32, amax /
-            448. "mxfp8": float8_e8m0fnu, the smallest power of two that brings amax to at most 448.
+            448. "mxfp8": float8_e8m0fnu, the smallest power of two p with amax / p at most 448.
     """
     columns = columns or (32 if kind == "mxfp8" else 128)
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
@@ -31,7 +32,7 @@ def quantize(
         inverse = power_of_two(-power)
     else:
         small = amax < 2.0**-117
-        # Tensors on both sides: torch divides by a number as a product with its reciprocal.
+        # Divide by a tensor: torch divides by a Python number by multiplying with its reciprocal.
         scales = torch.where(small, 0.0, amax / torch.full_like(amax, 448.0))
         scales = torch.where(broken, torch.nan, scales)
         inverse = torch.where(small, 0.0, torch.full_like(amax, 448.0) / amax)
@@ -40,24 +41,29 @@ def quantize(
 
 
 def block_amax(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest |x| of blocks `[..., columns]`, 1 where one is no finite number; where one is."""
+    """Return amax of blocks `[..., columns]`, and a mask of blocks with an Inf or a NaN, whose amax
+    is 1.
+    """
     amax = torch.where(blocks.isnan(), torch.inf, blocks.abs()).amax(dim=-1)
     broken = amax.isinf()
     return torch.where(broken, 1.0, amax), broken
 
 
 def power_above(amax: torch.Tensor) -> torch.Tensor:
-    """The exponent of the smallest power of two that brings amax, which is not 0, to 448."""
+    """Return the exponent of the smallest power of two p with amax / p at most 448.
+
+    amax must not be 0.
+    """
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [0.5, 1)
     return exponent - 9 + (mantissa > 0.875).int()
 
 
 def power_of_two(power: torch.Tensor) -> torch.Tensor:
-    """float32 2^power, also of numbers below the normal ones."""
+    """Return float32 2^power, subnormal results included."""
     return torch.ldexp(torch.ones_like(power, dtype=torch.float32), power.double()).float()
 
 
 def dequantize(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return `q * scale` in float32, as combine reads pushed FP8 rows."""
+    """Return `q * scale` in float32."""
     columns = q.shape[-1] // scales.shape[-1]
     return q.float() * scales.float().repeat_interleave(columns, dim=-1)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of equal sizes share one workspace, because they run one after the other.
+"""Workspaces that layers of equal sizes share.
 
-An engine makes one operator for each of its layers. With `lease` all that ask for the same sizes
-get the same symmetric memory. Which call makes it and which gives it back follows from the sequence
-of calls alone, so it is the same on every rank, as collective creation needs.
+An engine creates one operator per layer, but its layers run one after the other. With `lease`,
+operators of the same sizes use the same symmetric memory. The sequence of calls alone determines
+which call allocates it and which frees it, so both are the same on every rank, as collective
+creation requires.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from weft.moe import MoE
 from weft.runtime.check import check_group
 from weft.runtime.operator import Operator, call_all
 
-# What layers of one workspace differ in; of the replicas only their number is the workspace's.
-OF_A_LAYER = ("weights", "shared", "correction", "replicas")
+# Arguments that may differ between layers of one workspace. Only the number of replicas must match.
+PER_LAYER_ARGUMENTS = ("weights", "shared", "correction", "replicas")
 
 
 class Leasable(Protocol):
-    """What a lease can share: an operator, or a layer."""
+    """An operator or a layer that leases can share."""
 
     def _check_open(self) -> None: ...
     def close(self) -> None: ...
@@ -48,16 +49,16 @@ class _Shared(Generic[T]):
     users: int = 0
 
 
-# Weakly, so that operators whose leases are all forgotten go as those that were never leased do.
-_Known = WeakValueDictionary[Hashable, _Shared[Any]]
-_of_group: WeakKeyDictionary[Group, _Known] = WeakKeyDictionary()
+# Weak references: an operator is collected when its leases are, as if it had never been leased.
+_ByKey = WeakValueDictionary[Hashable, _Shared[Any]]
+_of_group: WeakKeyDictionary[Group, _ByKey] = WeakKeyDictionary()
 
 
 class Lease(Generic[T]):
-    """Hold one layer's part in a shared workspace; a context manager that returns the operator.
+    """One layer's share of a workspace; a context manager that returns the operator.
 
     Attributes:
-        operator: Operator to call: the shared one, or with MoE a layer of its own.
+        operator: Operator to call: the shared one or, with MoE, a sibling layer.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Lease(Generic[T]):
         shared.users += 1
 
     def close(self) -> None:
-        """Give the part back; the last one frees the memory. Local and idempotent."""
+        """Release the share; the last one frees the memory. Local and idempotent."""
         if not self._open:
             return
         self._open = False
@@ -83,9 +84,9 @@ class Lease(Generic[T]):
         if self._creation is not None:
             self._creation.end()
         if not self._shared.users:
-            known = _of_group.get(self._group)
-            if known is not None and known.get(self._key) is self._shared:
-                del known[self._key]
+            by_key = _of_group.get(self._group)
+            if by_key is not None and by_key.get(self._key) is self._shared:
+                del by_key[self._key]
             call_all(self.operator.close, self._shared.operator.close)
         elif isinstance(self.operator, MoE):
             self.operator.close()
@@ -97,20 +98,20 @@ class Lease(Generic[T]):
         if error is None:
             self.close()
             return
-        with contextlib.suppress(WeftError):  # the caller has an error of its own
+        with contextlib.suppress(WeftError):  # the caller's own error takes precedence
             self.close()
 
 
 def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
-    """Return `kind(group, *args, **options)`, shared by all layers that ask for the same sizes.
+    """Return `kind(group, *args, **options)`, shared by all layers that lease the same sizes.
 
     Layers that share must run one after the other, in the same order on every rank. Collective:
     every rank makes the same sequence of leases and closes.
 
     Args:
         group: Ranks of the job.
-        kind: AllToAll, LowLatencyAllToAll, AllReduce or MoE. MoE layers have weights, a shared
-            expert, a correction and a placement of replicas of their own (`MoE.sibling`).
+        kind: AllToAll, LowLatencyAllToAll, AllReduce or MoE. Each MoE layer keeps its own weights,
+            shared expert, correction and placement of replicas (`MoE.sibling`).
         *args: Further arguments of `kind`.
         **options: Options of `kind`.
 
@@ -126,13 +127,13 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     bound.apply_defaults()
     sizes = {name: value for name, value in bound.arguments.items() if name != "group"}
     key = (kind, *(_key(kind, name, value) for name, value in sizes.items()))
-    known = _of_group.setdefault(group, WeakValueDictionary())
-    shared = known.get(key)
-    if shared is not None and not _serves(shared.operator):
+    by_key = _of_group.setdefault(group, WeakValueDictionary())
+    shared = by_key.get(key)
+    if shared is not None and not _is_open(shared.operator):
         shared = None
     first = shared is None
     if shared is None:
-        shared = known[key] = _open(group, kind, bound)
+        shared = by_key[key] = _create_shared(group, kind, bound)
     if isinstance(shared.operator, Operator):
         with group.creation(workspace=shared.creation) as creation:
             view = shared.operator._leased()
@@ -140,20 +141,19 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
         return Lease(view, key, shared, group, creation)
     if first or not issubclass(kind, MoE):
         return Lease(shared.operator, key, shared, group)
-    own = {name: sizes[name] for name in OF_A_LAYER}
+    own = {name: sizes[name] for name in PER_LAYER_ARGUMENTS}
     return Lease(shared.operator.sibling(**own), key, shared, group)
 
 
-def _open(group: Group, kind: type[T], bound: inspect.BoundArguments) -> _Shared[T]:
-    """Make what leases share. A layer notes its own workspace for new processes."""
+def _create_shared(group: Group, kind: type[T], bound: inspect.BoundArguments) -> _Shared[T]:
     if not (isinstance(kind, type) and issubclass(kind, Operator)):
-        return _Shared(kind(*bound.args, **bound.kwargs))
+        return _Shared(kind(*bound.args, **bound.kwargs))  # MoE records its creation itself
     with group.creation(is_workspace=True) as creation:
         return _Shared(kind(*bound.args, **bound.kwargs), creation)
 
 
-def _serves(operator: Leasable) -> bool:
-    """Whether the memory is open; a layer's outlives the layer while it has siblings."""
+def _is_open(operator: Leasable) -> bool:
+    """Whether the memory is open; an MoE layer's stays open while it has siblings."""
     try:
         (operator.exchange if isinstance(operator, MoE) else operator)._check_open()
     except OutOfOrder:
@@ -162,22 +162,23 @@ def _serves(operator: Leasable) -> bool:
 
 
 def _key(kind: type[Any], name: str, value: Any) -> Hashable:
-    """What two leases compare of an argument."""
-    if kind is MoE and name in OF_A_LAYER:
+    """Return the part of an argument by which leases are compared."""
+    if kind is MoE and name in PER_LAYER_ARGUMENTS:
         return name, None if name != "replicas" or value is None else len(value.logical)
-    return name, _frozen(name, value)
+    return name, _freeze(name, value)
 
 
-def _frozen(name: str, value: Any) -> Hashable:
-    """A value as a key, with its type where equal values of other types may be refused: 4.0, True.
+def _freeze(name: str, value: Any) -> Hashable:
+    """Return a value as a hashable key.
 
-    Integers of any type are equal, as in every check (weft/arguments.py).
+    The key of a bool or float includes the type, because `kind` may refuse 4.0 or True where it
+    accepts the equal 4 or 1. Integers of any type are equal, as in every check (weft/arguments.py).
     """
     try:
         if isinstance(value, torch.Tensor):
-            return _frozen(name, value.tolist()) if value.dim() else (torch.Tensor, value.item())
+            return _freeze(name, value.tolist()) if value.dim() else (torch.Tensor, value.item())
         if isinstance(value, list | tuple):
-            return tuple(_frozen(name, each) for each in value)
+            return tuple(_freeze(name, item) for item in value)
         if isinstance(value, bool | float):
             return type(value), value
         if hasattr(value, "__index__"):
@@ -185,8 +186,8 @@ def _frozen(name: str, value: Any) -> Hashable:
         hash(value)
     except (TypeError, RuntimeError) as error:
         raise InvalidArgument(
-            f"{name} is {shown(value)}, by which leases cannot be compared; make the operator "
-            "itself, or pass a hashable value"
+            f"{name} is {shown(value)}, which is not hashable, so leases cannot be compared by it; "
+            "construct the operator directly, or pass a hashable value"
         ) from error
-    found: Hashable = value
-    return found
+    key: Hashable = value
+    return key

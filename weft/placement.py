@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank holds which expert."""
+"""The map from experts to ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.shape import Shape
 
 MAX_EXPERTS = largest(Shape, "experts")
 MAX_EP_SIZE = 4096  # ranks of all hosts together
-NO_SUCH_EXPERT = 2**31 - 1  # for an id that names none; dispatch refuses it
+NO_SUCH_EXPERT = 2**31 - 1  # stands for an invalid id; dispatch refuses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Placement:
     Attributes:
         ranks: Owner of each expert.
         local: Local id of each expert at its owner.
-        explicit: Whether the caller passed the map.
+        explicit: Whether the caller passed an expert_map.
     """
 
     ranks: tuple[int, ...]
@@ -36,7 +36,7 @@ class Placement:
 
     @classmethod
     def blocks(cls, num_experts: int, ep_size: int) -> Placement:
-        """Return contiguous blocks; the first `num_experts % ep_size` ranks hold one expert more.
+        """Return contiguous blocks; the first `num_experts % ep_size` ranks hold one extra expert.
 
         Args:
             num_experts: Number of experts over all ranks.
@@ -47,17 +47,17 @@ class Placement:
         """
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
-        low, longer = divmod(num_experts, ep_size)
+        size, remainder = divmod(num_experts, ep_size)
         owners: list[int] = []
         for rank in range(ep_size):
-            owners += [rank] * (low + (rank < longer))
-        return cls._of(owners, explicit=False)
+            owners += [rank] * (size + (rank < remainder))
+        return cls._from_owners(owners, explicit=False)
 
     @classmethod
     def mapped(
         cls, expert_map: Sequence[int] | torch.Tensor, num_experts: int, ep_size: int
     ) -> Placement:
-        """Return the placement of an explicit map.
+        """Return the placement for an explicit map.
 
         Args:
             expert_map: Rank of each expert.
@@ -65,7 +65,7 @@ class Placement:
             ep_size: Number of ranks.
 
         Raises:
-            InvalidArgument: the map has another length, holds something other than integers, or
+            InvalidArgument: the map has the wrong length, holds something other than integers, or
                 names a rank outside the group.
         """
         num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
@@ -80,23 +80,22 @@ class Placement:
                 raise InvalidArgument(
                     f"expert_map[{expert}] is rank {rank}; the group has ranks 0..{ep_size - 1}"
                 )
-        return cls._of(owners, explicit=True)
+        return cls._from_owners(owners, explicit=True)
 
     @classmethod
-    def _of(cls, owners: Sequence[int], *, explicit: bool) -> Placement:
-        seen: dict[int, int] = {}
+    def _from_owners(cls, owners: Sequence[int], *, explicit: bool) -> Placement:
+        counts: dict[int, int] = {}
         local: list[int] = []
         for rank in owners:
-            local.append(seen.get(rank, 0))
-            seen[rank] = local[-1] + 1
+            local.append(counts.get(rank, 0))
+            counts[rank] = local[-1] + 1
         return cls(ranks=tuple(owners), local=tuple(local), explicit=explicit)
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """Return the global ids of a rank's experts in local order; empty for a rank without
-        experts.
+        """Return the global ids of a rank's experts in local order.
 
         Args:
-            rank: Rank of the group.
+            rank: Rank in the group. A rank without experts gets an empty tuple.
 
         Raises:
             InvalidArgument: there is no such rank.
@@ -118,14 +117,18 @@ class Placement:
 def placement_of(
     expert_map: Sequence[int] | torch.Tensor | None, num_experts: int, ep_size: int
 ) -> Placement:
-    """The caller's map, or blocks where there is none. Raises InvalidArgument."""
+    """Return the placement for expert_map, or contiguous blocks for None.
+
+    Raises:
+        InvalidArgument: as `Placement.mapped`.
+    """
     if expert_map is None:
         return Placement.blocks(num_experts, ep_size)
     return Placement.mapped(expert_map, num_experts, ep_size)
 
 
 class Placed:
-    """An exchange's view of itself: a rank of a group that holds some of the experts."""
+    """Mixin of all-to-all operators: this rank, the group's size and the local experts."""
 
     group: Group
     placement: Placement
@@ -144,8 +147,8 @@ class Placed:
     def sources(self) -> tuple[int, ...]:
         """Source rank of each slot of a dispatch: `sources[s] == s` on one host.
 
-        With several hosts, slots are ordered by place on the host and then by host, because each
-        rank forwards to its own host what arrived over its rail.
+        With several hosts, slots are ordered by index on the host and then by host, because each
+        rank forwards the rows of its rail to its own host.
         """
         return tuple(rank for rail in zip(*self.group.host_ranks, strict=True) for rank in rail)
 
@@ -155,35 +158,36 @@ class Placed:
         return self.placement.experts_of(self.rank)
 
     def global_ids(self, local_ids: torch.Tensor) -> torch.Tensor:
-        """Return the global expert ids of local ones.
+        """Map local expert ids to global ones.
+
+        On a GPU the call does not synchronize: an invalid id becomes 2**31 - 1, which every
+        dispatch refuses. The call may be captured after a first eager one.
 
         Args:
             local_ids: int32 or int64 of any shape, such as `Received.ids`. -1 stays -1.
 
         Returns:
-            int32 of the same shape. The call may be captured after a first eager one. On a GPU,
-            for which the call does not wait, an id that is none of this rank's becomes 2**31 - 1,
-            which every dispatch refuses.
+            int32 of the same shape.
 
         Raises:
-            InvalidArgument: on a CPU, an id is none of this rank's.
+            InvalidArgument: on a CPU, an id is not one of this rank's.
         """
         instance("local_ids", local_ids, torch.Tensor)
         if local_ids.dtype not in (torch.int32, torch.int64):
             refuse("local_ids", local_ids, "int32 or int64")
         count = self.num_local_experts
-        known = (local_ids >= -1) & (local_ids < count)
-        if local_ids.device.type == "cpu" and not known.all():
+        valid = (local_ids >= -1) & (local_ids < count)
+        if local_ids.device.type == "cpu" and not valid.all():
             raise InvalidArgument(
-                f"local_ids holds {int(local_ids[~known][0])}, but rank {self.rank} has local "
+                f"local_ids holds {int(local_ids[~valid][0])}, but rank {self.rank} has local "
                 f"experts 0..{count - 1}, and -1 for none: pass `ids` of what dispatch returned"
             )
-        found = self._by_local_id[torch.where(known, local_ids, -1).long()]
-        return torch.where(known, found, NO_SUCH_EXPERT)
+        global_ids = self._by_local_id[torch.where(valid, local_ids, -1).long()]
+        return torch.where(valid, global_ids, NO_SUCH_EXPERT)
 
     @functools.cached_property
     def _by_local_id(self) -> torch.Tensor:
-        """int32 `[local_experts + 1]`; the last entry answers for -1."""
+        """Global id of each local one, int32 `[local_experts + 1]`; the last entry is for -1."""
         ids = (*self.local_experts, -1)
         return torch.tensor(ids, dtype=torch.int32, device=self.group.device)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each operation means, in plain torch: the specification, and the oracle of every test.
+"""Reference implementations in plain torch: the specification of each operation.
 
-All ranks' tensors are given as lists indexed by rank; results are on the device of the inputs.
+Tests compare against them. Arguments hold the tensors of all ranks as lists indexed by rank;
+results are on the device of the inputs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def dispatch(
 ) -> Received:
     """Return what `rank` receives.
 
-    Slots that carry no token for the rank hold zeros here; in a real dispatch their payload is
+    Slots without a token for the rank hold zeros here; in a real dispatch their payload is
     undefined.
 
     Args:
@@ -59,7 +60,8 @@ def dispatch(
         stats: For each rank, int32 `[n]`, or None without statistics.
     """
     ep_size, top_k, device = len(topk_ids), topk_ids[0].shape[1], topk_ids[0].device
-    _, local = _tables(placement, device)
+    # The extra last entry maps id -1 to local id -1.
+    local = torch.tensor((*placement.local, -1), dtype=torch.int64, device=device)
     ids = torch.full((ep_size, max_tokens, top_k), -1, dtype=torch.int32, device=device)
     weights = torch.zeros((ep_size, max_tokens, top_k), dtype=torch.float32, device=device)
     planes = tuple(
@@ -68,32 +70,31 @@ def dispatch(
     )
     for source in range(ep_size):
         tokens = topk_ids[source].shape[0]
-        known, here = _owned(topk_ids[source], placement, rank)
-        given = topk_weights[source]
-        scale = given
+        valid_ids, is_local = _local_choices(topk_ids[source], placement, rank)
+        scale = topk_weights[source]
         if scale is None:
-            scale = torch.ones(known.shape, dtype=torch.float32, device=device)
-        ids[source, :tokens] = torch.where(here, local[known], -1).int()
-        weights[source, :tokens] = torch.where(here, scale, 0.0)
-        wanted = here.any(dim=1)
+            scale = torch.ones(valid_ids.shape, dtype=torch.float32, device=device)
+        ids[source, :tokens] = torch.where(is_local, local[valid_ids], -1).int()
+        weights[source, :tokens] = torch.where(is_local, scale, 0.0)
+        is_sent = is_local.any(dim=1)
         for plane, tensor in zip(planes, payloads[source], strict=True):
-            plane[source, :tokens][wanted] = tensor[wanted]
+            plane[source, :tokens][is_sent] = tensor[is_sent]
     counts = torch.tensor([t.shape[0] for t in topk_ids], dtype=torch.int32, device=device)
     gathered = None if stats is None else torch.stack(tuple(stats))
     return Received(planes, ids, weights, counts, gathered)
 
 
 def expert_load(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return int32 `[num_experts]`: how often each expert was chosen.
+    """Return int32 `[num_experts]`: the number of times that each expert was chosen.
 
-    bincount waits for the device. In a captured graph let `zeros(num_experts + 1).scatter_add_`
-    count instead, with the last number for the ids that name no expert.
+    `bincount` synchronizes with the device. In a captured graph, use
+    `zeros(num_experts + 1).scatter_add_` instead and count invalid ids in the last entry.
 
     Args:
         topk_ids: int32 or int64 `[tokens, top_k]`; ids outside the experts do not count.
     """
-    known = (topk_ids >= 0) & (topk_ids < num_experts)
-    return torch.bincount(topk_ids[known], minlength=num_experts).int()
+    valid = (topk_ids >= 0) & (topk_ids < num_experts)
+    return torch.bincount(topk_ids[valid], minlength=num_experts).int()
 
 
 @without_autocast
@@ -111,23 +112,23 @@ def combine(
     The sum is in fp32, from +0 and in rank order, then `add`, then one rounding to nearest even.
 
     Args:
-        rows: For each rank, `[tokens, hidden]`, what its experts made of one source's tokens.
+        rows: For each rank, `[tokens, hidden]`: the results of its experts for one source's tokens.
         carries: For each rank, bool `[tokens]`: whether the token was sent to it. Other rows are
             not read.
-        hosts: The ranks of each host (`Group.host_ranks`), where there are several: first each host
-            sums over its own ranks and rounds to dtype, or, with combine_dtype="fp8", to what FP8
-            reads back as; the sum of these is in the order of hosts.
+        hosts: The ranks of each host (`Group.host_ranks`), with several hosts. Each host first sums
+            over its own ranks and rounds to dtype or, with combine_dtype="fp8", to FP8 and back.
+            These partial sums are then added in the order of hosts.
     """
     result = dtype or rows[0].dtype
     if hosts is not None and len(hosts) > 1:
         parts = []
         for ranks in hosts:
-            own = [rows[rank] for rank in ranks], [carries[rank] for rank in ranks]
-            part = combine(*own, dtype=result)
-            fp8 = combine_dtype == "fp8"
-            parts.append(dequantize(*quantize(part, "fp8")) if fp8 else part)
-        every = torch.ones_like(carries[0])  # a host that has nothing of a token adds 0
-        return combine(parts, [every] * len(parts), add=add, dtype=result)
+            part = combine(
+                [rows[rank] for rank in ranks], [carries[rank] for rank in ranks], dtype=result
+            )
+            parts.append(dequantize(*quantize(part, "fp8")) if combine_dtype == "fp8" else part)
+        all_tokens = torch.ones_like(carries[0])  # a host without rows of a token adds 0
+        return combine(parts, [all_tokens] * len(parts), add=add, dtype=result)
     total = torch.zeros(rows[0].shape, dtype=torch.float32, device=rows[0].device)
     for row, carried in zip(rows, carries, strict=True):
         total = torch.where(carried[:, None], total + row.float(), total)
@@ -138,11 +139,10 @@ def combine(
 
 @without_autocast
 def identity_experts(received: Received, dtype: torch.dtype) -> torch.Tensor:
-    """Return the result of experts that copy their token: x times its local weights.
+    """Return the result of identity experts: x times the sum of its local weights.
 
-    The result is known exactly, which tests use. Weights are added in fp32 in top-k order, the
-    product is rounded once. Rows without a token are NaN, so that a combine that reads one shows
-    it.
+    Weights are added in fp32 in top-k order and the product is rounded once, so tests can compare
+    exactly. Rows without a token are NaN, so a combine that reads one returns NaN.
     """
     total = torch.zeros(received.ids.shape[:2], dtype=torch.float32, device=received.ids.device)
     for k in range(received.ids.shape[2]):
@@ -166,38 +166,31 @@ def identity_round_trip(
 ) -> torch.Tensor:
     """Return the result of dispatch, `identity_experts` and combine for one rank's x.
 
-    Needs only that rank's own tensors, so a rank can check itself. Bitwise equal to the exchange.
+    Takes only that rank's own tensors, so each rank can check its own result. Bitwise equal to a
+    real exchange.
     """
     rows, carries = [], []
     for rank in range(ranks):
-        _, here = _owned(topk_ids, placement, rank)
+        _, is_local = _local_choices(topk_ids, placement, rank)
         total = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
         for k in range(topk_ids.shape[1]):
             weight = 1.0 if topk_weights is None else topk_weights[:, k]
-            total = torch.where(here[:, k], total + weight, total)
+            total = torch.where(is_local[:, k], total + weight, total)
         row = (x.float() * total[:, None]).to(x.dtype)
         rows.append(dequantize(*quantize(row, "fp8")) if combine_dtype == "fp8" else row)
-        carries.append(here.any(dim=1))
+        carries.append(is_local.any(dim=1))
     return combine(rows, carries, add=add, dtype=x.dtype, hosts=hosts, combine_dtype=combine_dtype)
 
 
-def _tables(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank and local id by expert; the last entry answers for id -1."""
-    owner, local = (
-        torch.tensor((*column, -1), dtype=torch.int64, device=device)
-        for column in (placement.ranks, placement.local)
-    )
-    return owner, local
-
-
-def _owned(
+def _local_choices(
     topk_ids: torch.Tensor, placement: Placement, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids with everything unknown as -1, where the expert is `rank`'s)."""
+    """Return the ids with invalid ones replaced by -1, and a mask of those that `rank` owns."""
     ids = topk_ids.long()
-    known = torch.where((ids >= 0) & (ids < len(placement.ranks)), ids, -1)
-    owner, _ = _tables(placement, topk_ids.device)
-    return known, owner[known] == rank
+    valid_ids = torch.where((ids >= 0) & (ids < len(placement.ranks)), ids, -1)
+    # The extra last entry is the owner of id -1: no rank.
+    owner = torch.tensor((*placement.ranks, -1), dtype=torch.int64, device=ids.device)
+    return valid_ids, owner[valid_ids] == rank
 
 
 @without_autocast
@@ -208,7 +201,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @without_autocast
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return GPT-OSS's gating: `g * sigmoid(1.702 g) * (u + 1)`, g at most 7, u in -7..7."""
+    """Return GPT-OSS's gating: `g * sigmoid(1.702 g) * (u + 1)` with g clamped to at most 7 and u
+    to -7..7.
+    """
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * (1.702 * gate).sigmoid() * (up + 1.0)
 
@@ -233,19 +228,18 @@ def moe_layer(
 
         h = x @ gate_up[e].T + gate_up_bias[e];  y = gating(gate(h), up(h)) @ down[e].T + down_bias
 
-    All arithmetic is in float32 and in the order of the experts.
+    All arithmetic is in float32, in ascending order of experts.
 
     Args:
         x: `[tokens, hidden]`.
         topk_ids: Integers `[tokens, top_k]`, -1 for none.
         topk_weights: float32 `[tokens, top_k]`.
-        gate_up: ALL experts' `[num_experts, 2 * intermediate, hidden]`, the gate's rows first.
+        gate_up: `[num_experts, 2 * intermediate, hidden]` of all ranks' experts, gate rows first.
         down: `[num_experts, hidden, intermediate]`.
-        weigh_input: Weights multiply the experts' inputs, not their results.
+        weigh_input: Multiply the experts' inputs by the weights, not their results.
         shared: `[tokens, hidden]`, a shared expert's result, or None.
-        placement: Round each rank's sum to x's dtype, as it goes over the wire; None: round
-            nothing.
-        hosts: With a placement, the ranks of each host: round each host's sum of these, too.
+        placement: Round each rank's sum to x's dtype, as combine sends it. None: no rounding.
+        hosts: With a placement, the ranks of each host: also round each host's sum of these.
     """
     ranks = 1 if placement is None else max(placement.ranks) + 1
     sums = torch.zeros((ranks, *x.shape), dtype=torch.float32, device=x.device)
@@ -259,14 +253,14 @@ def moe_layer(
         bias = None if down_bias is None else down_bias[expert].float()
         y = functional.linear(gating(*h.chunk(2, dim=-1)), down[expert].float(), bias)
         owner = 0 if placement is None else placement.ranks[expert]
-        # A token has an expert once at most, so no row is added to twice.
+        # A token chooses an expert at most once, so the rows are distinct.
         sums[owner, token] += y if weigh_input else y * weight
     if placement is not None:
         sums = sums.to(x.dtype).float()
     total = torch.zeros_like(sums[0])
-    for each in [range(ranks)] if hosts is None else hosts:
+    for host_ranks in [range(ranks)] if hosts is None else hosts:
         part = torch.zeros_like(total)
-        for rank in each:
+        for rank in host_ranks:
             part = part + sums[rank]
         total = total + (part if hosts is None or len(hosts) == 1 else part.to(x.dtype).float())
     return total if shared is None else total + shared.float()
