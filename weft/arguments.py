@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller may pass, as declarations: integers, flags, numbers, choices, times, objects.
+"""Checks of public arguments: integers, flags, numbers, choices, times, objects.
 
-Every refusal is an InvalidArgument that names the argument as the caller knows it, shows what was
-given, and says what it may be. Lists of choices are made of what the check itself reads.
+Every check raises InvalidArgument with the argument's public name, its value and the allowed
+values.
 
-An integer is whatever `operator.index` takes, numpy's integers included, but no bool, which is a
-mistake more often than a number, and no tensor, which would have to be waited for. What comes back
-is a plain int, so that ranks that pass 8 and numpy.int64(8) agree.
+An integer is any object that `operator.index` accepts, including numpy's integers, except bool
+(usually a mistake) and tensors (reading one synchronizes). The checks return a plain int, so that
+ranks that pass 8 and numpy.int64(8) agree.
 """
 
 from __future__ import annotations
@@ -29,61 +29,61 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, 
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: itself where that is short and plain, else what it is."""
+    """Return a value as text for an error: its repr if that is short, else its type."""
     if isinstance(value, torch.Tensor):
         size = "nested" if value.is_nested else list(value.shape)
         return f"a tensor {size} of {value.dtype} on {value.device}"
-    named = kind_of(value)
+    type_name = kind_of(value)
     if isinstance(value, (*_PLAIN, numbers.Number)):
         try:
             return repr(value) if isinstance(value, torch.dtype) else reprlib.repr(value)
-        except Exception:  # an int of too many digits, or a list of what cannot be shown
-            return named
-    return named
+        except Exception:  # an int of too many digits, or a list whose elements' repr raises
+            return type_name
+    return type_name
 
 
 def kind_of(value: object) -> str:
-    """The type of a value, with its article."""
+    """Return the qualified type name of a value with the article "a"."""
     kind = type(value)
-    room = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"a {room}{kind.__name__}"
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a {module}{kind.__name__}"
 
 
-def refuse(name: str, value: object, wanted: str) -> NoReturn:
-    """Raise the InvalidArgument of an argument that is not what it must be."""
-    raise InvalidArgument(f"{name} is {shown(value)}; it must be {wanted}")
+def refuse(name: str, value: object, expected: str) -> NoReturn:
+    """Raise InvalidArgument with an argument's name, value and expected value."""
+    raise InvalidArgument(f"{name} is {shown(value)}; it must be {expected}")
 
 
 def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """`value` as an int in low..high, or from low on, or any."""
-    wanted = "an integer"
+    """Return `value` as an int in low..high; a bound of None is not checked."""
+    expected = "an integer"
     if low is not None:
-        wanted += f" in {low}..{high}" if high is not None else f", at least {low}"
+        expected += f" in {low}..{high}" if high is not None else f", at least {low}"
     if isinstance(value, bool | torch.Tensor):
-        refuse(name, value, wanted)
+        refuse(name, value, expected)
     if isinstance(value, int):
-        number = int(value)  # also where a compiler traces, which cannot follow an enum's index
+        number = int(value)  # torch.compile cannot trace operator.index of an enum
     else:
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            refuse(name, value, wanted)
+            refuse(name, value, expected)
     if (low is not None and number < low) or (high is not None and number > high):
-        refuse(name, number, wanted)
+        refuse(name, number, expected)
     return int(number)
 
 
 def integers(
     name: str, values: object, low: int | None = None, high: int | None = None
 ) -> tuple[int, ...]:
-    """A sequence, or a tensor of one dimension, of integers, in low..high where those are given.
+    """Return a sequence or one-dimensional tensor of integers in low..high as a tuple.
 
-    An entry that is not is named by its index.
+    The error names an invalid entry by its index.
     """
     where = "" if high is None else f" in {low}..{high}"
     if isinstance(values, torch.Tensor):
-        whole = not (values.is_floating_point() or values.is_complex() or values.is_meta)
-        if values.dim() != 1 or not whole or values.dtype == torch.bool:
+        is_integral = not (values.is_floating_point() or values.is_complex() or values.is_meta)
+        if values.dim() != 1 or not is_integral or values.dtype == torch.bool:
             shape = list(values.shape)
             refuse(name, values, f"one-dimensional and of integers; its shape is {shape}")
         values = values.tolist()
@@ -91,13 +91,13 @@ def integers(
         refuse(name, values, f"a sequence of integers{where}")
     try:
         entries = list(values)
-    except TypeError:  # an array without dimensions has the method, and no entries
+    except TypeError:  # a zero-dimensional array has __iter__ but no entries
         refuse(name, values, f"a sequence of integers{where}")
     return tuple(integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(entries))
 
 
 def flags(**values: object) -> None:
-    """Require True or False of each: "no" would count as yes."""
+    """Require that each value is True or False: the string "no" would be truthy."""
     for name, value in values.items():
         if not isinstance(value, bool):
             refuse(name, value, "True or False")
@@ -106,7 +106,7 @@ def flags(**values: object) -> None:
 def real(
     name: str, value: object, *, least: float | None = None, above: float | None = None
 ) -> float:
-    """`value` as a finite float, at least or above a bound."""
+    """Return `value` as a finite float that is at least `least` and above `above`."""
     bound = "" if least is None else f", at least {least:g}"
     bound = bound if above is None else f", above {above:g}"
     number = _float(value)
@@ -120,7 +120,7 @@ def real(
 
 
 def seconds(name: str, value: object) -> float:
-    """`value` as a time that a deadline can be made of."""
+    """Return `value` as a positive number of seconds, at most MAX_SECONDS."""
     number = _float(value)
     if not 0 < number <= MAX_SECONDS:
         refuse(name, value, f"a number of seconds above 0, at most {MAX_SECONDS}")
@@ -128,7 +128,7 @@ def seconds(name: str, value: object) -> float:
 
 
 def _float(value: object) -> float:
-    """`value` as a float; no number for what is none."""
+    """Return `value` as a float; NaN if it is not a real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
@@ -138,7 +138,7 @@ def _float(value: object) -> float:
 
 
 def one_of(name: str, value: object, allowed: Collection[T]) -> T:
-    """The one of `allowed` that `value` equals."""
+    """Return the entry of `allowed` that equals `value`."""
     for option in allowed:
         if value is option or _equal(value, option):
             return option
@@ -148,44 +148,44 @@ def one_of(name: str, value: object, allowed: Collection[T]) -> T:
 
 
 def suggestion(value: object, allowed: Iterable[object]) -> str:
-    """The end of an error about a misspelt name: the choice that is nearest, if one is near."""
-    names = {each.lower(): each for each in allowed if isinstance(each, str)}
+    """Return "; did you mean ...?" with the choice closest to a misspelled value, or ""."""
+    names = {option.lower(): option for option in allowed if isinstance(option, str)}
     if not isinstance(value, str) or not value:
         return ""
-    near = get_close_matches(value.lower(), names, 1)
-    near = near or [name for name in names if name.startswith(value.lower())]
-    if not near:
+    matches = get_close_matches(value.lower(), names, 1)
+    matches = matches or [name for name in names if name.startswith(value.lower())]
+    if not matches:
         return ""
-    return f"; did you mean {names[near[0]]!r}?"
+    return f"; did you mean {names[matches[0]]!r}?"
 
 
 def listed(allowed: Iterable[object]) -> str:
-    """Choices as an error lists them."""
+    """Return choices as a comma-separated list for an error."""
     return ", ".join(map(repr, allowed))
 
 
 def instance(name: str, value: object, kind: type[T], fix: str = "") -> T:
-    """`value`, which must be a `kind`; `fix` says where one comes from."""
+    """Return `value` if it is a `kind`; `fix` is appended to the error."""
     if not isinstance(value, kind):
-        refuse(name, value, f"a {_public(kind)}" + (f": {fix}" if fix else ""))
+        refuse(name, value, f"a {_public_name(kind)}" + (f": {fix}" if fix else ""))
     return value
 
 
 def function(name: str, value: Any, what: str) -> None:
-    """Require something that can be called; `what` says what it does."""
+    """Require a callable; `what` describes it in the error."""
     if not callable(value):
         refuse(name, value, f"a function, {what}")
 
 
 def adopt(owner: object, **values: object) -> None:
-    """Put checked values into the fields of a frozen dataclass."""
+    """Assign checked values to the fields of a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(owner, name, value)
 
 
 def _equal(value: object, option: object) -> bool:
     if isinstance(value, bool) or isinstance(option, bool):
-        return False  # equal ones are identical
+        return False  # equal bools are identical, which the caller has checked
     if isinstance(option, int):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
@@ -195,6 +195,6 @@ def _equal(value: object, option: object) -> bool:
     return isinstance(option, str) and isinstance(value, str) and str.__eq__(value, option)
 
 
-def _public(kind: type[Any]) -> str:
+def _public_name(kind: type[Any]) -> str:
     root = kind.__module__.partition(".")[0]
     return kind.__name__ if root == "builtins" else f"{root}.{kind.__name__}"

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error weft raises, as one tree: of the call (UsageError), of what could not be made
-(SetupError), and of a group that broke while running (GroupError).
+"""All errors that weft raises.
 
-Each text says what was wrong, with both values, and how to fix it.
+UsageError reports a wrong call, SetupError a failed creation and GroupError a group that broke
+while running. Each text has the expected and the actual value and the fix.
 """
 
 from __future__ import annotations
 
 
 class WeftError(Exception):
-    """Base of every error weft raises on purpose."""
+    """Base class of all errors that weft raises deliberately."""
 
 
 class UsageError(WeftError, ValueError):
-    """The call, or its data, is wrong. The group continues.
+    """The call or its data is wrong. The group continues.
 
-    An invalid call sends nothing. What only the device can see, `check()` raises afterwards: an id
-    that names no expert was dropped, or a number of tokens was clamped, and everything else was
-    served. Peers are not affected.
+    An invalid call sends nothing. Errors that only the device can detect are raised by a later
+    `check()`: the kernel has dropped an out-of-range expert id or clamped a token count, and has
+    processed everything else. Peers are not affected.
     """
 
 
@@ -26,7 +26,7 @@ class InvalidArgument(UsageError):
 
 
 class BadCall(InvalidArgument, TypeError):
-    """The call has an argument that the function does not take, or lacks one."""
+    """The call has an unknown argument, or lacks a required one."""
 
 
 class TokenOverflow(UsageError):
@@ -38,19 +38,19 @@ class BadExpertId(UsageError):
 
 
 class OutOfOrder(UsageError):
-    """The call came at the wrong time: combine without dispatch, or use after close."""
+    """The call is not valid in this state: combine without dispatch, or use after close."""
 
 
 class SetupError(WeftError, RuntimeError):
-    """The group, its memory or its kernels could not be made."""
+    """The group, its memory or its kernels could not be created."""
 
 
 class RendezvousFailed(SetupError):
-    """The ranks did not find, or did not trust, each other."""
+    """The ranks could not find or authenticate each other."""
 
 
 class CreationFailed(SetupError):
-    """One rank could not do its part of a collective creation. Every rank raises it."""
+    """A collective creation failed on one rank. Every rank raises this error."""
 
 
 class PeerAccessDenied(SetupError):
@@ -74,7 +74,7 @@ class TorchTooOld(SetupError, ImportError):
 
 
 class GroupError(WeftError, RuntimeError):
-    """The group broke while running. Call `Group.recover` on one host, or make a new group."""
+    """The group broke while running. Call `Group.recover` (one host) or create a new group."""
 
 
 class PeerTimeout(GroupError):
@@ -82,11 +82,11 @@ class PeerTimeout(GroupError):
 
 
 class PeerDied(GroupError):
-    """The process of a peer ended before it made its part of a call."""
+    """The process of a peer ended before it finished its part of a call."""
 
 
 class PeerLeft(GroupError):
-    """A peer raised, or closed, before it made its part of a call. The text says why."""
+    """A peer raised or closed before it finished its part of a call. The text has the reason."""
 
 
 class RailFailed(GroupError):
@@ -94,20 +94,20 @@ class RailFailed(GroupError):
 
 
 class ExpertsLost(GroupError):
-    """No living rank holds some of a layer's experts. The group continues, the layer does not."""
+    """No living rank holds some of a layer's experts. The group continues; the layer cannot."""
 
 
 class GeometryMismatch(GroupError):
-    """A peer called with another geometry (shape, dtype, top_k) than this rank."""
+    """A peer called with a different geometry (shape, dtype, top_k) than this rank."""
 
 
 class Aborted(GroupError):
-    """A rank called `abort()`; the text says which."""
+    """A rank called `abort()`; the text names it."""
 
 
 class RecoveryFailed(GroupError):
-    """A survivor did not call `recover`, or a rank that must end is alive. Call `recover` again."""
+    """A survivor did not call `recover`, or an excluded rank is alive. Call `recover` again."""
 
 
 class RankFailed(GroupError):
-    """A rank started by `weft.launch` raised, died or overran its time."""
+    """A rank started by `weft.launch` raised, died or timed out."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that specialise a kernel: a frozen dataclass, each field of which is told once.
+"""Frozen dataclasses of kernel sizes, driven by the annotation of each field.
 
-A field's annotation says which argument callers know it by and what it may be. From that follow its
-check, what ranks compare at creation, and the initialiser of the C++ struct with the same fields:
+An annotation holds the name of the public argument and the allowed values. The argument check, the
+comparison between ranks at creation and the initializer of the C++ struct are derived from it:
 
     tokens: Annotated[int, Size("max_tokens", 1, 1 << 20)]
     combine: Annotated[str, Choice("combine", COMBINES, "weft::Combine")] = "pull"
@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A word, and the enumerator of the same name in the C++ enum."""
+    """One of several strings, each the name of an enumerator of a C++ enum."""
 
     argument: str
     allowed: Collection[str]
@@ -41,60 +41,64 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A tuple of integers; the C++ struct has its length in a field of its own."""
+    """A tuple of integers; `length` names the C++ field that holds its length."""
 
     argument: str
     length: str
 
 
 def check_fields(config: object) -> None:
-    """Adopt a config's sizes and words as they were checked.
+    """Check a config's sizes and choices and store them normalized.
 
-    Raises InvalidArgument naming the argument and what it may be.
+    Raises:
+        InvalidArgument: names the argument and the allowed values.
     """
     rules = _rules_of(config)
     adopt(config, **{name: _check(rule, getattr(config, name)) for name, rule in rules.items()})
 
 
 def checked(kind: type, **values: Any) -> dict[str, Any]:
-    """Values of some of a config's fields, for who needs them before there is a config.
+    """Return the checked values of some fields before the config is constructed.
 
-    Raises InvalidArgument as `check_fields` does.
+    Raises:
+        InvalidArgument: as `check_fields`.
     """
     rules = _rules(kind)
     return {name: _check(rules[name], value) for name, value in values.items()}
 
 
 def largest(kind: type, name: str) -> int:
-    """The upper limit of a size."""
+    """Return the upper limit of a size."""
     rule = _rules(kind)[name]
     assert isinstance(rule, Size)
     return rule.high
 
 
 def by_argument(config: object) -> dict[str, Any]:
-    """Every field by the name that callers know: what ranks compare at creation."""
+    """Return all fields by argument name, for the comparison between ranks at creation."""
     rules = _rules_of(config).items()
     return {getattr(rule, "argument", name): getattr(config, name) for name, rule in rules}
 
 
 def literal(config: object, struct: str) -> str:
-    """The C++ initialiser of the struct that has these fields, in this order."""
+    """Return the initializer of the C++ struct that has these fields, in this order."""
     rules = _rules_of(config).items()
-    words = (_word(name, rule, getattr(config, name)) for name, rule in rules)
-    return f"{struct}{{{', '.join(words)}}}"
+    entries = (_initializer(name, rule, getattr(config, name)) for name, rule in rules)
+    return f"{struct}{{{', '.join(entries)}}}"
 
 
 def config_hash(config: Any, kind: str = "") -> int:
-    """Return 24 bits of a config's hash, which flags carry so that ranks notice another config.
+    """Return 24 bits of a config's hash, which flags carry so that ranks detect a mismatch.
 
-    kind: keeps equal fields of different operators apart.
+    Args:
+        config: Dataclass to hash.
+        kind: Prefix that distinguishes operators with equal fields.
     """
     text = kind + json.dumps(asdict(config), sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "little")
 
 
-def _word(name: str, rule: Any, value: Any) -> str:
+def _initializer(name: str, rule: Any, value: Any) -> str:
     if isinstance(rule, Choice):
         return f".{name} = {rule.enum}::{value}"
     if isinstance(rule, Array):
@@ -118,6 +122,6 @@ def _rules_of(config: object) -> Mapping[str, Any]:
 
 @functools.cache
 def _rules(kind: Any) -> Mapping[str, Any]:
-    """Each field's rule by its name, None where it has none."""
+    """Return the rule of each field by name; None for a field without one."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: getattr(hints[f.name], "__metadata__", (None,))[0] for f in fields(kind)}

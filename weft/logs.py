@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weft logs of its decisions, through Python's `logging`, under names that begin with `weft`.
+"""Logging through Python's `logging`, under logger names that begin with `weft`.
 
-INFO: what was compiled or found in the cache, and how long it took; how the ranks met; the memory
-of every heap; what "auto" takes, by which table, and why. DEBUG: what that rests on. WARNING: what
-works, but not as well as it could, and waits for other ranks that last longer than 5 s. A decision
-is logged when it is made, never again in the calls that follow it. What is equal on all ranks is
-logged by rank 0.
+INFO: compilations and cache hits with their times, how the ranks met, the memory of every heap, and
+the backend that "auto" selects with the table and the reason. DEBUG: the inputs of these decisions.
+WARNING: degraded operation, and waits for other ranks that last longer than 5 s. A decision is
+logged once, when it is made. Rank 0 logs what is equal on all ranks.
 
-weft adds no handler, so Python prints warnings to stderr and nothing else. A program that sets up
-`logging` gets the records as those of any library. `WEFT_LOG` is for all others: ranks are
-processes that a launcher starts, where no program may have set up anything, but every process
-inherits its environment.
+By default weft adds no handler, so Python prints only warnings, to stderr. A program that sets up
+`logging` receives the records as from any library. `WEFT_LOG` is for ranks that a launcher starts
+without such a program: they inherit the environment.
 """
 
 from __future__ import annotations
@@ -28,28 +26,32 @@ _LOGGER = logging.getLogger("weft")
 
 
 def set_up() -> None:
-    """Write to stderr what `WEFT_LOG` asks for: debug, info, warning or error.
+    """Write records to stderr from the level in `WEFT_LOG` on: debug, info, warning or error.
 
-    Read when weft is imported, and by every rank that `weft.launch` starts. Without the variable
-    weft has no handler of its own. Raises InvalidArgument for a level that is none.
+    Called when weft is imported and in every rank that `weft.launch` starts. Without the variable
+    weft has no handler.
+
+    Raises:
+        InvalidArgument: the level is unknown.
     """
     level = os.environ.get(VARIABLE, "")
     if level and level.lower() not in LEVELS:
         raise InvalidArgument(f"{VARIABLE} is {level!r}; set it to {', '.join(LEVELS)}")
-    mine = [each for each in _LOGGER.handlers if isinstance(each, _ToStderr)]
-    for each in mine:  # of an earlier launch: ranks are forked by a server that outlives it
-        _LOGGER.removeHandler(each)
-    if level or mine:
+    # The fork server outlives a launch, so a new rank may inherit the handler of an earlier one.
+    inherited = [handler for handler in _LOGGER.handlers if isinstance(handler, _ToStderr)]
+    for handler in inherited:
+        _LOGGER.removeHandler(handler)
+    if level or inherited:
         _LOGGER.setLevel(level.upper() or logging.NOTSET)
     if level:
         _LOGGER.addHandler(_ToStderr())
 
 
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler of WEFT_LOG.
+    """Write records to stderr unless the root logger already writes them to the terminal.
 
-    It leaves out what the root logger writes to the terminal itself: an engine such as SGLang sets
-    up `logging` after weft is imported, and each line would appear twice.
+    An engine such as SGLang sets up `logging` after weft is imported, and each line would appear
+    twice.
     """
 
     def __init__(self) -> None:
@@ -57,8 +59,8 @@ class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
         self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record unless a handler of the root logger does."""
-        if not any(_writes_to_terminal(each, record) for each in logging.getLogger().handlers):
+        """Write a record unless a handler of the root logger writes it."""
+        if not any(_writes_to_terminal(h, record) for h in logging.getLogger().handlers):
             super().emit(record)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape: the sizes that specialise a kernel. Equal on every rank; told to C++ as one literal."""
+"""Sizes that specialise the all-to-all kernels; equal on every rank, compiled in as a constant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.fields import Array, Choice, Size, check_fields, config_hash, literal
 
 MAX_PLANES = 8
 MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
-NARROW_RANKS = 32  # up to so many, a set of ranks is one word of a kernel
+NARROW_RANKS = 32  # a set of at most this many ranks fits one 32-bit word
 MAX_TOP_K = 32
 FP8_BLOCK = 128  # columns that share a scale
 COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
@@ -31,18 +31,23 @@ ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of one all-to-all. `weft::Shape` in alltoall/layout.cuh is the same struct.
+    """Sizes of one all-to-all. Mirrors `weft::Shape` in alltoall/layout.cuh.
 
-    ranks: ranks of the group (ep_size), 1..72.   tokens: most tokens of one rank in one call.
-    top_k: experts per token, 1..32.              experts: experts of the whole layer.
-    hidden, dtype: elements and type of a combine row ("bf16", "fp16", "fp32").
-    row_bytes: bytes of one token's row, for each payload tensor (1..8 of them).
-    combine: how rows are returned: "pull", "push", "push_fp8" or "gemm_push".
-    quant: what dispatch makes of the first payload: "none", "fp8" or "mxfp8".
-    mapped: experts are where a table says instead of in contiguous blocks.
-    stats: numbers that each rank tells all ranks with its tokens, 0..2^20.
+    Attributes:
+        ranks: Number of expert-parallel ranks, 1..72.
+        tokens: Maximum number of tokens of one rank in one call.
+        top_k: Experts per token, 1..32.
+        experts: Number of experts of the layer, over all ranks.
+        hidden: Elements of a combine row.
+        dtype: Type of a combine row: "bf16", "fp16" or "fp32".
+        row_bytes: Bytes of one token's row in each of the 1..8 payload tensors.
+        combine: How rows are returned: "pull", "push", "push_fp8" or "gemm_push".
+        quant: Quantization of the first payload by dispatch: "none", "fp8" or "mxfp8".
+        mapped: Whether a table maps experts to ranks instead of contiguous blocks.
+        stats: Number of statistics that each rank sends to all ranks with its tokens, 0..2^20.
 
-    Raises InvalidArgument naming the size and its limits.
+    Raises:
+        InvalidArgument: a size is out of range; names the size and its limits.
     """
 
     ranks: Annotated[int, Size("ranks", 1, MAX_RANKS)]
@@ -95,7 +100,7 @@ class Shape:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of a row's place where rows are pushed to their owner; 0 where they are pulled."""
+        """Bytes of the slot that a row is pushed into at its owner; 0 if rows are pulled."""
         if self.combine == "pull":
             return 0
         if self.combine != "push_fp8":
@@ -104,7 +109,7 @@ class Shape:
 
     @property
     def returned_rows(self) -> int:
-        """Rows that have a place of their own at their owner: of each rank, or of each choice."""
+        """Number of slots for pushed rows at their owner: one for each rank, or for each choice."""
         return self.tokens * (self.top_k if self.combine == "gemm_push" else self.ranks)
 
     @property
@@ -118,5 +123,5 @@ class Shape:
         return config_hash(self)
 
     def literal(self) -> str:
-        """The C++ initialiser of this Shape."""
+        """Return the C++ initializer of this Shape."""
         return literal(self, "weft::Shape")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From text to a callable: NVRTC or the system's C++ compiler, one disk cache, one launcher.
+"""Just-in-time compilation with NVRTC or the system's C++ compiler, a disk cache and a launcher.
 
-Nothing here needs CUDA to be imported; `nvrtc`, `module` and `launch` look for it at first use.
+Importing this package does not need CUDA; `nvrtc`, `module` and `launch` load it at first use.
 """
 
 from weft.jit.cache import Cache

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk cache of compiled code, addressed by what went into it and shared by processes.
+"""A disk cache of compiled code, keyed by a hash of all inputs and shared by processes.
 
-An entry is one file in a flat directory, `<key>.data`: a line of JSON that names the key, the
-length and the digest of the content and says what it is, then the content. It is written under
-another name and renamed, so that a reader, who takes no lock, sees all of it or none.
+An entry is one file in a flat directory, `<key>.data`: a line of JSON with the key, the length and
+the digest of the content and a description, followed by the content. It is written under a
+temporary name and renamed, so that readers, which take no lock, see all of it or nothing.
 
-What is in the cache is code that will be run, so nothing is loaded that another user could have
-written. Of the directory, of every directory above it, and of the entry itself, owner and mode are
-checked on the opened descriptor, at every use. An entry that fails this check, or whose content
-does not match its first line, is compiled again and replaced.
+Cached code will be executed, so the cache loads nothing that another user could have written. Each
+use checks owner and mode of the entry, of the directory and of all its parents on open descriptors.
+An entry that fails this check, or whose content does not match its first line, is compiled again
+and replaced.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ from typing import Any
 
 from weft.errors import SetupError
 
-# Raise this when entries of an older weft must not be used although every other input is equal.
+# Increment this when entries of older versions must not be used although all inputs are equal.
 ABI = 3
 
 _log = logging.getLogger(__name__)
 # .json files are those of ABI 2.
-_OURS = re.compile(r"\.?[0-9a-f]{64}\.(?:data|json|lock|\w+\.tmp)")
+_CACHE_FILE = re.compile(r"\.?[0-9a-f]{64}\.(?:data|json|lock|\w+\.tmp)")
 _DESCRIPTION_LIMIT = 1 << 20  # bytes of an entry's first line
-_ENTRY_LIMIT = 1 << 30  # bytes of an entry; the largest of weft has a few MiB
-_LOCK_POLL = 0.05  # seconds between two tries of a lock
+_ENTRY_LIMIT = 1 << 30  # bytes of an entry; weft's largest entry is a few MiB
+_LOCK_POLL = 0.05  # seconds between two attempts to lock
 _ALL_IDS = 0xFFFFFFFF  # user ids that the initial user namespace maps
-# These errors of open() say that the entry is no plain file that its owner can read.
+# Errors of open() that mean that the entry is not a regular file that its owner can read.
 _NO_PLAIN_FILE = frozenset((errno.ELOOP, errno.EACCES, errno.ENXIO, errno.ENODEV))
 
 
 def key_of(**parts: str | Sequence[str]) -> str:
     """Return the key (64 hex digits) of an entry made from these named inputs."""
-    named = {name: part if isinstance(part, str) else list(part) for name, part in parts.items()}
-    text = json.dumps({"abi": ABI, "parts": named}, sort_keys=True)
+    inputs = {name: part if isinstance(part, str) else list(part) for name, part in parts.items()}
+    text = json.dumps({"abi": ABI, "parts": inputs}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def default_path() -> Path:
     """Return `$WEFT_CACHE`, else `$XDG_CACHE_HOME/weft`, else `~/.cache/weft`.
 
-    Raises SetupError where none of them is set and there is no home directory.
+    Raises:
+        SetupError: neither variable is set and there is no home directory.
     """
-    if chosen := os.environ.get("WEFT_CACHE"):
-        return Path(chosen).absolute()
+    if directory := os.environ.get("WEFT_CACHE"):
+        return Path(directory).absolute()
     if parent := os.environ.get("XDG_CACHE_HOME"):
         return Path(parent).absolute() / "weft"
     try:
@@ -69,28 +70,31 @@ def default_path() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One compiled thing in the cache: its size in bytes, its time in seconds since 1970."""
+    """One cached compilation result."""
 
     key: str
     kind: str  # "cubin" or "c++"
     name: str
     arch: str
     bytes: int
-    created: float
+    created: float  # seconds since 1970
 
 
 class BadEntryError(Exception):
-    """Why a file in the cache is not used: another user could have written it, or it is damaged."""
+    """A cache file is not used: another user could have written it, or it is damaged."""
 
 
 class Cache:
-    """Compiled code on disk; safe to use from many processes and threads at once.
+    """Compiled code on disk, safe for concurrent use by processes and threads.
 
-    path: the directory, made with mode 0700 if absent; default `default_path()`.
-    lock_timeout: seconds to wait for another process that builds the same entry.
+    Symbolic links are resolved once, at construction; `self.path` is the resolved directory.
 
-    Links are followed once, here; `self.path` is the directory itself. Raises SetupError where it
-    cannot be made, or where another user could write it or replace it.
+    Args:
+        path: Directory, created with mode 0700 if absent. Default: `default_path()`.
+        lock_timeout: Seconds to wait for another process that builds the same entry.
+
+    Raises:
+        SetupError: the directory cannot be created, or another user could write or replace it.
     """
 
     def __init__(self, path: Path | None = None, *, lock_timeout: float = 300.0) -> None:
@@ -104,58 +108,67 @@ class Cache:
         return self.path / f"{key}.data"
 
     def fetch(self, key: str, build: Callable[[], bytes], meta: dict[str, Any]) -> bytes:
-        """Return the entry's bytes; `build` runs in one process, the others wait for it.
+        """Return the bytes of an entry, which one process builds while others wait.
 
-        `meta` (name, kind, arch, compiler) is written down after `build` returned, so `build` may
-        add to it.
+        If `build` raises, the next waiting process runs its own `build`.
 
-        Raises SetupError where the directory cannot be written, or another process held the entry
-        longer than `lock_timeout`; and what `build` raises: the next process then tries for itself.
+        Args:
+            key: Key of the entry, from `key_of`.
+            build: Returns the content.
+            meta: Description of the entry: name, kind, arch and compiler. Stored after `build` has
+                returned, so `build` may add to it.
+
+        Raises:
+            SetupError: the directory cannot be written, or another process held the lock longer
+                than `lock_timeout`.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         what = f"{meta['name']} ({meta['kind']}, {meta['arch']})"
         with self._opened() as folder:
             if (data := self._read(folder, key)) is not None:
-                _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - began)
+                _log.info("%s: read from %s in %.3f s", what, self.path, time.monotonic() - start)
                 _log.debug("%s: its key is %s", what, key)
                 return data
             with self._locked(folder, key, meta["name"]):
                 if (data := self._read(folder, key, warn=True)) is not None:
-                    waited = time.monotonic() - began
+                    waited = time.monotonic() - start
                     _log.info("%s: another process compiled it, waited %.3f s", what, waited)
                     return data
                 data = build()
                 self._write(folder, key, meta, data)
-                took = time.monotonic() - began
-                _log.info("%s: compiled in %.3f s, %d bytes", what, took, len(data))
+                elapsed = time.monotonic() - start
+                _log.info("%s: compiled in %.3f s, %d bytes", what, elapsed, len(data))
                 _log.debug("%s: by %s, in %s as %s", what, meta["compiler"], self.path, key)
                 return data
 
     def entries(self) -> list[Entry]:
-        """Return what is stored and would be used, oldest first."""
-        found = []
+        """Return all valid entries, oldest first."""
+        entries = []
         with self._opened() as folder:
             for name in os.listdir(folder):
-                if not (_OURS.fullmatch(name) and name.endswith(".data")):
+                if not (_CACHE_FILE.fullmatch(name) and name.endswith(".data")):
                     continue
                 key = name.removesuffix(".data")
                 try:
                     meta, data, status = _read_entry(folder, key)
                 except (FileNotFoundError, BadEntryError):
                     continue
-                named = {field: str(meta[field]) for field in ("kind", "name", "arch")}
-                found.append(Entry(key, **named, bytes=len(data), created=status.st_mtime))
-        return sorted(found, key=lambda entry: (entry.created, entry.key))
+                described = {field: str(meta[field]) for field in ("kind", "name", "arch")}
+                entries.append(Entry(key, **described, bytes=len(data), created=status.st_mtime))
+        return sorted(entries, key=lambda entry: (entry.created, entry.key))
 
     def clear(self) -> int:
-        """Remove every entry and return how many there were. What is being built appears later.
+        """Remove every entry and return their number.
 
-        Files that weft did not write stay. Raises SetupError where one cannot be removed.
+        An entry that is being built is stored afterwards. Files that weft did not write are kept.
+
+        Raises:
+            SetupError: a file cannot be removed.
         """
         removed = 0
         with self._opened() as folder:
             for name in os.listdir(folder):
-                if not _OURS.fullmatch(name):
+                if not _CACHE_FILE.fullmatch(name):
                     continue
                 try:
                     with contextlib.suppress(FileNotFoundError):
@@ -169,7 +182,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Open the directory, check it and all above it, and close it at the end."""
+        """Open the directory, check it and all its parents, and close it on exit."""
         fd = open_private_directory(self.path, purpose="code from it would be run")
         try:
             yield fd
@@ -177,7 +190,7 @@ class Cache:
             os.close(fd)
 
     def _read(self, folder: int, key: str, *, warn: bool = False) -> bytes | None:
-        """Return an entry's content, or None where there is none that may be used."""
+        """Return the content of an entry, or None if there is no valid one."""
         try:
             return _read_entry(folder, key)[1]
         except FileNotFoundError:
@@ -193,7 +206,7 @@ class Cache:
             ) from error
 
     def _write(self, folder: int, key: str, meta: dict[str, Any], data: bytes) -> None:
-        """Write an entry so that a reader sees all of it or none, also after a crash."""
+        """Write an entry atomically, also with respect to crashes."""
         described = {**meta, "key": key, "bytes": len(data), "digest": _digest(data)}
         content = json.dumps(described).encode() + b"\n" + data
         name, temporary = f"{key}.data", f"{key}.{secrets.token_hex(8)}.tmp"
@@ -218,7 +231,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _locked(self, folder: int, key: str, name: str) -> Iterator[None]:
-        """Hold the lock of an entry; it goes with its process."""
+        """Hold the lock of an entry; the system releases it when the process ends."""
         file, deadline = f"{key}.lock", time.monotonic() + self.lock_timeout
         try:
             while (lock := _try_lock(folder, file)) is None:
@@ -243,7 +256,7 @@ class Cache:
 def _try_lock(folder: int, name: str) -> int | None:
     """Return the descriptor of a locked file, or None while another process holds the lock.
 
-    A file that another user could open is replaced: that user could hold the lock for ever.
+    A file that another user could open is replaced, because that user could hold the lock forever.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -251,7 +264,7 @@ def _try_lock(folder: int, name: str) -> int | None:
     except OSError as error:
         if error.errno not in _NO_PLAIN_FILE:
             raise
-        os.unlink(name, dir_fd=folder)  # an error for a directory
+        os.unlink(name, dir_fd=folder)  # raises for a directory
         return None
     try:
         status = os.fstat(lock)
@@ -273,9 +286,12 @@ def _try_lock(folder: int, name: str) -> int | None:
 
 
 def _read_entry(folder: int, key: str) -> tuple[dict[str, Any], bytes, os.stat_result]:
-    """Return what is known of an entry, its content and its status.
+    """Return the description, content and status of an entry.
 
-    Raises FileNotFoundError without one, BadEntryError where it must not be used, and OSError.
+    Raises:
+        FileNotFoundError: there is no entry.
+        BadEntryError: the entry must not be used.
+        OSError: the entry cannot be read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -311,9 +327,9 @@ def _digest(data: bytes) -> str:
 
 
 def _fault_of(status: os.stat_result) -> str:
-    """Return why a file of the cache must not be used, "" if it may.
+    """Return why a cache file must not be used, or "" if it may.
 
-    A second name of a file may lie where another user put it.
+    Hard links are rejected: another user could have created one to a file of this user.
     """
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
@@ -327,17 +343,18 @@ def _fault_of(status: os.stat_result) -> str:
 
 
 def _make_directory(path: Path) -> Path:
-    """Make a directory if it is absent, with those above it, and return where it is.
+    """Create a directory and its parents with mode 0700 if absent; return the resolved path.
 
-    Directories are made with mode 0700 whatever the umask is. Raises SetupError.
+    Raises:
+        SetupError: a directory cannot be created.
     """
     try:
-        for each in (*reversed(path.parents), path):
+        for directory in (*reversed(path.parents), path):
             with contextlib.suppress(FileExistsError):
-                if not each.exists():
-                    each.mkdir(mode=0o700)
+                if not directory.exists():
+                    directory.mkdir(mode=0o700)
         return path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # the latter for links that go in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of symbolic links
         raise SetupError(
             f"cannot make {path} for compiled code: {error}; "
             "set WEFT_CACHE to a directory that you can write"
@@ -345,28 +362,31 @@ def _make_directory(path: Path) -> Path:
 
 
 def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CACHE") -> int:
-    """Open a directory that this user alone can write or replace, and return its descriptor.
+    """Open a directory that only this user can write or replace, and return its descriptor.
 
-    path: absolute, without links.   purpose: why nobody else may, for the error.
-    variable: in the environment, which chooses another directory.
+    Every directory from the root on is opened relative to its parent and checked by its descriptor,
+    so a directory that is replaced meanwhile is checked, too. The directory itself must belong to
+    this user. Its parents must belong to this user or to root; others may write them only if the
+    sticky bit prevents renaming files of other users.
 
-    Every directory from the root on is opened by its name in the one above it and judged by its
-    descriptor, so a directory that is exchanged meanwhile is judged, too. The directory itself has
-    to belong to this user. Those above it belong to this user or to root, and others may write
-    them only where the sticky bit keeps them from renaming what is not theirs.
+    Args:
+        path: Absolute path without symbolic links.
+        purpose: Why no other user may write it, for the error.
+        variable: Environment variable that selects another directory.
 
-    Raises SetupError which names the directory and what is wrong with it.
+    Raises:
+        SetupError: names the directory and the reason.
     """
     fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _check_directory(Path("/"), fd, last=len(path.parts) == 1, doing=(purpose, variable))
         for depth, name in enumerate(path.parts[1:], start=2):
-            last, here = depth == len(path.parts), Path(*path.parts[:depth])
+            last, prefix = depth == len(path.parts), Path(*path.parts[:depth])
             flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             inner = os.open(name, flags | (os.O_RDONLY if last else os.O_PATH), dir_fd=fd)
             os.close(fd)
             fd = inner
-            _check_directory(here, fd, last=last, doing=(purpose, variable))
+            _check_directory(prefix, fd, last=last, doing=(purpose, variable))
     except OSError as error:
         os.close(fd)
         raise SetupError(
@@ -382,16 +402,16 @@ def open_private_directory(path: Path, *, purpose: str, variable: str = "WEFT_CA
 def _check_directory(path: Path, fd: int, *, last: bool, doing: tuple[str, str]) -> None:
     """Raise SetupError unless a directory is safe.
 
-    last: it is the one in question, and no parent of it.   doing: the purpose and the variable.
+    last: whether it is the directory itself, not a parent.   doing: the purpose and the variable.
     """
     purpose, variable = doing
-    status, me = os.fstat(fd), os.geteuid()
-    owners = {me} if last else {me, 0, *_unmapped_owners()}
+    status, user = os.fstat(fd), os.geteuid()
+    owners = {user} if last else {user, 0, *_unmapped_owners()}
     if status.st_uid not in owners:
-        who = "this user" if last else "this user or root"
+        owner = "this user" if last else "this user or root"
         raise SetupError(
-            f"{path} belongs to user {status.st_uid}, this process runs as user {me}, and "
-            f"{purpose}; expected a directory of {who}: set {variable} to one of your own, below "
+            f"{path} belongs to user {status.st_uid}, this process runs as user {user}, and "
+            f"{purpose}; expected a directory of {owner}: set {variable} to one of your own, below "
             "your home directory"
         )
     mode = stat.S_IMODE(status.st_mode)
@@ -410,9 +430,9 @@ def _check_directory(path: Path, fd: int, *, last: bool, doing: tuple[str, str])
 
 
 def _unmapped_owners() -> set[int]:
-    """Return the id that stands for users outside of this user namespace, where there are any.
+    """Return the overflow uid, which represents users that this user namespace does not map.
 
-    In a rootless container the host's root, who owns `/` and `/home` there, appears under it.
+    In a rootless container it is the owner of `/` and `/home`, which belong to the host's root.
     """
     try:
         ranges = Path("/proc/self/uid_map").read_text().split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ to a shared library with the system's compiler: the CPU backend's half."""
+"""Compilation of C++ to a shared library with the system's compiler, for the CPU backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLAGS = (
     "-O2",
     "-g0",
     "-pthread",
-    "-fno-strict-aliasing",  # inboxes are bytes that are read as many types
+    "-fno-strict-aliasing",  # inboxes are bytes that are read as several types
     "-Wall",
     "-Wextra",
     "-Werror",
@@ -35,11 +35,11 @@ _FLAGS = (
 _TIMEOUT = 300.0  # seconds for one compile; cpu.cpp takes about one
 _REMEDY = "install g++ or clang++ (Debian, Ubuntu: apt install g++), or set CXX to a C++20 compiler"
 
-_loaded: dict[str, ctypes.CDLL] = {}  # by digest: libraries of this process, which are never closed
+_loaded: dict[str, ctypes.CDLL] = {}  # libraries of this process by digest; never closed
 _loading = threading.Lock()
 _slashes = itertools.count(1)
 
-# One rounding for each operation, as in the kernels: a fused multiply-add has one for two.
+# Round after each operation, as the kernels do: a fused multiply-add would round once for two.
 HOST_OPTIONS = ("-ffp-contract=off",)
 
 
@@ -52,13 +52,18 @@ def compile_shared(
 ) -> ctypes.CDLL:
     """Return a generated entry as a loaded library, from the cache if it was compiled before.
 
-    Calls through it release the interpreter lock, so ranks that are threads can wait in it.
+    Calls release the GIL, so ranks that are threads can wait in them.
 
-    entry: C++20 with `extern "C"` functions; headers are `<weft/device/header.cuh>`.
-    name, cache: as in `compile_cubin`.   options: more of the compiler's; the last win.
+    Args:
+        entry: C++20 with `extern "C"` functions; may include `<weft/device/header.cuh>` etc.
+        name: Name in errors and in the cache's listing.
+        options: Further compiler options; later options take precedence.
+        cache: Cache to use. Default: `Cache()`.
 
-    Raises InvalidArgument for the name; CompileError without a compiler, where it refuses, or where
-    the library cannot be loaded; SetupError where the cache cannot be used.
+    Raises:
+        InvalidArgument: the name is invalid.
+        CompileError: there is no compiler, the compilation failed, or the library cannot be loaded.
+        SetupError: the cache cannot be used.
     """
     options = ("-fPIC", "-shared", *options)
     code = compile_code(entry, name=name, options=options, cache=cache or Cache())
@@ -75,7 +80,7 @@ def compile_shared(
 def load_library(code: bytes, *, name: str) -> ctypes.CDLL:
     """Load a shared library from its bytes. Raises OSError.
 
-    The bytes that were checked are the bytes that run: they are loaded from memory, and no file is
+    The library is loaded from memory, so that the checked bytes are the ones that run; no file is
     opened a second time. Equal bytes are loaded once.
     """
     digest = hashlib.sha256(code).hexdigest()
@@ -85,18 +90,18 @@ def load_library(code: bytes, *, name: str) -> ctypes.CDLL:
             with os.fdopen(fd, "wb") as file:
                 file.write(code)
                 file.flush()
-                # dlopen() takes equal paths for one library, and descriptors are used again: the
-                # slashes tell this library from those before it.
+                # dlopen() identifies libraries by path, and descriptors are reused: the number of
+                # slashes makes the path unique.
                 path = f"/proc/self/fd{'/' * next(_slashes)}{fd}"
                 _loaded[digest] = ctypes.CDLL(path)
-        # An object of its own for each caller, who sets the types of its functions.
+        # Each caller gets its own object, because it sets the types of the functions.
         return ctypes.CDLL(None, handle=_loaded[digest]._handle)
 
 
 def compile_code(entry: str, *, name: str, options: Sequence[str], cache: Cache) -> bytes:
-    """Return the bytes that the compiler makes of an entry, with these options.
+    """Compile an entry and return the output file's bytes, from the cache if possible.
 
-    Raises InvalidArgument, CompileError, SetupError.
+    Raises InvalidArgument, CompileError or SetupError.
     """
     checked_name(name)
     command = find_compiler()
@@ -119,21 +124,22 @@ def compile_code(entry: str, *, name: str, options: Sequence[str], cache: Cache)
 def find_compiler() -> tuple[str, ...]:
     """Return the compiler's command: `$CXX` if set, else the first of c++, g++ and clang++.
 
-    Raises CompileError where it is not installed.
+    Raises:
+        CompileError: the compiler is not installed.
     """
-    asked = os.environ.get("CXX", "")
+    cxx = os.environ.get("CXX", "")
     try:
-        chosen = shlex.split(asked)
+        command = shlex.split(cxx)
     except ValueError as error:
-        raise CompileError(f"CXX is {asked!r}, which is no command: {error}; {_REMEDY}") from error
-    if chosen:
-        found = shutil.which(chosen[0])
-        if found is None:
-            raise CompileError(f"CXX is {shlex.join(chosen)!r}, which is not installed; {_REMEDY}")
-        return (found, *chosen[1:])
+        raise CompileError(f"CXX is {cxx!r}, which is no command: {error}; {_REMEDY}") from error
+    if command:
+        path = shutil.which(command[0])
+        if path is None:
+            raise CompileError(f"CXX is {shlex.join(command)!r}, which is not installed; {_REMEDY}")
+        return (path, *command[1:])
     for candidate in _COMPILERS:
-        if found := shutil.which(candidate):
-            return (found,)
+        if path := shutil.which(candidate):
+            return (path,)
     raise CompileError(f"no C++ compiler: none of {', '.join(_COMPILERS)} is in PATH; {_REMEDY}")
 
 
@@ -141,7 +147,8 @@ def find_compiler() -> tuple[str, ...]:
 def compiler_identity(command: tuple[str, ...]) -> str:
     """Return the command, the first line of its `--version` and this machine's architecture.
 
-    Raises CompileError where it does not answer.
+    Raises:
+        CompileError: `--version` fails.
     """
     result = _run((*command, "--version"), timeout=30.0, cwd=None)
     if result.returncode != 0 or not result.stdout.strip():
@@ -154,10 +161,10 @@ def compiler_identity(command: tuple[str, ...]) -> str:
 
 @functools.cache
 def cpu_identity() -> str | None:
-    """Return model and a digest of the features of this CPU, or None if it will not say.
+    """Return the model and a digest of the features of this CPU, or None if unknown.
 
-    Code made with `-march=native` may not run on another CPU, and caches travel with home
-    directories, so the key of such code holds this.
+    Code compiled with `-march=native` may not run on another CPU, and several machines may share a
+    home directory with the cache, so the key of such code includes this.
     """
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -178,9 +185,9 @@ def cpu_identity() -> str | None:
 
 
 def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str]) -> bytes:
-    """Run the compiler in a directory of its own and return what it made."""
+    """Run the compiler in a temporary directory and return its output."""
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
-        # Where others could exchange the folder (TMPDIR), they could exchange what is compiled.
+        # Users who could replace the directory (TMPDIR) could replace the compiled code.
         purpose = "code that is compiled in it would be run"
         os.close(
             open_private_directory(Path(scratch).resolve(), purpose=purpose, variable="TMPDIR")
@@ -188,7 +195,7 @@ def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str
         output = Path(scratch, "out")
         file = f"{name}.cpp"  # a short relative name, so that the log reads `dispatch.cpp:3:5`
         Path(scratch, file).write_text(entry)
-        # Options after the file: libraries among them must come after what needs them.
+        # Options follow the file, because the linker needs libraries after their users.
         full = (*command, f"-I{INCLUDE_ROOT}", "-o", str(output), file, *flags)
         result = _run(full, timeout=_TIMEOUT, cwd=scratch)
         if result.returncode != 0 or not output.is_file():

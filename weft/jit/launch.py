@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kernel, one struct argument, launched again and again at the cost of a driver call."""
+"""Launcher of a kernel with one struct argument, at the cost of one driver call."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _THREAD_LIMIT = 1024  # threads of a block, on every GPU so far
 class Launcher:
     """Launches one kernel with a struct of arguments.
 
-    Everything that a call does not change is made here once: the launch configuration, a private
-    copy of the struct and the array of pointers that the driver reads. A call copies the struct and
-    enters the driver, which has taken its own copy when the call returns. Calls must not overlap:
-    give each thread a launcher of its own.
+    The constructor prepares everything that is constant between calls: the launch configuration, a
+    private copy of the struct and the array of pointers that the driver reads. A call copies the
+    struct and enters the driver, which copies it again before the call returns. Calls must not
+    overlap: each thread needs its own launcher.
 
-    function: the kernel; its module must stay loaded.
-    struct: the ctypes mirror of the kernel's one argument.
-    programmatic: let the kernel start before the previous one in its stream has ended
-        (programmatic dependent launch); it must then wait by itself where it needs to.
-    cluster: blocks in x that share a cluster; the grid must be a multiple of it.
+    Args:
+        function: Kernel to launch; its module must stay loaded.
+        struct: ctypes mirror of the kernel's only argument.
+        programmatic: Let the kernel start before the previous one in its stream has finished
+            (programmatic dependent launch). The kernel must then synchronise where it needs to.
+        cluster: Cluster size in x; the grid must be a multiple of it.
 
-    Raises InvalidArgument where struct and kernel argument differ in size, DriverError without
-    cuda.bindings.
+    Raises:
+        InvalidArgument: struct and kernel argument differ in size.
+        DriverError: cuda.bindings is missing.
     """
 
     __slots__ = (
@@ -57,7 +59,7 @@ class Launcher:
         if function.argument_bytes != size:
             raise InvalidArgument(
                 f"kernel {function.name!r} takes {function.argument_bytes} bytes, "
-                f"{struct.__name__} has {size}; make the mirror that of the kernel's argument"
+                f"{struct.__name__} has {size}; pass the mirror of the kernel's argument"
             )
         cuda = driver()
         self.function = function
@@ -75,17 +77,21 @@ class Launcher:
     def __call__(
         self, args: ctypes.Structure, grid: tuple[int, int, int], block: int, stream: int
     ) -> None:
-        """Launch the kernel; returns before it has run.
+        """Launch the kernel asynchronously.
 
-        args: an instance of the struct; may be changed as soon as this returns.
-        grid: blocks in x, y and z.   block: threads of each.   stream: a CUstream's address.
+        Args:
+            args: Instance of the struct; may be modified as soon as this returns.
+            grid: Blocks in x, y and z.
+            block: Threads per block.
+            stream: Address of a CUstream.
 
-        Raises InvalidArgument for another type or a size out of range; DriverError where the driver
-        refuses, or an earlier kernel failed.
+        Raises:
+            InvalidArgument: `args` has another type, or a size is out of range.
+            DriverError: the launch or an earlier kernel failed.
         """
-        # This is the path of every call: no more than it needs.
+        # Hot path of every call.
         if (grid, block, stream) != self._last:
-            self._shape(grid, block, stream)
+            self._configure(grid, block, stream)
         if type(args) is not self._struct:
             raise InvalidArgument(
                 f"kernel {self.function.name!r} takes a {self._struct.__name__}, "
@@ -96,8 +102,7 @@ class Launcher:
         if status != 0:
             self._fail(status, grid, block, stream)
 
-    def _shape(self, grid: tuple[int, int, int], block: int, stream: int) -> None:
-        """Put grid, block and stream into the configuration."""
+    def _configure(self, grid: tuple[int, int, int], block: int, stream: int) -> None:
         name = self.function.name
         if len(grid) != 3 or min(grid) < 1:
             raise InvalidArgument(f"grid of {name!r} is {grid}; pass three counts of at least 1")
@@ -105,7 +110,7 @@ class Launcher:
             raise InvalidArgument(
                 f"block of {name!r} is {block}; pass 1 to {_THREAD_LIMIT} threads"
             )
-        self._last = None  # until all of it is in
+        self._last = None  # until the configuration is complete
         config = self._config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -121,7 +126,7 @@ class Launcher:
 
 
 def _config(cuda: Any, shared: int, programmatic: bool, cluster: int) -> Any:
-    """Return a CUlaunchConfig with all that does not change from call to call."""
+    """Return a CUlaunchConfig with the fields that are constant between calls."""
     attributes = []
     if programmatic:
         attribute = cuda.CUlaunchAttribute()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code on the current GPU: load a cubin, take its kernels, read its constants back."""
+"""CUDA modules: load a cubin on the current GPU, get its kernels and read its variables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from weft.memory.driver import call, driver, error_text, fence, relaxed
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel that is loaded and ready to launch; valid until its module is unloaded."""
+    """A loaded kernel; valid until its module is unloaded."""
 
     name: str
     handle: Any  # CUfunction
-    shared: int  # dynamic shared memory of each block, bytes
+    shared: int  # dynamic shared memory per block in bytes
     argument_bytes: int  # size of the one kernel argument
     owner: object = None  # its module, kept alive with it
 
 
 def cluster_attribute(cuda: Any, cluster: int) -> Any:
-    """Return the launch attribute of clusters of so many blocks in x."""
+    """Return the launch attribute of clusters of `cluster` blocks in x."""
     attribute = cuda.CUlaunchAttribute()
     attribute.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     size = attribute.value.clusterDim
@@ -36,36 +36,43 @@ def cluster_attribute(cuda: Any, cluster: int) -> Any:
 class CudaModule:
     """A cubin in the current CUDA context.
 
-    image: as `compile_cubin` returns it.   name: for error texts.   stays: it is never unloaded.
+    Args:
+        image: Cubin, from `compile_cubin`.
+        name: Name in errors.
+        stays: Whether the module stays loaded until the process ends.
 
-    Raises DriverError without a current context, or where the driver refuses the code.
+    Raises:
+        DriverError: there is no current context, or the driver cannot load the cubin.
     """
 
     def __init__(self, image: bytes, *, name: str, stays: bool = False) -> None:
         self.name = name
         context = require_context(f"loading {name!r}")
         self._code = _Code(image, context, name=name, stays=stays)
-        # A module that is dropped unclosed has no functions left, for they hold it. At exit the
-        # system frees it.
+        # A module that is garbage-collected has no functions left, because they refer to it. At
+        # exit the driver frees it.
         if not stays:
             weakref.finalize(self, self._code.free).atexit = False
         self._handles: dict[str, Any] = {}
-        self._shared: dict[str, int] = {}  # the most that each kernel was given
+        self._shared: dict[str, int] = {}  # largest dynamic shared memory requested per kernel
 
     def function(self, name: str, *, shared: int = 0) -> Function:
-        """Return a kernel, fully loaded, with leave to use `shared` bytes of dynamic memory.
+        """Return a kernel, loaded and allowed to use `shared` bytes of dynamic shared memory.
 
-        Loading is done here and not at the first launch: a lazy load waits until the GPU is idle,
-        which it never is while a kernel spins on the flag of a peer that is still loading.
+        The kernel is loaded now and not at its first launch: a lazy load waits until the GPU is
+        idle, which never happens while a kernel spins on the flag of a peer that is still loading.
 
-        name: the `extern "C"` name.   shared: dynamic shared memory of each block, bytes; with the
-            kernel's static shared memory up to 227 KiB on sm_90 and sm_100.
+        Args:
+            name: The `extern "C"` name.
+            shared: Dynamic shared memory per block in bytes; together with the kernel's static
+                shared memory at most 227 KiB on sm_90 and sm_100.
 
-        Raises DriverError for an unknown kernel, or more memory than the GPU has; OutOfOrder after
-        `unload`.
+        Raises:
+            DriverError: the kernel is unknown, or `shared` exceeds the GPU's limit.
+            OutOfOrder: the module was unloaded.
         """
         handle = self._handle(name)
-        if shared > self._shared.get(name, 0):  # never lower what an earlier caller was given
+        if shared > self._shared.get(name, 0):  # never lower the limit of an earlier caller
             which = driver().CUfunction_attribute
             static = call("cuFuncGetAttribute", which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
             limit = _device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
@@ -85,7 +92,7 @@ class CudaModule:
     def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
         """Return how many blocks of `block` threads and `shared` dynamic bytes fit on one SM.
 
-        Raises DriverError, OutOfOrder.
+        Raises DriverError or OutOfOrder.
         """
         handle = self.function(name, shared=shared).handle
         doing = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
@@ -95,7 +102,7 @@ class CudaModule:
     def resident_clusters(self, name: str, block: int, cluster: int) -> int:
         """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
 
-        0 where the GPU cannot form such clusters. Raises DriverError, OutOfOrder.
+        Returns 0 if the GPU cannot form such clusters. Raises DriverError or OutOfOrder.
         """
         handle, cuda = self.function(name).handle, driver()
         config = cuda.CUlaunchConfig()
@@ -112,11 +119,10 @@ class CudaModule:
         return int(count)
 
     def global_bytes(self, name: str) -> bytes:
-        """Return a copy of a `__device__` or `__constant__` variable, as kernels have left it that
-        have ended; waits for none.
+        """Return a copy of a `__device__` or `__constant__` variable without waiting for kernels.
 
-        The copy has a stream of its own: the default stream would be an error while one that blocks
-        with it is captured. Raises DriverError, OutOfOrder.
+        The copy uses a new non-blocking stream: the legacy default stream is an error while a
+        stream that blocks with it is captured. Raises DriverError or OutOfOrder.
         """
         self._check_loaded()
         doing = f"reading variable {name!r} of {self.name!r}"
@@ -133,14 +139,17 @@ class CudaModule:
         return bytes(content)
 
     def unload(self, after: int | None = None) -> None:
-        """Remove the code from the GPU; its functions must not be launched again. Idempotent.
+        """Unload the module; its functions must not be launched again. Idempotent.
 
-        Waits until the GPU has done all its work, graphs included; any thread may call it at any
-        moment, whatever is being captured there or elsewhere.
+        Waits until the GPU has finished all its work, graphs included. Any thread may call it at
+        any time, also during captures.
 
-        after: another CUstream to wait for, unless it is being captured.
+        Args:
+            after: Another CUstream to wait for, unless it is being captured.
 
-        Raises DriverError, for example because a kernel failed before; every step was tried.
+        Raises:
+            DriverError: a step failed, for example because of an earlier kernel; all steps are
+                attempted.
         """
         self._handles.clear()
         self._shared.clear()
@@ -163,9 +172,9 @@ class CudaModule:
 
 
 class _Code:
-    """The code of a CudaModule, which a finalizer can free after the module object has gone.
+    """The code of a CudaModule, which a finalizer frees after the module object.
 
-    Code that stays holds nothing to wait by (`weft.memory.driver.fence`).
+    Permanent code needs no fence (`weft.memory.driver.fence`) to wait for its kernels.
     """
 
     def __init__(self, image: bytes, context: Any, *, name: str, stays: bool) -> None:
@@ -180,31 +189,31 @@ class _Code:
                 raise
 
     def free(self, after: int | None = None) -> None:
-        """Wait, then unload: see CudaModule.unload.
+        """Unload the module; see CudaModule.unload.
 
-        A forked child does nothing: the driver's state is its parent's.
+        Does nothing in a forked child, because the driver's state belongs to the parent.
         """
         module, self.module = self.module, None
         if module is None or os.getpid() != self._owner:
             return
         doing = f"unloading {self._name!r}"
-        with relaxed(), contextlib.ExitStack() as last:
+        with relaxed(), contextlib.ExitStack() as stack:
             call("cuCtxPushCurrent", self._context, doing=doing)
-            last.callback(call, "cuCtxPopCurrent", doing=doing)
-            last.callback(call, "cuModuleUnload", module, doing=doing)
-            last.callback(self._wait_for_all)
+            stack.callback(call, "cuCtxPopCurrent", doing=doing)
+            stack.callback(call, "cuModuleUnload", module, doing=doing)
+            stack.callback(self._wait_for_all)
             if after is not None:
                 self._wait_for(driver().CUstream(after))
 
     def _wait_for_all(self) -> None:
-        held, self._fence = self._fence, None
-        if held is not None:
-            call("cuMemFree", held, doing=f"waiting for the kernels of {self._name!r}")
+        memory, self._fence = self._fence, None
+        if memory is not None:
+            call("cuMemFree", memory, doing=f"waiting for the kernels of {self._name!r}")
 
     def _wait_for(self, stream: Any) -> None:
-        """Wait for a stream that is not being captured: to wait for one that is breaks its capture.
+        """Wait for a stream unless it is being captured, because waiting would break the capture.
 
-        Of the default stream the driver answers whether one that blocks with it is captured.
+        For the default stream, the driver reports whether a stream that blocks with it is captured.
         """
         cuda, doing = driver(), f"waiting for the kernels of {self._name!r}"
         status, capturing = cuda.cuStreamIsCapturing(stream)
@@ -217,15 +226,16 @@ class _Code:
 
 
 def require_context(doing: str) -> Any:
-    """Return this thread's current CUDA context, torch's in practice.
+    """Return this thread's current CUDA context, in practice torch's.
 
-    Raises DriverError where it has none, or without an NVIDIA driver.
+    Raises:
+        DriverError: there is no current context or no NVIDIA driver.
     """
     call("cuInit", 0, doing=doing)
     context = call("cuCtxGetCurrent", doing=doing)
     if int(context) == 0:
         raise DriverError(
-            f"{doing}: this thread has no current CUDA context; first let torch make one, for "
+            f"{doing}: this thread has no current CUDA context; let torch create one first, for "
             "example with torch.zeros(1, device='cuda')"
         )
     return context
@@ -239,7 +249,7 @@ def current_arch() -> str:
     require_context("asking for the GPU's architecture")
     major = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR")
     minor = _device_attribute("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR")
-    # From Hopper on, "a" opens the instructions that only this architecture has (wgmma, tcgen05).
+    # From Hopper on, "a" enables architecture-specific instructions (wgmma, tcgen05).
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 

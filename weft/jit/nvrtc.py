@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA C++ to machine code through NVRTC; needs neither a GPU, a driver nor a toolkit."""
+"""Compilation of CUDA C++ to cubins with NVRTC; needs no GPU, driver or toolkit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.errors import CompileError, InvalidArgument
 from weft.jit.cache import Cache, key_of
 from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
 
-# A real architecture, never compute_*: the driver's own compiler must have nothing left to do.
+# A real architecture, not compute_*, so that the driver does not compile PTX at load time.
 _ARCH = re.compile(r"sm_\d+[af]?")
 
-# Functions that say nothing are for the device: the headers are those of the CPU backend, too.
+# Functions without an annotation are device functions: the CPU backend shares the headers.
 CUDA_OPTIONS = ("-default-device",)
 
 
@@ -31,27 +31,31 @@ def compile_cubin(
 ) -> bytes:
     """Return the cubin of a generated entry, from the cache if it was compiled before.
 
-    entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
-    name: shown in errors and by the cache's listing.   arch: a real one, e.g. `"sm_90a"`.
-    options: more NVRTC options, e.g. `("--maxrregcount=64", "-DNAME=VALUE")`.
-    cache: default `Cache()`.
+    Args:
+        entry: CUDA C++20; weft's headers are included as `<weft/alltoall/dispatch.cuh>`.
+        name: Name in errors and in the cache's listing.
+        arch: Real architecture, e.g. `"sm_90a"`.
+        options: Further NVRTC options, e.g. `("--maxrregcount=64", "-DNAME=VALUE")`.
+        cache: Cache to use. Default: `Cache()`.
 
-    Raises InvalidArgument for name or arch; CompileError, which shows the entry and the log, where
-    NVRTC is missing or refuses; SetupError where the cache cannot be used.
+    Raises:
+        InvalidArgument: the name or arch is invalid.
+        CompileError: NVRTC is missing or the compilation failed; shows the entry and the log.
+        SetupError: the cache cannot be used.
     """
     if not _ARCH.fullmatch(arch):
         raise InvalidArgument(f"arch is {arch!r}; pass a real architecture such as 'sm_90a'")
     checked_name(name)
-    # Where weft is installed does not change the code, so the key leaves its include root out.
-    meaning = ["--std=c++20", f"--gpu-architecture={arch}", *options]
-    flags = [f"-I{INCLUDE_ROOT}", *meaning]
+    # The installation path does not affect the code, so the key excludes the include root.
+    key_options = ["--std=c++20", f"--gpu-architecture={arch}", *options]
+    flags = [f"-I{INCLUDE_ROOT}", *key_options]
     version = nvrtc_version()
     key = key_of(
         kind="cubin",
         name=name,
         entry=entry,
         headers=header_digest(),
-        options=meaning,
+        options=key_options,
         compiler=version,
     )
     meta: dict[str, Any] = {"name": name, "kind": "cubin", "arch": arch, "compiler": version}
@@ -67,17 +71,18 @@ def compile_cubin(
 def nvrtc_version() -> str:
     """Return NVRTC's version, e.g. `"NVRTC 13.0"`.
 
-    Raises CompileError without cuda.bindings or libnvrtc.
+    Raises:
+        CompileError: cuda.bindings or libnvrtc is missing, or NVRTC is too old.
     """
     nvrtc = _bindings()
     try:
-        answer = nvrtc.nvrtcVersion()
-    except (RuntimeError, OSError) as error:  # the binding looks for libnvrtc at its first call
+        result = nvrtc.nvrtcVersion()
+    except (RuntimeError, OSError) as error:  # the binding loads libnvrtc at its first call
         raise CompileError(
             f"the NVRTC library was not found: {error}; {install_hint('gpu')}, "
-            "or let LD_LIBRARY_PATH name its directory"
+            "or add its directory to LD_LIBRARY_PATH"
         ) from error
-    major, minor = _value(nvrtc, answer, "nvrtcVersion")
+    major, minor = _value(nvrtc, result, "nvrtcVersion")
     if (major, minor) < (12, 8):
         raise CompileError(f"NVRTC {major}.{minor} is too old: weft's headers need 12.8 or newer")
     return f"NVRTC {major}.{minor}"
@@ -104,7 +109,7 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
     try:
         encoded = [flag.encode() for flag in flags]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        # Room of its own: the bytes object of a single character is shared by the whole process.
+        # A bytearray, because the interpreter shares bytes objects of a single character.
         log = bytearray(
             _value(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
         )
@@ -114,7 +119,7 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
             raise CompileError(
                 f"{nvrtc_version()} refused {name!r} ({_error_text(nvrtc, status)})\n"
                 f"options: {' '.join(flags)}\n{numbered(entry)}\n{text}\n"
-                "Lines are those of the entry above; fix it or the header that the log names."
+                "Line numbers refer to the entry above; fix it or the header that the log names."
             )
         cubin = bytearray(_value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))
         _value(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")

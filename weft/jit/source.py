@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header tree that every entry includes, and how an entry is shown to a reader."""
+"""The header tree that generated sources include, and formatting of sources and logs in errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from weft.errors import InvalidArgument
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INCLUDE_ROOT = PACKAGE.parent  # so that headers are named <weft/device/header.cuh>
+INCLUDE_ROOT = PACKAGE.parent  # headers are included as <weft/device/header.cuh>
 
 _SUFFIXES = frozenset((".cuh", ".hpp", ".cpp"))
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -20,9 +20,9 @@ _LOG_LIMIT = 16_000  # characters; template errors can be megabytes
 
 @functools.cache
 def header_digest() -> str:
-    """Return the sha256 of every C++ file below weft/, paths included.
+    """Return the SHA-256 of all C++ files below weft/ and their paths.
 
-    Read once per process: edit a header and start anew.
+    The files are read once per process; changed headers take effect in a new process.
     """
     digest = hashlib.sha256()
     for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in _SUFFIXES and p.is_file()):
@@ -43,12 +43,12 @@ def checked_name(name: str) -> str:
 
 
 def numbered(source: str) -> str:
-    """Return `source` with line numbers, as compile errors show it."""
+    """Return `source` with line numbers, for compile errors."""
     return "\n".join(f"{n:4d} | {line}" for n, line in enumerate(source.splitlines(), start=1))
 
 
 def clipped(log: str) -> str:
-    """Return a compiler's log, shortened if it is very long, saying by how much."""
+    """Return a compiler's log, truncated if it is very long."""
     log = log.replace("\0", "").strip()
     if len(log) <= _LOG_LIMIT:
         return log or "(the compiler said nothing)"

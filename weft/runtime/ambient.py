@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neutral torch state: a caller's autocast and gradient mode do not change weft's results."""
+"""Isolation of weft's results from the caller's torch.autocast."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def is_autocast_enabled() -> bool:
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function so that torch.autocast around it changes nothing.
+    """Decorate a public function so that it runs with torch.autocast disabled.
 
-    Outside of autocast a call costs two reads of thread-local state.
+    Outside of autocast the overhead is two reads of thread-local state.
     """
 
     @functools.wraps(function)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of tensors that callers pass, as declarations; a refusal gives both values.
+"""Checks of tensors that callers pass; an error has the actual and the expected value.
 
-Other arguments are declared in weft/arguments.py. These checks are in every call, so the good
-case reads no more of a tensor than it must, and the bad one explains itself at leisure.
+weft/arguments.py has the checks of other arguments. These checks run in every call, so the valid
+case reads as few attributes of a tensor as possible; the details of an error are computed on
+failure.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from weft.errors import InvalidArgument, TokenOverflow
 from weft.memory import Group
 from weft.runtime.layout import vector_bytes
 
-_address = torch.Tensor.data_ptr  # unbound: a TypeError for what is no tensor
+_data_ptr = torch.Tensor.data_ptr  # unbound: raises TypeError for an object that is not a tensor
 
-# Indices of two tensors, each with its bytes, and whether they may be exactly the same memory.
+# (index, bytes, other index, other bytes, whether both may be exactly the same memory)
 Pair = tuple[int, int, int, int, bool]
 
 
 class _Tracing(threading.local):
-    """Does a compiler ask, in this thread, what a call would return?"""
+    """Whether torch.compile is tracing in this thread."""
 
-    now = False
+    active = False
 
 
 _tracing = _Tracing()
@@ -37,12 +38,12 @@ _tracing = _Tracing()
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Inside, fake tensors pass `check_alignment`: they have sizes, but no address."""
-    before, _tracing.now = _tracing.now, True
+    """Let fake tensors, which have no address, pass `check_alignment` inside the context."""
+    before, _tracing.active = _tracing.active, True
     try:
         yield
     finally:
-        _tracing.now = before
+        _tracing.active = before
 
 
 def check_tensor(
@@ -59,31 +60,37 @@ def check_tensor(
 ) -> None:
     """Require a contiguous tensor of `shape`, one of `dtypes`, on `device`.
 
-    shape: sizes; a name, or None for "tokens", is any size.
-    kept: for later calls, so that it does not matter whether it requires a gradient now.
-    strided: it need not be contiguous.
-    aligned: bytes of a row whose address must suit vector loads, as `check_alignment` has it; 1: it
-        must only be a multiple of the element size; 0: the address is not checked.
-    rows_of: the tensor whose first dimension `shape` has, for the error.
+    Args:
+        name: Name of the tensor in errors.
+        tensor: Tensor to check.
+        shape: Expected sizes. A name, or None for "tokens", accepts any size.
+        dtypes: Accepted dtypes.
+        device: Expected device.
+        kept: Whether the tensor is stored for later calls; skips the gradient check.
+        strided: Whether the tensor may be non-contiguous.
+        aligned: Row size in bytes for `check_alignment`. 1 requires alignment to the element size,
+            0 skips the check.
+        rows_of: Tensor that determines the first dimension, for the error.
 
-    Raises InvalidArgument naming the tensor, what it is and what it must be.
+    Raises:
+        InvalidArgument: names the tensor with its actual and expected property.
     """
     if not isinstance(tensor, torch.Tensor):
         refuse_tensor(name, tensor)
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d) for d in dtypes)
-        raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {wanted}")
+        expected = " or ".join(str(d) for d in dtypes)
+        raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {expected}")
     if tensor.device != device:
         raise InvalidArgument(f"{name} is on {tensor.device}; it must be on {device}")
     try:
         if tensor.shape != shape and not _fits(tensor.shape, shape):
-            wanted = ", ".join("tokens" if want is None else str(want) for want in shape)
+            expected = ", ".join("tokens" if size is None else str(size) for size in shape)
             reason = f", because {rows_of} has {shape[0]} rows" if rows_of else ""
             raise InvalidArgument(
-                f"{name} has shape {list(tensor.shape)}; it must be [{wanted}]{reason}"
+                f"{name} has shape {list(tensor.shape)}; it must be [{expected}]{reason}"
             )
         dense = tensor.is_contiguous() or (strided and tensor.stride() is not None)
-    except RuntimeError:  # sparse and nested tensors have no such things
+    except RuntimeError:  # sparse and nested tensors have neither shape nor strides
         dense = False
     if not dense:
         _refuse_layout(name, tensor)
@@ -93,34 +100,34 @@ def check_tensor(
         check_alignment(name, tensor, max(aligned, tensor.itemsize))
 
 
-def _fits(shape: Sequence[int], wanted: Sequence[int | str | None]) -> bool:
-    """Is this the wanted shape? A loop, because a generator takes 3 us of every call."""
-    if len(shape) != len(wanted):
+def _fits(shape: Sequence[int], expected: Sequence[int | str | None]) -> bool:
+    """Whether a shape matches. A loop, because a generator would add 3 us to every call."""
+    if len(shape) != len(expected):
         return False
-    for size, want in zip(shape, wanted, strict=True):  # noqa: SIM110
-        if type(want) is int and size != want:
+    for size, required in zip(shape, expected, strict=True):  # noqa: SIM110
+        if type(required) is int and size != required:
             return False
     return True
 
 
 def tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list[int]]:
-    """Everything that a check reads of tensors except for where they are, and their addresses.
+    """Return a cache key of all tensor properties that a check reads, and the addresses.
 
-    Of an address only its alignment to 16 bytes counts. None, True and False are their own keys,
-    at address 0. The key is None where anything else is not a dense tensor with memory, or wants a
-    gradient: the check says what is wrong with it.
+    The key has an address modulo 16. None, True and False are their own keys, at address 0. The key
+    is None if another entry is not a dense tensor with memory, or requires a gradient: the full
+    check then raises the error.
     """
     key: list[object] = [*tensors]
     addresses = [0] * len(key)
     grads = torch.is_grad_enabled()
     try:
         for i, t in enumerate(tensors):
-            if t is None or t is True or t is False:  # and not 1, which only equals True
+            if t is None or t is True or t is False:  # identity: 1 equals True but is invalid
                 continue
-            addresses[i] = address = _address(t)
+            addresses[i] = address = _data_ptr(t)
             if not address or (grads and t.requires_grad):
                 return None, addresses
-            dense = t.is_contiguous()  # then the shape says all that is ever read
+            dense = t.is_contiguous()  # the shape then determines the strides
             key[i] = t.shape, t.dtype, t.device, address & 15, dense or t.stride()
     except (TypeError, AttributeError, RuntimeError):
         return None, addresses
@@ -128,7 +135,7 @@ def tensors_key(tensors: Sequence[Any]) -> tuple[tuple[object, ...] | None, list
 
 
 def check_gradient(name: str, tensor: torch.Tensor) -> None:
-    """Raises InvalidArgument for a tensor that wants what weft does not make: a gradient."""
+    """Raise InvalidArgument if a tensor requires a gradient while gradients are enabled."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
@@ -137,7 +144,7 @@ def check_gradient(name: str, tensor: torch.Tensor) -> None:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first address and the end of the memory that a tensor, maybe strided, spans."""
+    """Return the start and end address of the memory that a (strided) tensor spans."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -157,39 +164,40 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def check_apart(
     name: str, out: torch.Tensor, others: Mapping[str, torch.Tensor | None], *, exact: str = ""
 ) -> None:
-    """Require that a result shares no memory with other tensors of its call.
+    """Require that an output shares no memory with other tensors of its call.
 
     Args:
-        name: of `out` in the error.
-        others: tensors that are read while `out` is written, by name.
-        exact: the one of them that `out` may exactly be: same memory, shape and dtype.
+        name: Name of `out` in the error.
+        out: Output tensor.
+        others: Tensors that are read while `out` is written, by name.
+        exact: Name of the tensor that `out` may alias exactly: same memory, shape and dtype.
 
     Raises:
-        InvalidArgument: they overlap; names both tensors.
+        InvalidArgument: two tensors overlap; names both.
     """
     if type(out) is FakeTensor:
         return
     start, end = extent(out)
     for other, tensor in others.items():
-        if tensor is None or not _has_memory(tensor):  # other checks refuse what has none
+        if tensor is None or not _has_memory(tensor):  # other checks reject the latter
             continue
         first, last = extent(tensor)
         if start >= last or first >= end:
             continue
-        same = (first, last) == (start, end) and tensor.dtype == out.dtype
-        if other == exact and same and tensor.shape == out.shape:
+        is_same = (first, last) == (start, end) and tensor.dtype == out.dtype
+        if other == exact and is_same and tensor.shape == out.shape:
             continue
-        but = f"; it may be exactly {exact}" if exact else ""
+        exception = f"; it may be exactly {exact}" if exact else ""
         raise InvalidArgument(
             f"{name} overlaps {other} in memory, which is read while {name} is written: pass a "
-            f"tensor of its own{but}"
+            f"separate tensor{exception}"
         )
 
 
 def overlap(addresses: Sequence[int], pairs: Iterable[Pair]) -> Pair | None:
-    """Return the first pair of tensors that overlap although they must not, or None.
+    """Return the first pair of tensors with a forbidden overlap, or None.
 
-    As `check_apart`, for calls of a known kind: sizes are in the pairs, and only addresses differ.
+    The fast path of `check_apart`: the pairs hold the sizes, and only the addresses vary.
     """
     for pair in pairs:
         i, size, j, other, exact = pair
@@ -199,40 +207,42 @@ def overlap(addresses: Sequence[int], pairs: Iterable[Pair]) -> Pair | None:
     return None
 
 
-def refuse_tensor(name: str, given: object) -> NoReturn:
-    """Raise the InvalidArgument of what is no tensor."""
-    kind = type(given)
+def refuse_tensor(name: str, value: object) -> NoReturn:
+    """Raise InvalidArgument for a value that is not a tensor."""
+    kind = type(value)
     fix = ""
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         fix = f": pass torch.from_numpy({name})"
-    elif isinstance(given, list | tuple | int | float):
+    elif isinstance(value, list | tuple | int | float):
         fix = f": pass torch.tensor({name})"
-    value = f", {shown(given)}" if isinstance(given, str | int | float) else ""
-    raise InvalidArgument(f"{name} is {kind_of(given)}{value}; it must be a torch.Tensor{fix}")
+    text = f", {shown(value)}" if isinstance(value, str | int | float) else ""
+    raise InvalidArgument(f"{name} is {kind_of(value)}{text}; it must be a torch.Tensor{fix}")
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises InvalidArgument for a sparse or nested tensor, which has no sizes or strides."""
+    """Raise InvalidArgument for a sparse or nested tensor, which has no sizes or strides."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         _refuse_layout(name, tensor)
 
 
-def tensors_of(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """One tensor, or a list or tuple of them, as a tuple. Raises InvalidArgument for all else."""
-    if isinstance(given, torch.Tensor):
-        return (given,)
-    if not isinstance(given, list | tuple):
-        refuse_tensor(name, given)
-    for place, each in enumerate(given):
-        if not isinstance(each, torch.Tensor):
-            refuse_tensor(f"{name}[{place}]", each)
-    return tuple(given)
+def tensors_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return a tensor, or a list or tuple of tensors, as a tuple. Raises InvalidArgument."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        refuse_tensor(name, value)
+    for index, tensor in enumerate(value):
+        if not isinstance(tensor, torch.Tensor):
+            refuse_tensor(f"{name}[{index}]", tensor)
+    return tuple(value)
 
 
 def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
-    """Require memory whose address is a multiple of the widest vector that the row size allows.
+    """Require an address that is aligned to the widest vector that divides the row size.
 
-    Raises InvalidArgument naming the address; a tensor that starts inside another needs a clone.
+    Raises:
+        InvalidArgument: the address is not aligned, usually because the tensor is a view that
+            starts inside another tensor.
     """
     if type(tensor) is FakeTensor:
         _check_fake(name)
@@ -242,7 +252,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
     except RuntimeError:
         _refuse_layout(name, tensor)
     if address % 16 == 0 and address:
-        return  # good for every row size
+        return  # sufficient for every row size
     if not address and tensor.numel():
         raise InvalidArgument(
             f"{name} has shape {list(tensor.shape)} and no memory (a {type(tensor).__name__} at "
@@ -257,7 +267,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
 
 
 def _check_fake(name: str) -> None:
-    if not _tracing.now:
+    if not _tracing.active:
         raise InvalidArgument(
             f"{name} is a FakeTensor, which holds no numbers to send; what a call would return is "
             "found by torch.compile alone"
@@ -267,22 +277,30 @@ def _check_fake(name: str) -> None:
 def check_choices(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, top_k: int, device: torch.device
 ) -> int:
-    """Return the number of tokens that ids and weights are of. Raises InvalidArgument."""
+    """Check topk_ids and topk_weights and return their number of tokens.
+
+    Raises:
+        InvalidArgument: a shape, dtype or device is wrong.
+    """
     integers, floats = (torch.int32, torch.int64), (torch.float32,)
     size = (None, top_k)
     check_tensor("topk_ids", topk_ids, shape=size, dtypes=integers, device=device, aligned=1)
-    tokens = topk_ids.shape[0]  # while tracing, perhaps a symbol: not int()
+    tokens = topk_ids.shape[0]  # may be symbolic while tracing: no int()
     if topk_weights is not None:
-        name, row = "topk_weights", (tokens, top_k)
-        like = "topk_ids"
         check_tensor(
-            name, topk_weights, shape=row, dtypes=floats, device=device, aligned=1, rows_of=like
+            "topk_weights",
+            topk_weights,
+            shape=(tokens, top_k),
+            dtypes=floats,
+            device=device,
+            aligned=1,
+            rows_of="topk_ids",
         )
     return tokens
 
 
 def check_tokens(tokens: int, max_tokens: int) -> None:
-    """Raises TokenOverflow when a call brings more tokens than the workspace holds."""
+    """Raise TokenOverflow if a call has more tokens than the workspace holds."""
     if tokens > max_tokens:
         raise TokenOverflow(
             f"{tokens} tokens in one call; the workspace was built for max_tokens={max_tokens}: "
@@ -291,7 +309,7 @@ def check_tokens(tokens: int, max_tokens: int) -> None:
 
 
 def check_group(group: Group) -> None:
-    """Raises InvalidArgument for what is no group: there is nobody to vote with."""
+    """Raise InvalidArgument if `group` is not a Group; a vote is then impossible."""
     instance("group", group, Group, "weft.launch or Group.from_torch() makes one")
 
 
@@ -309,7 +327,7 @@ def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def check_sms(num_sms: int | None, available: int | None) -> None:
-    """Raises InvalidArgument for SMs that a GPU with so many, or a CPU (None), cannot give."""
+    """Raise InvalidArgument if num_sms exceeds the available SMs (None: a CPU group)."""
     if num_sms is None:
         return
     if available is None:

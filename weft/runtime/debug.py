@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WEFT_DEBUG=1: every call of an operator is checked, and memory that may not be read is poisoned.
+"""WEFT_DEBUG=1: check every call of an operator and poison memory that must not be read.
 
-Each call waits for its device and raises what it has recorded; refused input is raised at the end
-of its round, which all ranks can finish. Rows that a dispatch brought are overwritten when the
-experts are done with them, the experts' results before they are written anew. An all-reduce
-compares the inputs that must be equal on all ranks. A call that a CUDA graph captures is not
-checked: nothing of it has run.
+Each call synchronizes its device and raises the recorded errors. Errors about the input are raised
+at the end of their round, so that all ranks can finish it. Dispatched rows are overwritten once the
+experts have read them, and the experts' results before they are written again. An all-reduce
+compares the inputs that must be equal on all ranks. A call that is being captured into a CUDA graph
+is not checked, because it does not run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ ROUND_ENDS = ("combine", "fused")  # the calls that end a round
 
 
 class Checked(Protocol):
-    """What debug mode asks of an operator."""
+    """Interface of an operator that debug mode uses."""
 
     group: Group
 
     def _poison(self, doing: str, *, before: bool) -> None:
-        """Overwrite what nobody may read before, or after, this call."""
+        """Overwrite memory that must not be read before, or after, this call."""
 
     def _raise_recorded(self, *, refusals: bool) -> None:
-        """Raise what broke the group and, if asked for, refused input."""
+        """Raise the error that broke the group and, with `refusals`, errors about the input."""
 
 
 def is_enabled() -> bool:
-    """Whether WEFT_DEBUG asks for checks. Raises InvalidArgument for a value that is none."""
+    """Whether WEFT_DEBUG enables the checks. Raises InvalidArgument for an unknown value."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise InvalidArgument(f"{VARIABLE} is {value!r}; set it to 1, to 0, or not at all")
@@ -52,12 +52,12 @@ class DebugChecks:
         self._operator = operator
 
     def before(self, doing: str) -> None:
-        """Overwrite what the call may not read."""
+        """Overwrite memory that the call must not read."""
         if not capturing(self._operator.group.device):
             self._operator._poison(doing, before=True)
 
     def after(self, doing: str) -> None:
-        """Wait for the call, raise what it has recorded, and overwrite what is over."""
+        """Wait for the call, overwrite memory that is no longer valid and raise its errors."""
         device = self._operator.group.device
         if capturing(device):
             return
@@ -66,22 +66,22 @@ class DebugChecks:
         self._operator._raise_recorded(refusals=doing in ROUND_ENDS)
 
     def compare(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
-        """Raise GeometryMismatch for tensors that are not the same bits on all ranks. Collective.
+        """Raise GeometryMismatch if a tensor differs in any bit between ranks. Collective.
 
         Args:
-            tensors: by their names, the same names on every rank.
+            tensors: Tensors by name; the names are the same on every rank.
         """
         group = self._operator.group
         if capturing(group.device):
             return
         own = {name: None if t is None else _digest(t) for name, t in tensors.items()}
-        everyone = group.all_gather(own)
+        digests = group.all_gather(own)
         for rank in group.living:
             for name, digest in own.items():
-                if everyone[rank][name] != digest:
+                if digests[rank][name] != digest:
                     raise GeometryMismatch(
                         f"rank {group.rank}, all-reduce: {name} of rank {rank} holds other numbers "
-                        f"({everyone[rank][name]}) than this rank's ({digest}): pass the same "
+                        f"({digests[rank][name]}) than this rank's ({digest}): pass the same "
                         f"{name} on every rank, or build AllReduce with epilogue_at='receiver'"
                     )
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of a call: what all ranks must agree on, hashed for flags and described in errors.
+"""Identity of a call: the arguments that must be equal on all ranks, as a record with a hash.
 
 The ranks compare a hash of 24 bits (exchanges) or 40 bits (all-reduce) in the word that every round
 exchanges anyway. Each rank also keeps the unhashed record in its header (`CallRecord` in
-device/header.cuh), from which `describe_*` words the error of a mismatch.
+device/header.cuh), from which `describe_*` formats the error of a mismatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = ("residual", "weight", "the sum wanted")
 
 MAX_LAYERS = MAX_ROUNDS = 1 << 16
 CALL_WORDS = 4
-FLAG_MASK = (1 << 24) - 1  # of a hash, as flags carry it
+FLAG_MASK = (1 << 24) - 1  # bits of a hash that flags carry
 _CONSTANTS = struct.Struct("<ff")  # eps, weight_bias
 _HASHED = struct.Struct("<QQQ")
 
@@ -45,29 +45,32 @@ def exchange_call(descriptor: int, layer: int, rows: int, round_index: int) -> C
     """Return the record of one dispatch.
 
     Args:
-        descriptor: hash of the operator's geometry.
-        layer: number of the layer or lease that calls, below MAX_LAYERS; 0 for the operator itself.
-        rows: largest token count of any rank in the whole call.
-        round_index: position of this dispatch in a call of several rounds, below MAX_ROUNDS.
+        descriptor: Hash of the operator's geometry.
+        layer: Number of the calling layer or lease, below MAX_LAYERS; 0 for the operator itself.
+        rows: Largest token count of any rank in the whole call.
+        round_index: Position of this dispatch in a call of several rounds, below MAX_ROUNDS.
     """
     return _record(descriptor, layer << 48 | round_index << 32 | rows, 0)
 
 
 def describe_exchange(record: CallRecord) -> str:
-    """Return a record of `exchange_call` in words."""
+    """Return the text of a record of `exchange_call`."""
     layer, index, rows = record.what >> 48, record.what >> 32 & 0xFFFF, record.what & 0xFFFFFFFF
     caller = f"layer {layer} of this workspace, " if layer else ""
     return f"{caller}rows={rows}" + (f", round {index}" if index else "")
 
 
 def call_words(operator: int, record: CallRecord) -> tuple[int, int, int, int]:
-    """Return what hosts compare of a dispatch, as CALL_WORDS int32: the operator's number first."""
+    """Return the CALL_WORDS int32 of a dispatch that hosts compare.
+
+    They are the number of the operator, the layer, the round index and the rows.
+    """
     layer, index, rows = record.what >> 48, record.what >> 32 & 0xFFFF, record.what & 0xFFFFFFFF
     return operator, layer, index, rows
 
 
 def describe_words(words: Sequence[int]) -> str:
-    """Return the words of `call_words` in words."""
+    """Return the text of the words of `call_words`."""
     operator, layer, index, rows = words
     call = CallRecord(0, layer << 48 | index << 32 | rows, 0, 0)
     return f"all-to-all {operator} of the group, {describe_exchange(call)}"
@@ -87,16 +90,17 @@ def reduce_call(
     """Return the record of one all-reduce.
 
     Args:
-        descriptor: hash of the operator's geometry.
-        layer: number of the lease that calls, below MAX_LAYERS; 0 for the operator itself.
-        tokens: rows of the call, below 2**20.
-        backend: a name of BACKENDS.
-        parts: whether there is each of PARTS.
-        coding: a value of CODINGS.
-        eps, weight_bias: constants of the RMSNorm.
+        descriptor: Hash of the operator's geometry.
+        layer: Number of the calling lease, below MAX_LAYERS; 0 for the operator itself.
+        tokens: Number of tokens of the call, below 2**20.
+        backend: A name of BACKENDS.
+        parts: For each of PARTS, whether the call has it.
+        coding: A value of CODINGS.
+        eps: Epsilon of the RMSNorm.
+        weight_bias: Bias that is added to the RMSNorm weight.
 
     Raises:
-        InvalidArgument: a constant is no float32.
+        InvalidArgument: eps or weight_bias does not fit a float32.
     """
     try:
         constants = int.from_bytes(_CONSTANTS.pack(eps, weight_bias), "little")
@@ -111,7 +115,7 @@ def reduce_call(
 
 
 def describe_reduce(record: CallRecord) -> str:
-    """Return a record of `reduce_call` in words."""
+    """Return the text of a record of `reduce_call`."""
     layer, tokens = record.what >> 48, record.what >> 16 & 0xFFFFF
     backend, flags, coding = record.what >> 12 & 15, record.what >> 8 & 15, record.what & 0xFF
     names = {number: name for name, number in BACKENDS.items()}
@@ -127,6 +131,6 @@ def describe_reduce(record: CallRecord) -> str:
 
 
 def _shortest(value: float) -> str:
-    """The fewest digits that give this float32."""
+    """Return the shortest decimal text that rounds to this float32."""
     texts = (f"{value:.{digits}g}" for digits in range(1, 10))
     return next((t for t in texts if ctypes.c_float(float(t)).value == value), str(value))

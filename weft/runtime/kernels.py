@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operator loads: its compiled entries, on a CPU or a GPU, called in the same way.
+"""Compiled kernels of an operator, with one interface for CPU and GPU.
 
-Everything is compiled and loaded here, at construction: a kernel that had to be loaded at its first
-launch could never be, while a peer's kernel spins for it.
+All kernels are compiled and loaded at construction. Loading one at its first launch would deadlock,
+because a lazy load waits for the GPU to become idle while a peer's kernel spins.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from weft.shape import NARROW_RANKS
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How kernels are made and launched; it may differ from rank to rank.
+    """Build and launch options of kernels; they may differ between ranks.
 
-    num_sms: SMs that the kernels may fill; None for all.
-    programmatic: launch short kernels with programmatic dependent launch.
-    split_phase: also build each phase as send and receive.
-    defines: macros for the compiler.
+    Attributes:
+        num_sms: Number of SMs that the kernels may use; None for all.
+        programmatic: Whether short kernels use programmatic dependent launch.
+        split_phase: Whether each phase is also built as separate send and receive halves.
+        defines: Macros for the compiler.
     """
 
     num_sms: int | None = None
@@ -47,21 +48,26 @@ class Build:
     defines: Sequence[str] = ()
 
 
-# Of each entry: its argument struct, and the template that it calls.
+# The argument struct of each entry, and the template that it calls.
 EntryPoints = Mapping[str, tuple[type[ctypes.Structure], str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The generated source of one operator on one kind of device.
+    """The generated source of one operator for CPU or GPU.
 
-    name: of its files in the cache.   what: it is, in errors.   ranks: of its domain.
-    headers: of weft, with the templates.   constants: C++ that these are made for.
-    entry_points: of each entry, the argument struct and the template that it calls.
-    bounds: of each kernel, threads of a CTA and CTAs that fit on an SM; None for a CPU's functions.
-    offsets: C++ expressions, for instance of sizes and offsets in a share, and their values in
-        Python: the source asserts them, and so the layout of every argument struct.
-    structs: further mirrors that the source asserts.   options: of NVRTC.
+    Attributes:
+        name: Name of the files in the cache.
+        what: Name of the operator in errors.
+        ranks: Number of ranks of the NVLink domain.
+        headers: Headers of weft with the templates.
+        constants: C++ definitions that the templates are instantiated with.
+        entry_points: The argument struct of each entry, and the template that it calls.
+        bounds: Threads per CTA and CTAs per SM of each kernel (`__launch_bounds__`); None for CPU.
+        offsets: C++ expressions, such as sizes and offsets in a share, and their values in Python.
+            The source asserts them, together with the layout of every argument struct.
+        structs: Further mirrors of C++ structs whose layout the source asserts.
+        options: Options of NVRTC.
     """
 
     name: str
@@ -77,7 +83,7 @@ class Program:
 
     @property
     def source(self) -> str:
-        """The entries, and after them the assertions that Python and C++ agree on every layout."""
+        """The entries, followed by assertions that Python and C++ agree on every layout."""
         wide = "#define WEFT_WIDE 1\n" if self.ranks > NARROW_RANKS else ""
         headers = "".join(f"#include <weft/{header}>\n" for header in self.headers)
         entries = "".join(map(self._entry, self.entry_points))
@@ -87,7 +93,7 @@ class Program:
         return wide + headers + self.constants + entries + layout
 
     def _entry(self, name: str) -> str:
-        """The source of an entry, which only calls its template."""
+        """Return the source of an entry, which calls its template."""
         struct, call = self.entry_points[name]
         args = f"weft::{struct.__name__}"
         if self.bounds is None:
@@ -99,11 +105,11 @@ class Program:
         )
 
     def kernel(self, entry: str) -> str:
-        """The name of an entry's kernel, as a profiler shows it."""
+        """Return the name of an entry's kernel, as a profiler shows it."""
         return f"weft_{self.name}_{entry}"
 
     def cubin(self, arch: str, *, defines: Sequence[str] = ()) -> bytes:
-        """All kernels; needs no GPU. Raises CompileError showing the entries."""
+        """Compile all kernels, without a GPU. Raises CompileError with the source."""
         options = (*self.options, *_macros(defines))
         return compile_cubin(self.source, name=self.name, arch=arch, options=options)
 
@@ -112,11 +118,14 @@ def _macros(defines: Sequence[str]) -> list[str]:
     return [f"-D{define}" for define in defines]
 
 
-PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # of an entry's name: weft::PhasePart
+PARTS = {"": "whole", "_send": "send", "_receive": "recv"}  # entry suffix -> weft::PhasePart
 
 
 def in_parts(phases: EntryPoints, *, split_phase: bool) -> EntryPoints:
-    """The entries of phases whose templates take a PhasePart at `{}`: whole, or also in halves."""
+    """Return the entries of phases whose templates have `{}` for the PhasePart.
+
+    With `split_phase` each phase also has a send and a receive entry.
+    """
     return {
         phase + part: (struct, template.format(f"weft::PhasePart::{cpp}"))
         for part, cpp in PARTS.items()
@@ -126,15 +135,19 @@ def in_parts(phases: EntryPoints, *, split_phase: bool) -> EntryPoints:
 
 
 def numbers_of(raw: bytes) -> tuple[int, ...]:
-    """The 64-bit numbers of an exported array, as the machine orders them."""
+    """Return the 64-bit numbers of an exported array (native byte order)."""
     return unpack(f"={len(raw) // 8}Q", raw)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One entry on one number of tokens: all that does not change from call to call.
+    """Launch parameters of one entry for one number of tokens.
 
-    fields: arguments that the launch decides.
+    Attributes:
+        launcher: Launcher of the entry.
+        grid: CTAs in x, y and z.
+        threads: Threads per CTA.
+        fields: Names and values of arguments that depend on the launch.
     """
 
     launcher: Launcher
@@ -144,17 +157,17 @@ class Launch:
 
 
 class Kernels(Protocol):
-    """The operations of one operator on one kind of device, by name."""
+    """The operations of one operator on a CPU or a GPU, by name."""
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Run, or enqueue, one operation on `tokens` tokens."""
 
     def close(self) -> None:
-        """Give back what was loaded."""
+        """Unload the kernels."""
 
 
 class CpuKernels:
-    """The operations as plain functions; they return when they are done."""
+    """The operations as synchronous C++ functions."""
 
     def __init__(self, program: Program, build: Build) -> None:
         check_sms(build.num_sms, None)
@@ -168,17 +181,17 @@ class CpuKernels:
             self._functions[name] = function
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Run one operation to its end."""
+        """Run one operation; returns when it has finished."""
         self._functions[name](ctypes.byref(args))
 
     def close(self) -> None:
-        """Nothing is held: the library stays loaded for the next object of these sizes."""
+        """Do nothing: the library stays loaded for later objects of the same sizes."""
 
 
 class CudaKernels:
     """The operations as kernels on the current device, enqueued on the current stream.
 
-    A subclass says in `_find` how one of its entries is launched.
+    A subclass implements `_find`, which returns the launch parameters of an entry.
     """
 
     def __init__(self, program: Program, build: Build) -> None:
@@ -190,7 +203,7 @@ class CudaKernels:
         self._module = CudaModule(
             program.cubin(current_arch(), defines=build.defines), name=program.name
         )
-        # All of them now: none could be loaded while a peer's kernel spins.
+        # Load all kernels now: none can be loaded while a peer's kernel spins.
         self._functions = {
             name: self._module.function(program.kernel(name)) for name in program.entry_points
         }
@@ -199,7 +212,7 @@ class CudaKernels:
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
         """Enqueue one operation."""
-        # This is the path of every call: no more than it needs.
+        # Hot path of every call.
         device = torch.cuda.current_device()
         if device != self._device:
             raise InvalidArgument(
@@ -214,15 +227,15 @@ class CudaKernels:
         launch.launcher(args, launch.grid, launch.threads, current_stream(device))
 
     def close(self) -> None:
-        """Unload the module, once its kernels have run."""
+        """Unload the module after its kernels have finished."""
         self._module.unload(after=current_stream(self._device))
 
     def _find(self, name: str, tokens: int) -> Launch:
-        """How an entry runs on so many tokens; asked once for each number."""
+        """Return the launch of an entry for a number of tokens; called once for each number."""
         raise NotImplementedError
 
     def _launcher(self, name: str, *, programmatic: bool, cluster: int = 1) -> Launcher:
-        """The launcher of an entry, which launches of all sizes share."""
+        """Return the launcher of an entry, shared by launches of all sizes."""
         key = (name, programmatic, cluster)
         if key not in self._launchers:
             function, (struct, _) = self._functions[name], self._program.entry_points[name]
@@ -232,5 +245,5 @@ class CudaKernels:
         return self._launchers[key]
 
     def _per_sm(self, name: str, threads: int) -> int:
-        """CTAs of an entry, of so many threads, that fit on an SM."""
+        """Return the number of CTAs of an entry that fit on an SM, at least 1."""
         return max(1, self._module.occupancy(self._program.kernel(name), threads))

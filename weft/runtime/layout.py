@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things are in a share and in an argument struct: told by Python, asserted by C++.
+"""Layout of shares and argument structs: computed in Python, asserted in C++.
 
-Python sizes memory and makes views before anything is compiled. Every generated source asserts the
-same sizes and offsets of the C++ structs, so that a difference is a compile error.
+Python allocates memory and creates views before anything is compiled. Every generated source
+asserts the sizes and offsets of the C++ structs, so that a mismatch is a compile error.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from weft.memory.header import ABI, ErrorRecord, Fault, Record, Site, mirrors
 P = ParamSpec("P")
 G = TypeVar("G")
 T = TypeVar("T")
-LINE = 128  # bytes: what the parts of a share are aligned to
+LINE = 128  # bytes; alignment of the parts of a share
 Numbers = Sequence[tuple[str, int]]  # C++ expressions and their values
-# What every share and every call has.
+# Structs that every share or every call has.
 COMMON = (ErrorRecord, Record, Fault, Site)
-# Fields of Header that C++ keeps together, to be read by one 16-byte load.
+# Fields of Header that C++ groups so that one 16-byte load reads them.
 STATE = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
 
 
 def up(size: int, unit: int = LINE) -> int:
-    """`size` rounded up to whole units."""
+    """Return `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
 def vector_bytes(row_bytes: int) -> int:
-    """The widest vector that rows of this size are whole numbers of; as in device/copy.cuh."""
+    """Return the widest vector size (at most 16 bytes) that divides a row; see device/copy.cuh."""
     return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
 
 
 def common_assertions(ranks: int) -> str:
-    """C++ that compiles only if what every share and call has is laid out as Python has it."""
+    """Return C++ assertions of the layout of the structs that every share and call has."""
     structs = (*COMMON, *mirrors(ranks))
     return f"static_assert(weft::abi == {ABI});\n" + assertions(structs)
 
 
 def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ()) -> str:
-    """C++ that compiles only if the structs of the same names have these sizes and offsets.
+    """Return C++ assertions of the sizes and offsets of the structs of the same names.
 
-    structs: mirrors of argument structs; fields `_pad...` are not asserted.
-    numbers: further expressions, and their values.
+    Args:
+        structs: Mirrors of C++ structs; fields `_pad...` are not asserted.
+        numbers: Further C++ expressions and their values.
     """
     rows = [*numbers]
     for struct in structs:
@@ -62,7 +63,7 @@ def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ())
 
 
 def offset(struct: str, member: str) -> str:
-    """The C++ expression for the offset of a member, which may be one of a member."""
+    """Return the C++ expression for the offset of a member, which may be nested (`a.b`)."""
     return f"WEFT_OFFSET(weft::{struct.removeprefix('weft::')}, {member})"
 
 
@@ -72,32 +73,37 @@ def _member(struct: type[ctypes.Structure], field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank. shared: symmetric memory, which peers write.  ordinary: all other."""
+    """Memory of one rank in bytes.
+
+    Attributes:
+        shared: Symmetric memory, which peers can access.
+        ordinary: All other memory.
+    """
 
     shared: int
     ordinary: int
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of both."""
         return self.shared + self.ordinary
 
 
 def sizes_of(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable[P, T]:
-    """A function that takes what `make` takes, and returns `size` of what that makes."""
+    """Return a function with the parameters of `make` that returns `size` of its result."""
 
     def memory_bytes(*args: P.args, **kwargs: P.kwargs) -> T:
         return size(make(*args, **kwargs))
 
     memory_bytes.__doc__ = doc
-    returned = inspect.signature(size, eval_str=True).return_annotation
-    signature = inspect.signature(make, eval_str=True).replace(return_annotation=returned)
+    result = inspect.signature(size, eval_str=True).return_annotation
+    signature = inspect.signature(make, eval_str=True).replace(return_annotation=result)
     memory_bytes.__signature__ = signature  # type: ignore[attr-defined]
     return memory_bytes
 
 
 class ShareConfig(Protocol):
-    """What takes memory that is shared."""
+    """A config that determines the size of a share."""
 
     @property
     def share_bytes(self) -> int:
@@ -105,13 +111,16 @@ class ShareConfig(Protocol):
 
 
 def share_bytes_of(make: Callable[P, ShareConfig]) -> Callable[P, int]:
-    """A function that takes what `make` takes, and returns the bytes of a share."""
+    """Return a function with the parameters of `make` that returns the bytes of a share."""
 
     def share_bytes(config: ShareConfig) -> int:
         return config.share_bytes
 
-    doc = """Bytes of symmetric memory that each rank will allocate, before anything is allocated.
+    doc = """Return the bytes of symmetric memory that each rank will allocate.
 
-    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    Takes the constructor's sizes, and `ranks`. Allocates nothing.
+
+    Raises:
+        InvalidArgument: as the constructor.
     """
     return sizes_of(make, share_bytes, doc)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile sees of weft: objects under numbers, and the order of what they do.
+"""Support for torch.compile: handles of objects, and an order token for their calls.
 
-Every public class registers its object here, and has operations in torch's library that name it by
-its number: AllToAll, LowLatencyAllToAll, AllReduce and MoE, each in the library.py of its room. A
-compiler sees the sizes of what they return and nothing inside: tracing sends nothing and waits for
-nobody.
+The custom operators of AllToAll, LowLatencyAllToAll, AllReduce and MoE (compile.py of each package)
+name an object by the handle under which it is registered here. A compiler sees only the sizes of
+their outputs: tracing neither sends nor waits.
 
-Symmetric memory is state that a graph cannot see. Each operation that touches it therefore claims
-to mutate `order`, one byte that all objects of a device share: that keeps calls in the order in
-which they were written, also those of different objects, whose peers wait for each other; and it
-keeps equal calls from being merged.
+Symmetric memory is state that a graph cannot see. Each operator that touches it therefore declares
+that it mutates `order`, one byte that all objects of a device share. This keeps all calls in
+program order, including those of different objects, whose peers wait for each other, and prevents
+equal calls from being merged.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ R = TypeVar("R")
 
 _live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _orders: weakref.WeakValueDictionary[torch.device, torch.Tensor] = weakref.WeakValueDictionary()
-_making = threading.Lock()  # of an order: threads share that of their device
-_handles = itertools.count(1)
-SERIAL_BITS = 24  # of a handle: which object of this process
+_orders_lock = threading.Lock()
+_serials = itertools.count(1)
+SERIAL_BITS = 24  # low bits of a handle: serial number of the object in this process
 
 
 def register(owner: object, sizes: Mapping[str, object]) -> int:
-    """Give an object the number by which compiled graphs name it; it is not kept alive by it.
+    """Return a new handle by which compiled graphs name an object; holds a weak reference.
 
-    Its sizes are in it: inductor keeps graphs on disk, with the shapes that this number had in the
-    process that compiled them.
+    The handle includes a hash of the sizes: inductor caches graphs on disk, and a graph that was
+    compiled for other sizes must not match.
     """
     text = json.dumps([type(owner).__name__, dict(sizes)], sort_keys=True, default=str)
-    named = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-    handle = named << SERIAL_BITS | next(_handles)
+    sizes_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+    handle = sizes_hash << SERIAL_BITS | next(_serials)
     _live[handle] = owner
     return handle
 
 
 def forget(handle: int) -> None:
-    """Compiled graphs may not use this number any more."""
+    """Invalidate a handle."""
     _live.pop(handle, None)
 
 
 def find(handle: int) -> Any:
-    """The object of a number. Raises OutOfOrder when it was closed."""
-    owner = _live.get(int(handle))  # a traced integer is no key
+    """Return the object of a handle. Raises OutOfOrder if it was closed."""
+    owner = _live.get(int(handle))  # a traced integer cannot be a key
     if owner is None:
         raise OutOfOrder(
             f"the object that a compiled graph calls, number {handle}, was closed; make a new one, "
@@ -67,11 +66,12 @@ def find(handle: int) -> Any:
 
 
 def order_of(device: torch.device) -> torch.Tensor:
-    """The byte that orders a device's calls; any caller that registers keeps it."""
-    with _making:
+    """Return the byte that orders a device's calls; it lives as long as an object refers to it."""
+    with _orders_lock:
         order = _orders.get(device)
         if order is None:
-            with torch.inference_mode(False):  # else graphs outside of it could not mutate it
+            # Graphs outside of inference mode cannot mutate a tensor that was created inside it.
+            with torch.inference_mode(False):
                 order = torch.zeros(1, dtype=torch.uint8, device=device)
             mark_static(order)
             _orders[device] = order
@@ -79,28 +79,28 @@ def order_of(device: torch.device) -> torch.Tensor:
 
 
 def mark_static(tensor: torch.Tensor) -> None:
-    """Promise compilers that a tensor stays where it is: CUDA graphs need no copy of it.
+    """Mark a tensor's address as constant, so that CUDA graphs do not copy it.
 
-    This is torch._dynamo.mark_static_address(tensor, guard=False), without the seconds that
-    importing torch._dynamo takes. Without the mark, graphs that mutate it are not captured.
+    Equivalent to torch._dynamo.mark_static_address(tensor, guard=False), without importing
+    torch._dynamo, which takes seconds. Graphs that mutate an unmarked tensor are not captured.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def untraced(call: Callable[P, R]) -> Callable[P, R]:
-    """A call that compilers leave as it is: one graph ends before it, and the next begins after."""
+    """Decorate a function with a graph break: compilers call it without tracing it."""
 
     @wraps(call)
-    def wrapped(*args: P.args, **given: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling():
-            # Made here, because torch.compiler.disable imports torch._dynamo, which takes seconds.
-            whole: Callable[P, R] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-            return whole(*args, **given)
-        return call(*args, **given)
+            # Not at import: torch.compiler.disable imports torch._dynamo, which takes seconds.
+            opaque: Callable[P, R] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+            return opaque(*args, **kwargs)
+        return call(*args, **kwargs)
 
     return wrapped
 
 
 def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor without its history: nothing here has a gradient, compiled or not."""
+    """Return a tensor detached from autograd; weft computes no gradients."""
     return None if tensor is None else tensor.detach()

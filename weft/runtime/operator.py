@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operator is: a collective object in symmetric memory, and the calls of one rank on it.
+"""Base class of operators: collective objects in symmetric memory.
 
-One call at a time, from the process that made the object. Any thread may abort or close it while a
-call waits: the call ends first, then the memory goes.
+Calls are serial and come from the process that created the object. Any thread may abort or close it
+while a call waits: the call ends first, then the memory is freed.
 """
 
 from __future__ import annotations
@@ -61,25 +61,25 @@ from weft.runtime.waits import WATCHER
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Of every operator's heap in this process: its first address, its end, and the operator's name.
+# Start address, end address and operator name of every operator's heap in this process.
 _heaps: dict[int, tuple[int, int, str]] = {}
 
 
 class Config(ShareConfig, Protocol):
-    """What an operator is made from: its checked arguments, and what follows from them."""
+    """Checked arguments of an operator, and sizes derived from them."""
 
     @property
     def descriptor(self) -> int:
         """24 bits of the config's hash."""
 
     def manifest(self) -> Mapping[str, JSON]:
-        """What the ranks compare at creation, name by name."""
+        """Return the arguments that the ranks compare at creation, by name."""
 
 
 class Operator(ABC):
-    """An object of all ranks: checked, compiled, agreed on and allocated once, on all or on none.
+    """A collective object: checked, compiled and allocated on all ranks or on none.
 
-    A context manager: leaving it closes it.
+    As a context manager it closes itself on exit.
     """
 
     group: Group
@@ -88,13 +88,13 @@ class Operator(ABC):
     _build: Build
     _kernels: Kernels
     _site: Site
-    _layer = 0  # number of the lease that calls; 0: the operator itself
-    _layers = 0  # layers and leases that have had a number
+    _layer = 0  # number of the calling lease; 0: the operator itself
+    _layers = 0  # number of layers and leases numbered so far
     _seen_refusals = 0
-    _failure: GroupError | None = None  # what made this rank leave, where calls raise it again
-    _debug: DebugChecks | None = None  # with WEFT_DEBUG=1
-    _has_raised = False  # whether a caller has seen what broke the group
-    _drops_repeats = False  # does a dispatch drop ids that an earlier one of their row names?
+    _failure: GroupError | None = None  # why this rank left, if later calls raise it again
+    _debug: DebugChecks | None = None  # set with WEFT_DEBUG=1
+    _has_raised = False  # whether a caller has received the error that broke the group
+    _drops_repeats = False  # whether dispatch drops repeated ids of a row
 
     def _create(
         self,
@@ -106,15 +106,19 @@ class Operator(ABC):
         first_timeout: float,
         first_epoch: int = 0,
     ) -> None:
-        """Everything that ranks do together to make an operator; sets its config.
+        """Create the operator; the collective part of every constructor.
 
-        what: its name in errors, with its article: "an all-to-all".
-        prepare: check the arguments and load the kernels; what it raises, every rank hears of.
-        timeout, first_timeout: seconds that a wait may take, and one of the first round.
-
-        A rank that fails is named on every rank, and then nothing stays loaded or allocated. Memory
-        is that of the ranks of this host. The constructor that calls this is decorated with
+        If a rank fails, every rank raises an error that names it, and nothing stays loaded or
+        allocated. The heap spans the ranks of this host. The calling constructor is decorated with
         `as_creation`.
+
+        Args:
+            group: Ranks that create the operator.
+            what: Name in errors with the article: "an all-to-all".
+            prepare: Checks the arguments and loads the kernels; its errors reach every rank.
+            timeout: Deadline of a wait in seconds.
+            first_timeout: Deadline of a wait of the first round in seconds.
+            first_epoch: Epoch before the first round.
         """
         check_group(group)
         problem: Exception | None = None
@@ -122,7 +126,7 @@ class Operator(ABC):
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
             self._debug = DebugChecks(self) if is_enabled() else None
             self.config, self._kernels = prepare()
-        except Exception as error:  # whatever it is, every rank hears of it
+        except Exception as error:  # the vote reports it on every rank
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
@@ -144,7 +148,7 @@ class Operator(ABC):
         self._handle = library.register(self, manifest)
 
     def _allocate(self, what: str) -> None:
-        """Make and initialise this host's heap. Collective over its ranks."""
+        """Allocate and initialise this host's heap. Collective over its ranks."""
         local, share_bytes, own_bytes = self.group.local, self.config.share_bytes, self._own_bytes()
         if own_bytes:
             require_room(local, share_bytes + own_bytes, what=what)
@@ -152,7 +156,7 @@ class Operator(ABC):
         end = self.heap.base + local.size * self.heap.stride
         _heaps[id(self.heap)] = self.heap.base, end, self._what
         weakref.finalize(self.heap, _heaps.pop, id(self.heap), None)
-        # A vote: no peer may write into this share before it is initialised.
+        # The vote is a barrier: no peer may write into this share before it is initialised.
         local.together(self._initialise, doing=f"initialising {what}")
 
     def _header(self) -> ctypes.Structure:
@@ -160,28 +164,28 @@ class Operator(ABC):
         header.abi, header.rank, header.ranks = ABI, local.rank, local.size
         header.share_bytes, header.generation = self.config.share_bytes, self.heap.generation
         header.first_epoch = header.epoch = self._first_epoch
-        # A peer may wait for another host first: whose fault it is, is known there.
+        # A peer may itself wait for another host first, and its error names the cause.
         waits = 1 if self.group.hosts == 1 else 2
         header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self._limits)
         living, before = header.living, self._header_of(local.rank)  # zeros at creation
         living[:] = words_of(self._living, len(living))
         header.refusals = before.refusals
         header.reported[:] = [
-            was & ~lives for was, lives in zip(before.reported, living, strict=True)
+            reported & ~alive for reported, alive in zip(before.reported, living, strict=True)
         ]
         return header
 
     def _initialise(self) -> None:
-        """Open the mailbox, then write what this rank's share holds before the first call."""
+        """Open the mailbox and write the initial contents of this rank's share."""
         self._mailbox = self._mirrors.Mailbox.from_address(self.heap.mailbox.host)
         self._starts_anew: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._busy = threading.Lock()  # taken by a call, and by close for good
-        self._caller = 0  # the thread that has taken it
-        self._access = threading.Lock()  # of other threads to the mailbox and the heap
+        self._busy = threading.Lock()  # held by a call, and by close for good
+        self._caller = 0  # thread that holds it
+        self._access = threading.Lock()  # guards the mailbox and the heap against other threads
         self._closing = False  # no new call may begin
         self._freed = False
-        self._told = False  # the peers know that this rank leaves
-        self._left = ""  # why this rank takes no further part
+        self._told = False  # whether the peers were notified that this rank leaves
+        self._left = ""  # why this rank left; "" if it has not
         self._site = Site(
             base=self.heap.base,
             stride=self.heap.stride,
@@ -194,7 +198,7 @@ class Operator(ABC):
         self._write_share()
 
     def _write_share(self) -> None:
-        """Write what this rank's share holds before the first call, at creation and recovery."""
+        """Write the initial contents of this rank's share, at creation and recovery."""
         header = self._header()
         self._write_contents(header)
         raw = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -202,53 +206,53 @@ class Operator(ABC):
         synchronize_stream(self.group.device)
 
     def _manifest(self) -> Mapping[str, JSON]:
-        """What the ranks compare at creation, and what tells compiled graphs apart."""
+        """Return the arguments that ranks compare and that distinguish compiled graphs."""
         return self.config.manifest()
 
     def _own_bytes(self) -> int:
-        """Bytes that `_make_views` allocates beside the heap."""
+        """Return the bytes that `_make_views` allocates outside the heap."""
         return 0
 
-    def _poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (most have nothing)
-        """Overwrite what nobody may read before, or after, a call; see runtime/debug.py."""
+    def _poison(self, doing: str, *, before: bool) -> None:  # noqa: B027  (optional)
+        """Overwrite memory that must not be read before, or after, a call; see runtime/debug.py."""
 
     def _raise_recorded(self, *, refusals: bool) -> None:
-        """Raise what broke the group and, if asked for, refused input. Within a call."""
+        """Raise the error that broke the group and, with `refusals`, errors about the input."""
         self._raise_if_broken()
         if refusals:
             self._raise_refusals()
 
-    # Words for a CallRecord of this operator.
+    # Formats a CallRecord of this operator.
     _describe_call: Callable[[CallRecord], str] = staticmethod(describe_exchange)
 
     @abstractmethod
     def _make_views(self) -> None:
-        """Make views of this rank's share, and its memory beside the heap."""
+        """Create views of this rank's share, and memory outside the heap."""
 
     @abstractmethod
     def _write_contents(self, header: ctypes.Structure) -> None:
-        """Write what the share holds before the first call, whatever it holds now.
+        """Write the initial contents of the share, whatever it holds now.
 
-        May change `header`, which is written after it.
+        May modify `header`, which is written afterwards.
         """
 
     @abstractmethod
     def _start_anew(self) -> None:
-        """Forget this rank's calls that had not ended when the group broke."""
+        """Discard the state of calls that had not finished when the group broke."""
 
     @abstractmethod
     def _drop_views(self) -> None:
-        """Let go of every view of the heap that `_make_views` made."""
+        """Drop every view of the heap that `_make_views` created."""
 
     def check(self) -> None:
-        """Raise what the device has recorded since the last check.
+        """Raise errors that the device has recorded since the last check.
 
-        Call it once a step, after the engine's own synchronisation. It reads host memory only, so
-        it costs nothing and does not see calls that are still running.
+        Call it once per step, after the engine has synchronized. It reads host memory only, so it
+        is cheap and does not see calls that are still running.
 
         Raises:
-            UsageError: the device refused part of the input, such as an expert id out of range. A
-                refusal is raised once, and the group continues.
+            UsageError: the device dropped part of the input, such as an expert id out of range.
+                Raised once; the group continues.
             GroupError: the group is broken. Every later call raises the same error.
             OutOfOrder: the object is closed.
         """
@@ -258,7 +262,7 @@ class Operator(ABC):
             self._raise_refusals()
 
     def _raise_refusals(self) -> None:
-        """Raise what the device has refused since the last time. Under `_access`."""
+        """Raise errors about the input that the device has newly recorded. Under `_access`."""
         serial = self._mailbox.refusals
         if serial == self._seen_refusals:
             return
@@ -268,13 +272,14 @@ class Operator(ABC):
         self._refuse(record, count)
 
     def _refuse(self, record: ErrorRecord, count: int) -> None:
-        """Raise what the device has refused: `count` reports, the last of which is `record`."""
+        """Raise an error for `count` reports about the input, of which `record` is the last."""
         raise refusal(record, count, drops_repeats=self._drops_repeats)
 
     @property
     def broken(self) -> bool:
-        """Whether the group is broken, so that `check` raises `GroupError`. One read of host
-        memory.
+        """Whether the group is broken, so that `check` raises `GroupError`.
+
+        Reads one word of host memory.
         """
         with self._access:
             self._check_open()
@@ -284,9 +289,9 @@ class Operator(ABC):
     def abort(self) -> None:
         """Make the kernels of all ranks leave their waits. Returns without waiting for a peer.
 
-        Any thread may call it. Every wait that is running, and every later one that would last,
-        ends with `Aborted` naming this rank. A call whose flags have all arrived may still finish,
-        but on this rank every later call raises. Close the group after it.
+        Any thread may call it. Every current wait, and every later one that is not satisfied at
+        once, ends with `Aborted` naming this rank. A call whose flags have all arrived may still
+        finish, but every later call on this rank raises. Close the group afterwards.
 
         Raises:
             OutOfOrder: the object is closed.
@@ -301,10 +306,10 @@ class Operator(ABC):
         """Return the last 128 finished operations of a rank, oldest first.
 
         Args:
-            rank: Rank to read, also one that has died. Default: this rank.
+            rank: Rank to read, alive or dead. Default: this rank.
 
         Returns:
-            Records with the epoch, the phase and times in nanoseconds of the device's clock.
+            Records with the epoch, the phase and the times in nanoseconds of the device's clock.
 
         Raises:
             OutOfOrder: the object is closed.
@@ -318,17 +323,18 @@ class Operator(ABC):
         """Free the memory. Waits for this rank's own work, never for a peer. Idempotent.
 
         Any thread may call it. A call that waits in another thread ends first, with `Aborted`.
-        Peers that are in a call which this rank has not finished raise `PeerLeft`.
+        Peers in a call that this rank has not finished raise `PeerLeft`.
 
         Raises:
-            WeftError: what `check` would have raised and nobody has seen; the memory is free then.
+            WeftError: an error that `check` would have raised and no call has raised yet. The
+                memory is freed nevertheless.
         """
         pending = self._release()
         if pending is not None:
             raise pending
 
     def _release(self) -> WeftError | None:
-        """Free the memory; return what `check` would have raised and nobody has seen."""
+        """Free the memory and return the pending error, if any."""
         for handle in {self._handle, vars(self)["_handle"]}:
             library.forget(handle)
         if not self._begin_close():
@@ -343,7 +349,10 @@ class Operator(ABC):
         return pending
 
     def _pending(self) -> WeftError | None:
-        """What `check` would raise and nobody has seen, of a rank that has not left by itself."""
+        """Return the error that `check` would raise and no call has raised yet.
+
+        None if this rank left on its own, or in a forked child.
+        """
         if os.getpid() != self._owner or self._left or self._has_raised:
             return None
         try:
@@ -359,15 +368,15 @@ class Operator(ABC):
         return self
 
     def _next_layer(self) -> int:
-        """Return the number of another layer or lease on this operator, from 1 on. Collective."""
+        """Return the number of a new layer or lease on this operator, starting at 1. Collective."""
         self._layers = self.group.next_number("layer number", self._layers, MAX_LAYERS - 1)
         return self._layers
 
     def _leased(self) -> Self:
-        """Return this operator as one of its leases sees it. Collective.
+        """Return a view of this operator for a new lease. Collective.
 
-        The view shares all state with the operator. Its calls carry its own number, so that ranks
-        whose calls belong to different leases notice that.
+        The view shares all state with the operator. Its calls carry the number of the lease, so
+        that calls of different leases on two ranks are detected as a mismatch.
         """
         kind, number = type(self), self._next_layer()
         view: Self = object.__new__(_view_type(kind))
@@ -386,18 +395,19 @@ class Operator(ABC):
         self._tell_left(reason(error))
         self._release()
 
-    # What its group calls.
+    # Called by the group.
 
     def _peer_ended(self, rank: int) -> None:
-        """The process of a rank has ended: a wait for it need not last until the deadline."""
+        """End waits for a rank whose process has ended."""
         with self._access:
             if not self._freed and self._living >> rank & 1:
                 self._mailbox.host_word[rank // HOST_BITS] |= 1 << rank % HOST_BITS
 
     def _tell_left(self, why: str, *, settled: bool = False) -> None:
-        """Notify the peers that this rank begins no more calls. Any thread; what runs goes on.
+        """Notify the peers that this rank starts no more calls; running calls continue.
 
-        settled: only when this GPU has done what is enqueued; peers count on that.
+        Any thread may call it. With `settled`, first wait for all enqueued work of this GPU, which
+        peers rely on.
         """
         if settled and os.getpid() == self._owner:
             synchronize_device(self.group.device)
@@ -406,16 +416,16 @@ class Operator(ABC):
                 self._notify_once(PEER_LEFT, why)
 
     def _suspects(self) -> set[int]:
-        """The rank that this one waited for in vain, if that broke the group."""
+        """Return the rank that this one timed out on, if a timeout broke the group."""
         with self._access:
             if self._freed or self._mailbox.broken_code != PEER_TIMEOUT:
                 return set()
             return {self._mailbox.broken.peer}
 
     def _quiesce(self) -> None:
-        """End this rank's calls, and wait until none runs; peers in a call leave it, too.
+        """End this rank's calls and wait until none runs; peers leave their calls, too.
 
-        Until `_recover` every call raises.
+        Every call raises until `_recover`.
         """
         self._leave("left its calls to recover its group")
         while not self._busy.acquire(timeout=0.05):
@@ -427,7 +437,7 @@ class Operator(ABC):
             self._busy.release()
 
     def _finished(self) -> int:
-        """Rounds, or all-reduces, that this rank has finished since its creation or recovery."""
+        """Return how many rounds or all-reduces this rank has finished since its (re)creation."""
         with self._access:
             if self._freed:
                 return 0
@@ -437,12 +447,12 @@ class Operator(ABC):
         return max(done, default=0)
 
     def _own_header(self) -> ctypes.Structure | None:
-        """Return a copy of this rank's header, None after close."""
+        """Return a copy of this rank's header, or None after close."""
         with self._access:
             return None if self._freed or self._closing else self._header_of()
 
     def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
-        """Return when ranks last looked around in a wait of a call; it changes while they wait."""
+        """Return the time of each rank's last poll in a wait; it changes while the rank waits."""
         with self._access:
             if self._freed or self._closing:
                 return {}
@@ -452,11 +462,12 @@ class Operator(ABC):
         return bool(self._living >> rank & 1)
 
     def _recover(self, living: int) -> None:
-        """Start anew with the ranks of `living`, bit r for rank r.
+        """Restart with the ranks of `living`, bit r for rank r.
 
-        The share becomes what it was at creation, in the same memory, so captured graphs hold.
-        Between two barriers of the living, after `_quiesce` on all of them: nobody stores here.
-        Raises what one of `_on_recovery` raised that cannot go on, when all others have.
+        The share is initialised again in the same memory, so captured graphs stay valid. Called
+        between two barriers of the living ranks, after `_quiesce` on all of them, so that no peer
+        stores into the share. All callbacks of `_on_recovery` run; then the first error of a
+        callback is raised.
         """
         if self._closing:
             return
@@ -475,8 +486,8 @@ class Operator(ABC):
                     raise
                 self._left = ""
             failures = []
-            for method in self._starts_anew:
-                start_anew = method()
+            for reference in self._starts_anew:
+                start_anew = reference()
                 try:
                     if start_anew is not None:
                         start_anew()
@@ -487,17 +498,17 @@ class Operator(ABC):
             if failures:
                 raise failures[0]
 
-    # What calls and other rooms use.
+    # Called by subclasses and other packages.
 
     def _on_recovery(self, start_anew: Callable[[], None]) -> None:
-        """Call a bound method, as long as its object lives, whenever this operator has recovered.
+        """Register a bound method to be called after each recovery while its object is alive.
 
-        For what keeps state of this operator's calls, or chooses ranks for its tokens.
+        For objects that keep state of this operator's calls or choose ranks for its tokens.
         """
         self._starts_anew.append(weakref.WeakMethod(start_anew))
 
     def _leave(self, why: str) -> None:
-        """End this rank's part: its own waits and later calls raise, the peers get the reason."""
+        """Leave the group: this rank's waits and later calls raise, and peers get the reason."""
         with self._access:
             if not self._freed:
                 self._left = self._left or why
@@ -505,7 +516,12 @@ class Operator(ABC):
                 self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
     def _begin(self, doing: str) -> None:
-        """A call begins; `_end` must follow. Raises OutOfOrder, and what broke the group."""
+        """Begin a call; `_end` must follow.
+
+        Raises:
+            OutOfOrder: in a forked child, during another thread's call, or after close.
+            GroupError: the group is broken.
+        """
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"{doing} in process {os.getpid()}, a forked child: this {self._what} belongs to "
@@ -528,12 +544,12 @@ class Operator(ABC):
             raise
 
     def _end(self) -> None:
-        """The call that began is over."""
+        """End the call that `_begin` began."""
         self._caller = 0
         self._busy.release()
 
     def _check_open(self) -> None:
-        """Raise OutOfOrder after close; Aborted where this rank had aborted before."""
+        """Raise OutOfOrder after close, or Aborted if this rank had left before."""
         if not self._closing:
             return
         if self._left:
@@ -544,7 +560,7 @@ class Operator(ABC):
         raise OutOfOrder(f"this {self._what} was closed; make a new one")
 
     def _raise_if_broken(self) -> None:
-        """Raise what ended the group, if anything did. Within a call, or under `_access`."""
+        """Raise the error that broke the group, if any. Within a call, or under `_access`."""
         if self._mailbox.broken_code or self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
             self._has_raised = True
         if self._mailbox.broken_code:
@@ -555,7 +571,7 @@ class Operator(ABC):
             raise Aborted(f"this rank, {self.group.rank}, {self._left}; make a new group")
 
     def _breakage(self, record: ErrorRecord) -> GroupError:
-        """The error that a record means; kernels number the ranks of a host."""
+        """Return the error of a record, whose ranks are numbered within the host."""
         ranks, local = self.group.host_ranks[self.group.host], self.group.local
         record.rank, record.peer = ranks[record.rank], ranks[record.peer]
         if record.reported_by:
@@ -570,20 +586,21 @@ class Operator(ABC):
         )
 
     def _fail(self, error: GroupError) -> None:
-        """End this rank's part for an error that every later call raises."""
+        """Leave the group with an error that every later call raises."""
         self._failure = error
         self._leave(reason(error))
 
     def _check_running(self) -> None:
-        """Raise OutOfOrder after close, and what broke the group."""
+        """Raise OutOfOrder after close, or the error that broke the group."""
         with self._access:
             self._check_open()
             self._raise_if_broken()
 
     def _check_split_phase(self, name: str) -> None:
-        """Raise InvalidArgument where half of a dispatch or a combine cannot be called.
+        """Raise InvalidArgument if send and receive halves cannot be called.
 
-        A half returns while peers still write what it returns: no compiled graph can express that.
+        A send half returns tensors that peers are still writing, which a compiled graph cannot
+        express.
         """
         if torch.compiler.is_dynamo_compiling():
             raise InvalidArgument(
@@ -597,7 +614,7 @@ class Operator(ABC):
             )
 
     def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise InvalidArgument for a result in an operator's heap, where peers read and write."""
+        """Raise InvalidArgument for an output in an operator's heap, which peers access."""
         start, end = extent(tensor)
         for base, stop, what in tuple(_heaps.values()):
             if start < stop and base < end:
@@ -608,9 +625,9 @@ class Operator(ABC):
                 )
 
     def _begin_close(self) -> bool:
-        """No call may begin from now on, and none is under way on return; False the second time.
+        """Refuse new calls and wait for the current one; return False if already closed.
 
-        Notifies the peers, and asks a call that waits in another thread to leave.
+        Notifies the peers, and aborts a call that waits in another thread.
         """
         with self._access:
             if self._closing:
@@ -620,7 +637,7 @@ class Operator(ABC):
             return True
         self._tell_left(f"closed its {self._what}", settled=True)
         if self._caller == threading.get_ident():
-            return True  # by a signal handler, or a finalizer, of the calling thread itself
+            return True  # called from a signal handler or finalizer within the call itself
         if not self._busy.acquire(blocking=False):
             with self._access:
                 self._left = self._left or f"closed this {self._what} in another thread"
@@ -629,8 +646,9 @@ class Operator(ABC):
         return True
 
     def _free(self) -> None:
-        """Give the memory back, except for what a caller's views still show; local."""
-        synchronize_device(self.group.device)  # unlocked: what runs may have to see a peer's end
+        """Free the heap, except for memory that callers' views still use. Local."""
+        # Without the lock: a running kernel may depend on `_peer_ended`, which takes it.
+        synchronize_device(self.group.device)
         with self._access:
             self._freed = True
             del self._mailbox
@@ -640,14 +658,14 @@ class Operator(ABC):
     def _notify_once(self, code: int, why: str) -> None:
         """Write why this rank leaves, then a notice to each peer (make_notice in header.cuh).
 
-        Not where they know: from this rank's host, or from its kernels, which gave up.
+        Does nothing if an earlier notice, or a kernel that broke the group, has notified them.
         """
         if self._told or self._mailbox.broken_code or os.getpid() != self._owner:
             return
         self._told = True
         rank, heap = self._site.rank, self.heap
-        words = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
-        heap.write(rank, self._mirrors.Header.last_words.offset, words)
+        text = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
+        heap.write(rank, self._mirrors.Header.last_words.offset, text)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
         for peer in range(self.group.local.size):
             if peer != rank and self._living >> peer & 1:
@@ -657,7 +675,7 @@ class Operator(ABC):
         return self._mirrors.Header.from_buffer_copy(self.heap.header(rank))
 
     def _call_text(self, rank: int, value: int | None) -> str:
-        """A rank's latest call in words; "" where its hash is not `value`, as flags have it."""
+        """Return the text of a rank's latest call; "" if its hash differs from `value`."""
         record = self._header_of(rank).call
         if not record.hash or (value is not None and (record.hash ^ value) & FLAG_MASK):
             return ""
@@ -670,20 +688,20 @@ class Operator(ABC):
 
 @functools.cache
 def _view_type(kind: type[Operator]) -> type[Any]:
-    """The class of an operator's leases: `kind` with a number and a handle of its own."""
+    """Return the class of leases of `kind`, whose instances have their own number and handle."""
     slots = {"__slots__": ("_handle", "_layer", "_shared_operator"), "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), slots)
 
 
 def call_all(*calls: Callable[[], object]) -> None:
-    """Make all calls in order, also after one has raised; raise the last error."""
+    """Run all calls in order even if one raises; raise the last error."""
     with contextlib.ExitStack() as stack:
         for call in reversed(calls):
             stack.callback(call)
 
 
 class OfOperator(Protocol):
-    """An operator, or what makes calls of its own on an operator's memory."""
+    """An operator, or an object whose calls use an operator's memory."""
 
     @property
     def _operator(self) -> Operator: ...
@@ -695,7 +713,7 @@ Caller = TypeVar("Caller", bound=OfOperator)
 def one_call(
     doing: str,
 ) -> Callable[[Callable[Concatenate[Caller, P], T]], Callable[Concatenate[Caller, P], T]]:
-    """A method that is one call of an operator: it begins, ends, and excludes all others."""
+    """Decorate a method as one call of its operator, which excludes all other calls."""
 
     def decorate(
         method: Callable[Concatenate[Caller, P], T],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From error records to exceptions: what the device saw, in words, with the remedy."""
+"""Conversion of the device's error records to exceptions."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ def _signed(value: int) -> int:
 
 
 def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
-    """The error for input that was dropped or reported without harm; `count` reports are new.
+    """Return the error for input that the device has dropped or reported.
 
-    drops_repeats: an id that is twice in a row was sent once.
+    Args:
+        record: Last report.
+        count: Number of new reports.
+        drops_repeats: Whether dispatch drops a repeated id of a row.
     """
     more = f" ({count} reports since the last check)" if count > 1 else ""
-    where = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
+    entry = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
-            f"{where} is {_signed(record.seen)}{_finder(record)}; expert ids are "
+            f"{entry} is {_signed(record.seen)}{_reporter(record)}; expert ids are "
             f"0..{record.wanted - 1}, or -1 for none. The id was dropped, all others were "
             f"sent{more}. Fix the router or mask the id with -1."
         )
@@ -49,12 +52,12 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         if drops_repeats:
             kept = "It was dropped, its first place in the row was sent"
         return BadExpertId(
-            f"{where} repeats expert {record.seen} of the same row; a row names an expert once. "
+            f"{entry} repeats expert {record.seen} of the same row; a row names an expert once. "
             f"{kept}{more}. Fix the router's top-k."
         )
     if record.code == GONE_RANK:
         return BadExpertId(
-            f"{where} is {record.seen}, an expert of rank {record.peer}, which is gone: its "
+            f"{entry} is {record.seen}, an expert of rank {record.peer}, which is gone: its "
             f"experts' ids are dropped from now on, and this is said once{more}. Give them "
             "replicas on other ranks, or mask them with -1."
         )
@@ -73,87 +76,86 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         )
     return TokenOverflow(
         f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}"
-        f"{_finder(record)}; the tensors of this call hold 0..{record.wanted} tokens. The count "
+        f"{_reporter(record)}; the tensors of this call hold 0..{record.wanted} tokens. The count "
         f"was clamped{more}."
     )
 
 
-def _finder(record: ErrorRecord) -> str:
-    """By which peer this rank knows, if it has not seen it itself."""
+def _reporter(record: ErrorRecord) -> str:
+    """Return which peer reported the error, or "" if this rank detected it."""
     return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
 
 
-def _go_on(machines: int) -> str:
-    """What a rank can do after an error that ended the group."""
+def _remedy(machines: int) -> str:
+    """Return the fix for an error that broke the group."""
     return "call group.recover() or make a new group" if machines == 1 else "make a new group"
 
 
-def _late(option: str, machines: int) -> str:
-    """Why a rank was waited for in vain, and what helps."""
+def _late_peer(option: str, machines: int) -> str:
+    """Return possible causes of a timeout and the fix."""
     return (
         "It is dead, stopped, slower than the deadline, or did not make this call; raise "
-        f"{option}= if it was only slow, then {_go_on(machines)}."
+        f"{option}= if it was only slow, then {_remedy(machines)}."
     )
 
 
-# The call that a rank's header describes, in words; "" where it is not the one with this hash.
-# Hash None: whatever call the header describes.
+# (rank, hash) -> text of the rank's latest call; "" if its hash differs. None matches any hash.
 CallText = Callable[[int, int | None], str]
 _SAME_CALLS = "Make the same sequence of calls, with the same arguments, on every rank."
 
 
-def _mismatch(who: str, peer: int, theirs: str, mine: str) -> GeometryMismatch:
-    """Two ranks whose calls differ; the text of a call that is not known any more is empty."""
-    calls = f"rank {peer} called with {theirs}; this rank with {mine}"
-    if not theirs or not mine:
+def _mismatch(who: str, peer: int, peer_call: str, own_call: str) -> GeometryMismatch:
+    """Return the error of two ranks whose calls differ; an unknown call has an empty text."""
+    calls = f"rank {peer} called with {peer_call}; this rank with {own_call}"
+    if not peer_call or not own_call:
         calls = f"rank {peer} made another call than this rank"
-        calls += f", which called with {mine}" if mine else ""
+        calls += f", which called with {own_call}" if own_call else ""
     return GeometryMismatch(f"{who}: {calls}. {_SAME_CALLS}")
 
 
-def _seen_by_peer(
+def _reported_by_peer(
     record: ErrorRecord, who: str, option: str, machines: int, call_of: CallText
 ) -> GroupError:
-    """What a peer found out that this rank has not seen: the peer has left the group for it."""
+    """Return the error that a peer detected and left the group for."""
     reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
     culprit = f"this rank, {record.peer}," if own else f"rank {record.peer}"
     if record.code == PEER_TIMEOUT and record.peer == record.reported_by - 1:
         return PeerTimeout(
             f"{who}: {reporter} gave up, waiting for its own part of this call, and left the "
-            f"group. Its own error says more; {_go_on(machines)}."
+            f"group. Its own error says more; {_remedy(machines)}."
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: {reporter} waited in vain for {culprit} and left the group. "
-            f"{_late(option, machines)}"
+            f"{_late_peer(option, machines)}"
         )
-    theirs, found = call_of(record.peer, None), call_of(record.reported_by - 1, None)
+    culprit_call, reporter_call = call_of(record.peer, None), call_of(record.reported_by - 1, None)
     calls = ""
-    if theirs and found and theirs != found:
-        calls = f": {culprit} called with {theirs}; {reporter} with {found}"
+    if culprit_call and reporter_call and culprit_call != reporter_call:
+        calls = f": {culprit} called with {culprit_call}; {reporter} with {reporter_call}"
     return GeometryMismatch(
         f"{who}: {reporter} found that {culprit} made another call, or combined another dispatch, "
         f"and left the group{calls}. {_SAME_CALLS}"
     )
 
 
-def _gone(
+def _peer_gone(
     record: ErrorRecord,
     who: str,
     pid_of: Callable[[int], int | None],
     words_of: Callable[[int], str],
     machines: int,
 ) -> GroupError:
-    """A peer that will make no more calls."""
+    """Return the error of a peer that has left or died."""
     if record.code == PEER_LEFT:
         return PeerLeft(
             f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
-            f"of epoch {record.wanted}{_finder(record)}. Every rank must make the same calls; fix "
-            "that rank, then make a new group."
+            f"of epoch {record.wanted}{_reporter(record)}. Every rank must make the same calls; "
+            "fix that rank, then make a new group."
         )
     pid = pid_of(record.peer)
     process = "the process" if pid is None else f"process {pid}"
-    fix = f"{_go_on(machines)}."
+    fix = f"{_remedy(machines)}."
     if machines > 1:
         fix = (
             f"a group of {machines} machines does not recover: end the job on all of them, start "
@@ -161,16 +163,16 @@ def _gone(
         )
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.wanted}{_finder(record)}. Its own output may say why; {fix}"
+        f"{record.wanted}{_reporter(record)}. Its own output may say why; {fix}"
     )
 
 
 def _reduce_timeout(record: ErrorRecord, who: str, option: str, machines: int) -> PeerTimeout:
-    """A slot of an all-reduce says more than an epoch."""
+    """Return the timeout of an all-reduce, with the slot that did not arrive."""
     return PeerTimeout(
         f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
         f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
-        f"within {record.elapsed_ns / 1e9:.2f} s. {_late(option, machines)}"
+        f"within {record.elapsed_ns / 1e9:.2f} s. {_late_peer(option, machines)}"
     )
 
 
@@ -183,36 +185,41 @@ def breakage(
     first_epoch: int = 0,
     machines: int = 1,
 ) -> GroupError:
-    """The error that ended the group, which has ranks on `machines` machines.
+    """Return the error that broke the group.
 
-    first_epoch: the epoch before the first round, whose waits have a deadline of their own.
-    pid_of, words_of: the process id of a rank, if it is known, and why a rank said that it left.
-    call_of: the call of a rank in words, see CallText.
+    Args:
+        record: Error record of the device.
+        pid_of: Returns the process id of a rank, or None if unknown.
+        words_of: Returns the reason that a rank gave for leaving, or "".
+        call_of: Returns the text of a rank's call, see CallText.
+        first_epoch: Epoch before the first round, whose waits have the deadline `first_timeout`.
+        machines: Number of machines of the group.
     """
     phase = PHASES.get(record.phase, f"phase {record.phase}")
     who = f"rank {record.rank}, {phase}"
-    # As is_overdue in device/wait.cuh has it.
+    # Same rule as is_overdue in device/wait.cuh.
     first = (record.wanted - first_epoch) & EPOCH_MASK <= 1
     option = "first_timeout" if first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
-        return _gone(record, who, pid_of, words_of, machines)
+        return _peer_gone(record, who, pid_of, words_of, machines)
     if record.code == GONE_UNMASKED:
         return PeerDied(
             f"{who}: rank {record.peer} is gone, and this all-reduce sums over all ranks. Build it "
             "with missing='drop' to go on with the living, or make a new group of them."
         )
     if record.reported_by and record.code != ABORTED:
-        return _seen_by_peer(record, who, option, machines, call_of)
+        return _reported_by_peer(record, who, option, machines, call_of)
     if record.code == GEOMETRY_MISMATCH:
-        theirs, mine = call_of(record.peer, record.seen), call_of(record.rank, record.wanted)
-        return _mismatch(who, record.peer, theirs, mine)
+        peer_call = call_of(record.peer, record.seen)
+        own_call = call_of(record.rank, record.wanted)
+        return _mismatch(who, record.peer, peer_call, own_call)
     if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
         return _reduce_timeout(record, who, option, machines)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
             f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
             f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). "
-            f"{_late(option, machines)}"
+            f"{_late_peer(option, machines)}"
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks' times on one clock, from causality alone.
+"""Clock offsets between ranks, estimated from the causality of flags.
 
-A flag is sent before it is seen. With o_r to be added to rank r's clock, each flag from p to q says
-    sent_p + o_p <= seen_q + o_q
-so the fastest flag of many rounds bounds o_p - o_q from above and the fastest one the other way
-from below: the midpoint errs by half the gap at most, as with NTP. Bounds by way of a third rank
-count too (shortest paths); the offsets so found satisfy every single flag.
+A flag is sent before it is observed. With offset o_r of rank r's clock, a flag from p to q implies
+    sent_p + o_p <= observed_q + o_q
+so the fastest flag from p to q bounds o_p - o_q from above, and the fastest from q to p from below.
+As in NTP, the midpoint is wrong by at most half the gap. Bounds through a third rank are included
+(shortest paths), so the resulting offsets satisfy every flag.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from weft.runtime.timeline import Span
 
 @dataclass(frozen=True, slots=True)
 class Skew:
-    """offsets_ns: to be added to each rank's times; rank 0's is 0.
+    """Clock offsets of all ranks.
 
-    uncertainty_ns: by how much the difference of two ranks' offsets may be wrong, at most.
-    tick_ns: the coarsest step of the ranks' clocks, as their stamps show it.
+    Attributes:
+        offsets_ns: Nanoseconds to add to each rank's times; 0 for rank 0.
+        uncertainty_ns: Maximum error of the difference of two offsets.
+        tick_ns: Coarsest resolution of the ranks' clocks, derived from their stamps.
     """
 
     offsets_ns: tuple[float, ...]
@@ -32,7 +34,7 @@ class Skew:
     tick_ns: int
 
     def metadata(self) -> dict[str, Any]:
-        """As the metadata of a Chrome trace has it."""
+        """Return the fields as metadata of a Chrome trace."""
         return {
             "offsets_ns": [round(offset) for offset in self.offsets_ns],
             "uncertainty_ns": round(self.uncertainty_ns),
@@ -41,10 +43,14 @@ class Skew:
 
 
 def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:
-    """The skew of the ranks' clocks; `ranks[r]` are rank r's spans, of the same rounds.
+    """Return the clock offsets of the ranks.
 
-    Raises InvalidArgument when two ranks share no finished round, or when their clocks drifted
-    apart while the spans were taken.
+    Args:
+        ranks: Spans of each rank, of the same rounds.
+
+    Raises:
+        InvalidArgument: two ranks have no finished round in common, or their clocks drifted apart
+            while the spans were recorded.
     """
     tick = max(clock_tick(spans) for spans in ranks)
     bounds = _flag_bounds(ranks, tick)
@@ -55,10 +61,10 @@ def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:
             for q in count:
                 bounds[p][q] = min(bounds[p][q], bounds[p][via] + bounds[via][q])
     _refuse_drift(bounds)
-    lost = next((p for p in count if math.isinf(bounds[p][0] + bounds[0][p])), None)
-    if lost is not None:
+    separate = next((p for p in count if math.isinf(bounds[p][0] + bounds[0][p])), None)
+    if separate is not None:
         raise InvalidArgument(
-            f"ranks 0 and {lost} have no finished round in common; take their spans together"
+            f"ranks 0 and {separate} have no finished round in common; record their spans together"
         )
     offsets = tuple((bounds[p][0] - bounds[0][p]) / 2 for p in count)
     widest = max(bounds[p][q] + bounds[q][p] for p in count for q in count)
@@ -66,19 +72,19 @@ def estimate_skew(ranks: Sequence[Sequence[Span]]) -> Skew:
 
 
 def _refuse_drift(bounds: Sequence[Sequence[float]]) -> None:
-    """Two clocks of one speed leave room for some offset between every two ranks."""
+    """Raise InvalidArgument if no constant offset satisfies the bounds of two ranks."""
     for p in range(len(bounds)):
         for q in range(p):
             gap = bounds[p][q] + bounds[q][p]
             if gap < 0:
                 raise InvalidArgument(
                     f"the clocks of ranks {q} and {p} drifted apart by {-gap:.0f} ns or more "
-                    "within these spans; take rounds that are closer together"
+                    "within these spans; record rounds that are closer together"
                 )
 
 
 def clock_tick(spans: Sequence[Span]) -> int:
-    """The largest step, in ns, that all of one rank's stamps are multiples of; at least 1."""
+    """Return the resolution of one rank's clock in ns: the GCD of its stamps, at least 1."""
     stamps = [
         stamp
         for span in spans
@@ -89,16 +95,16 @@ def clock_tick(spans: Sequence[Span]) -> int:
 
 
 def _flag_bounds(ranks: Sequence[Sequence[Span]], tick: int) -> list[list[float]]:
-    """`bounds[p][q]`: the most that o_p - o_q can be, by the fastest flag from p to q.
+    """Return `bounds[p][q]`, the upper bound of o_p - o_q from the fastest flag from p to q.
 
-    A stamp is the clock's last tick, so a flag may have been seen up to a tick after its stamp.
+    A stamp is rounded down to a tick, so a flag may have been observed up to a tick after it.
     """
     bounds = [[0.0 if p == q else math.inf for q in range(len(ranks))] for p in range(len(ranks))]
     sent = {(s.rank, s.phase, s.epoch): s.sent_ns for spans in ranks for s in spans if s.finished}
     for q, spans in enumerate(ranks):
         for span in spans:
-            for p, seen in enumerate(span.arrived_ns):
-                left = sent.get((p, span.phase, span.epoch))
-                if span.finished and left is not None and p != q:
-                    bounds[p][q] = min(bounds[p][q], seen - left + tick)
+            for p, arrived_ns in enumerate(span.arrived_ns):
+                sent_ns = sent.get((p, span.phase, span.epoch))
+                if span.finished and sent_ns is not None and p != q:
+                    bounds[p][q] = min(bounds[p][q], arrived_ns - sent_ns + tick)
     return bounds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream that torch enqueues on, and how what is in it is waited for."""
+"""The current CUDA stream, and synchronization that is safe during captures."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from weft.memory.driver import call, fence, relaxed
 
 
 def current_stream(device: int) -> int:
-    """The CUstream that is current on a GPU, as `torch.cuda.current_stream().cuda_stream`.
+    """Return the current CUstream of a GPU, as `torch.cuda.current_stream().cuda_stream`.
 
-    Torch gives it as a number to the launchers of its own compiler; the public call makes a Stream.
+    Uses the function of torch's own compiler, because the public one constructs a Stream object.
     """
     return torch._C._cuda_getCurrentRawStream(device)
 
 
 @contextlib.contextmanager
 def loading(device: torch.device | int) -> Iterator[None]:
-    """Within, kernels may be loaded onto a GPU: it is current, and its primary context is there.
+    """Make a GPU and its primary context current, so that kernels can be loaded.
 
-    Other streams may be captured meanwhile. Raises OutOfOrder while this thread's own is: what must
-    have run before the first call would only be written into the graph.
+    Other streams may be under capture.
+
+    Raises:
+        OutOfOrder: this thread's current stream is being captured. The initialisation would become
+            part of the graph instead of running before the first call.
     """
     with torch.cuda.device(device), relaxed():
         if torch.cuda.is_current_stream_capturing():
@@ -33,24 +36,24 @@ def loading(device: torch.device | int) -> Iterator[None]:
                 "kernels are loaded and memory is filled before a graph is captured, not in it; "
                 "make the object, or its first call, before the capture or in another stream"
             )
-        torch.cuda.mem_get_info()  # makes the context
+        torch.cuda.mem_get_info()  # creates the context
         yield
 
 
 def capturing(device: torch.device) -> bool:
-    """Is the current stream being captured into a graph?"""
+    """Whether the current stream is being captured into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def synchronize_stream(device: torch.device) -> None:
-    """Wait for what this thread has enqueued: later calls may come in another stream."""
+    """Wait for the current stream, because later calls may use another stream."""
     if device.type == "cuda":
         with relaxed():
             torch.cuda.current_stream(device).synchronize()
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until a GPU has done all its work, whatever is being captured. Raises DriverError."""
+    """Wait for all work of a GPU; allowed while streams are captured. Raises DriverError."""
     if device.type == "cuda":
         with torch.cuda.device(device), relaxed():
             torch.cuda.mem_get_info()  # makes the context current in this thread

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What profiled kernels recorded: when each operation sent, waited and ended, and for whom.
+"""Timelines of profiled kernels: when each operation sent, waited for each peer and ended.
 
-Kernels compiled with `WEFT_PROFILE=1` keep the last 32 rounds in the header, as
-device/timeline.cuh says. Reading synchronises with nothing: let the device finish first.
+Kernels compiled with `WEFT_PROFILE=1` record the last 32 rounds in the header
+(device/timeline.cuh). Reading does not synchronise: let the device finish first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ DEFINE = "WEFT_PROFILE=1"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation of one rank: times in nanoseconds of that rank's clock, 0 for not reached.
+    """One operation of one rank. Times are nanoseconds of that rank's clock, 0 if not reached.
 
-    start_ns: the first CTA began.  sent_ns: all is sent, no flag is out yet.
-    published_ns: all flags are out.  end_ns: the last CTA ended.
-    arrived_ns: when the flag of each rank was seen, by rank; CPU ranks look at one flag after the
-        other, so there a later one may have been there before.
+    Attributes:
+        rank: Rank that ran the operation.
+        phase: Name of the operation.
+        epoch: Epoch of the round.
+        ctas: Number of CTAs.
+        start_ns: When the first CTA started.
+        sent_ns: When all rows were sent, before the first flag was stored.
+        published_ns: When all flags were stored.
+        end_ns: When the last CTA finished.
+        arrived_ns: When the flag of each rank was observed, by rank. CPU ranks poll the flags in
+            order, so a flag may have arrived earlier than it was observed.
     """
 
     rank: int
@@ -41,24 +48,31 @@ class Span:
 
     @property
     def finished(self) -> bool:
-        """Has the operation come to its end?"""
+        """Whether the operation has finished."""
         return self.end_ns != 0
 
     @property
     def received_ns(self) -> int:
-        """When the wait for the last rank was over: not before this rank's own flags were out."""
+        """When the wait for the last rank ended; at least `published_ns`."""
         return max(self.published_ns, *self.arrived_ns)
 
     def waited_ns(self, peer: int) -> int:
-        """How long `peer` was waited for after this rank's own flags were out."""
+        """Return how long this rank waited for `peer` after it had published its own flags."""
         return max(0, self.arrived_ns[peer] - self.published_ns)
 
 
 def read_timeline(heap: Heap, rank: int | None = None) -> list[Span]:
-    """The last 32 rounds of a rank (default: this one), oldest first; also of a dead one.
+    """Return the spans of the last 32 rounds of a rank, oldest first.
 
-    An operation that is under way, or was left by an error, is in it and not `finished`. Empty
-    when that rank's kernels are not profiled. Raises InvalidArgument for a rank out of range.
+    A running or aborted operation is included with `finished` False. The list is empty if the
+    kernels of that rank are not profiled.
+
+    Args:
+        heap: Heap of the operator.
+        rank: Rank to read, alive or dead. Default: this rank.
+
+    Raises:
+        InvalidArgument: the rank is out of range.
     """
     header = mirrors(heap.group.size).Header.from_buffer_copy(heap.header(rank))
     spans = [_span(header.rank, header.ranks, line) for line in header.timelines if line.phase]
@@ -66,7 +80,7 @@ def read_timeline(heap: Heap, rank: int | None = None) -> list[Span]:
 
 
 def _span(rank: int, ranks: int, line: ctypes.Structure) -> Span:
-    """A stamp older than the start is what an earlier round left in its place."""
+    """Return a line as a span; a stamp older than the start is stale and becomes 0."""
 
     def reached(stamp: int) -> int:
         return stamp if stamp >= line.start_ns else 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs calls that wait long for their peers: a rank that skips its first call is named in 5 s.
+"""Log calls that wait long for their peers: a rank that skips its first call is named after 5 s.
 
-One thread of the process looks once a second at the header of each operator's own share, which
-kernels write while they wait. Nothing is added to the calls. An operator on GPUs, whose header has
-to be copied, is looked at until its first round is over; later waits have a shorter deadline.
+One thread of the process polls once a second the header of each operator's own share, which kernels
+update while they wait. Calls have no overhead. An operator on GPUs, whose header has to be copied,
+is polled only until its first round has finished; later waits have a shorter deadline.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.memory import reminder
 from weft.memory.group import Group
 from weft.memory.header import EPOCH_MASK
 
-SAMPLE = 0.1  # seconds between two looks at a peer; one that waits looks around every 16 us
-_JOIN = 2.0  # seconds that the end of the process waits for a look that is under way
+SAMPLE = 0.1  # seconds between two reads of a peer; a waiting peer updates its header every 16 us
+_JOIN = 2.0  # seconds that process exit waits for a poll in progress
 _log = logging.getLogger(__name__)
 
 
 class Waiting(Protocol):
-    """What the thread needs of an operator."""
+    """Interface of an operator that the poll thread uses."""
 
     group: Group
     _what: str
@@ -41,7 +41,7 @@ class Waiting(Protocol):
 
 
 class _Wait:
-    """What was seen of an operator at the last look."""
+    """State of an operator at the last poll."""
 
     def __init__(self) -> None:
         self.waiting_ns = 0
@@ -50,7 +50,7 @@ class _Wait:
 
 
 class Watcher:
-    """The operators of this process, and the thread that looks at them while there are any."""
+    """The operators of this process, and the thread that polls them while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,9 +61,9 @@ class Watcher:
         atexit.register(self._end)
 
     def watch(self, operator: Waiting) -> None:
-        """Look at an operator from now on, for as long as it lives."""
+        """Poll an operator as long as it is alive."""
         with self._lock:
-            if os.getpid() != self._process:  # a forked child has its parent's list and no thread
+            if os.getpid() != self._process:  # a forked child inherits the list but not the thread
                 self._waits.clear()
                 self._process, self._thread = os.getpid(), None
             self._waits[operator] = _Wait()
@@ -81,10 +81,10 @@ class Watcher:
         while not self._stop.wait(min(1.0, reminder.FIRST / 5)):
             for operator, wait in list(self._waits.items()):
                 try:
-                    goes_on = _look(operator, wait)
-                except (WeftError, AttributeError):  # it is closed meanwhile, or its GPU has failed
-                    goes_on = False
-                if not goes_on:
+                    keep = _poll(operator, wait)
+                except (WeftError, AttributeError):  # it was closed meanwhile, or its GPU failed
+                    keep = False
+                if not keep:
                     self._waits.pop(operator, None)
                 del operator
             with self._lock:
@@ -93,8 +93,8 @@ class Watcher:
                     return
 
 
-def _look(operator: Waiting, wait: _Wait) -> bool:
-    """Log a wait that is due, and return whether to look at this operator again."""
+def _poll(operator: Waiting, wait: _Wait) -> bool:
+    """Log a wait that is due, and return whether to poll this operator again."""
     header = operator._own_header()
     if header is None:
         return False
@@ -104,8 +104,7 @@ def _look(operator: Waiting, wait: _Wait) -> bool:
     ring = kind.ring
     content = bytes(header)
     progress = content[kind.epoch.offset :][:8] + content[ring.offset : ring.offset + ring.size]
-    waits = header.waiting_ns != wait.waiting_ns
-    if not waits:
+    if header.waiting_ns == wait.waiting_ns:  # no kernel is waiting
         wait.reminder = None
     elif wait.reminder is None or progress != wait.progress:
         wait.reminder = reminder.Reminder()
@@ -130,8 +129,8 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
         process = f" (pid {pid})" if pid else ""
         names.append(f"rank {ranks[rank]}{process} {places[rank]}")
     finished = operator._finished()
-    begun = (header.epoch - operator._first_epoch) & EPOCH_MASK
-    call = "a call" if begun == finished else "the second half of a round"
+    started = (header.epoch - operator._first_epoch) & EPOCH_MASK
+    call = "a call" if started == finished else "the second half of a round"
     limit = operator._limits[1 if finished == 0 else 0]
     _log.warning(
         "rank %d has waited %.0f s of at most %g s in %s of its %s, of which it has finished %d "
