@@ -178,7 +178,7 @@ def test_register_refuses() -> None:
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.17.0")
     monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
-    text = r"transformers 5\.17\.0 .* came with 5\.23: import of transformers\.dist.*pip install"
+    text = r"transformers 5\.17\.0 .* added in 5\.23: import of transformers\.dist.*pip install"
     with pytest.raises(SetupError, match=text):
         plugin.register()
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -138,7 +138,7 @@ def misuse(group: weft.Group) -> None:
         again(x, ids, weights)
     plugin.close()
     plugin.close()
-    with pytest.raises(OutOfOrder, match="load the model anew"):
+    with pytest.raises(OutOfOrder, match="reload the model"):
         called(x, ids, weights)
     assert mapped() == 0
 

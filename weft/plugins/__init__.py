@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""weft inside serving engines: each folder is for one of them, and is imported by its name.
+"""Plug-ins of serving engines. Each subpackage is imported by its own engine only.
 
 weft.plugins.transformers: expert parallelism of transformers, `ep_implementation="weft"`.
 weft.plugins.sglang: MoE blocks of SGLang, `--moe-a2a-backend weft`.
 weft.plugins.vllm: routed experts of vLLM, `WEFT_VLLM=block`.
 
-What they share lies beside them: names of an engine, its weights as weft takes them, blocks of a
-served model, settings, and faults.
+The modules of this package are shared by the plug-ins: checked engine names, weight conversion,
+served MoE blocks, settings and fault detection.
 """

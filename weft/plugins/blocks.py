@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A served model's MoE blocks on weft: two sizes with one set of weights, shared by all layers."""
+"""MoE layers of a served model: a decode and a prefill operator that share one set of weights."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from weft.plugins.settings import Settings, first_timeout
 from weft.plugins.weights import Layer, check
 
 _log = logging.getLogger(__name__)
-# A low-latency layer has a slot for every token at every expert: more tokens take the other size.
+# Low-latency buffers hold max_tokens rows per expert, so larger batches use the prefill operator.
 MOST_DECODE_TOKENS = 512
 MOST_PREFILL_TOKENS = 4096
-MEETING = 300.0  # seconds that ranks may be apart when they have loaded their weights
+MEETING = 300.0  # seconds between the first and the last rank to finish loading weights
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most tokens of a rank that one round takes, equal on all ranks."""
+    """Largest number of tokens per rank in one round, equal on all ranks."""
 
     decode: int
     prefill: int
@@ -42,11 +42,13 @@ class Limits:
     def of(
         cls, decode: int, chunk: int, *, attention_ranks: int, wanted: int | None = None
     ) -> Limits:
-        """The limits of a server.
+        """Return the limits of a server.
 
-        decode: tokens of the largest decode batch of an attention group.   chunk: of a prefill.
-        attention_ranks: each group's tokens are split over so many ranks before a MoE block.
-        wanted: of a prefill on a rank, where the user says so.
+        Args:
+            decode: Tokens of an attention group's largest decode batch.
+            chunk: Tokens of an attention group's prefill chunk.
+            attention_ranks: Ranks that share an attention group's tokens in a MoE block.
+            wanted: Prefill tokens per rank that the user requested.
         """
         small = min(-(-decode // attention_ranks), MOST_DECODE_TOKENS)
         large = wanted or min(-(-chunk // attention_ranks), MOST_PREFILL_TOKENS)
@@ -54,10 +56,10 @@ class Limits:
 
 
 class Blocks:
-    """What serves the layers of one process. Every rank makes the same calls in the same order.
+    """The MoE layers of one process. Collective: every rank makes the same calls in the same order.
 
-    most: tokens of the rank that has most, equal on all ranks: it chooses the size, and how many
-        rounds a batch beyond it takes. A captured graph keeps both.
+    `most` is the largest token count over all ranks. It selects the operator and the number of
+    rounds, so all ranks must pass the same value; a captured graph keeps both.
     """
 
     def __init__(self, group: Group, limits: Limits, settings: Settings) -> None:
@@ -68,7 +70,7 @@ class Blocks:
         self.watch: Watch | None = None  # closed with the rest
 
     def announce(self, what: str) -> None:
-        """Log what is served, on one rank."""
+        """Log on rank 0 which layers weft serves."""
         if self.group.rank == 0:
             _log.info(
                 "weft serves %s on %d ranks, form %s: rounds of %d tokens a rank, %d in prefill; "
@@ -84,29 +86,32 @@ class Blocks:
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         shared_size: int = 0,
     ) -> None:
-        """Serve `layer` whole, with the shared expert of its block. Collective.
+        """Serve a whole MoE layer, including its shared expert. Collective.
 
-        shared_size: the shared expert's intermediate size. Raises what `weft.MoE` raises.
+        Args:
+            layer: The engine's layer.
+            shared: The shared expert's forward function.
+            shared_size: The shared expert's intermediate size.
         """
         config = layer.config(shared=shared_size if shared is not None else 0)
         if shared is not None and config.hidden != layer.hidden:
             raise InvalidArgument(
-                f"{layer.name} has a shared expert and rows of {layer.hidden}, which are padded to "
-                f"{config.hidden} for its MXFP4 experts: served is such a layer without one"
+                f"{layer.name} has a shared expert, and its rows of {layer.hidden} are padded to "
+                f"{config.hidden} for MXFP4 experts: weft pads only layers without a shared expert"
             )
-        experts, mine, fp8 = layer.take(), layer.mine(), layer.fp8
+        experts, expected, fp8 = layer.take(), layer.mine(), layer.fp8
 
         def weights(local: tuple[int, ...]) -> Any:
-            if local != mine:
+            if local != expected:
                 raise OutOfOrder(
-                    f"rank {self.group.rank} has experts {mine[:1]} to {mine[-1:]} in {layer.name} "
-                    f"and {local[:1]} to {local[-1:]} in weft: the engine numbers its ranks "
-                    "otherwise"
+                    f"rank {self.group.rank} holds experts {expected[:1]} to {expected[-1:]} in "
+                    f"{layer.name}, but {local[:1]} to {local[-1:]} in weft: the engine numbers "
+                    "its ranks differently"
                 )
             return experts
 
         def build(mode: str, most: int) -> MoE:
-            made = lease(
+            owner = lease(
                 self.group,
                 MoE,
                 config,
@@ -117,12 +122,12 @@ class Blocks:
                 overlap=self.settings.overlap,
                 combine_dtype=self.settings.combine_dtype,
                 fp8=fp8,
-                missing="drop",  # ids are physical: who goes on without a rank names it no more
+                missing="drop",  # ids are physical: the engine reroutes around a dead rank itself
                 timeout=self.settings.timeout,
                 first_timeout=first_timeout(self.settings.timeout),
             )
-            self._leases.append(made)
-            return made.operator
+            self._leases.append(owner)
+            return owner.operator
 
         self._served[id(layer.module)] = _Served(
             layer,
@@ -132,33 +137,33 @@ class Blocks:
         )
 
     def has(self, module: Any) -> bool:
-        """Whether the module's layer is served whole."""
+        """Whether weft serves the module's whole layer."""
         return id(module) in self._served
 
     def check_tensors(self, module: Any) -> None:
-        """Raise OutOfOrder if the module holds other tensors than those that are served."""
+        """Raise OutOfOrder if the engine replaced tensors of a served module."""
         served = self._served[id(module)]
         replaced = served.replaced()
         if replaced:
             raise OutOfOrder(
-                f"{served.layer.name} has other tensors than when it was loaded "
-                f"({', '.join(replaced)}), and graphs hold the old ones' addresses: write weights "
-                "in place, or start the server anew"
+                f"the tensors of {served.layer.name} were replaced after loading "
+                f"({', '.join(replaced)}), and graphs hold the old addresses: write weights "
+                "in place, or restart the server"
             )
 
     @torch.no_grad()
     def reload(self, module: Any) -> None:
-        """Serve what the engine has loaded into new tensors of a layer that is served already.
+        """Copy weights that the engine loaded into new tensors of a served layer.
 
-        The values are copied into the tensors that kernels and captured graphs read, and the module
-        gets those parameters back. So the result is the same whether the engine wrote in place,
-        keeps its new tensors, or copies them into the old ones itself afterwards. Local; nothing
-        happens if every tensor is the served one.
+        Kernels and captured graphs read the original tensors, so the new values are copied there
+        and the module gets the original parameters back. The result is the same whether the engine
+        wrote in place, keeps its new tensors, or later copies them into the old ones. Local; a
+        no-op if no tensor was replaced.
 
         Raises:
-            OutOfOrder: only some tensors of a layer in weft's own order are new, or their format
-                differs from the one that is served.
-            InvalidArgument: the new tensors are not what weft takes.
+            OutOfOrder: If only some tensors of a reordered layer are new, or if their format
+                differs from the served one.
+            InvalidArgument: If weft does not support the new tensors.
         """
         served = self._served[id(module)]
         replaced = served.replaced()
@@ -169,9 +174,9 @@ class Blocks:
             if len(replaced) < len(served.parameters):
                 kept = ", ".join(set(served.parameters) - set(replaced))
                 raise OutOfOrder(
-                    f"{layer.name} was loaded again in part: {', '.join(replaced)} are new, {kept} "
+                    f"{layer.name} was reloaded in part: {', '.join(replaced)} are new, {kept} "
                     "are not, and weft reorders all of them together: load the whole layer, or "
-                    "start the server anew"
+                    "restart the server"
                 )
             check(layer, "block")
             layer.take(packed=served.tensors["w13_weight"].dtype == MXFP4)
@@ -179,8 +184,8 @@ class Blocks:
             new = getattr(module, name)
             if new.shape != tensor.shape or new.dtype != tensor.dtype:
                 raise OutOfOrder(
-                    f"{layer.name}.{name} was loaded again as {list(new.shape)} {new.dtype}, and "
-                    f"is served as {list(tensor.shape)} {tensor.dtype}: start the server anew"
+                    f"{layer.name}.{name} was reloaded as {list(new.shape)} {new.dtype}, and "
+                    f"is served as {list(tensor.shape)} {tensor.dtype}: restart the server"
                 )
         for name, parameter in served.parameters.items():
             tensor, new = served.tensors[name], getattr(module, name)
@@ -190,17 +195,17 @@ class Blocks:
             setattr(module, name, parameter)
 
     def reload_all(self) -> None:
-        """Call `reload` for every layer: an engine may have loaded weights since the last pass."""
+        """Call `reload` for every layer whose tensors the engine has replaced."""
         for served in self._served.values():
             if served.replaced():
                 self.reload(served.layer.module)
 
     def exchange(self, layer: Layer, payloads: Sequence[Payload] | None = None) -> AllToAll:
-        """The all-to-all of a layer whose experts the engine multiplies. Collective if new.
+        """Return the all-to-all of a layer whose experts the engine computes. Collective if new.
 
-        payloads: what travels, as in `weft.AllToAll`.
+        `payloads` are the tensors to send, as in `weft.AllToAll`.
         """
-        made = lease(
+        owner = lease(
             self.group,
             AllToAll,
             max_tokens=self.limits.prefill,
@@ -213,15 +218,20 @@ class Blocks:
             timeout=self.settings.timeout,
             first_timeout=first_timeout(self.settings.timeout),
         )
-        self._leases.append(made)
-        return made.operator
+        self._leases.append(owner)
+        return owner.operator
 
     def run(
         self, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
     ) -> torch.Tensor:
-        """`[tokens, hidden]` -> a new `[tokens, hidden]`: routed experts and the shared one.
+        """Run routed and shared experts: `[tokens, hidden]` to a new `[tokens, hidden]`.
 
-        module: the layer's.   ids, weights: `[tokens, top_k]`, of physical experts, -1 for none.
+        Args:
+            module: A module passed to `add_block`.
+            x: This rank's tokens.
+            ids: Physical expert ids `[tokens, top_k]`, -1 for none.
+            weights: Routing weights `[tokens, top_k]`.
+            most: Largest token count over all ranks.
         """
         served = self._served[id(module)]
         self.check_tensors(module)
@@ -230,19 +240,19 @@ class Blocks:
         moe = served.decode if most <= self.limits.decode else served.prefill
         if served.layer.scale != 1.0:
             weights = weights * served.layer.scale
-        x, ids, missing = x.contiguous(), ids.contiguous(), moe.config.hidden - x.shape[1]
-        if missing:
-            x = functional.pad(x, (0, missing))
+        x, ids, padding = x.contiguous(), ids.contiguous(), moe.config.hidden - x.shape[1]
+        if padding:
+            x = functional.pad(x, (0, padding))
         out = moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=most)
-        return out[:, :-missing].contiguous() if missing else out
+        return out[:, :-padding].contiguous() if padding else out
 
     @property
     def broken(self) -> bool:
-        """Did the group break? Reads of host memory."""
+        """Whether the group is broken. Reads host memory only."""
         return any(each.broken for each in self.operators())
 
     def check(self) -> None:
-        """Raise what broke the group; log what a device refused, which harmed nobody."""
+        """Raise a group error; log input that a device refused, which affects no other rank."""
         for operator in self.operators():
             try:
                 with self.logged():
@@ -254,7 +264,7 @@ class Blocks:
                     _log.error("rank %d, refusal %d: %s", self.group.rank, count, error)
 
     def fault(self) -> str:
-        """What broke the group, or nothing; reads of host memory."""
+        """Return the error that broke the group, or "". Reads host memory only."""
         try:
             if self.broken:
                 self.check()
@@ -264,7 +274,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Log what breaks the group in here, which the engine shows in a traceback among many."""
+        """Log group errors raised in the context: engines bury them among other tracebacks."""
         try:
             yield
         except GroupError as error:
@@ -272,21 +282,21 @@ class Blocks:
             raise
 
     def operators(self) -> list[Any]:
-        """One of each workspace."""
-        found: dict[int, Any] = {}
+        """Return one operator per workspace."""
+        operators: dict[int, Any] = {}
         for each in self._leases:
             exchange = getattr(each.operator, "exchange", each.operator)
-            found.setdefault(id(exchange.heap), each.operator)
-        return list(found.values())
+            operators.setdefault(id(exchange.heap), each.operator)
+        return list(operators.values())
 
     def close(self) -> None:
-        """Give all memory and the group back. Local and idempotent."""
+        """Free all memory and the group. Local and idempotent."""
         if self.watch is not None:
             self.watch.close()
         for each in self._leases:
             try:
                 each.close()
-            except WeftError as error:  # the engine ends: it has nobody to catch an error
+            except WeftError as error:  # the engine is shutting down
                 _log.warning("closing a workspace: %s", error)
         self._leases.clear()
         self._served.clear()
@@ -294,10 +304,10 @@ class Blocks:
 
 
 class _Served:
-    """One layer. It keeps the module, so that the module's id stays its own.
+    """One layer, with its module kept alive so that the module's id stays unique.
 
-    parameters: the module's, by name, as weft serves them.
-    tensors: their data; kept, so that no other tensor gets one of their addresses.
+    `parameters` are the module's served parameters by name. `tensors` keeps their data alive, so
+    that no other tensor gets one of their addresses.
     """
 
     def __init__(
@@ -309,6 +319,8 @@ class _Served:
         self._addresses = [(name, each.data_ptr()) for name, each in parameters.items()]
 
     def replaced(self) -> list[str]:
-        """Names of the module's tensors that are not the served ones. Called for every pass."""
+        """Return the names of tensors that the engine replaced. Runs in every forward pass."""
         module = self.layer.module
-        return [name for name, at in self._addresses if getattr(module, name).data_ptr() != at]
+        return [
+            name for name, address in self._addresses if getattr(module, name).data_ptr() != address
+        ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that has lost a rank ends soon, and says which."""
+"""Ends a server that has lost a rank, and logs which one."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from collections.abc import Callable
 from weft.memory import Group
 
 _log = logging.getLogger(__name__)
-# A rank that raises is ended by the engine itself, with its traceback. One that waits in another
+# The engine itself ends a rank that raises, and logs its traceback. A rank that waits in another
 # library's collective, which has no abort, is ended after this many seconds.
 GRACE = 10.0
-# Seconds between the first sign and the decision: a server that is stopped ends all its ranks
-# nearly at once, and then there is nothing to decide.
+# Seconds between the first sign of a fault and the decision. A server that is stopped ends all of
+# its ranks at nearly the same time, and then no decision is needed.
 PAUSE = 0.5
-# Seconds between two looks. An engine may end all other ranks a tenth of a second after the first,
-# and only a rank that still runs can say which one that was.
+# Polling period in seconds. An engine may end all other ranks a tenth of a second after the first,
+# and only a rank that still runs can log which rank was first.
 LOOK = 0.05
 
 
 class Watch:
-    """A thread that hears soon of the end of a peer's process, and of a broken group.
+    """A thread that polls for ended peer processes and for a broken group.
 
-    It logs which at once, and ends the server after GRACE seconds if this rank is still there and
-    did not go on without that peer.
+    It logs the fault at once. After the grace period it ends the server if this rank still runs and
+    has not recovered.
 
-    end: what ends the server.
-    broken: says what broke the group, or nothing; for an engine that runs nothing of weft's while
-        it replays graphs.
-    grace: seconds, in place of GRACE.
-    recovers: may the others go on without a rank?
+    Args:
+        group: The group to watch.
+        end: Ends the server.
+        broken: Returns the error that broke the group, or ""; for an engine that does not call
+            weft while it replays graphs.
+        grace: Seconds before the server is ended, instead of GRACE.
+        recovers: Whether the other ranks may continue without a dead rank.
     """
 
     def __init__(
@@ -61,38 +63,38 @@ class Watch:
     def _run(self) -> None:
         rank, size = self.group.rank, self.group.size
         while True:
-            said = ""
-            while not said:
+            fault = ""
+            while not fault:
                 if self._stopped.wait(LOOK):
                     return
-                if os.getppid() != self._parent:  # such as vLLM's EngineCore of this worker
+                if os.getppid() != self._parent:  # for example vLLM's EngineCore
                     _log.critical(
                         "rank %d of %d: process %d, which started this rank, has ended; the engine "
                         "ends this rank with it", rank, size, self._parent,
                     )  # fmt: skip
                     return
-                said = self._wrong()
-            _log.warning("rank %d of %d: %s", self.group.rank, self.group.size, said)
+                fault = self._fault()
+            _log.warning("rank %d of %d: %s", self.group.rank, self.group.size, fault)
             if self._stopped.wait(PAUSE):
                 return
-            if self._recovers and not self._wrong():
+            if self._recovers and not self._fault():
                 continue
             then = "so no layer can be served; this server ends"
             if self._recovers:
-                then = f"and the others have {self._grace:g} s to go on without it"
-            _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, said, then)
+                then = f"and the others have {self._grace:g} s to continue without it"
+            _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, fault, then)
             end = time.monotonic() + self._grace
             while time.monotonic() < end:
                 if self._stopped.wait(min(PAUSE, self._grace)):
                     return
-                if self._recovers and not self._wrong():
+                if self._recovers and not self._fault():
                     break
             else:
                 self._end()
                 return
 
-    def _wrong(self) -> str:
-        """What is wrong now, or nothing."""
+    def _fault(self) -> str:
+        """Return a description of the current fault, or ""."""
         gone = sorted(self.group.ended)
         if gone:
             return f"the process of rank {', '.join(map(str, gone))} has ended"

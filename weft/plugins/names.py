@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of an engine that weft relies on, compared with the installed engine's before their use."""
+"""Names of an engine that weft relies on, checked against the installed version."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from typing import Any, TypeVar
 
 from weft.errors import SetupError
 
-# What `listed` makes of a signature; None where that is not relied on. A mapping has one for each
-# version where weft relies on the name.
+# Parameters in the form that `listed` returns; None if weft does not rely on them. A mapping gives
+# them per version and omits versions in which weft does not use the name.
 Parameters = str | Mapping[str, str | None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A name that weft calls or reads.
+    """A name of the engine that weft calls or reads.
 
-    target: the whole dotted path, down to a method.
-    names: attributes that the function's own code reads or sets, or fields of the class,
-        separated by spaces.
+    Attributes:
+        target: Full dotted path, down to a method.
+        parameters: Expected signature.
+        names: Attributes that the function's code reads or sets, or fields of the class, separated
+            by spaces.
     """
 
     target: str
@@ -38,10 +40,12 @@ K = TypeVar("K", bound=Known)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine by its package.
+    """An engine and the versions of it that weft supports.
 
-    name: as people write it.   packages: those that may have it, as pip names them.
-    served: versions whose sources every entry of the plug-in's tables was read in.
+    Attributes:
+        name: Display name.
+        packages: Names of the pip packages that may provide it.
+        served: Supported versions, for which every entry of the plug-in's tables was verified.
     """
 
     name: str
@@ -49,59 +53,59 @@ class Engine:
     served: tuple[str, ...]
 
     def installed(self) -> str:
-        """Its version, as its metadata have it."""
+        """Return the installed version from package metadata."""
         for package in self.packages:
             with contextlib.suppress(PackageNotFoundError):
                 return version(package)
-        return "(of no known version)"
+        return "(unknown version)"
 
     def release(self, installed: str) -> str | None:
-        """The one of `served` that it is, or is a build of (0.5.17.post1, 0.5.17+cu130)."""
+        """Return the supported version without suffixes (.post1, +cu130), or None."""
         for each in self.served:
             if re.fullmatch(re.escape(each) + r"([.+].*)?", installed):
                 return each
         return None
 
     def here(self, entries: Iterable[K]) -> list[K]:
-        """The entries of the installed version, which is among those that are served."""
+        """Return the entries that apply to the installed version; none if it is not supported."""
         release = self.release(self.installed())
         return [] if release is None else [entry for entry, _ in relied_on(entries, release)]
 
     def check(self, entries: Iterable[Known]) -> None:
-        """Raise SetupError for a version that is not served, with all that differs there."""
+        """Raise SetupError for an unsupported version, listing all differences."""
         entries, installed = tuple(entries), self.installed()
         release = self.release(installed)
         if release is not None:
             wrong = list(differences(entries, release))
-        else:  # what sets it apart from the version that is most like it
+        else:  # compare with the closest supported version
             wrong = min((list(differences(entries, each)) for each in self.served), key=len)
-            wrong.insert(0, "its version is another")
+            wrong.insert(0, "its version is not supported")
         if wrong:
             raise SetupError(
-                f"{self.name} {installed} is not what weft's plug-in knows, so nothing of it was "
-                f"patched: {'; '.join(wrong)}. Served: {', '.join(self.served)}; install one of "
-                "them, or a newer weft"
+                f"{self.name} {installed} does not match weft's plug-in, so nothing was patched: "
+                f"{'; '.join(wrong)}. Supported: {', '.join(self.served)}; install one of them, or "
+                "a newer weft"
             )
 
 
 def listed(signature: inspect.Signature) -> str:
-    """Parameters as the tables write them: names in order, `=` after those with a default.
+    """Format a signature as the tables do: "self, x, *, scale=".
 
-    `*` is before keyword-only ones, as in Python: "self, x, *, scale=".
+    A name ends in `=` if it has a default; `*` precedes keyword-only parameters.
     """
-    found: list[str] = []
+    names: list[str] = []
     keyword_only = False
     for each in signature.parameters.values():
         stars = "*" * (each.kind is each.VAR_POSITIONAL) + "**" * (each.kind is each.VAR_KEYWORD)
         if each.kind is each.KEYWORD_ONLY and not keyword_only:
-            found.append("*")
+            names.append("*")
         keyword_only = keyword_only or each.kind in (each.KEYWORD_ONLY, each.VAR_POSITIONAL)
-        found.append(stars + each.name + ("" if each.default is each.empty else "="))
-    return ", ".join(found)
+        names.append(stars + each.name + ("" if each.default is each.empty else "="))
+    return ", ".join(names)
 
 
 def relied_on(entries: Iterable[K], release: str) -> Iterator[tuple[K, str | None]]:
-    """The entries of one version, each with its parameters there."""
+    """Yield the entries that apply to one version, with their parameters there."""
     for entry in entries:
         if not isinstance(entry.parameters, Mapping):
             yield entry, entry.parameters
@@ -110,37 +114,39 @@ def relied_on(entries: Iterable[K], release: str) -> Iterator[tuple[K, str | Non
 
 
 def differences(entries: Iterable[Known], release: str) -> Iterator[str]:
-    """A line for each entry that the imported engine lacks, or whose signature is another.
+    """Yield a message for each entry that is missing or has another signature.
 
-    release: a version that is served, whose signatures are expected.
+    `release` is the supported version whose signatures are expected.
     """
     for entry, parameters in relied_on(entries, release):
         try:
-            found = pkgutil.resolve_name(entry.target)
+            target = pkgutil.resolve_name(entry.target)
         except (ImportError, AttributeError, ValueError) as error:
             yield f"there is no {entry.target} ({error})"
             continue
-        if entry.names and (lost := set(entry.names.split()) - _names_of(found)):
-            yield f"{entry.target} has no {', '.join(sorted(lost))}"
+        if entry.names and (missing := set(entry.names.split()) - _names_of(target)):
+            yield f"{entry.target} has no {', '.join(sorted(missing))}"
         if parameters is None:
             continue
         try:
-            have = listed(inspect.signature(raw(found)))
+            have = listed(inspect.signature(raw(target)))
         except (TypeError, ValueError) as error:
-            yield f"{entry.target} is no function: {error}"
+            yield f"{entry.target} is not a function: {error}"
             continue
         if have != parameters:
             yield f"{entry.target} takes ({have}), not ({parameters})"
 
 
-def _names_of(found: Any) -> set[str]:
-    if isinstance(found, type):
+def _names_of(target: Any) -> set[str]:
+    if isinstance(target, type):
         return {
-            name for each in found.__mro__ for name in (*vars(each), *inspect.get_annotations(each))
+            name
+            for each in target.__mro__
+            for name in (*vars(each), *inspect.get_annotations(each))
         }
-    return set(inspect.unwrap(found).__code__.co_names)
+    return set(inspect.unwrap(target).__code__.co_names)
 
 
-def raw(found: Any) -> Any:
-    """The function itself, of a method that is bound to its class."""
-    return getattr(found, "__func__", found)
+def raw(method: Any) -> Any:
+    """Return the function of a bound class method, or the argument itself."""
+    return getattr(method, "__func__", method)

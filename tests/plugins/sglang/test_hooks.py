@@ -117,11 +117,11 @@ def test_another_sglang_is_refused_before_it_is_patched(
     with pytest.raises(SetupError) as raised:
         register()
     for part in (
-        "SGLang 0.5.17 is not what weft's plug-in knows, so nothing of it was patched: ",
+        "SGLang 0.5.17 does not match weft's plug-in, so nothing was patched: ",
         "create_moe_dispatcher takes (moe_runner_config, quant_method), not (moe_runner_config)",
         "there is no sglang.srt.model_executor.model_runner.ModelRunner.load_model",
         "FusedMoE.__init__ has no dispatcher, hidden_size, intermediate_size_per_partition",
-        "Served: 0.5.23, 0.5.17; install one of them",
+        "Supported: 0.5.23, 0.5.17; install one of them",
     ):
         assert part in str(raised.value)
     assert "version" not in str(raised.value)
@@ -139,13 +139,13 @@ def test_another_version_is_refused(
     """Also where its names are equal; and signatures are compared with those of the version."""
     sglang(OLDER)
     monkeypatch.setattr(Engine, "installed", lambda self: "0.5.18")
-    with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is another. Served"):
+    with pytest.raises(SetupError, match="SGLang 0.5.18 .*: its version is not supported"):
         register()
     monkeypatch.setattr(Engine, "installed", lambda self: NEWER)
     with pytest.raises(SetupError) as raised:
         register()
     for part in (
-        "SGLang 0.5.23 is not what weft's plug-in knows",
+        "SGLang 0.5.23 does not match weft's plug-in",
         "require_mlp_tp_gather takes (server_args), not (*, moe_a2a_backend=)",
         "there is no sglang.srt.layers.moe.topk.TopK.routing_inputs",
     ):
@@ -155,7 +155,7 @@ def test_another_version_is_refused(
     for release in ("0.5.17", "0.5.17.post1", "0.5.17+cu130"):
         assert SGLANG.release(release) == "0.5.17"
     assert SGLANG.release("0.5.23") == "0.5.23"
-    for release in ("0.5.170", "0.5.1", "10.5.17", "(of no known version)"):
+    for release in ("0.5.170", "0.5.1", "10.5.17", "(unknown version)"):
         assert SGLANG.release(release) is None
 
 
@@ -313,61 +313,61 @@ UE8M0 = SimpleNamespace(format_ue8m0=True)
 BF16 = torch.bfloat16
 REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
     (BF16, {"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
-    (BF16, {"moe_tp_size": 2}, "moe_tp_size is 2, served is 1"),
+    (BF16, {"moe_tp_size": 2}, "moe_tp_size is 2; weft serves 1"),
     (BF16, {"num_experts": 9}, "num_experts is 9, num_local_experts 4 on 2 ranks"),
-    (BF16, {"config__activation": "gelu"}, "config.activation is 'gelu', served is 'silu'"),
-    (BF16, {"config__gemm1_clamp_limit": 7.0}, "clamp_limit is 7.0, served is None"),
+    (BF16, {"config__activation": "gelu"}, "config.activation is 'gelu'; weft serves 'silu'"),
+    (BF16, {"config__gemm1_clamp_limit": 7.0}, "clamp_limit is 7.0; weft serves None"),
     (
         BF16,
         {"config__swiglu_limit": 10, "config__gemm1_alpha": 1.702},
-        "swiglu_limit is 10, served is None",
+        "swiglu_limit is 10; weft serves None",
     ),
-    (BF16, {"config__gemm1_beta": 2.0}, "gemm1_beta is 2.0, served is 1"),
+    (BF16, {"config__gemm1_beta": 2.0}, "gemm1_beta is 2.0; weft serves 1"),
     (
         BF16,
         {"with_bias": True, **BIAS},
-        r"w2_weight_bias is \[4\] torch.float32, served is \[4, 256\]",
+        r"w2_weight_bias is \[4\] torch.float32; weft serves \[4, 256\]",
     ),
     (
         torch.uint8,
         {"params_dtype": torch.float32},
-        "params_dtype is torch.float32, served with MXFP4 are bfloat16 and float16",
+        "params_dtype is torch.float32; weft serves MXFP4 with bfloat16 and float16",
     ),
     (
         torch.uint8,
         {"intermediate_size_per_partition": 256},
-        r"w13_weight is \[4, 256, 128\] for intermediate 256 and hidden 256; served",
+        r"w13_weight is \[4, 256, 128\] for intermediate 256 and hidden 256; weft serves",
     ),
     (
         torch.uint8,
         {"w13_weight_scale": torch.ones(4, 256, 8)},
-        r"w13_weight_scale is \[4, 256, 8\] torch.float32, served is \[4, 256, 8\] torch.uint8",
+        r"w13_weight_scale is \[4, 256, 8\] torch.float32; weft serves \[4, 256, 8\] torch.uint8",
     ),
     (BF16, {"quant_method__load_up_proj_weight_first": True}, "the up projection first"),
     (
         BF16,
         {"quant_method__runner": RUNNER},
-        "the runner is 'deep_gemm', whose weights may be in another order: pass --moe-runner",
+        "the runner is 'deep_gemm', whose weight layout may differ: pass --moe-runner",
     ),
     (BF16, {"quant_method": SimpleNamespace()}, "the runner is unknown"),
     (BF16, {"params_dtype": torch.float64}, "params_dtype is torch.float64"),
-    (BF16, {"w2_weight": TURNED.mT}, "torch.bfloat16, not contiguous, served is"),
+    (BF16, {"w2_weight": TURNED.mT}, "torch.bfloat16, not contiguous; weft serves"),
     (BF16, {"w2_weight_scale": torch.ones(1)}, "w2_weight is torch.bfloat16 with sc"),
     (
         FP8,
         {"w13_weight_scale_inv": None},
-        "there is no w13_weight_scale_inv; served is a float32 scale for each block of 128 x 128",
+        "without w13_weight_scale_inv; weft serves a float32 scale per block of 128 x 128",
     ),
     (
         FP8,
         {"w2_weight_scale_inv": torch.ones(4, 256, 1)},
-        r"w2_weight_scale_inv is \[4, 256, 1\] torch.float32, served is \[4, 2, 1\]",
+        r"w2_weight_scale_inv is \[4, 256, 1\] torch.float32; weft serves \[4, 2, 1\]",
     ),
     (FP8, {"w13_weight_scale_inv": UE8M0}, "w13_weight_scale_inv has format_ue8m0"),
     (
         FP8,
         {"intermediate_size_per_partition": 96},
-        r"w13_weight is \[4, 192, 256\], served in FP8 are multiples of 128",
+        r"w13_weight is \[4, 192, 256\]; in FP8, weft serves multiples of 128",
     ),
 ]
 

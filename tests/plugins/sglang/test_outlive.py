@@ -137,7 +137,7 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
     first, _, last = run(unrecovered, ranks=3)
     for ended, lines, alive in (first, last):
         assert ended == 1
-        assert any("and the others have 0.5 s to go on without it" in line for line in lines)
+        assert any("and the others have 0.5 s to continue without it" in line for line in lines)
         assert alive == [True, True]
 
 

@@ -204,10 +204,10 @@ def misuse(group: weft.Group) -> dict[str, str]:
     errors = {
         "no rank's number of tokens": error_of(server.step, x, None),
         "rows is 1, but this rank has 2 tokens": error_of(server.step, x, [1, 1]),
-        "layer 0 were called by themselves": error_of(experts, x, chosen),
+        "layer 0 were called directly": error_of(experts, x, chosen),
     }
     experts.w13_weight.data = experts.w13_weight.data[:, :-1].clone()
-    errors["layer 0.w13_weight was loaded again as [4, "] = error_of(server.step, x, [2, 2])
+    errors["layer 0.w13_weight was reloaded as [4, "] = error_of(server.step, x, [2, 2])
     experts.dispatcher.all_to_all = None
     leave()
     enter()

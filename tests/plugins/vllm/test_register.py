@@ -87,16 +87,16 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SetupError) as raised:
         enter("block")
     for part in (
-        "vLLM 0.32.0 is not what weft's plug-in knows, so nothing of it was patched: ",
+        "vLLM 0.32.0 does not match weft's plug-in, so nothing was patched: ",
         "RoutedExperts.__init__ has no _get_quant_method, activation, apply_router_weight_on_inp",
         "there is no vllm.forward_context.DPMetadata.get_chunk_sizes_across_dp_rank",
-        "Served: 0.26.0, 0.32.0, 0.33.0; install one of them",
+        "Supported: 0.26.0, 0.32.0, 0.33.0; install one of them",
     ):
         assert part in str(raised.value)
     assert of_vllm("op_registry_oot") == {}
     monkeypatch.undo()
     monkeypatch.setattr(Engine, "installed", lambda self: "0.31.0")
-    with pytest.raises(SetupError, match="vLLM 0.31.0 .*: its version is another. Served"):
+    with pytest.raises(SetupError, match="vLLM 0.31.0 .*: its version is not supported. Supported"):
         enter("block")
 
 
@@ -123,7 +123,7 @@ def test_limits() -> None:
 
 FLAGS: list[tuple[str, Any, str]] = [
     ("all2all_backend", "deepep_low_latency", "--all2all-backend is deepep_low_late"),
-    ("expert_placement_strategy", "round_robin", "strategy is round_robin, served"),
+    ("expert_placement_strategy", "round_robin", "strategy is round_robin; weft serves"),
     ("enable_dbo", True, "--enable-dbo is not served: leave it out"),
     ("ubatch_size", 2, "--enable-dbo is not served"),
     ("enable_elastic_ep", True, "--enable-elastic-ep is not served"),
@@ -152,7 +152,7 @@ def test_flags_that_are_refused(
     ("more", "text"),
     [
         ({"use_ep": False, "ep_size": 1}, "ranks have parts of every expert: add --enable-e"),
-        ({"dp_size": 1}, "add --data-parallel-size, or take WEFT_VLLM_ALLREDUCE=1 alone"),
+        ({"dp_size": 1}, "add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"),
         ({"ep_size": 4}, "leave out --tensor-parallel-size"),
     ],
 )
@@ -196,15 +196,15 @@ def test_methods_and_tensors_that_are_refused() -> None:
 
     class Int8MoEMethod(of_vllm("Fp8MoEMethod")): ...  # type: ignore[misc]
 
-    with pytest.raises(InvalidArgument, match="their method is Int8MoEMethod, served are Unquant"):
+    with pytest.raises(InvalidArgument, match="their method is Int8MoEMethod; weft serves Unquant"):
         layer(config_of(), Int8MoEMethod)
     experts = layer(config_of(num_local_experts=4))
     experts.w13_weight, experts.w2_weight = torch.zeros(4, 256, 128), torch.zeros(4, 32, 128)
     with pytest.raises(InvalidArgument) as raised:
         experts.quant_method.process_weights_after_loading(experts)
     for part in (
-        "num_experts is 8, num_local_experts 4 on 1 ranks; served are equal parts",
-        "w2_weight is [4, 32, 128] torch.float32, served is [4, 128, 128]",
+        "num_experts is 8, num_local_experts 4 on 1 ranks; weft serves equal parts",
+        "w2_weight is [4, 32, 128] torch.float32; weft serves [4, 128, 128]",
     ):
         assert part in str(raised.value)
 

@@ -155,7 +155,7 @@ def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[
         "experts.w13_weight is in weft's order, and the engine loads": error_of(
             weight.weight_loader, weight, parts["w13_weight"]
         ),
-        "loaded again in part: w13_weight are new": error_of(layerwise, experts, some),
+        "reloaded in part: w13_weight are new": error_of(layerwise, experts, some),
     }
     if not far_apart:
         wide = load(70, far_apart=True)[0]
@@ -269,10 +269,10 @@ def misuse(group: weft.Group) -> dict[str, str]:
         "rows is 1, but this rank has 2 tokens": error_of(worker.step, x, [1, 1]),
     }
     experts.w13_weight.data = experts.w13_weight.data.clone()
-    text = "has other tensors than when it was loaded (w13_weight)"
+    text = "were replaced after loading (w13_weight)"
     errors[text] = error_of(worker.step, x, [2, 2])
     experts.w13_weight.data = experts.w13_weight.data[:, :-1]
-    text = "w13_weight was loaded again as [4, 255, 128]"
+    text = "w13_weight was reloaded as [4, 255, 128]"
     errors[text] = error_of(experts.quant_method.process_weights_after_loading, experts)
     engine.close()
     text = "layers.0.mlp.experts runs before vLLM has loaded its weights"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""weft inside SGLang: `--moe-a2a-backend weft`, `--elastic-ep-backend weft` beside it for a server
-that outlives its ranks, and WEFT_SGLANG_ALLREDUCE=1 for --tp.
+"""weft's plug-in for SGLang.
 
-SGLang finds `register` by its entry point; docs/user/sglang.md says what is served. Importing this
-package imports nothing of SGLang.
+`--moe-a2a-backend weft` serves MoE blocks, `--elastic-ep-backend weft` keeps the server running
+after a rank has died, and WEFT_SGLANG_ALLREDUCE=1 serves the all-reduces of --tp.
+
+SGLang finds `register` by its entry point; docs/user/sglang.md lists what is supported. Importing
+this package does not import SGLang.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Add "weft" to the choices of SGLang's two flags, and install the hooks.
+    """Add "weft" to the choices of SGLang's flags, and install the hooks.
 
-    SGLang calls it before it parses its flags, in every process. Every name and signature is
+    SGLang calls this in every process before it parses its flags. All names and signatures are
     checked before anything is patched.
 
     Raises:
-        SetupError: where SGLang is another, and InvalidArgument for a wrong setting: SGLang logs
-            either and goes on, but then has no choice "weft", so a command line that asks for it is
-            refused.
+        SetupError: If the SGLang version is not supported.
+        InvalidArgument: If a setting is invalid. SGLang logs either error and continues without the
+            choice "weft", so a command line that uses it is refused.
     """
     allreduce.register()
     SGLANG.check((*engine.HOOKS, *engine.KNOWN))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's tensor parallelism: its all-reduces, and the residual and RMSNorm after them.
+"""All-reduces of SGLang's tensor parallelism, fused with residual and RMSNorm.
 
     WEFT_SGLANG_ALLREDUCE=1 python3 -m sglang.launch_server --tp 4 ...
 
-SGLang fuses an all-reduce with what follows where one of its gates says so, for FlashInfer. Here
-weft answers the gate, makes the fused call and chooses the backend of plain all-reduces. What it
-does not serve is left to SGLang: more tokens than FUSE_ALLREDUCE_MAX_BATCH_SIZE, other widths and
-dtypes, groups that are not the tensor-parallel one.
+SGLang fuses an all-reduce with the following norm where a gate of its FlashInfer path allows it.
+These hooks replace the gate, the fused call and the choice of backend for plain all-reduces.
+SGLang still runs what weft does not serve: more tokens than FUSE_ALLREDUCE_MAX_BATCH_SIZE, other
+widths and dtypes, and groups other than the tensor-parallel one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from weft.plugins.sglang.hooks import (
 )
 
 SWITCH = "WEFT_SGLANG_ALLREDUCE"
-METHOD = "weft"  # among the names by which SGLang tells its out-of-place all-reduces apart
-# Settings of a norm with which it is not the RMSNorm that SGLang's fused kernels compute.
+METHOD = "weft"  # identifies weft among SGLang's out-of-place all-reduce methods
+# A norm with one of these settings is not the RMSNorm of SGLang's fused kernels.
 UNLIKE = (
     "variance_size_override",
     "cast_x_before_out_mul",
@@ -53,10 +53,10 @@ _live: TensorParallel | None = None
 
 
 def register() -> None:
-    """Install the hooks where they are asked for; called by the plug-in's own `register`.
+    """Install the hooks if WEFT_SGLANG_ALLREDUCE is set.
 
-    No flag of SGLang names weft's all-reduce, and an error that leaves a plug-in is only logged
-    there. So what is wrong ends the process, before another backend serves than the wanted one.
+    SGLang has no flag for this all-reduce, and it only logs exceptions of plug-ins. An invalid
+    setup therefore raises SystemExit, so that no other backend serves silently instead.
     """
     if os.environ.get(SWITCH, "").strip() in ("", "0"):
         return
@@ -69,10 +69,10 @@ def register() -> None:
 
 
 class TensorParallel:
-    """This rank's part in the all-reduces of its tensor-parallel group.
+    """This rank's all-reduces of the tensor-parallel group.
 
-    fuses: may layers leave their sums to the norms after them? Where SGLang knows that the model
-        does so, and the sums after attention and experts are both of this group.
+    `fuses` tells whether layers may leave their sums to the following norm. It is true if SGLang
+    lists the model as fusing, and the sums after both attention and experts are over this group.
     """
 
     def __init__(self, device: torch.device, *, model_fuses: bool) -> None:
@@ -97,11 +97,11 @@ class TensorParallel:
         self._leases: dict[tuple[int, torch.dtype], Lease[AllReduce]] = {}
 
     def spans(self, coordinator: Any) -> bool:
-        """Is this one of SGLang's names for the tensor-parallel group?"""
+        """Whether a coordinator is SGLang's tensor-parallel group under any of its names."""
         return list(coordinator.ranks) == self.ranks
 
     def serve(self, hidden: int, dtype: torch.dtype) -> None:
-        """Make the operator of a model's rows, or find it. Collective."""
+        """Create the operator for a model's rows unless it exists. Collective."""
         if (hidden, dtype) in self._leases:
             return
         sizes: dict[str, Any] = {"max_tokens": self.max_tokens, "hidden": hidden, "dtype": dtype}
@@ -121,37 +121,37 @@ class TensorParallel:
             )
 
     def operator(self, rows: torch.Tensor) -> AllReduce | None:
-        """What sums these rows; None where SGLang has to. Equal on all ranks."""
-        found = self._leases.get((rows.shape[-1], rows.dtype)) if rows.dim() == 2 else None
+        """Return the operator that can sum these rows, or None. Equal on all ranks."""
+        owner = self._leases.get((rows.shape[-1], rows.dtype)) if rows.dim() == 2 else None
         if (
-            found is None
+            owner is None
             or not 0 < len(rows) <= self.max_tokens
             or rows.device != self.group.device
             or not rows.is_contiguous()
             or rows.data_ptr() % 16
         ):
             return None
-        return found.operator
+        return owner.operator
 
     def check(self) -> None:
-        """Raise what broke the group; reads host memory only."""
+        """Raise a group error. Reads host memory only."""
         for each in self._leases.values():
             if each.operator.broken:
                 each.operator.check()
 
     def close(self) -> None:
-        """Give operators and group back."""
+        """Free operators and group."""
         self._watch.close()
         for each in self._leases.values():
             try:
                 each.close()
-            except WeftError as error:  # the engine ends: it has nobody to catch an error
+            except WeftError as error:  # the engine is shutting down
                 _log.warning("closing an all-reduce: %s", error)
         self.group.close()
 
 
 def loaded(result: object, runner: Any) -> None:
-    """After ModelRunner.load_model: allocate before SGLang measures free memory, and captures."""
+    """After ModelRunner.load_model: allocate before SGLang measures free memory and captures."""
     global _live
     if not Settings.read("SGLANG").allreduce:
         return
@@ -162,13 +162,13 @@ def loaded(result: object, runner: Any) -> None:
     server_args = resolved(runner.server_args)
     if is_dp_attention_enabled():
         raise InvalidArgument(
-            f"{SWITCH}=1 serves tensor parallelism, and with --enable-dp-attention ranks have "
-            "tokens of their own: leave one of the two out"
+            f"{SWITCH}=1 serves tensor parallelism, but with --enable-dp-attention each rank has "
+            "its own tokens: leave one of the two out"
         )
     if server_args.enable_pdmux:
         raise InvalidArgument(
-            f"{SWITCH}=1 serves one stream, and with --enable-pdmux prefill and decode sum at the "
-            "same time in two: leave one of the two out"
+            f"{SWITCH}=1 serves one stream, but with --enable-pdmux prefill and decode reduce on "
+            "two streams at the same time: leave one of the two out"
         )
     if parallel_state.get_tp_group().world_size == 1:
         return
@@ -178,9 +178,9 @@ def loaded(result: object, runner: Any) -> None:
 
 
 def may_fuse(original: Callable[..., bool], batch_size: int) -> bool:
-    """Around the gate by which layers leave their sum to the next norm: to FlashInfer, it says.
+    """Around the gate that lets layers leave their sum to the next norm's fused kernel.
 
-    A traced layer keeps its all-reduces apart from its norms; plain ones are opaque to Dynamo.
+    A compiled layer keeps all-reduces and norms separate; plain all-reduces are opaque to Dynamo.
     """
     if _live is None or not _live.fuses:
         return original(batch_size)
@@ -196,10 +196,10 @@ def sum_and_norm(
     weight: torch.Tensor,
     use_attn_tp_group: bool = True,
 ) -> Any:
-    """Around _forward_with_allreduce_fusion: `x` is this rank's part of a sum.
+    """Around _forward_with_allreduce_fusion; `x` is this rank's partial sum.
 
-    SGLang's own takes a refused fusion for a sum that was made already. Here what cannot be fused
-    is summed first, and left to the norm itself.
+    SGLang's own function assumes that `x` is already reduced if fusion is not possible. Here such
+    rows are reduced first, and the norm runs by itself.
     """
     if _live is None or not _live.fuses or residual is None:
         return original(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)
@@ -209,19 +209,19 @@ def sum_and_norm(
     if operator is None or not _fits(norm_module, x, residual, weight):
         from sglang.srt.distributed import parallel_state
 
-        # The norm may write into its residual, of which others keep references.
+        # The norm may write into its residual, to which other code holds references.
         return norm_module.forward(parallel_state.get_tp_group().all_reduce(x), residual.clone())
     bias = 0.0
     if weight is getattr(norm_module, "gemma_weight", None):  # 1 + weight, rounded
         weight, bias = norm_module.weight, 1.0
-    found = operator.fused(
+    result = operator.fused(
         x,
         residual=residual,
         weight=weight,
         eps=norm_module.variance_epsilon,
         weight_bias=bias,
     )
-    return found.norm, found.residual
+    return result.norm, result.residual
 
 
 def choose(
@@ -230,14 +230,14 @@ def choose(
     input_: torch.Tensor,
     should_use_pymscclpp_allreduce: bool | None = None,
 ) -> str | None:
-    """Around GroupCoordinator._resolve_outplace_all_reduce_method: how to sum outside a graph."""
+    """Around GroupCoordinator._resolve_outplace_all_reduce_method: select weft."""
     if _operator(self, input_) is not None:
         return METHOD
     return original(self, input_, should_use_pymscclpp_allreduce)
 
 
 def before_flashinfer(original: Callable[..., bool], self: Any, input_: torch.Tensor) -> bool:
-    """Around GroupCoordinator._can_use_flashinfer_allreduce, which 0.5.23 asks before `choose`."""
+    """Around GroupCoordinator._can_use_flashinfer_allreduce, which 0.5.23 calls before `choose`."""
     if _live is not None and _live.spans(self):
         return False
     return original(self, input_)
@@ -249,7 +249,7 @@ def sum_rows(
     input_: torch.Tensor,
     outplace_all_reduce_method: str,
 ) -> torch.Tensor:
-    """Around GroupCoordinator._all_reduce_out_place; "auto" is what compiled layers ask for."""
+    """Around GroupCoordinator._all_reduce_out_place; compiled layers pass the method "auto"."""
     if outplace_all_reduce_method in (METHOD, "auto"):
         operator = _operator(self, input_)
         if operator is not None:
@@ -266,19 +266,19 @@ def skip_workspaces(
     dtype: torch.dtype,
     use_oneshot: bool | None = None,
 ) -> None:
-    """Around pre_initialize_workspaces: FlashInfer's memory and kernels would serve nobody."""
+    """Around pre_initialize_workspaces: skip FlashInfer's workspaces, which would be unused."""
     if _live is None or not _live.fuses:
         original(max_token_num, hidden_dim, dtype, use_oneshot)
 
 
 def forwarded(result: object, runner: Any, *args: Any, **options: Any) -> None:
-    """After ModelRunner.forward: a broken group must not go on serving."""
+    """After ModelRunner.forward: raise if the group is broken."""
     if _live is not None:
         _live.check()
 
 
 def close() -> None:
-    """Give everything back; SGLang sums by itself again. Local and idempotent."""
+    """Free all operators; SGLang then runs its own all-reduces. Local and idempotent."""
     global _live
     live, _live = _live, None
     if live is not None:
@@ -286,7 +286,7 @@ def close() -> None:
 
 
 def _model_fuses(runner: Any, server_args: Any) -> bool:
-    """Does SGLang list the model among those that fuse, or has the user said so?"""
+    """Whether SGLang or the user enabled all-reduce fusion for the model."""
     from sglang.srt.arg_groups.overrides import _FLASHINFER_ALLREDUCE_FUSION_ARCHS
 
     listed = runner.model_config.hf_config.architectures[0] in _FLASHINFER_ALLREDUCE_FUSION_ARCHS
@@ -294,7 +294,7 @@ def _model_fuses(runner: Any, server_args: Any) -> bool:
 
 
 def _most_tokens() -> int:
-    """Rows up to which SGLang leaves a sum to a fused kernel."""
+    """Return the number of rows up to which SGLang fuses all-reduces."""
     try:
         from sglang.srt.layers.layer_boundary import FUSE_ALLREDUCE_MAX_BATCH_SIZE  # 0.5.23
     except ImportError:
@@ -309,7 +309,7 @@ def _operator(coordinator: Any, rows: torch.Tensor) -> AllReduce | None:
 
 
 def _fits(norm: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Is this the norm, and are these the tensors, that the fused kernel computes with?"""
+    """Whether the fused kernel supports this norm and these tensors."""
     return (
         not any(getattr(norm, name, None) for name in UNLIKE)
         and residual.dtype == x.dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatchers that FusedMoE layers are made with. Imports SGLang."""
+"""Dispatchers of SGLang's FusedMoE layers. Imports SGLang."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 class WholeBlock(BaseDispatcher):  # type: ignore[misc]  # SGLang is not type-checked
-    """Of a layer whose block weft serves whole: nobody may ask it."""
+    """Dispatcher of a layer whose whole block weft runs; SGLang must not call it."""
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
         self.layer_id = layer_id
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        """Raise: SGLang called the experts past the block that weft serves."""
+        """Raise OutOfOrder: SGLang called the experts outside the block that weft serves."""
         raise OutOfOrder(
-            f"the experts of layer {self.layer_id} were called by themselves; weft serves their "
-            "whole block, and this call would go around it: report the model, and use "
-            "WEFT_SGLANG_FORM=dispatcher meanwhile"
+            f"the experts of layer {self.layer_id} were called directly, but weft serves their "
+            "whole block: report the model, and use WEFT_SGLANG_FORM=dispatcher meanwhile"
         )
 
     def combine(self, combine_input: Any) -> torch.Tensor:
-        """Raise, as dispatch does."""
+        """Raise OutOfOrder, as `dispatch` does."""
         raise OutOfOrder(f"combine without dispatch in layer {self.layer_id}")
 
 
 class Exchanged(BaseDispatcher):  # type: ignore[misc]
-    """Tokens by `weft.AllToAll`; SGLang's runner multiplies between the two calls.
+    """Sends tokens by `weft.AllToAll`; SGLang's runner computes the experts between the two calls.
 
-    `most` is set before each pair: tokens of the rank that has most, at most max_tokens.
+    Before each pair of calls, the caller sets `most` to the largest token count over all ranks, at
+    most `all_to_all.max_tokens`.
     """
 
     def __init__(self, layer_id: int) -> None:
@@ -49,14 +49,14 @@ class Exchanged(BaseDispatcher):  # type: ignore[misc]
         self.most = 0
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> StandardDispatchOutput:
-        """What all ranks sent here, `[ranks * most, hidden]` in the inbox itself.
+        """Return a view of the received rows, `[ranks * most, hidden]`.
 
-        Ids are local, -1 for none, so the runner skips what was not sent.
+        Expert ids are local, -1 for none; the runner skips those.
         """
         if self.all_to_all is None:
             raise OutOfOrder(
-                f"layer {self.layer_id} runs before its model was loaded: weft's hook on "
-                "ModelRunner.load_model did not run"
+                f"layer {self.layer_id} runs before weft's hook after ModelRunner.load_model: the "
+                "hook did not run"
             )
         received = self.all_to_all.dispatch(
             hidden_states.contiguous(),
@@ -65,13 +65,13 @@ class Exchanged(BaseDispatcher):  # type: ignore[misc]
             rows=self.most,
         )
         x, ids, weights = (t.flatten(0, 1) for t in (received.x, received.ids, received.weights))
-        # Ids and weights are adjacent in a route, and SGLang's kernels ask for no strides.
+        # Ids and weights are interleaved in memory, and SGLang's kernels take no strides.
         ids, weights = ids.contiguous(), weights.contiguous()
-        chosen = StandardTopKOutput(weights, ids, topk_output.router_logits)
-        return StandardDispatchOutput(x, None, chosen)
+        topk = StandardTopKOutput(weights, ids, topk_output.router_logits)
+        return StandardDispatchOutput(x, None, topk)
 
     def combine(self, combine_input: Any) -> torch.Tensor:
-        """`[tokens, hidden]`: each token's sum over ranks."""
+        """Return each token's sum over all ranks, `[tokens, hidden]`."""
         assert self.all_to_all is not None
         sums = combine_input.hidden_states
         return self.all_to_all.combine(sums.view(-1, self.most, sums.shape[1]))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that goes on after a rank has died: --elastic-ep-backend weft.
+"""Keeps a server running after a rank has died: --elastic-ep-backend weft.
 
-SGLang's own machinery, which that flag turns on, keeps the server when a scheduler's process ends
-and routes to living ranks alone. Here is what it leaves to the backend: survivors agree, make the
-pass again, take experts from living ranks, and the requests of the dead rank fail in words. Nothing
-here imports SGLang before one of its own functions has called.
+With that flag, SGLang keeps the server when a scheduler's process ends, and routes requests to
+living ranks only. This module supplies what SGLang leaves to the backend: the survivors agree on
+the dead ranks, repeat the forward pass, use replicas on living ranks, and requests of a dead rank
+fail with an error message. SGLang is imported only inside functions that SGLang calls.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from weft.memory import Group
 from weft.plugins.names import Known
 from weft.plugins.sglang.hooks import NAME, SRT, Hook
 
-TOGETHER = 60.0  # seconds in which all survivors must come to the recovery
-# What a rank may get when another one has died: in a layer, or in a control message.
+TOGETHER = 60.0  # seconds within which all survivors must enter recovery
+# Errors that a rank may see when another one has died, in a layer or in a control message.
 LOST = (PeerDied, PeerLeft, PeerTimeout, RendezvousFailed)
 
 _log = logging.getLogger(__name__)
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 def wrong_flags(server_args: Any) -> Iterator[str]:
-    """What each flag must be, of those that are otherwise.
+    """Yield the required form of each flag that is set otherwise.
 
-    With these no collective of SGLang's own spans the ranks while it serves.
+    With the required flags, none of SGLang's own collectives spans the ranks while it serves.
     """
     from sglang.srt.runtime_context import get_parallel
 
-    wanted = {
+    required = {
         "disable_overlap_schedule": (True, "--disable-overlap-schedule"),
         "enable_dp_lm_head": (True, "--enable-dp-lm-head"),
         "moe_dense_tp_size": (1, "--moe-dense-tp-size 1"),
@@ -61,22 +61,22 @@ def wrong_flags(server_args: Any) -> Iterator[str]:
         "ep_join_mode": (None, "no --elastic-ep-join-mode"),
         "enable_elastic_expert_backup": (False, "no --enable-elastic-expert-backup"),
     }
-    for name, (value, flag) in wanted.items():
+    for name, (value, flag) in required.items():
         if getattr(server_args, name) != value:
             yield flag
     if get_parallel().attn_tp_size != 1:
-        yield "an attention group for each rank (--attn-dp-size equal to --tp-size)"
+        yield "one attention group per rank (--attn-dp-size equal to --tp-size)"
     if server_args.ep_dispatch_algorithm not in ("static", "dynamic"):
         yield "--ep-dispatch-algorithm static or dynamic"
 
 
-# Where experts are.
+# Expert placement.
 
 
 def lacking(places: Any, dead: set[int]) -> list[tuple[int, int]]:
-    """(layer, logical expert) of each that has no living replica.
+    """Return (layer, logical expert) of each expert without a living replica.
 
-    places: SGLang's ExpertLocationMetadata.
+    `places` is SGLang's ExpertLocationMetadata.
     """
     return [
         (layer, expert)
@@ -87,76 +87,81 @@ def lacking(places: Any, dead: set[int]) -> list[tuple[int, int]]:
 
 
 def route_around(places: Any, dead: set[int], rank: int) -> None:
-    """Let tokens go to living replicas alone: SGLang's tables are rewritten in place.
+    """Route tokens to living replicas only, by rewriting SGLang's tables in place.
 
-    So graphs hold. As SGLang does, a rank prefers a replica of its own. Raises SetupError naming
-    experts that have no living replica; then nothing was rewritten.
+    Captured graphs stay valid. As in SGLang, a rank prefers its own replicas.
 
-    places: SGLang's ExpertLocationMetadata.   rank: this one.
+    Args:
+        places: SGLang's ExpertLocationMetadata.
+        dead: Dead ranks.
+        rank: This rank.
+
+    Raises:
+        SetupError: If an expert has no living replica. The tables are then unchanged.
     """
     lost = lacking(places, dead)
     if lost:
-        shown = ", ".join(f"{expert} of layer {layer}" for layer, expert in lost[:8])
+        listing = ", ".join(f"{expert} of layer {layer}" for layer, expert in lost[:8])
         raise SetupError(
-            f"with rank {_list(dead)} gone no replica is left of {len(lost)} experts: {shown}"
+            f"with rank {_list(dead)} gone no replica is left of {len(lost)} experts: {listing}"
             f"{' ...' if lost[8:] else ''}; start with more --ep-num-redundant-experts, or place "
             "the replicas of an expert on several ranks by --init-expert-location"
         )
     local = places.num_local_physical_experts
-    every = torch.full_like(places.logical_to_all_physical_map_cpu, -1)
-    single = every[..., 0].clone()
+    all_replicas = torch.full_like(places.logical_to_all_physical_map_cpu, -1)
+    preferred = all_replicas[..., 0].clone()
     for layer, row in enumerate(places.physical_to_logical_map_cpu.tolist()):
         for expert in range(places.num_logical_experts):
-            found = _replicas(row, expert, local, dead)
-            found = [each for each in found if each // local == rank] or found
-            every[layer, expert, : len(found)] = torch.tensor(found)
-            single[layer, expert] = found[rank % len(found)]
-    places.logical_to_all_physical_map_cpu.copy_(every)
-    places.logical_to_all_physical_map.copy_(every)
-    places.logical_to_all_physical_map_num_valid.copy_((every >= 0).sum(-1))
+            replicas = _replicas(row, expert, local, dead)
+            replicas = [each for each in replicas if each // local == rank] or replicas
+            all_replicas[layer, expert, : len(replicas)] = torch.tensor(replicas)
+            preferred[layer, expert] = replicas[rank % len(replicas)]
+    places.logical_to_all_physical_map_cpu.copy_(all_replicas)
+    places.logical_to_all_physical_map.copy_(all_replicas)
+    places.logical_to_all_physical_map_num_valid.copy_((all_replicas >= 0).sum(-1))
     if places.logical_to_rank_dispatch_physical_map is not None:
-        places.logical_to_rank_dispatch_physical_map.copy_(single)
+        places.logical_to_rank_dispatch_physical_map.copy_(preferred)
 
 
 def _replicas(row: list[int], expert: int, local: int, dead: set[int]) -> list[int]:
     return [p for p, held in enumerate(row) if held == expert and p // local not in dead]
 
 
-# The ranks.
+# Recovery.
 
 
 class Survivors:
-    """The ranks in step: each exchange of batch sizes and each forward pass ends on all of them.
+    """Keeps the living ranks in step: each message exchange and forward pass ends on all of them.
 
     Every rank makes the same sequence of exchanges and passes, and each ends in a control message
-    of all ranks. So when one dies, the others are at most one message apart, and what they were at
-    is either finished on all of them, which a rank that is ahead tells, or made again on all.
+    among all ranks. When a rank dies, the others are therefore at most one message apart. Either a
+    rank that is ahead passes on the result of the interrupted step, or all ranks repeat the step.
 
-    lose: puts SGLang right when ranks have died; gets those that are gone now.
+    `lose` updates SGLang's state after a death; it gets the set of all dead ranks.
     """
 
     def __init__(self, group: Group, lose: Callable[[set[int]], None]) -> None:
         self.group, self._lose = group, lose
         self.dead: set[int] = set()
-        self._ended = 0  # messages of the sequence that this rank has seen the end of
-        self._said: list[Any] = []  # what the newest of them brought
+        self._ended = 0  # number of steps that this rank has completed
+        self._last: list[Any] = []  # result of the latest completed step
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value`, JSON; None for one that is gone."""
+        """Return every rank's `value` (JSON), None for dead ranks."""
         while True:
             try:
-                found = self.group.all_gather(value)
+                values = self.group.all_gather(value)
             except LOST as error:
-                told = self._recover(error)
-                if told is None:
+                missed = self._recover(error)
+                if missed is None:
                     continue
-                found = told
-            return self._end(found)
+                values = missed
+            return self._end(values)
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """The result of `step`, this rank's forward pass, once all living ranks have made it.
+        """Return the result of the forward pass `step` once all living ranks have completed it.
 
-        It is called again when a rank has died, and must wait for its own kernels.
+        `step` must wait for its own kernels. It is repeated when a rank has died.
         """
         while True:
             try:
@@ -168,57 +173,61 @@ class Survivors:
             self._end([])
             return result
 
-    def _end(self, said: list[Any]) -> list[Any]:
-        self._ended, self._said = self._ended + 1, said
-        return said
+    def _end(self, values: list[Any]) -> list[Any]:
+        self._ended, self._last = self._ended + 1, values
+        return values
 
     def _recover(self, error: Exception) -> list[Any] | None:
-        """Go on without the dead. What the message brought that failed here and ended elsewhere."""
+        """Continue without the dead ranks.
+
+        Returns the result of the step that failed here if another rank completed it, otherwise
+        None.
+        """
         while True:
             recovery = self.group.recover(timeout=TOGETHER)
-            fresh = set(recovery.dead) - self.dead
-            if not fresh:
+            newly_dead = set(recovery.dead) - self.dead
+            if not newly_dead:
                 raise error
-            self.dead |= fresh
+            self.dead |= newly_dead
             self._lose(self.dead)
             _log.warning(
-                "rank %d of %d: rank %s has died; %d ranks go on after %.0f ms",
+                "rank %d of %d: rank %s has died; %d ranks continue after %.0f ms",
                 self.group.rank,
                 self.group.size,
-                _list(fresh),
+                _list(newly_dead),
                 len(recovery.living),
                 1000 * recovery.seconds,
             )
             try:
-                states = self.group.all_gather([self._ended, self._said])
+                states = self.group.all_gather([self._ended, self._last])
             except LOST as another:
                 error = another
                 continue
-            ended, said = max((each for each in states if each is not None), key=lambda s: s[0])
-            return list(said) if ended > self._ended else None
+            ended, last = max((each for each in states if each is not None), key=lambda s: s[0])
+            return list(last) if ended > self._ended else None
 
 
 _survivors: Survivors | None = None
-_untold = False  # does the tokenizer not know yet who is gone?
+_unreported = False  # whether the tokenizer has not yet been told of dead ranks
 
 
 def follow(group: Group, runner: Any) -> None:
-    """From now on the ranks of `group` outlive each other."""
+    """Let the ranks of `group` survive each other's deaths from now on."""
     global _survivors
 
     def lose(dead: set[int]) -> None:
-        global _untold
+        global _unreported
         from sglang.srt.elastic_ep.elastic_ep import ElasticEPStateManager
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
         route_around(get_global_expert_location_metadata(), dead, group.rank)
-        if runner.eplb_manager is not None:  # it sums its counts over all ranks
+        if runner.eplb_manager is not None:  # its counts are summed over all ranks
             runner.eplb_manager.disable_rebalance(f"rank {_list(dead)} has died")
         state = ElasticEPStateManager.instance()
         state.active_ranks[sorted(dead)] = 0
-        state.snapshot_active_to_last()  # nothing for SGLang to rebalance
+        state.snapshot_active_to_last()  # SGLang must not rebalance by itself
         state.sync_active_to_cpu()
-        _untold = True
+        _unreported = True
 
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
@@ -227,8 +236,8 @@ def follow(group: Group, runner: Any) -> None:
         lost = lacking(places, {rank})
         if lost:
             _log.warning(
-                "the server would not outlive rank %d: %d experts, the first of them %d of layer "
-                "%d, have replicas there alone",
+                "the server would not survive the death of rank %d: %d experts, the first of them "
+                "%d of layer %d, have replicas only there",
                 rank,
                 len(lost),
                 lost[0][1],
@@ -238,24 +247,26 @@ def follow(group: Group, runner: Any) -> None:
 
 
 def leave() -> None:
-    """Forget the ranks. Local and idempotent."""
-    global _survivors, _untold
-    _survivors, _untold = None, False
+    """Stop following the ranks. Local and idempotent."""
+    global _survivors, _unreported
+    _survivors, _unreported = None, False
 
 
 def is_on() -> bool:
-    """Do the ranks of this process's server outlive each other?"""
+    """Whether this server's ranks survive each other's deaths."""
     return _survivors is not None
 
 
 def forward(run: Callable[[], Any], check: Callable[[], None], batch: Any) -> Any:
-    """A forward pass that all living ranks finish.
+    """Run a forward pass that all living ranks complete.
 
-    check: raises what broke the group.
-    batch: SGLang's ForwardBatch, which a pass that fails may leave padded.
+    Args:
+        run: The forward pass.
+        check: Raises a group error.
+        batch: SGLang's ForwardBatch. A failed pass may leave it padded, so it is restored.
     """
     if _survivors is None:
-        raise OutOfOrder("no ranks are followed: call follow first")
+        raise OutOfOrder("no group is followed: call follow first")
     before, device = dict(vars(batch)), _survivors.group.device
 
     def step() -> Any:
@@ -273,9 +284,9 @@ def forward(run: Callable[[], Any], check: Callable[[], None], batch: Any) -> An
 def exchange_rows(
     original: Callable[..., None], global_flat: torch.Tensor, local_row: torch.Tensor, group: Any
 ) -> None:
-    """Around exchange_sync_rows, by which ranks tell each other their batches before every pass.
+    """Around exchange_sync_rows, which shares the ranks' batch sizes before every pass.
 
-    A rank that is gone keeps what SGLang has put there before: an idle one's.
+    The row of a dead rank keeps SGLang's default, an idle rank's row.
     """
     if _survivors is None:
         original(global_flat, local_row, group)
@@ -286,29 +297,29 @@ def exchange_rows(
             rows[rank] = torch.tensor(row, dtype=rows.dtype)
 
 
-def planned(result: Any, scheduler: Any, *args: Any, **given: Any) -> None:
-    """After Scheduler.get_next_batch_to_run: tell the tokenizer at once who is gone.
+def planned(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After Scheduler.get_next_batch_to_run: report dead ranks to the tokenizer at once.
 
-    SGLang does after every batch, which an idle server has none of.
+    SGLang reports only after a batch, and an idle server runs none.
     """
-    global _untold
-    if _untold:
+    global _unreported
+    if _unreported:
         scheduler._maybe_report_active_ranks()
-        _untold = False
+        _unreported = False
 
 
 # The tokenizer's process.
 
 
 class Routes:
-    """Which rank each request was sent to, so that those of a dead rank can be answered."""
+    """Tracks the rank of each request, so that a dead rank's requests can be answered."""
 
     def __init__(self) -> None:
         self.active: list[bool] = []
         self._next = 0
 
     def choose(self, manager: Any, request: Any, ranks: int) -> None:
-        """Give a request to the next living rank, unless it names one."""
+        """Assign a request to the next living rank, unless it names one."""
         if len(self.active) != ranks:
             self.active = [True] * ranks
         if request.routed_dp_rank is None:
@@ -325,7 +336,7 @@ class Routes:
             state.weft_rank = request.routed_dp_rank
 
     def lose(self, manager: Any, active: list[bool]) -> None:
-        """Answer what dead ranks were asked: 503, in words."""
+        """Abort the requests of dead ranks with status 503 and a message."""
         from sglang.srt.managers.io_struct import AbortReq
 
         if self.active == active:
@@ -336,7 +347,7 @@ class Routes:
             rank = getattr(state, "weft_rank", None)
             if rank is not None and not active[rank]:
                 text = f"rank {rank}, which served this request, has died; ask again"
-                # SGLang's OpenAI streams test for this type; an int would be no error to them.
+                # SGLang's OpenAI streams test for this enum; they do not treat an int as an error.
                 status = HTTPStatus.SERVICE_UNAVAILABLE
                 reason = {"type": "abort", "message": text, "status_code": status, "err_type": None}
                 manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
@@ -346,7 +357,7 @@ _routes = Routes()
 
 
 def dispatched(original: Callable[..., None], manager: Any, obj: Any) -> None:
-    """Around TokenizerManager._dispatch_to_scheduler: all that goes to the ranks."""
+    """Around TokenizerManager._dispatch_to_scheduler, which sends everything to the ranks."""
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.utils import is_health_check_generate_req
     from sglang.srt.runtime_context import get_exec, get_parallel
@@ -369,7 +380,7 @@ def _list(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-# What is patched.
+# Patched names.
 
 _MANAGERS = SRT + "managers."
 HOOKS = (
@@ -390,7 +401,7 @@ HOOKS = (
         function=dispatched,
     ),
 )
-# What the hooks call and read.
+# Names that the hooks call and read.
 _STATE = SRT + "elastic_ep.elastic_ep.ElasticEPState."
 _PLACES = SRT + "eplb.expert_location."
 KNOWN = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""weft's hooks on SGLang's models: what each replaces, and when it is on.
+"""Hooks on SGLang's models that serve MoE blocks by weft.
 
-Nothing here imports SGLang before one of its own functions has called; with any other backend
-every hook returns what the original does.
+This module imports SGLang only inside functions that SGLang calls. With any other all-to-all
+backend every hook returns what the original does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from weft.plugins.sglang.hooks import (
 )
 from weft.plugins.sglang.weights import check_experts, layer_of
 
-DEFAULT_BATCH = 64  # tokens of a decode batch where no graph is captured
-# Modules of LoRA that are in no MoE block, as SGLang and PEFT name them.
+DEFAULT_BATCH = 64  # tokens of a decode batch if no graph is captured
+# LoRA target modules outside MoE blocks, by SGLang's and PEFT's names.
 ATTENTION = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa", "kv_b_proj"),
@@ -50,22 +50,25 @@ _blocks: Blocks | None = None
 
 
 def choices() -> list[list[str]]:
-    """The lists from which SGLang's parser takes the choices of its flags for backends."""
+    """Return the lists of choices that SGLang's parser uses for its backend flags."""
     from sglang.srt import server_args
 
     shared: list[str] | None = getattr(server_args, "MOE_A2A_BACKEND_CHOICES", None)
     if shared is not None:
         return [shared]
-    found = []
+    lists = []
     # 0.5.23: in annotations
     for field in ("moe_a2a_backend", "speculative_moe_a2a_backend", "elastic_ep_backend"):
-        kept = _choices_of(server_args.ServerArgs, field)
-        if not isinstance(kept, list) or _choices_of(server_args.ServerArgs, field) is not kept:
+        choices = _choices_of(server_args.ServerArgs, field)
+        if (
+            not isinstance(choices, list)
+            or _choices_of(server_args.ServerArgs, field) is not choices
+        ):
             raise SetupError(
-                f"SGLang's ServerArgs.{field} has no list of choices that weft could add itself to"
+                f"SGLang's ServerArgs.{field} has no list of choices that weft could extend"
             )
-        found.append(kept)
-    return found
+        lists.append(choices)
+    return lists
 
 
 def _choices_of(owner: type, field: str) -> Any:
@@ -74,26 +77,26 @@ def _choices_of(owner: type, field: str) -> Any:
 
 
 def alias(original: Callable[..., Any], backend: Any, value: object) -> Any:
-    """Around MoeA2ABackend._missing_: "weft" is the member that SGLang keeps for plug-ins."""
+    """Around MoeA2ABackend._missing_: map "weft" to the member reserved for plug-ins."""
     return backend.CUSTOMIZED if value == NAME else original(backend, value)
 
 
 def expert_parallel_size(original: Callable[..., Any], view: Any) -> Any:
-    """Around _a2a_ep_size: whole experts, as with every all-to-all backend."""
+    """Around _a2a_ep_size: each rank holds whole experts, as with every all-to-all backend."""
     return {"ep_size": view.tp_size} if view.moe_a2a_backend == NAME else original(view)
 
 
 def shared_expert_fusion(original: Callable[..., Any], view: Any) -> Any:
-    """Around _a2a_fusion_adjustments: the shared expert is no expert of the routed ones' kernel."""
+    """Around _a2a_fusion_adjustments: keep the shared expert out of the routed experts' kernel."""
     if view.moe_a2a_backend == NAME:
         return {"disable_shared_experts_fusion": True}
     return original(view)
 
 
 def without_overlap(original: Callable[..., Any], *server_args: Any) -> Any:
-    """Around initialize_moe_config: SGLang's single-batch overlap is in blocks that weft replaces.
+    """Around initialize_moe_config: turn off SGLang's single-batch overlap.
 
-    It would be refused on Hopper, whose kernels SGLang lacks.
+    It only affects blocks that weft replaces, and SGLang raises on Hopper, where it lacks kernels.
     """
     from sglang.srt.layers.moe.utils import MoeA2ABackend
 
@@ -103,7 +106,7 @@ def without_overlap(original: Callable[..., Any], *server_args: Any) -> Any:
             flags = copy.copy(flags)
             object.__setattr__(flags, "enable_single_batch_overlap", False)
         return original(flags)
-    from sglang.srt.runtime_context import get_exec  # 0.5.23: flags are published there
+    from sglang.srt.runtime_context import get_exec  # 0.5.23 publishes the flags there
 
     if not MoeA2ABackend(get_exec().moe.moe_a2a_backend).is_customized():
         return original()
@@ -112,7 +115,7 @@ def without_overlap(original: Callable[..., Any], *server_args: Any) -> Any:
 
 
 class _NoBackend:
-    """Resolved flags, without a backend for the all-to-all."""
+    """Proxy of the resolved flags that reports no all-to-all backend."""
 
     moe_a2a_backend = "none"
 
@@ -124,70 +127,70 @@ class _NoBackend:
 
 
 def prefill_graphs(original: Callable[..., Any], server_args: Any) -> Any:
-    """Around the rules by which SGLang leaves prefill out of CUDA graphs, unless a flag asks.
+    """Around the rules that exclude prefill from CUDA graphs unless a flag enables it.
 
-    One of them names the backends that were tried there. weft's calls may be captured like theirs:
-    to that rule it is as no backend at all. The others see what there is.
+    One rule lists the supported all-to-all backends. weft's calls can be captured as well, so that
+    rule sees the flags without a backend.
     """
-    scope = inspect.unwrap(original).__globals__
-    resolved = scope["resolved_view"]
+    namespace = inspect.unwrap(original).__globals__
+    resolved_view = namespace["resolved_view"]
 
-    def view_of(given: Any) -> Any:
-        view = resolved(given)
+    def view_of(server_args: Any) -> Any:
+        view = resolved_view(server_args)
         return _NoBackend(view) if view.moe_a2a_backend == NAME else view
 
-    scope["resolved_view"] = view_of
+    namespace["resolved_view"] = view_of
     try:
         return original(server_args)
     finally:
-        scope["resolved_view"] = resolved
+        namespace["resolved_view"] = resolved_view
 
 
-def agrees_on_counts(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+def agrees_on_counts(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around require_mlp_tp_gather: with DP attention all ranks replay graphs of one size."""
     from sglang.srt.layers.moe.utils import MoeA2ABackend
 
-    backend = given.get("moe_a2a_backend")  # in 0.5.23 that of a draft model, if it is not None
+    backend = kwargs.get("moe_a2a_backend")  # in 0.5.23 a draft model's backend, or None
     on = is_on() if backend is None else MoeA2ABackend(backend).is_customized()
-    return (on and has_dp_attention()) or original(*args, **given)
+    return (on and has_dp_attention()) or original(*args, **kwargs)
 
 
-def count_of_none(original: Callable[..., Any], info: Any, *args: Any, **given: Any) -> Any:
-    """Around MLPSyncBatchInfo._get_fallback_tensor: what a rank that says nothing would have said.
+def count_of_none(original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around MLPSyncBatchInfo._get_fallback_tensor: return it in a non-contiguous layout.
 
-    0.5.17 expands it into the buffer of all ranks' counts. With one rank that copies nothing where
-    it is contiguous, and is then written onto itself, which torch refuses.
+    0.5.17 expands the tensor into the buffer of all ranks' counts. With one rank, expanding a
+    contiguous tensor copies nothing, and torch refuses to write the tensor onto itself.
     """
-    said: torch.Tensor = original(info, *args, **given)
-    return said.repeat_interleave(2)[::2]
+    counts: torch.Tensor = original(info, *args, **kwargs)
+    return counts.repeat_interleave(2)[::2]
 
 
 def has_dp_attention() -> bool:
-    """Have attention groups tokens of their own?"""
+    """Whether DP attention is enabled."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    if hasattr(parallel, "attn_dp_enabled"):  # 0.5.23, which leaves the flag's own field false
+    if hasattr(parallel, "attn_dp_enabled"):  # 0.5.23, where enable_dp_attention stays false
         return bool(parallel.attn_dp_enabled)
     return bool(parallel.enable_dp_attention)
 
 
 def is_on() -> bool:
-    """Is weft the backend of the layers that run, or are made, now?"""
+    """Whether weft is the backend of the layers being constructed or run."""
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
     return bool(get_moe_a2a_backend().is_customized())
 
 
-# The model, while it is made and loaded.
+# Model construction and loading.
 
 
 def make_dispatcher(
-    original: Callable[..., Any], moe_runner_config: Any, *args: Any, **given: Any
+    original: Callable[..., Any], moe_runner_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around create_moe_dispatcher: what marks a layer as weft's."""
+    """Around create_moe_dispatcher: install weft's dispatcher, which marks the layer as weft's."""
     if not is_on():
-        return original(moe_runner_config, *args, **given)
+        return original(moe_runner_config, *args, **kwargs)
     from weft.plugins.sglang import dispatcher
 
     block = Settings.read("SGLANG").form == "block"
@@ -195,18 +198,18 @@ def make_dispatcher(
     return kind(moe_runner_config.layer_id)
 
 
-def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **given: Any) -> Any:
-    """Around the MLP's constructor: each rank has the shared expert of its own tokens."""
-    if is_on() and str(given.get("prefix", "")).endswith(("shared_experts", "shared_expert")):
+def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the MLP's constructor: keep the shared expert whole on each rank."""
+    if is_on() and str(kwargs.get("prefix", "")).endswith(("shared_experts", "shared_expert")):
         if "parallel_group" in inspect.signature(original).parameters:  # 0.5.23
-            given["parallel_group"] = "replicated"
+            kwargs["parallel_group"] = "replicated"
         else:
-            given |= {"tp_rank": 0, "tp_size": 1}
-    return original(mlp, *args, **given)
+            kwargs |= {"tp_rank": 0, "tp_size": 1}
+    return original(mlp, *args, **kwargs)
 
 
 def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
-    """Around the change of MXFP4 weights to what SGLang's kernels take: weft takes the file's."""
+    """Around the conversion of MXFP4 weights for SGLang's kernels: keep the checkpoint's layout."""
     from weft.plugins.sglang.dispatcher import WholeBlock
 
     if isinstance(getattr(layer, "dispatcher", None), WholeBlock):
@@ -215,11 +218,11 @@ def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
 
 
 def loaded(result: Any, runner: Any) -> None:
-    """After ModelRunner.load_model: build, before free memory is measured or a graph captured."""
+    """After ModelRunner.load_model: build before SGLang measures free memory and captures."""
     global _blocks
-    found = _layers(runner.model)
+    layers = _layers(runner.model)
     server_args = resolved(runner.server_args)
-    if not found:
+    if not layers:
         if server_args.elastic_ep_backend == NAME:
             raise InvalidArgument(
                 "--elastic-ep-backend weft needs --moe-a2a-backend weft and a model with MoE layers"
@@ -228,17 +231,17 @@ def loaded(result: Any, runner: Any) -> None:
     check_applied(HOOKS)
     _check_server(server_args)
     settings = Settings.read("SGLANG")
-    for layer, block in found:
+    for layer, block in layers:
         check_experts(layer, form=settings.form)
         for owner, name, what in (
             (block, "is_hash", "token ids"),
-            (_gate(block), "e_score_correction_bias_vl", "which tokens are of images"),
+            (_gate(block), "e_score_correction_bias_vl", "image tokens"),
         ):
             if getattr(owner, name, None) not in (None, False):
                 raise InvalidArgument(
-                    f"layer {layer.layer_id} routes by {what}; weft serves logits alone"
+                    f"layer {layer.layer_id} routes by {what}; weft serves routing by logits only"
                 )
-    with torch.inference_mode(False):  # whose tensors could not be written outside of it
+    with torch.inference_mode(False):  # inference tensors are read-only elsewhere
         if _blocks is None:
             group = Group.from_torch(_processes(), device=device_of(runner), timeout=MEETING)
             if server_args.elastic_ep_backend is not None:
@@ -252,18 +255,18 @@ def loaded(result: Any, runner: Any) -> None:
             else:
                 _blocks.watch = Watch(group, end=end, grace=2 * elastic.TOGETHER, recovers=True)
                 elastic.follow(group, runner)
-        for layer, block in found:
+        for layer, block in layers:
             if settings.form == "dispatcher":
                 layer.dispatcher.all_to_all = _blocks.exchange(layer_of(layer))
                 continue
             mlp = _shared_mlp(block)
             size = 0 if mlp is None else mlp.gate_up_proj.output_size // 2
             _blocks.add_block(layer_of(layer), shared=_shared_expert(block), shared_size=size)
-    _blocks.announce(f"{len(found)} MoE layers of {type(runner.model).__name__}")
+    _blocks.announce(f"{len(layers)} MoE layers of {type(runner.model).__name__}")
 
 
 def close() -> None:
-    """Give back all that `loaded` took. Local and idempotent; the end of a process does it too."""
+    """Free everything that `loaded` built. Local and idempotent; also done at process exit."""
     global _blocks
     elastic.leave()
     if _blocks is not None:
@@ -272,14 +275,14 @@ def close() -> None:
 
 
 def _layers(model: Any) -> list[tuple[Any, Any]]:
-    """The layers of experts that are weft's, and the blocks that call them.
+    """Return weft's layers of experts, each with the block that calls it.
 
-    Raises InvalidArgument for a block that is not served, whatever it calls its experts.
+    Raises InvalidArgument for a block that weft does not serve.
     """
     from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
 
     forwards = [pkgutil.resolve_name(name) for name in FORWARDS]
-    found = []
+    layers = []
     for block in model.modules():
         for layer in block.children():
             if not isinstance(getattr(layer, "dispatcher", None), WholeBlock | Exchanged):
@@ -290,15 +293,15 @@ def _layers(model: Any) -> list[tuple[Any, Any]]:
                     f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
                     f"that weft serves: {served}; take another --moe-a2a-backend"
                 )
-            found.append((layer, block))
-    return found
+            layers.append((layer, block))
+    return layers
 
 
 def _check_server(server_args: Any) -> None:
-    """Raise InvalidArgument for flags whose features go around the hooks.
+    """Raise InvalidArgument for flags whose features bypass the hooks.
 
     Two-batch overlap calls a block in parts. --enable-pdmux runs prefill and decode at the same
-    time, and one rank's order of calls may then differ from another's.
+    time, so the order of calls may differ between ranks.
     """
     flags = {
         "enable_two_batch_overlap": "--enable-two-batch-overlap",
@@ -320,21 +323,21 @@ def _check_server(server_args: Any) -> None:
     missing = [] if backend is None else list(elastic.wrong_flags(server_args))
     if missing:
         raise InvalidArgument(
-            f"--elastic-ep-backend weft needs {', '.join(missing)}: collectives of SGLang's over "
-            "all ranks, or results that a rank has used before all have theirs, outlive no rank"
+            f"--elastic-ep-backend weft needs {', '.join(missing)}: SGLang's collectives over all "
+            "ranks, or results used before all ranks have theirs, do not survive a dead rank"
         )
-    # With these named, SGLang refuses an adapter of any other module.
+    # With lora_target_modules set, SGLang refuses adapters of any other module.
     adapted = set(server_args.lora_target_modules or ())
     if server_args.enable_lora and (not adapted or adapted - ATTENTION):
         have = " ".join(sorted(adapted)) or "not given"
         raise InvalidArgument(
-            f"--moe-a2a-backend weft serves LoRA on attention alone, and --lora-target-modules is "
+            f"--moe-a2a-backend weft serves LoRA on attention only, but --lora-target-modules is "
             f"{have}: name some of {' '.join(sorted(ATTENTION))}, or leave --enable-lora out"
         )
 
 
 def _processes() -> Any:
-    """The expert-parallel ranks, as a torch process group on CPUs."""
+    """Return the CPU process group of the expert-parallel ranks."""
     from sglang.srt.distributed import get_moe_ep_group
 
     return get_moe_ep_group().cpu_group
@@ -345,7 +348,7 @@ def _limits(server_args: Any, settings: Settings) -> Limits:
     from sglang.srt.runtime_context import get_parallel
 
     graphs = server_args.cuda_graph_config.decode
-    # SGLang fills in sizes even if --disable-cuda-graph leaves nothing to capture.
+    # SGLang fills in sizes even if --disable-cuda-graph turns off capture.
     sizes = [] if graphs.backend == Backend.DISABLED else [*(graphs.bs or []), graphs.max_bs or 0]
     batch = max(sizes, default=0) or DEFAULT_BATCH
     chunk = server_args.chunked_prefill_size or 0
@@ -358,22 +361,22 @@ def _limits(server_args: Any, settings: Settings) -> Limits:
 
 
 def _gate(block: Any) -> Any:
-    """What makes a block's logits."""
+    """Return the module that computes a block's router logits."""
     return block.router if type(block).__name__ == "GptOssSparseMoeBlock" else block.gate
 
 
 def _shared_mlp(block: Any) -> Any:
-    """The MLP of a block that every token takes, or None."""
+    """Return a block's shared-expert MLP, or None."""
     return getattr(block, "shared_experts", getattr(block, "shared_expert", None))
 
 
 def _shared_expert(block: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What every token takes: the MLP, and its gate where the block has one; or None."""
+    """Return a block's shared expert, including its gate if it has one, or None."""
     mlp = _shared_mlp(block)
     return getattr(block, "_forward_shared_experts", mlp) if mlp is not None else None
 
 
-# Each forward pass.
+# Forward passes.
 
 
 def serve(
@@ -382,59 +385,59 @@ def serve(
     hidden_states: torch.Tensor,
     forward_batch: Any = None,
     *rest: Any,
-    **given: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Around a MoE block's forward: route as SGLang does, then everything else by weft."""
+    """Around a MoE block's forward: SGLang routes, weft runs the rest."""
     from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
 
     dispatcher = block.experts.dispatcher
     if not isinstance(dispatcher, WholeBlock | Exchanged):
-        return original(block, hidden_states, forward_batch, *rest, **given)
+        return original(block, hidden_states, forward_batch, *rest, **kwargs)
     if _blocks is None:
         raise OutOfOrder(
             f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model did"
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
-    chosen, most = _route(block, x, forward_batch), _most()
+    topk, most = _route(block, x, forward_batch), _most()
     with _blocks.logged():
         if isinstance(dispatcher, WholeBlock):
-            out = _blocks.run(block.experts, x, chosen.topk_ids, chosen.topk_weights, most)
+            out = _blocks.run(block.experts, x, topk.topk_ids, topk.topk_weights, most)
         else:
-            out = _exchanged(block, dispatcher, x, chosen, most)
+            out = _run_experts(block, dispatcher, x, topk, most)
     return out.view(hidden_states.shape)
 
 
 def forward(
-    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **given: Any
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ModelRunner.forward: raise what broke the group, or go on without who is gone.
+    """Around ModelRunner.forward: raise a group error, or continue without dead ranks.
 
-    Weights that SGLang has updated since the last pass are served from here on, also by graphs.
+    Weights that SGLang updated since the last pass take effect here, also in captured graphs.
     """
     if _blocks is not None:
         _blocks.reload_all()
     if _blocks is not None and elastic.is_on():
         return elastic.forward(
-            lambda: original(runner, forward_batch, *args, **given), _blocks.check, forward_batch
+            lambda: original(runner, forward_batch, *args, **kwargs), _blocks.check, forward_batch
         )
-    result = original(runner, forward_batch, *args, **given)
+    result = original(runner, forward_batch, *args, **kwargs)
     if _blocks is not None:
         _blocks.check()
     return result
 
 
 def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
-    """SGLang's own choice: physical ids, -1 in rows that pad a graph's batch."""
-    if x.shape[0] == 0:  # its kernels cannot be launched with none
+    """Return SGLang's routing result: physical ids, -1 in padding rows of a graph's batch."""
+    if x.shape[0] == 0:  # SGLang's kernels cannot be launched on empty tensors
         return block.topk.empty_topk_output(x.device, layer_id=block.layer_id)
     kind = type(block).__name__
     if kind == "DeepseekV2MoE":
         logits = block.gate(x, forward_batch=forward_batch)
     else:  # MiniMax-M2's gate is float32
         logits = _gate(block)(x.float() if kind == "MiniMaxM2MoE" else x)
-    if isinstance(logits, tuple):  # of a linear layer, beside its bias
+    if isinstance(logits, tuple):  # a linear layer also returns its bias
         logits = logits[0]
-    if hasattr(block.topk, "routing_inputs"):  # 0.5.23's looks for replicas and padding itself
+    if hasattr(block.topk, "routing_inputs"):  # 0.5.23 handles replicas and padding itself
         return block.topk(x, logits)
     from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 
@@ -444,60 +447,58 @@ def _route(block: Any, x: torch.Tensor, forward_batch: Any) -> Any:
     return block.topk(
         x,
         logits,
-        num_token_non_padded=_rows_of_tokens(forward_batch),
+        num_token_non_padded=_num_valid_tokens(forward_batch),
         expert_location_dispatch_info=replicas,
     )
 
 
-def _rows_of_tokens(forward_batch: Any) -> torch.Tensor | None:
-    """How many rows are no padding, where SGLang keeps that up to date.
+def _num_valid_tokens(forward_batch: Any) -> torch.Tensor | None:
+    """Return the number of rows without padding, or None if SGLang does not keep it current.
 
-    With one rank it does not: a graph's buffer has what another graph was captured with.
+    With one rank it is stale: a graph's buffer holds the value of another graph's capture.
     """
     from sglang.srt.model_executor.forward_batch_info import enable_num_token_non_padded
 
-    kept: torch.Tensor | None = forward_batch.num_token_non_padded
-    return kept if enable_num_token_non_padded() else None
+    num_tokens: torch.Tensor | None = forward_batch.num_token_non_padded
+    return num_tokens if enable_num_token_non_padded() else None
 
 
 def _most() -> int:
-    """Tokens of the rank that has most in this layer, which all ranks know alike."""
+    """Return the largest token count over all ranks in this layer (identical on every rank)."""
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
     from sglang.srt.runtime_context import get_parallel
 
     counts: list[int] | None = get_dp_global_num_tokens()
     if not counts:
         raise OutOfOrder(
-            "SGLang gave no rank's number of tokens in this forward pass, by which weft's "
+            "SGLang reported no rank's number of tokens in this forward pass, by which weft's "
             "ranks agree on rounds: report how the server was started"
         )
     ranks: int = get_parallel().attn_tp_size
     return -(-max(counts) // ranks)
 
 
-def _exchanged(block: Any, dispatcher: Any, x: torch.Tensor, chosen: Any, most: int) -> Any:
-    """The experts by SGLang's runner, in as many rounds as the all-to-all needs."""
+def _run_experts(block: Any, dispatcher: Any, x: torch.Tensor, topk: Any, most: int) -> Any:
+    """Run the experts with SGLang's runner, in as many rounds as the all-to-all needs."""
     out = torch.empty_like(x)
-    each = dispatcher.all_to_all.max_tokens
-    for start in range(0, most, each):  # as many on every rank
-        part, dispatcher.most = slice(start, start + each), min(each, most - start)
-        some = chosen._replace(
-            topk_weights=chosen.topk_weights[part], topk_ids=chosen.topk_ids[part]
-        )
-        out[part] = block.experts(x[part], some)
+    max_tokens = dispatcher.all_to_all.max_tokens
+    for start in range(0, most, max_tokens):  # the same number of rounds on every rank
+        part, dispatcher.most = slice(start, start + max_tokens), min(max_tokens, most - start)
+        chunk = topk._replace(topk_weights=topk.topk_weights[part], topk_ids=topk.topk_ids[part])
+        out[part] = block.experts(x[part], chunk)
     shared = _shared_expert(block)
     if shared is not None and x.shape[0]:
         out += shared(x)
     return out
 
 
-# What is patched.
+# Patched names.
 
 _BLOCK = "self, hidden_states, forward_batch="
 _MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
 _PLAIN_MLP = {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="}
 _MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
-# Forwards of the MoE blocks that are served: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
+# Forward methods of the supported MoE blocks: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
 # MiniMax-M2, GPT-OSS.
 FORWARDS: dict[str, Parameters] = {
     SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
@@ -569,7 +570,7 @@ HOOKS = (
     Hook(RUNNER + "forward", FORWARD, function=forward),
     *elastic.HOOKS,
 )
-# What the hooks call and read.
+# Names that the hooks call and read.
 _PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
 _TOPK = SRT + "layers.moe.topk."
 _CHOOSE = (

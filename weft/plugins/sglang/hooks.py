@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weft patches in SGLang."""
+"""Hook table entries for SGLang, and helpers that the hooks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.plugins.names import Engine, Known
 SGLANG = Engine("SGLang", ("sglang",), ("0.5.23", "0.5.17"))
 Kind = Literal["AROUND", "AFTER"]  # names of SGLang's HookType
 SRT = "sglang.srt."
-NAME = "weft"  # of the backend, after --moe-a2a-backend and --elastic-ep-backend
+NAME = "weft"  # value of --moe-a2a-backend and --elastic-ep-backend
 RUNNER = SRT + "model_executor.model_runner.ModelRunner."
 FORWARD = (
     "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
@@ -27,10 +27,12 @@ FORWARD = (
 
 @dataclass(frozen=True, slots=True)
 class Hook(Known):
-    """A function or method of SGLang, and what weft hangs on it.
+    """A hook on a function or method of SGLang.
 
-    kind: AROUND: function(original, *args, **kwargs) returns the result; AFTER: function(result,
-        *args, **kwargs) returns another result or None.
+    Attributes:
+        function: The hook.
+        kind: AROUND: function(original, *args, **kwargs) returns the result. AFTER:
+            function(result, *args, **kwargs) returns a replacement of the result, or None.
     """
 
     function: Callable[..., Any] = field(kw_only=True)
@@ -38,7 +40,7 @@ class Hook(Known):
 
 
 def install(hooks: Iterable[Hook]) -> None:
-    """Hand the hooks to SGLang's registry, which applies them when all plug-ins have registered."""
+    """Register the hooks with SGLang, which applies them once all plug-ins have registered."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in SGLANG.here(hooks):
@@ -46,7 +48,7 @@ def install(hooks: Iterable[Hook]) -> None:
 
 
 def check_applied(hooks: Iterable[Hook]) -> None:
-    """SGLang logs a hook that it cannot apply, and goes on without: raise SetupError instead."""
+    """Raise SetupError for hooks that SGLang failed to apply; SGLang itself only logs that."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     patched = HookRegistry._patched
@@ -58,19 +60,19 @@ def check_applied(hooks: Iterable[Hook]) -> None:
 
 
 def device_of(runner: Any) -> torch.device:
-    """Where a ModelRunner's model is."""
+    """Return the device of a ModelRunner's model."""
     return torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else torch.device("cpu")
 
 
 def resolved(server_args: Any) -> Any:
-    """The flags as SGLang resolved them; 0.5.23 leaves server_args as the user wrote them."""
+    """Return the resolved flags; in 0.5.23, server_args keeps them as the user passed them."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(server_args)
 
 
 def end_server(parent: int) -> Callable[[], None]:
-    """What ends a server from one of its schedulers, as SGLang's own do: SIGQUIT to the parent."""
+    """Return a function that ends a server as SGLang's schedulers do: SIGQUIT to the parent."""
 
     def end() -> None:
         if os.getppid() == parent:

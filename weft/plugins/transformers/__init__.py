@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism of transformers by weft.
+"""weft's plug-in for transformers: expert parallelism.
 
     weft.plugins.transformers.register()
     config = DistributedConfig(tp_size=4, ep_size=4, ep_implementation="weft")
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
 
-docs/user/transformers.md says what is served.
+docs/user/transformers.md lists what is supported.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ KNOWN = (
 
 
 def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
-    """Make `DistributedConfig(ep_implementation="weft")` available to models loaded from now on.
+    """Make `DistributedConfig(ep_implementation="weft")` available to models loaded afterwards.
 
-    Call it on every rank with equal arguments, before the model is loaded. Nothing is allocated
-    here: loading makes one `weft.Group` for a model, and its first forward pass the operators.
+    Call it on every rank with equal arguments, before the model is loaded. It allocates nothing:
+    loading a model creates one `weft.Group`, and its first forward pass the operators.
 
     Args:
-        max_tokens: Rows of a rank that one round moves. A larger batch takes several rounds, as
-            many on every rank. Memory of a rank, at most: 2 * ranks * max_tokens rows of the model.
-        timeout: Seconds that a layer waits for a peer that is late, before PeerTimeout. A peer that
-            died or raised is noticed at once.
+        max_tokens: Rows per rank in one round. A larger batch takes several rounds, the same number
+            on every rank. Memory per rank: at most 2 * ranks * max_tokens rows of the model.
+        timeout: Seconds that a layer waits for a late peer before it raises PeerTimeout. A peer
+            that died or raised is detected at once.
 
     Raises:
-        InvalidArgument: an argument is invalid.
-        SetupError: transformers is older than 5.23 or has another interface.
+        InvalidArgument: If an argument is invalid.
+        SetupError: If transformers is older than 5.23 or has another interface.
     """
     max_tokens, timeout = integer("max_tokens", max_tokens, 1, 1 << 20), seconds("timeout", timeout)
     _check_interface()
@@ -58,32 +58,32 @@ def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
 
     from weft.plugins.transformers.experts import ExpertParallel
 
-    made = functools.partial(ExpertParallel, max_tokens=max_tokens, timeout=timeout)
-    EPImplementationInterface.register("weft", made)
+    implementation = functools.partial(ExpertParallel, max_tokens=max_tokens, timeout=timeout)
+    EPImplementationInterface.register("weft", implementation)
 
 
 def check() -> None:
-    """Raise what the layers' kernels have recorded: a broken group, or input that was refused.
+    """Raise the error that the layers' kernels recorded: a broken group or refused input.
 
-    Every layer does so itself when it is called. On GPUs a call returns before its kernel has run,
-    so synchronise and call this after the last forward pass.
+    Every layer checks this when it is called. On GPUs a call returns before its kernel has run, so
+    synchronize and call this function after the last forward pass.
     """
     for exchange in exchanges():
         exchange.check()
 
 
 def close() -> None:
-    """Give back the memory and the groups of all models of this process that use weft.
+    """Free memory and groups of all models in this process that use weft.
 
-    Local and idempotent. A model that is dropped gives back its own, when Python collects it; a
-    process that ends gives back everything. A closed model's layers raise OutOfOrder.
+    Local and idempotent. A model also frees its own when Python collects it, and a process that
+    exits frees everything. Layers of a closed model raise OutOfOrder.
     """
     for exchange in exchanges():
         exchange.close()
 
 
 def _check_interface() -> None:
-    """Raise SetupError for a transformers that is not known."""
+    """Raise SetupError if transformers is missing or has another interface."""
     fix = f"pip install 'transformers>={_OLDEST}'"
     try:
         version = importlib.import_module("transformers").__version__
@@ -92,10 +92,10 @@ def _check_interface() -> None:
     try:
         importlib.import_module(_MODULE)
         wrong = list(differences(KNOWN, _OLDEST))
-    except ImportError as error:  # says more than that its names are not there
+    except ImportError as error:  # more specific than the list of missing names
         wrong = [str(error)]
     if wrong:
         raise SetupError(
-            f"transformers {version} lacks the interface of expert parallelism that weft knows, "
-            f"which came with {_OLDEST}: {'; '.join(wrong)}; {fix}, or use a newer weft"
+            f"transformers {version} lacks the expert-parallel interface that weft needs, added in "
+            f"{_OLDEST}: {'; '.join(wrong)}; {fix}, or use a newer weft"
         )

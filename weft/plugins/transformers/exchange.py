@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of one model share: the group of its ranks, and the operators on it."""
+"""State shared by the layers of one model: the group of its ranks, and its operators."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ Operator = TypeVar("Operator", AllReduce, AllToAll)
 
 
 class Exchange:
-    """A group of a model's expert-parallel ranks, and one operator for all layers of equal sizes.
+    """The group of a model's expert-parallel ranks, and one operator per set of sizes.
 
-    Layers run one after another, so one operator serves them all. The group is made here, with the
-    model, and an operator at the first call of its sizes; both are collective. When the model is
-    dropped everything is given back, and `close` does it at once.
+    Layers run one after another, so layers of equal sizes share an operator. The group is created
+    with the model and an operator at the first call of its sizes; both are collective. `close`
+    frees everything; so does dropping the model.
     """
 
     def __init__(self, mesh: DeviceMesh, max_tokens: int, timeout: float) -> None:
         self.mesh, self.max_tokens, self.timeout = mesh, max_tokens, timeout
         self.group = Group.from_torch(mesh.get_group(), device=mesh.device_type)
-        self.most = 0  # rows of the rank that has most, as agreed in this forward pass
+        self.most = 0  # largest row count over all ranks in this forward pass
         self._operators: dict[tuple[Any, ...], AllReduce | AllToAll] = {}
         self._layers, self._closed = 0, False
 
     def join(self) -> bool:
-        """Count a layer in; is it the model's first?"""
+        """Register a layer, and return whether it is the model's first."""
         self._layers += 1
         return self._layers == 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def agree(self, rows: int) -> None:
-        """Learn how many rows the rank with most has. Collective: hosts wait for each other here.
+        """Exchange the largest row count over all ranks. Collective among host threads.
 
-        One message to rank 0 and back over Unix sockets; no GPU is waited for.
+        It costs one message to rank 0 and back over Unix sockets, and does not wait for GPUs.
         """
         if self.group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument(
-                "ranks with batches of their own agree on a number of rounds in every forward "
+                "ranks with batches of their own agree on the number of rounds in every forward "
                 "pass, which a CUDA graph cannot replay: do not capture this model, or let its "
                 "ranks share one batch (ep_size == tp_size)"
             )
@@ -56,34 +56,34 @@ class Exchange:
         self.most = max(counts[rank] for rank in self.group.living)
 
     def operator(self, kind: type[Operator], **sizes: Any) -> Operator:
-        """The operator of these sizes. Collective when it is new."""
+        """Return the operator of these sizes. Collective if new."""
         key = (kind, *sizes.values())
-        found: Any = self._operators.get(key)
-        if found is None:
-            found = self._operators[key] = self._open(kind, **sizes)
-        return cast("Operator", found)
+        operator: Any = self._operators.get(key)
+        if operator is None:
+            operator = self._operators[key] = self._open(kind, **sizes)
+        return cast("Operator", operator)
 
     def check(self) -> None:
-        """Raise what the operators' devices have recorded."""
+        """Raise errors that the operators' devices recorded."""
         for operator in self._operators.values():
             operator.check()
 
     def close(self) -> None:
-        """Give operators and group back. Local and idempotent."""
+        """Free operators and group. Local and idempotent."""
         self._closed = True
         closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
         call_all(*closes, self.group.close)
 
     def leave(self, error: BaseException) -> None:
-        """Close because of `error`: peers that wait for this rank hear of it, and why."""
+        """Close because of `error`, and send it to peers that wait for this rank."""
         self.group.__exit__(type(error), error, error.__traceback__)
         self.close()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _open(self, operator: type[Operator], **sizes: Any) -> Operator:
         self._check_open()
-        # Tensors made in inference mode could not be written outside of it.
+        # Inference tensors could not be written outside of inference mode.
         with torch.inference_mode(False):
             return operator(
                 self.group,
@@ -97,24 +97,24 @@ class Exchange:
         if self._closed:
             raise OutOfOrder(
                 "this model's exchange was closed, by close() or because a rank failed in a layer; "
-                "load the model anew"
+                "reload the model"
             )
 
 
-# By the mesh's identity, because equal meshes are of different models: a model that one rank has
-# dropped and another has not must not lend its group to the next. An entry keeps its mesh alive,
-# so no other mesh has its id.
+# Keyed by the mesh's id, because equal meshes may belong to different models: ranks drop a model at
+# different times, and its group must not serve the next model. An entry keeps its mesh alive, so
+# the id is unique.
 _exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
 
 
 def exchange_of(mesh: DeviceMesh, max_tokens: int, timeout: float) -> Exchange:
-    """What all layers that were made on this mesh share; collective at the first."""
-    found = _exchanges.get(id(mesh))
-    if found is None:
-        found = _exchanges[id(mesh)] = Exchange(mesh, max_tokens, timeout)
-    return found
+    """Return the state that all layers created on this mesh share. Collective for the first."""
+    exchange = _exchanges.get(id(mesh))
+    if exchange is None:
+        exchange = _exchanges[id(mesh)] = Exchange(mesh, max_tokens, timeout)
+    return exchange
 
 
 def exchanges() -> list[Exchange]:
-    """Those of this process's models."""
+    """Return the exchanges of this process's models."""
     return list(_exchanges.values())

