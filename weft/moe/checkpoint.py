@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer's experts in a checkpoint of safetensors files, one stored matrix at a time."""
+"""Reader for one layer's experts in a safetensors checkpoint, one stored matrix at a time."""
 
 from __future__ import annotations
 
@@ -26,40 +26,41 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_LAYER = 999_999
 PLAIN = ("F32", "BF16", "F16")
 FP8 = "F8_E4M3"
-PACKED = ("U8", "I8")  # MXFP4, two numbers a byte
-INT4 = "I32"  # eight numbers a word
-POWERS = ("U8", "F8_E8M0")  # scales that are powers of two
+PACKED = ("U8", "I8")  # MXFP4, two values per byte
+INT4 = "I32"  # eight values per word
+POWERS = ("U8", "F8_E8M0")  # power-of-two scales
 MX_BLOCK = 32
-# A tensor of one layer's experts: everything before this layer's, the layer, the block, the rest.
+# The name of an expert's tensor: layer, MoE block, rest.
 _EXPERTS = re.compile(
     r"(?:.*\.)?layers\.(\d{1,6})\.(mlp|feed_forward|ffn|block_sparse_moe)\.experts\.(.+)"
 )
 
-# Stacks beside the model's own: of a draft model, or of an encoder.
-_BESIDE = re.compile(r"(?:^|\.)(?:mtp|draft|eagle|visual|vision\w*|audio\w*)\b")
+# Layer stacks other than the main model's: a draft model's or an encoder's.
+_OTHER_STACK = re.compile(r"(?:^|\.)(?:mtp|draft|eagle|visual|vision\w*|audio\w*)\b")
 
-# How gate_up_proj holds a layer's experts. separate: not at all, each has matrices of its own;
-# fused: `[experts, rows, columns]`, as transformers does in memory; transposed: `[experts, columns,
-# rows]` (Llama 4); interleaved: so, with columns of the gate and of up in turn (GPT-OSS).
+# separate: each expert has its own matrices. The others are one tensor for all experts: fused is
+# `[experts, rows, columns]`, as transformers in memory; transposed is `[experts, columns, rows]`
+# (Llama 4); interleaved is transposed with alternating gate and up columns (GPT-OSS).
 Storage = Literal["separate", "fused", "transposed", "interleaved"]
-# Matrices of experts that are separate: the gate's, the up's and the down's.
+# Gate, up and down matrices of separate experts.
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 SHORT_MATRICES = ("w1", "w3", "w2")  # DeepSeek-V4, MiniMax, Kimi-K3
-# What a matrix's scales are called, after its name.
-SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")
+SCALE_NAMES = ("weight_scale_inv", "scale", "weight_scale")  # suffixes after a matrix's name
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some rows of one tensor of one expert.
 
-    field: the field of ExpertWeights.   rows: which of that tensor's rows.
-    name: the tensor, and where it is, for errors.
-    values: `[rows, columns]`, or `[rows]` of a bias, as stored, on the CPU and in any strides;
-        MXFP4: uint8 `[rows, columns / 2]`; INT4: int8.
-    scale: where values are FP8 or INT4, float32, one for each block, rounded up; MXFP4: uint8
-        `[rows, columns / 32]`; else None.
-    block: rows and columns that share a scale.
+    Attributes:
+        name: Name and place of the tensor, for errors.
+        field: Field of ExpertWeights.
+        rows: Rows within that field.
+        values: `[rows, columns]`, or `[rows]` of a bias, as stored, on the CPU with any strides.
+            MXFP4: uint8 `[rows, columns / 2]`. INT4: int8.
+        scale: For FP8 and INT4, float32 with one entry per block, the last ones perhaps partial.
+            For MXFP4, uint8 `[rows, columns / 32]`. Else None.
+        block: Rows and columns that share a scale.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Part:
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
     def padded(self, columns: int) -> Part:
-        """MXFP4, or a bias beside it, with zeros for the rows and columns that it lacks."""
+        """Return this MXFP4 matrix, or a bias of MXFP4 experts, zero-padded to rows and columns."""
         missing = self.rows.stop - self.rows.start - len(self.values)
         values = _padded(self.values, missing, columns // 2)
         scale = None if self.scale is None else _padded(self.scale, missing, columns // MX_BLOCK)
@@ -81,11 +82,13 @@ class Part:
 def open_layer(
     folder: Path | str, layer: int, config: MoEConfig, prefix: str | None = None
 ) -> Iterator[LayerReader]:
-    """The experts of a layer; the files it opens are closed at the end.
+    """Open a layer's experts; the files are closed on exit.
 
-    prefix: what the names of the stack's layers begin with, where a checkpoint has several.
+    Args:
+        prefix: Prefix of the layers' names, if the checkpoint has several stacks of layers.
 
-    Raises InvalidArgument naming the file and the tensor that is not as the config says.
+    Raises:
+        InvalidArgument: a tensor does not match the config. The text names file and tensor.
     """
     if not isinstance(folder, str | Path):
         refuse("folder", folder, f"the path of a folder with {INDEX} or {SINGLE}")
@@ -94,9 +97,10 @@ def open_layer(
 
 
 class LayerReader:
-    """Reads experts by id, each matrix when it is asked for.
+    """Reader of experts by id, which loads each matrix on demand.
 
-    mxfp4: whether the experts are MXFP4.
+    Attributes:
+        mxfp4: Whether the experts are MXFP4.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class LayerReader:
         self._open: dict[Path, Any] = {}
         self._source = folder / INDEX
         if self._source.is_file():
-            self._files = _indexed(folder, self._source)
+            self._files = _read_index(folder, self._source)
         else:
             self._source = folder / SINGLE
             if not self._source.is_file():
@@ -119,19 +123,20 @@ class LayerReader:
                     f"folder is {str(folder)!r}; it has neither {INDEX} nor {SINGLE}"
                 )
             self._files = dict.fromkeys(self._handle(self._source).keys(), self._source)
-        self._stem, self._names = self._experts_of(layer, prefix)
+        # Common prefix of the names of this layer's experts, and what follows it.
+        self._stem, self._names = self._find_experts(layer, prefix)
         self._declared = declared_format(folder, self._stem)
-        self._layout = self._layout_of()
+        self._layout = self._find_layout()
         short = any(".w1." in name for name in self._names)
         self._matrices = SHORT_MATRICES if short else MATRICES
         self.mxfp4 = self._is_mxfp4()
-        self._inner, self._hidden = self._sizes_of()
+        self._inner, self._hidden = self._stored_sizes()
         self._check_names()
 
     def parts(self, expert: int) -> Iterator[Part]:
-        """All that the config wants of an expert, in the order in which files hold it."""
+        """Yield all parts of an expert, in the order in which the files store them."""
         if self._layout == "separate":
-            yield from self._separate(expert)
+            yield from self._separate_parts(expert)
             return
         wide, inner, hidden = 2 * self._inner, self._config.intermediate, self._config.hidden
         gate, up, down = slice(0, inner), slice(inner, 2 * inner), slice(0, hidden)
@@ -161,12 +166,11 @@ class LayerReader:
         columns: int = 0,
         block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK),
     ) -> Part:
-        """A part of as many rows and columns as the config has."""
         name = f"{self._stem}{expert}, {field} of rows {rows.start}.."
         part = Part(name, field, rows, values, scale, block)
         return part.padded(columns) if self.mxfp4 else part
 
-    def _separate(self, expert: int) -> Iterator[Part]:
+    def _separate_parts(self, expert: int) -> Iterator[Part]:
         inner, hidden = self._config.intermediate, self._config.hidden
         gate, up, down = self._matrices
         for name, field, first, shape in (
@@ -178,18 +182,18 @@ class LayerReader:
             yield self._matrix(expert, name, field, rows, shape)
 
     def _matrix(
-        self, expert: int, name: str, field: str, place: slice, shape: tuple[int, int]
+        self, expert: int, name: str, field: str, target_rows: slice, shape: tuple[int, int]
     ) -> Part:
-        """One matrix that is stored alone, in any of the formats."""
+        """Read one separate matrix in any of the formats."""
         (rows, columns), stem = shape, f"{expert}.{name}"
-        self._check_alone(stem, ("weight", "weight_packed"))
-        self._check_alone(stem, SCALE_NAMES)
+        self._check_exclusive(stem, ("weight", "weight_packed"))
+        self._check_exclusive(stem, SCALE_NAMES)
         name = f"{stem}.weight"
         if f"{name}_packed" in self._names:  # compressed-tensors
             name = f"{name}_packed"
-        beside = next((f"{stem}.{n}" for n in SCALE_NAMES if f"{stem}.{n}" in self._names), "")
-        beside = beside or f"{stem}.{SCALE_NAMES[0]}"
-        dtype, wider = self._dtype_of(name), (rows, -(-columns // FP8_BLOCK))
+        scale_names = [f"{stem}.{suffix}" for suffix in SCALE_NAMES]
+        scale_name = next((n for n in scale_names if n in self._names), scale_names[0])
+        dtype, row_groups = self._dtype_of(name), (rows, -(-columns // FP8_BLOCK))
         self._check_declared(name, dtype)
         if dtype in PACKED or dtype == INT4:
             unit = 8 if dtype == INT4 else MX_BLOCK
@@ -201,85 +205,86 @@ class LayerReader:
         if dtype in PACKED:
             values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
             powers = (rows, columns // MX_BLOCK)
-            scale = self._read(beside, powers, dtypes=POWERS).view(torch.uint8)
-            return self._part(field, expert, place, values, scale, columns)
+            scale = self._read(scale_name, powers, dtypes=POWERS).view(torch.uint8)
+            return self._part(field, expert, target_rows, values, scale, columns)
         if dtype == INT4:
             words = self._read(name, (rows, columns // 8), dtypes=(INT4,))
             groups: list[tuple[int, ...]] = [
                 (rows, columns // g) for g in INT4_GROUPS if columns % g == 0
             ]
-            scale, block = self._scales(beside, shape, groups)
-            values = _int4(words)
+            scale, block = self._scales(scale_name, shape, groups)
+            values = _unpack_int4(words)
         else:
             values = self._read(name, shape, dtypes=(*PLAIN, FP8, *PACKED, INT4))
             if dtype != FP8:
-                if beside in self._names:
+                if scale_name in self._names:
                     raise InvalidArgument(
-                        f"{self._source} has scales {self._stem}{beside} beside plain weights "
+                        f"{self._source} has scales {self._stem}{scale_name} beside plain weights "
                         f"{self._stem}{name} ({dtype}), which have none: one of the two is of "
                         "another checkpoint"
                     )
-                return self._part(field, expert, place, values, None, columns)
-            blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), wider[1])]
+                return self._part(field, expert, target_rows, values, None, columns)
+            blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), row_groups[1])]
             if columns % MX_BLOCK == 0:
                 blocks.append((rows, columns // MX_BLOCK))
-            blocks += [wider, (rows, 1), (rows,), (1, 1), (1,), ()]
-            scale, block = self._scales(beside, shape, blocks)
-        return self._part(field, expert, place, values, scale, columns, block)
+            blocks += [row_groups, (rows, 1), (rows,), (1, 1), (1,), ()]
+            scale, block = self._scales(scale_name, shape, blocks)
+        return self._part(field, expert, target_rows, values, scale, columns, block)
 
     def _scales(
         self, name: str, shape: tuple[int, int], allowed: list[tuple[int, ...]]
     ) -> tuple[torch.Tensor, tuple[int, int]]:
-        """A matrix's scales in float32, `[rows, columns]` of blocks, and what a block is.
+        """Return a matrix's scales, float32 `[row blocks, column blocks]`, and the block size.
 
-        allowed: shapes that they may have; errors name the first.
+        Args:
+            allowed: Shapes that the stored scales may have.
         """
-        path, tensor = self._opened(name)
-        have = tuple(tensor.get_shape())
-        if have not in allowed:
-            some = ", ".join(str(list(each)) for each in allowed) or "none that weft reads"
+        path, tensor = self._find_tensor(name)
+        stored_shape = tuple(tensor.get_shape())
+        if stored_shape not in allowed:
+            options = ", ".join(str(list(s)) for s in allowed) or "none that weft reads"
             raise InvalidArgument(
-                f"{path} has {self._stem}{name} {list(have)} beside weights {list(shape)}; scales "
-                f"that weft reads for them: {some}. Groups of a row have 32 or 128 columns, blocks "
-                "128 x 128: convert the checkpoint"
+                f"{path} has {self._stem}{name} {list(stored_shape)} beside weights {list(shape)}; "
+                f"scales that weft reads for them: {options}. Groups of a row have 32 or 128 "
+                "columns, blocks 128 x 128: convert the checkpoint"
             )
-        found = self._read(name, have, dtypes=PLAIN + POWERS)
-        if found.dtype == torch.uint8:
-            found = found.view(torch.float8_e8m0fnu)
-        scale = found.float().reshape(have if len(have) == 2 else (-1, 1))
-        sizes = (
+        stored = self._read(name, stored_shape, dtypes=PLAIN + POWERS)
+        if stored.dtype == torch.uint8:
+            stored = stored.view(torch.float8_e8m0fnu)
+        scale = stored.float().reshape(stored_shape if len(stored_shape) == 2 else (-1, 1))
+        block_rows, block_columns = (
             next(b for b in (1, MX_BLOCK, FP8_BLOCK, size) if -(-size // b) == count)
             for size, count in zip(shape, scale.shape, strict=True)
         )
-        down, across = sizes
         if not torch.isfinite(scale).all() or (scale < 0).any():
             raise InvalidArgument(
                 f"{path} has a NaN, an infinity or a negative number in the scales "
                 f"{self._stem}{name}: the file is damaged"
             )
-        self._check_block(name, shape, scale.shape, (down, across))
-        return scale, (down, across)
+        block = block_rows, block_columns
+        self._check_block(name, shape, scale.shape, block)
+        return scale, block
 
-    def _check_alone(self, stem: str, names: Sequence[str]) -> None:
-        """Raise InvalidArgument where a matrix has several tensors of which one alone is read."""
-        found = [f"{stem}.{name}" for name in names if f"{stem}.{name}" in self._names]
-        if len(found) > 1:
+    def _check_exclusive(self, stem: str, suffixes: Sequence[str]) -> None:
+        """Raise InvalidArgument if a matrix has several tensors of which only one would be read."""
+        names = [f"{stem}.{suffix}" for suffix in suffixes if f"{stem}.{suffix}" in self._names]
+        if len(names) > 1:
             raise InvalidArgument(
-                f"{self._source} has {' and '.join(f'{self._stem}{each}' for each in found)}; a "
+                f"{self._source} has {' and '.join(f'{self._stem}{name}' for name in names)}; a "
                 "matrix has one of them: remove the other"
             )
 
     def _check_declared(self, name: str, dtype: str) -> None:
-        """Raise InvalidArgument for a quantised tensor that config.json says is another."""
-        scheme = {FP8: "fp8", INT4: "int4"} | dict.fromkeys(PACKED, "mxfp4")
-        found, declared = scheme.get(dtype, ""), self._declared
-        if not found or not declared.scheme:
+        """Raise InvalidArgument for a quantised tensor that contradicts config.json."""
+        schemes = {FP8: "fp8", INT4: "int4"} | dict.fromkeys(PACKED, "mxfp4")
+        scheme, declared = schemes.get(dtype, ""), self._declared
+        if not scheme or not declared.scheme:
             return
-        # Checkpoints of FP8 keep experts in MXFP4 without saying so; their bytes say it.
-        if declared.scheme in (found, "fp8" if found == "mxfp4" else found):
+        # FP8 checkpoints may store their experts as MXFP4 without declaring it.
+        if declared.scheme in (scheme, "fp8" if scheme == "mxfp4" else scheme):
             return
         raise InvalidArgument(
-            f"{self._source} has {self._stem}{name} as {dtype}, which is {found}, but "
+            f"{self._source} has {self._stem}{name} as {dtype}, which is {scheme}, but "
             f"quantization_config of {declared.source} says that these experts are "
             f"{declared.scheme}: one of the two is of another model"
         )
@@ -287,24 +292,24 @@ class LayerReader:
     def _check_block(
         self, name: str, shape: tuple[int, int], scales: Sequence[int], block: tuple[int, int]
     ) -> None:
-        """Raise InvalidArgument for scales whose block the config contradicts, or leaves open."""
+        """Raise InvalidArgument if the block size contradicts the config or is ambiguous."""
         declared = self._declared
         if declared.block is not None and declared.scheme != "mxfp4":
-            said = tuple(b or size for b, size in zip(declared.block, shape, strict=True))
-            expected = tuple(-(-size // b) for size, b in zip(shape, said, strict=True))
+            declared_block = tuple(b or size for b, size in zip(declared.block, shape, strict=True))
+            expected = tuple(-(-size // b) for size, b in zip(shape, declared_block, strict=True))
             if tuple(scales) != expected:
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} {list(scales)} for weights "
                     f"{list(shape)}, but quantization_config of {declared.source} says blocks of "
-                    f"{list(said)}, for which there are {list(expected)}: one of the two is of "
+                    f"{list(declared_block)}, which need {list(expected)}: one of the two is of "
                     "another model"
                 )
             return
-        whole = all(
+        unambiguous = all(
             count == 1 or b == 1 or size % b == 0
             for size, b, count in zip(shape, block, scales, strict=True)
         )
-        if not whole:
+        if not unambiguous:
             raise InvalidArgument(
                 f"{self._source} has {self._stem}{name} {list(scales)} for weights {list(shape)}, "
                 "which are no whole blocks of 128, so other blocks would have as many scales, and "
@@ -313,10 +318,10 @@ class LayerReader:
             )
 
     def _check_names(self) -> None:
-        """Raise InvalidArgument for a tensor of an expert that would change what it computes."""
+        """Raise InvalidArgument for a tensor that weft would ignore although it has a meaning."""
         if self._layout != "separate":
-            stored = ("", "_blocks", "_scales", "_bias")
-            known = {f"{m}{suffix}" for m in ("gate_up_proj", "down_proj") for suffix in stored}
+            kinds = ("", "_blocks", "_scales", "_bias")
+            known = {f"{m}{suffix}" for m in ("gate_up_proj", "down_proj") for suffix in kinds}
             for name in sorted(self._names - known):
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} beside fused experts, which weft does "
@@ -330,7 +335,7 @@ class LayerReader:
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name}, which weft does not read: experts are "
                     f"{', '.join(self._matrices)} with symmetric scales, without biases, zero "
-                    "points or an order of columns: convert the checkpoint"
+                    "points or activation order: convert the checkpoint"
                 )
 
     def _fused(
@@ -353,56 +358,58 @@ class LayerReader:
         gates = sorted(n for n in self._names if n.endswith((gate, f"{gate}_packed")))
         return bool(gates) and self._dtype_of(gates[0]) in PACKED
 
-    def _sizes_of(self) -> tuple[int, int]:
-        """The experts' intermediate and hidden sizes: the config's, but that MXFP4 experts which
-        are fused may have less than whole blocks of 128, to which the config was rounded up.
+    def _stored_sizes(self) -> tuple[int, int]:
+        """Return the stored intermediate and hidden sizes.
+
+        Fused MXFP4 experts may be smaller than the config, whose sizes are then rounded up to whole
+        blocks of 128. All others must have the config's sizes.
         """
-        wanted = self._config.intermediate, self._config.hidden
+        expected = self._config.intermediate, self._config.hidden
         if self._layout == "separate" or not self.mxfp4:
-            return wanted
-        shape = self._opened("down_proj_blocks")[1].get_shape()
+            return expected
+        shape = self._find_tensor("down_proj_blocks")[1].get_shape()
         if len(shape) != 4:
-            return wanted  # which the tensor's shape will be compared with
-        found = int(shape[2]) * MX_BLOCK, int(shape[1])
+            return expected  # _read refuses the tensor later
+        stored = int(shape[2]) * MX_BLOCK, int(shape[1])
         if all(
-            want in (have, -(-have // FP8_BLOCK) * FP8_BLOCK)
-            for have, want in zip(found, wanted, strict=True)
+            size in (stored_size, -(-stored_size // FP8_BLOCK) * FP8_BLOCK)
+            for stored_size, size in zip(stored, expected, strict=True)
         ):
-            return found
-        return wanted
+            return stored
+        return expected
 
-    def _experts_of(self, layer: int, prefix: str | None) -> tuple[str, set[str]]:
-        """What names of the layer's experts begin with, and how they go on.
+    def _find_experts(self, layer: int, prefix: str | None) -> tuple[str, set[str]]:
+        """Return the common prefix of the names of the layer's experts, and the names' remainders.
 
-        Without a prefix the model's own stack is read, not that of a draft model or an encoder.
+        By default the main model's stack is read, not that of a draft model or an encoder.
         """
-        found: dict[str, set[str]] = {}
-        others = set()
+        names_by_stem: dict[str, set[str]] = {}
+        layers = set()
         for name in self._files:
             if ".experts." in name and (match := _EXPERTS.fullmatch(name)):
-                others.add(int(match[1]))
+                layers.add(int(match[1]))
                 if int(match[1]) == layer:
-                    found.setdefault(name[: match.start(3)], set()).add(match[3])
-        stacks = {stem.rpartition("layers.")[0]: stem for stem in found}
+                    names_by_stem.setdefault(name[: match.start(3)], set()).add(match[3])
+        stacks = {stem.rpartition("layers.")[0]: stem for stem in names_by_stem}
         if prefix is not None:
-            wanted = f"{prefix.rstrip('.')}." if prefix else ""
-            chosen = [stem for stack, stem in stacks.items() if stack == wanted]
+            expected = f"{prefix.rstrip('.')}." if prefix else ""
+            stems = [stem for stack, stem in stacks.items() if stack == expected]
         else:
-            chosen = [stem for stack, stem in stacks.items() if not _BESIDE.search(stack)]
-        if len(chosen) == 1:
-            return chosen[0], found[chosen[0]]
-        if found:
-            some = " and ".join(repr(stack.rstrip(".")) for stack in sorted(stacks))
-            asked = "" if prefix is None else f"prefix is {prefix!r}; "
+            stems = [stem for stack, stem in stacks.items() if not _OTHER_STACK.search(stack)]
+        if len(stems) == 1:
+            return stems[0], names_by_stem[stems[0]]
+        if names_by_stem:
+            prefixes = " and ".join(repr(stack.rstrip(".")) for stack in sorted(stacks))
+            argument = "" if prefix is None else f"prefix is {prefix!r}; "
             raise InvalidArgument(
-                f"{asked}{self._source} has experts of layer {layer} under the prefixes {some}: "
-                "pass one of them as prefix="
+                f"{argument}{self._source} has experts of layer {layer} under the prefixes "
+                f"{prefixes}: pass one of them as prefix="
             )
-        known = f"layers {min(others)}..{max(others)} have some" if others else "no layer has any"
-        raise InvalidArgument(f"layer is {layer}; {self._source} has no experts of it, {known}")
+        have = f"layers {min(layers)}..{max(layers)} have some" if layers else "no layer has any"
+        raise InvalidArgument(f"layer is {layer}; {self._source} has no experts of it, {have}")
 
-    def _layout_of(self) -> Storage:
-        """How the names say that the experts are stored."""
+    def _find_layout(self) -> Storage:
+        """Return how the experts are stored, according to the tensors' names."""
         biased = "gate_up_proj_bias" in self._names
         if biased != self._config.biased:
             have = "biases" if biased else "no biases"
@@ -424,29 +431,29 @@ class LayerReader:
         expert: int | None = None,
         dtypes: tuple[str, ...] = PLAIN,
     ) -> torch.Tensor:
-        """The tensor, or its part for one expert, which alone is read then."""
-        path, tensor = self._opened(name)
+        """Read a tensor, or only one expert's slice of it."""
+        path, tensor = self._find_tensor(name)
         full = self._stem + name
-        wanted = list(shape) if expert is None else [self._config.routing.num_experts, *shape]
-        if list(tensor.get_shape()) != wanted:
+        expected = list(shape) if expert is None else [self._config.routing.num_experts, *shape]
+        if list(tensor.get_shape()) != expected:
             raise InvalidArgument(
-                f"{path} has {full} {list(tensor.get_shape())}; the config wants {wanted}: take "
+                f"{path} has {full} {list(tensor.get_shape())}; the config wants {expected}: take "
                 "MoEConfig.from_hf of the same model"
             )
         if tensor.get_dtype() not in dtypes:
             raise InvalidArgument(
                 f"{path} has {full} as {tensor.get_dtype()}; weft reads it as {', '.join(dtypes)}"
             )
-        with torch.device("cpu"):  # safetensors makes tensors on the caller's default device
-            found: torch.Tensor = tensor[...] if expert is None else tensor[expert]
-        return found
+        with torch.device("cpu"):  # safetensors allocates on the caller's default device
+            values: torch.Tensor = tensor[...] if expert is None else tensor[expert]
+        return values
 
-    def _opened(self, name: str) -> tuple[Path, Any]:
-        """The file of a tensor, and the tensor, of which nothing is read yet."""
+    def _find_tensor(self, name: str) -> tuple[Path, Any]:
+        """Return a tensor's file and its slice object; this reads no values."""
         full = self._stem + name
         path = self._files.get(full)
         if path is None:
-            raise InvalidArgument(f"{self._source} has no tensor {full}; {self._near(name)}")
+            raise InvalidArgument(f"{self._source} has no tensor {full}; {self._suggest(name)}")
         try:
             return path, self._handle(path).get_slice(full)
         except _safetensors()[1] as reason:
@@ -455,11 +462,11 @@ class LayerReader:
             ) from reason
 
     def _dtype_of(self, name: str) -> str:
-        """The tensor's dtype, as safetensors calls it."""
-        return str(self._opened(name)[1].get_dtype())
+        """Return the tensor's dtype as safetensors names it."""
+        return str(self._find_tensor(name)[1].get_dtype())
 
-    def _near(self, name: str) -> str:
-        """What an error says of a tensor that is not there: which ones are."""
+    def _suggest(self, name: str) -> str:
+        """Return a hint for the error about a missing tensor."""
         if name.endswith(SCALE_NAMES):
             return (
                 "weights need scales: FP8 for each 128 x 128, 32 or 128 of a row, row or matrix, "
@@ -468,62 +475,62 @@ class LayerReader:
         if name.endswith("_scales"):
             return "MXFP4 weights need a scale for each 32 of a row"
         first = name.partition(".")[0]
-        near = sorted(other for other in self._names if other.partition(".")[0] == first)
-        some = ", ".join(near[:4] or sorted(self._names)[:4])
-        return f"{self._stem}* are {some}{', ...' if len(self._names) > 4 else ''}"
+        similar = sorted(other for other in self._names if other.partition(".")[0] == first)
+        names = ", ".join(similar[:4] or sorted(self._names)[:4])
+        return f"{self._stem}* are {names}{', ...' if len(self._names) > 4 else ''}"
 
     def _handle(self, path: Path) -> Any:
-        """An open file, opened once."""
+        """Return the open file, opening it on first use."""
         if path not in self._open:
-            opened, error = _safetensors()
+            safe_open, error = _safetensors()
             try:
-                handle = self._stack.enter_context(opened(path, framework="pt", device="cpu"))
+                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, UnicodeError, error) as reason:
                 raise InvalidArgument(f"cannot read {str(path)!r}: {reason}") from reason
             self._open[path] = handle
         return self._open[path]
 
 
-def _int4(words: torch.Tensor) -> torch.Tensor:
-    """int8 `[rows, columns]` of int32 `[rows, columns / 8]`; the lowest four bits come first."""
+def _unpack_int4(words: torch.Tensor) -> torch.Tensor:
+    """Unpack int32 `[rows, columns / 8]`, lowest four bits first, to int8 `[rows, columns]`."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts & 15) - 8).to(torch.int8).flatten(1)
 
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """With so many rows of zeros after the last, and zeros up to so many columns."""
-    across = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
-    return functional.pad(tensor, (*across, 0, rows))
+    """Append `rows` rows of zeros, and pad a matrix with zeros to `columns` columns."""
+    column_padding = (0, columns - tensor.shape[1]) if tensor.dim() == 2 else ()
+    return functional.pad(tensor, (*column_padding, 0, rows))
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, Path]:
-    """Tensor -> file, as the index says. Raises InvalidArgument for files outside the folder."""
-    found = read_json(index, "the checkpoint's index")
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+def _read_index(folder: Path, index: Path) -> dict[str, Path]:
+    """Return the file of each tensor. Raises InvalidArgument for files outside the folder."""
+    content = read_json(index, "the checkpoint's index")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
         raise InvalidArgument(f"{index} has no object 'weight_map' of tensors and their files")
-    checked: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for file in weight_map.values():
         if not isinstance(file, str):
             raise InvalidArgument(f"{index} names a file {file!r}; it must be a string")
-        if file in checked:
+        if file in paths:
             continue
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
             raise InvalidArgument(
                 f"{index} names the file {file!r}; weft reads *.safetensors in that folder only"
             )
-        checked[file] = folder / path
+        paths[file] = folder / path
     try:
-        for file in checked:
+        for file in paths:
             os.fsencode(file)
     except UnicodeError as error:
         raise InvalidArgument(f"{index} names a file whose name is no text: {error}") from error
-    return {name: checked[file] for name, file in weight_map.items()}
+    return {name: paths[file] for name, file in weight_map.items()}
 
 
 def _safetensors() -> tuple[Any, type[Exception]]:
-    """What opens a file, and what it raises. Raises InvalidArgument that says what to install."""
+    """Return safe_open and SafetensorError, or raise InvalidArgument if safetensors is missing."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's calls as operations of torch's library, in which nothing is traced."""
+"""A layer's calls as opaque torch custom ops, so that torch.compile does not trace into them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _call(
 
 
 @_call.register_fake
-def _(*given: Any) -> None:
-    x, logits, topk_ids, topk_weights, rows, num_tokens, out, _, handle = given
+def _(*args: Any) -> None:
+    x, logits, topk_ids, topk_weights, rows, num_tokens, out, _, handle = args
     with tracing():
         find(handle)._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
 
@@ -72,11 +72,11 @@ def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
     layer: MoE = find(handle)
     exchange = layer.exchange
     assert isinstance(exchange, AllToAll)
-    # What a graph holds of the received rows are copies; experts take them where they came.
+    # The graph holds copies of the received rows; the experts read the originals.
     layer.experts(exchange._received)
-    written = exchange._output
-    if output.data_ptr() != written.data_ptr():  # the compiler's copy, which combine will be given
-        output.copy_(written)
+    result = exchange._output
+    if output.data_ptr() != result.data_ptr():  # the compiler passes its own copy on to combine
+        output.copy_(result)
 
 
 @torch.library.custom_op("weft::moe_expert_rows", mutates_args=("y", "order"))
@@ -91,17 +91,17 @@ def _expert_rows(
     handle: int,
 ) -> None:
     layer: MoE = find(handle)
-    unused = Handle(0, 0, 0)  # experts do not look at it
-    made = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
-    assert made is not None  # rows that experts store at their owners are refused while tracing
-    y.copy_(made)
-    layer._workspace.experts.forget()  # they are in the graph's memory
+    unused = Handle(0, 0, 0)  # the experts do not read it
+    result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
+    assert result is not None  # gemm_push, which returns None, is refused while tracing
+    y.copy_(result)
+    layer._workspace.experts.forget()  # the rows are in the graph's memory, which it may reuse
 
 
 @_experts.register_fake
 @_expert_rows.register_fake
-def _(*given: Any) -> None:
-    find(given[-1])
+def _(*args: Any) -> None:
+    find(args[-1])
 
 
 def traced_call(
@@ -112,33 +112,39 @@ def traced_call(
     num_tokens: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """A whole layer inside a compiled graph: one operation."""
+    """Call the whole layer inside a compiled graph as one op."""
     out = torch.empty_like(x.detach()) if out is None else out
     logits, topk_ids, topk_weights = routing
-    given = (plain(logits), topk_ids, plain(topk_weights), rows, num_tokens, out)
-    torch.ops.weft.moe(x.detach(), *given, layer._order, layer._handle)
+    args = (plain(logits), topk_ids, plain(topk_weights), rows, num_tokens, out)
+    torch.ops.weft.moe(x.detach(), *args, layer._order, layer._handle)
     return out
 
 
 def traced_route(
     layer: MoE, logits: torch.Tensor, num_tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`MoE.route` inside a compiled graph: ids and weights, by the kernel that eager calls run."""
+    """Call `MoE.route` inside a compiled graph; it runs the same kernel as an eager call."""
     ids, weights = torch.ops.weft.moe_route(logits.detach(), num_tokens, layer._handle)
     return ids, weights
 
 
 def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor | None:
-    """`MoE.experts` inside a compiled graph; by expert what it returns is a copy."""
-    names = (layer._order, layer._handle)
+    """Call `MoE.experts` inside a compiled graph; in low-latency mode the result is a copy."""
     if isinstance(received, Received):
         exchange = layer.exchange
         assert isinstance(exchange, AllToAll)
-        torch.ops.weft.moe_experts(exchange.output(), *names)
+        torch.ops.weft.moe_experts(exchange.output(), layer._order, layer._handle)
         return None
-    rows = received
-    size = (*rows.x.shape[:2], layer.config.hidden)
-    y = torch.empty(size, dtype=layer.config.dtype, device=rows.x.device)
-    metadata = (rows.counts, rows.source, rows.ranges)
-    torch.ops.weft.moe_expert_rows(rows.x, plain(rows.scales), *metadata, y, *names)
+    size = (*received.x.shape[:2], layer.config.hidden)
+    y = torch.empty(size, dtype=layer.config.dtype, device=received.x.device)
+    torch.ops.weft.moe_expert_rows(
+        received.x,
+        plain(received.scales),
+        received.counts,
+        received.source,
+        received.ranges,
+        y,
+        layer._order,
+        layer._handle,
+    )
     return y
