@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's config: its options, their checks, what ranks compare, and the plan they lead to."""
+"""Options of an MoE layer, their checks, and the execution plan that follows from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_SMS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOptions:
-    """The options of `MoE`, by the names and defaults there."""
+    """The options of `MoE`, with the same names and defaults."""
 
     max_tokens: int
     mode: str = AUTO
@@ -51,12 +51,12 @@ class LayerOptions:
     profile: bool = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> LayerOptions:
-        """The options among a constructor's arguments."""
-        return cls(**{each.name: given[each.name] for each in fields(LayerOptions)})
+    def of(cls, arguments: Mapping[str, Any]) -> LayerOptions:
+        """Return the options among a constructor's arguments."""
+        return cls(**{option.name: arguments[option.name] for option in fields(LayerOptions)})
 
     def check(self, config: MoEConfig, hosts: int) -> None:
-        """Raises InvalidArgument for what no layer over so many hosts has."""
+        """Raise InvalidArgument for options that are invalid for this config and host count."""
         one_of("dtype", config.dtype, DTYPE_NAMES)
         one_of("mode", self.mode, (AUTO, *MODES))
         one_of("overlap", self.overlap, (AUTO, *OVERLAPS))
@@ -93,27 +93,27 @@ class LayerOptions:
             )
 
     def num_physical(self, config: MoEConfig) -> int:
-        """Physical experts of all ranks: what ids name on their way."""
+        """Return the number of physical experts over all ranks, which the ids of dispatch name."""
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
     def of_exchange(self) -> dict[str, Any]:
-        """What either all-to-all takes as it is."""
+        """Return the options that both kinds of all-to-all take unchanged."""
         names = ("timeout", "first_timeout", "num_sms", "programmatic_launch", "profile")
         return {name: getattr(self, name) for name in names}
 
     def manifest(self, config: MoEConfig) -> dict[str, str]:
-        """What ranks compare before anything is chosen or built."""
+        """Return the values that must be equal on all ranks."""
         compared = ("max_tokens", "mode", "overlap", "missing", "fp8")
         rules = asdict(config) | {name: getattr(self, name) for name in compared}
-        # Each layer of a workspace has a placement of its own, which may change.
+        # Each layer of a workspace has its own placement, and relocate may change it.
         rules["replicas"] = None if self.replicas is None else len(self.replicas.logical)
         return {name: str(value) for name, value in rules.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuery(LayerOptions):
-    """What `MoE.memory_bytes` takes."""
+    """Arguments of `MoE.memory_bytes`."""
 
     config: MoEConfig
     ranks: int = field(kw_only=True)
@@ -122,9 +122,13 @@ class MemoryQuery(LayerOptions):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What a rank's layer does. All ranks have the same but for the GEMM.
+    """How a rank runs the layer. Equal on all ranks except for the GEMM.
 
-    gemm: "grouped" or "torch".   quantize: what dispatch makes of rows.
+    Attributes:
+        mode: "throughput" or "low_latency".
+        overlap: "none", "shared_expert" or "gemm_push".
+        gemm: "grouped" or "torch".
+        quantize: Format in which dispatch sends rows, or None for the layer's dtype.
     """
 
     mode: str
@@ -134,40 +138,45 @@ class LayerPlan:
 
     @property
     def gemm_push(self) -> bool:
-        """Does the down projection store its rows at the tokens' owners?"""
+        """Whether the down projection stores its rows at the tokens' owners."""
         return self.overlap == "gemm_push"
 
 
 def plans_of(
     config: MoEConfig, options: LayerOptions, device: torch.device, *, hosts: int = 1
 ) -> dict[tuple[str, str], LayerPlan]:
-    """The plans that serve on this device, by mode and overlap, whatever overlap was asked for.
+    """Return the plans that serve on this device, by mode and overlap.
 
-    Raises InvalidArgument where none serves that was asked for.
+    With an explicit overlap, the other overlaps of its mode are included, so that `LayerChoice` can
+    report what "auto" would select.
+
+    Raises:
+        InvalidArgument: no plan serves the requested mode and overlap.
     """
     options.check(instance("config", config, MoEConfig), hosts)
     modes = MODES if options.mode == AUTO else (options.mode,)
-    found: dict[tuple[str, str], LayerPlan] = {}
-    refused: dict[tuple[str, str], str] = {}
+    plans: dict[tuple[str, str], LayerPlan] = {}
+    errors: dict[tuple[str, str], str] = {}
     for mode, overlap in itertools.product(modes, OVERLAPS):
         if overlap == "shared_expert" and not config.shared and options.overlap != overlap:
             continue  # there would be nothing to overlap
-        asked = replace(options, mode=mode, overlap=overlap)
         try:
-            found[mode, overlap] = plan_for(asked, config, device)
+            plan = plan_for(replace(options, mode=mode, overlap=overlap), config, device)
         except InvalidArgument as error:
-            refused[mode, overlap] = str(error)
+            errors[mode, overlap] = str(error)
+        else:
+            plans[mode, overlap] = plan
     if options.overlap != AUTO:
-        serve = {mode for mode, overlap in found if overlap == options.overlap}
-        found = {key: plan for key, plan in found.items() if key[0] in serve}
-    if not found:
+        serving_modes = {mode for mode, overlap in plans if overlap == options.overlap}
+        plans = {key: plan for key, plan in plans.items() if key[0] in serving_modes}
+    if not plans:
         first = options.overlap if options.overlap != AUTO else OVERLAPS[0]
-        raise InvalidArgument(refused[modes[0], first])
-    return found
+        raise InvalidArgument(errors[modes[0], first])
+    return plans
 
 
 def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> LayerPlan:
-    """The plan of options that name a mode and an overlap. Raises InvalidArgument."""
+    """Return the plan for options with an explicit mode and overlap. Raises InvalidArgument."""
     low_latency = options.mode == "low_latency"
     if low_latency:
         _check_low_latency(options)
@@ -186,7 +195,7 @@ def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> 
             "overlap 'gemm_push' needs a GEMM that stores its rows at their owners, gemm is "
             f"{gemm!r}: use gemm='grouped'"
         )
-    experts = options.num_physical(config)  # of one rank, at most
+    experts = options.num_physical(config)  # upper bound for one rank
     if low_latency and not pushes_in_place(config, experts, fp8=options.fp8, device=device):
         raise InvalidArgument(
             "overlap 'gemm_push', mode 'low_latency': only the Hopper GEMM stores rows whose "
@@ -197,7 +206,7 @@ def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> 
 
 
 def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) -> dict[str, Any]:
-    """The sizes of a plan's all-to-all, as its constructor and its `memory_bytes` take them."""
+    """Return the size arguments for the constructor and `memory_bytes` of a plan's all-to-all."""
     sizes = {
         "max_tokens": options.max_tokens,
         "hidden": config.hidden,
@@ -206,9 +215,9 @@ def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) ->
         "dtype": config.dtype,
         "expert_map": options.expert_map,
         "quantize": plan.quantize,
-        # Sums that their makers push take one kernel less than sums that their owners pull: a round
-        # of AllToAll on 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169
-        # against 201 at 512 (2026-11-21).
+        # Pushing partial sums takes one kernel less than pulling them: a round of AllToAll on
+        # 4 x H200 without the experts takes 25 us against 31 at 16 tokens, 169 against 201 at 512
+        # (2026-11-21).
         "combine": "gemm_push" if plan.gemm_push else "push",
         "combine_dtype": options.combine_dtype,
     }
@@ -218,36 +227,50 @@ def exchange_sizes(config: MoEConfig, options: LayerOptions, plan: LayerPlan) ->
 def choose_gemm(
     gemm: str, device: torch.device, config: MoEConfig, *, fp8: bool, quantize: str | None
 ) -> str:
-    """The GEMM that "auto" is here, or the given one.
+    """Return the GEMM to use: "grouped" or "torch".
 
-    fp8: weights are FP8.   quantize: what comes over the wire.   "auto" is "grouped" for FP8, and
-    on GPUs wherever it serves; else "torch". Raises InvalidArgument for one that this device, dtype
-    or size does not have.
+    "auto" selects "grouped" for FP8 weights, and on GPUs for every layer that it supports.
+
+    Args:
+        gemm: "auto", "grouped" or "torch".
+        fp8: Whether the weights are FP8.
+        quantize: Format in which dispatch sends rows.
+
+    Raises:
+        InvalidArgument: the GEMM does not support this device, dtype or size.
     """
-    lacks = _grouped_lacks(config, fp8, quantize)
-    if gemm == AUTO and device.type == "cuda" and not lacks and is_installed():
+    unsupported = _unsupported_by_grouped(config, fp8, quantize)
+    if gemm == AUTO and device.type == "cuda" and not unsupported and is_installed():
         gemm = "grouped"
     if gemm == "grouped" or fp8:
-        if lacks or gemm == "torch":
-            raise InvalidArgument(f"gemm {gemm!r} {lacks or 'has no FP8 weights; use grouped'}")
+        if unsupported or gemm == "torch":
+            reason = unsupported or "has no FP8 weights; use grouped"
+            raise InvalidArgument(f"gemm {gemm!r} {reason}")
         if device.type == "cuda":
-            installed()  # refuses here, not in the middle of a round
+            installed()  # raises here rather than in the middle of a round
         return "grouped"
     return "torch"
 
 
 def pushes_in_place(config: MoEConfig, experts: int, *, fp8: bool, device: torch.device) -> bool:
-    """Can the down projection of so many experts store rows whose arrival their owner polls?"""
+    """Whether the down projection can store rows whose arrival their owner polls."""
     if device.type == "cpu":
         return True
-    dtype, out = FP8 if fp8 else config.dtype, config.dtype
-    sizes = experts, 1, config.hidden, config.intermediate, dtype
-    given: dict[str, Any] = {"biased": config.biased, "out": out, "device": device}
-    return isinstance(fastest_plan(*sizes, flag_in_data=True, **given), WgmmaPlan)
+    plan = fastest_plan(
+        experts,
+        1,
+        config.hidden,
+        config.intermediate,
+        FP8 if fp8 else config.dtype,
+        flag_in_data=True,
+        biased=config.biased,
+        out=config.dtype,
+        device=device,
+    )
+    return isinstance(plan, WgmmaPlan)
 
 
 def _check_low_latency(options: LayerOptions) -> None:
-    """Raises InvalidArgument for what expert-major rows do not have."""
     if options.quantize not in (None, "fp8"):
         raise InvalidArgument(
             f"quantize is {options.quantize!r}, mode 'low_latency': use 'fp8' or None"
@@ -264,8 +287,8 @@ def _check_low_latency(options: LayerOptions) -> None:
         )
 
 
-def _grouped_lacks(config: MoEConfig, fp8: bool, quantize: str | None) -> str:
-    """Why weft.gemm will not do, or ""."""
+def _unsupported_by_grouped(config: MoEConfig, fp8: bool, quantize: str | None) -> str:
+    """Return why weft.gemm does not support the layer, or an empty string."""
     if fp8:
         if quantize != "fp8":
             return f"with FP8 weights takes FP8 rows; quantize is {quantize!r}: use 'fp8'"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of experts: one MLP of its own, and all of a rank's stacked for grouped products."""
+"""Expert modules, and a rank's expert weights stacked for grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class Expert(nn.Module):
     """One MLP in plain torch, `down(gating(gate_up(x)))`: a shared or a routed expert.
 
     Args:
-        gate_up: `[2 * intermediate, hidden]`, the gate's rows first.
+        gate_up: `[2 * intermediate, hidden]`, gate rows first.
         down: `[hidden, intermediate]`.
         gate_up_bias: `[2 * intermediate]`, or None.
         down_bias: `[hidden]`, or None.
+        gating: How gate and up are combined.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class Expert(nn.Module):
         _check_expert(gate_up, down, gate_up_bias, down_bias)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
-        self.gate_up_bias = _fixed(gate_up_bias)
-        self.down_bias = _fixed(down_bias)
+        self.gate_up_bias = _frozen_parameter(gate_up_bias)
+        self.down_bias = _frozen_parameter(down_bias)
         self.gating = gating
 
     @classmethod
@@ -72,7 +73,9 @@ class Expert(nn.Module):
         """Return an expert with random weights, equal for equal seeds.
 
         Args:
-            shared: The size of the shared expert, which has no biases.
+            config: Sizes, dtype and gating.
+            seed: Seed of the weights.
+            shared: Make a shared expert: of size `config.shared`, with SwiGLU and without biases.
         """
         instance("config", config, MoEConfig)
         seed = integer("seed", seed, -(1 << 63), (1 << 63) - 1)
@@ -81,8 +84,8 @@ class Expert(nn.Module):
         hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
 
         def draw(*shape: int, fan: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            return (drawn / math.sqrt(fan)).to(config.dtype)
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            return (values / math.sqrt(fan)).to(config.dtype)
 
         gate_up = draw(2 * intermediate, hidden, fan=hidden)
         down = draw(hidden, intermediate, fan=intermediate)
@@ -103,7 +106,7 @@ class Expert(nn.Module):
 
 
 class GatedExpert(nn.Module):
-    """A shared expert with its own sigmoid gate (Qwen3-Next): `sigmoid(x @ gate.T) * expert(x)`.
+    """A shared expert with a sigmoid gate (Qwen3-Next): `sigmoid(x @ gate.T) * expert(x)`.
 
     Args:
         expert: `[rows, hidden]` -> `[rows, hidden]`: an `Expert`, an `FP8Expert` or any other
@@ -135,18 +138,18 @@ class GatedExpert(nn.Module):
 class ExpertWeights:
     """Weights of all experts of a rank, in local order.
 
-    MXFP4 weights are units as `weft.gemm.pack_mxfp4` makes them: uint8 `[local_experts, rows / 64,
+    MXFP4 weights are packed by `weft.gemm.pack_mxfp4`: uint8 `[local_experts, rows / 64,
     columns / 128, 4352]`, with scales `[local_experts, rows]`.
 
     Attributes:
-        gate_up: `[local_experts, 2 * intermediate, hidden]`, the gate's rows first.
+        gate_up: `[local_experts, 2 * intermediate, hidden]`, gate rows first.
         down: `[local_experts, hidden, intermediate]`.
         gate_up_bias: `[local_experts, 2 * intermediate]` of the layer's dtype, or None.
         down_bias: `[local_experts, hidden]` of the layer's dtype, or None.
-        gate_up_scale: Where the weights are float8_e4m3fn, float32 `[local_experts, rows / 128,
-            columns / 128]`: what a block's numbers are multiplied by.
-        down_scale: Where the weights are float8_e4m3fn, float32 `[local_experts, rows / 128,
-            columns / 128]`: what a block's numbers are multiplied by.
+        gate_up_scale: For float8_e4m3fn weights, the scale of each block, float32
+            `[local_experts, rows / 128, columns / 128]`.
+        down_scale: For float8_e4m3fn weights, the scale of each block, float32
+            `[local_experts, rows / 128, columns / 128]`.
     """
 
     gate_up: torch.Tensor
@@ -169,7 +172,7 @@ class ExpertWeights:
         Raises:
             InvalidArgument: a size is no multiple of 128.
         """
-        return self._stored_by(to_blocks)
+        return self._convert(to_blocks)
 
     @without_autocast
     def to_mxfp4(self) -> ExpertWeights:
@@ -183,9 +186,9 @@ class ExpertWeights:
             raise InvalidArgument(
                 f"weights are {self.gate_up.dtype} with scales; MXFP4 is made of weights without"
             )
-        return self._stored_by(lambda weights: pack_mxfp4(*quantize_mxfp4(weights)))
+        return self._convert(lambda weights: pack_mxfp4(*quantize_mxfp4(weights)))
 
-    def _stored_by(
+    def _convert(
         self, convert: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     ) -> ExpertWeights:
         gate_up, gate_up_scale = convert(self.gate_up)
@@ -202,29 +205,34 @@ class ExpertWeights:
         experts: Sequence[Expert],
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """Return the weights of several experts, or of none, as stacked tensors.
+        """Return the stacked weights of a list of experts, which may be empty.
+
+        Args:
+            config: Sizes of the layer.
+            experts: This rank's experts in local order.
+            device: Device of the result.
 
         Raises:
-            InvalidArgument: the config wants a bias that an expert lacks.
+            InvalidArgument: an expert lacks a bias, or its sizes are not the config's.
         """
         instance("config", config, MoEConfig)
         device = None if device is None else default_device(device)
         if not isinstance(experts, list | tuple):
             refuse("experts", experts, "a list of weft.moe.Expert")
-        for place, expert in enumerate(experts):
-            instance(f"experts[{place}]", expert, Expert)
-        joined: dict[str, torch.Tensor] = {}
-        for name, (shape, dtype) in _tensors_of(config, config.dtype).items():
-            joined[name] = torch.empty((len(experts), *shape), dtype=dtype, device=device)
-            for place, expert in enumerate(experts):
-                part = getattr(expert, name, None)
-                if part is None or part.shape != shape:
-                    have = None if part is None else list(part.shape)
+        for i, expert in enumerate(experts):
+            instance(f"experts[{i}]", expert, Expert)
+        stacked: dict[str, torch.Tensor] = {}
+        for name, (shape, dtype) in _expected_tensors(config, config.dtype).items():
+            stacked[name] = torch.empty((len(experts), *shape), dtype=dtype, device=device)
+            for i, expert in enumerate(experts):
+                tensor = getattr(expert, name, None)
+                if tensor is None or tensor.shape != shape:
+                    have = None if tensor is None else list(tensor.shape)
                     raise InvalidArgument(
-                        f"expert {place} has {name} {have}; the config wants {list(shape)}"
+                        f"expert {i} has {name} {have}; the config wants {list(shape)}"
                     )
-                joined[name][place] = part
-        return cls(**joined)
+                stacked[name][i] = tensor
+        return cls(**stacked)
 
     @classmethod
     @without_autocast
@@ -241,47 +249,55 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Read some experts of one layer of a checkpoint, in the given order.
 
-        Experts may be separate (most checkpoints) or fused (GPT-OSS, Llama-4, and what transformers
-        holds in memory). INT4 are those of compressed-tensors, symmetric, with a scale for each 32
-        or 128 of a row. Files are mapped, and only these experts are read; beyond the result,
-        memory holds one matrix at a time. Where fused MXFP4 experts have sizes that are no
-        multiples of 128 (GPT-OSS: 2880), fp8 takes a config with the next ones, and rows and
-        columns behind the model's are zero. Needs the package safetensors.
+        Experts may be separate (most checkpoints) or fused (GPT-OSS, Llama-4, and transformers'
+        layout in memory). Formats are plain floats, FP8, MXFP4, and symmetric INT4 of
+        compressed-tensors with a scale per 32 or 128 columns. `quantization_config` in the
+        folder's config.json declares the format. Without it, only tensors with an unambiguous
+        format are read.
+
+        Files are memory-mapped, and only these experts are read. Beyond the result, memory holds
+        one matrix at a time. Needs the package safetensors.
+
+        With fp8 the result depends on the checkpoint:
+
+        - MXFP4, and FP8 with a scale per 128 x 128: the bits of the checkpoint.
+        - FP8 with power-of-two scales per 32 or 128 columns (MXFP8), or with one scale per matrix:
+          each 128 x 128 block takes its largest scale. Values below 2^-6 of it are rounded to
+          multiples of 2^-9 of it; all others are exact.
+        - Other FP8, INT4 and wider weights: rounded as by `to_fp8`.
+
+        Without fp8, weights are multiplied by their scales and rounded to the config's dtype.
 
         Args:
-            folder: With model.safetensors.index.json or model.safetensors, as transformers saves.
-            layer: Its number in the model.
+            folder: Folder with model.safetensors.index.json or model.safetensors, as transformers
+                saves them.
+            layer: Index of the layer in the model.
             experts: Global ids, such as `MoE.local_experts`.
-            config: `MoEConfig.from_hf(folder)`, or what else fits. How weights are quantised says
-                `quantization_config` of the folder's config.json; without it only what the tensors
-                leave no doubt about is read.
-            prefix: What the names of the layers begin with, where a checkpoint holds several
-                stacks: "mtp" for `mtp.layers.0.*`. Default: the model's own stack.
-            fp8: As `MoE(fp8=True)` wants weights: bits of the checkpoint where it has MXFP4 or FP8
-                with scales for each 128 x 128. FP8 with powers of two for each 32 or 128 of a row
-                (MXFP8), or with one scale for a matrix, gets the largest scale of each 128 x 128:
-                numbers below 2^-6 of it are rounded to multiples of 2^-9 of it, all others are
-                exact. Other FP8, INT4 and wider weights are rounded: `to_fp8` of each matrix.
-                Without fp8, weights are multiplied by their scales and rounded to the config's
-                dtype.
+            config: Sizes of the layer, such as `MoEConfig.from_hf(folder)`. If fused MXFP4 experts
+                have sizes that are no multiples of 128 (GPT-OSS: 2880), round the config's sizes up
+                for fp8; the additional rows and columns are zero.
+            prefix: Prefix of the layers' names if the checkpoint has several stacks of layers:
+                "mtp" for `mtp.layers.0.*`. Default: the main model's stack.
+            fp8: Return weights for `MoE(fp8=True)`.
+            device: Device of the result.
 
         Raises:
-            InvalidArgument: a tensor is missing, has another shape or a dtype that weft does not
+            InvalidArgument: a tensor is missing, has the wrong shape or a dtype that weft does not
                 read, or is MXFP4 that `weft.gemm.pack_mxfp4` refuses.
         """
         config = instance("config", config, MoEConfig)
         layer = integer("layer", layer, 0, MAX_LAYER)
-        chosen = integers("experts", experts, 0, config.routing.num_experts - 1)
+        expert_ids = integers("experts", experts, 0, config.routing.num_experts - 1)
         flags(fp8=fp8)
         device = default_device(device)
         if prefix is not None and not isinstance(prefix, str):
             refuse("prefix", prefix, "a str such as 'mtp'")
         with open_layer(folder, layer, config, prefix) as reader:
             stored = MXFP4 if reader.mxfp4 else FP8
-            weights = cls._empty(config, len(chosen), device, stored if fp8 else config.dtype)
-            for place, expert in enumerate(chosen):
+            weights = cls._empty(config, len(expert_ids), device, stored if fp8 else config.dtype)
+            for local_id, expert in enumerate(expert_ids):
                 for part in reader.parts(expert):
-                    weights._put(place, part)
+                    weights._write(local_id, part)
         return weights
 
     @classmethod
@@ -301,28 +317,29 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Convert a rank's MXFP4 experts from an engine's tensors, for `MoE(fp8=True)`.
 
-        Sizes may be less than the config's: rows and columns after them are zero.
+        The tensors may be smaller than the config: additional rows and columns are zero.
 
         Args:
-            gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two numbers a byte.
+            config: Sizes of the layer.
+            gate_up: uint8 `[local_experts, 2 * intermediate, hidden / 2]`, two values per byte.
+            gate_up_scale: uint8 or float8_e8m0fnu `[local_experts, 2 * intermediate, hidden / 32]`.
             down: uint8 `[local_experts, hidden, intermediate / 2]`.
-            gate_up_scale: uint8 or float8_e8m0fnu, one for each 32 columns.
-            down_scale: uint8 or float8_e8m0fnu, one for each 32 columns.
-            gate_up_bias: `[local_experts, rows]`, where the config is biased.
-            down_bias: `[local_experts, rows]`, where the config is biased.
-            interleaved: Rows of gate and up in turn (GPT-OSS), else the gate's first.
-            packed: MXFP4 for `grouped_gemm`, the same numbers; else FP8 with a scale for each 128 x
-                128: numbers whose power of two is over 14 powers below the largest there are
-                rounded to multiples of 2^-15 of the largest, all others are exact.
+            down_scale: uint8 or float8_e8m0fnu `[local_experts, hidden, intermediate / 32]`.
+            gate_up_bias: `[local_experts, 2 * intermediate]` if the config is biased.
+            down_bias: `[local_experts, hidden]` if the config is biased.
+            interleaved: Gate and up rows alternate (GPT-OSS). Default: gate rows first.
+            packed: Return MXFP4 for `grouped_gemm`, with equal values. False: FP8 with a scale per
+                128 x 128. Values with a power of two more than 14 powers below the largest of the
+                block are rounded to multiples of 2^-15 of the largest; all others are exact.
 
         Raises:
-            InvalidArgument: a tensor has another shape or dtype, a scale is NaN, or
+            InvalidArgument: a tensor has the wrong shape or dtype, a scale is NaN, or
                 `weft.gemm.pack_mxfp4` refuses the weights.
         """
         instance("config", config, MoEConfig)
         flags(interleaved=interleaved, packed=packed)
         device = getattr(gate_up, "device", torch.device("cpu"))
-        for name, tensor in (("gate_up", gate_up), ("down", down)):  # their sizes say the others'
+        for name, tensor in (("gate_up", gate_up), ("down", down)):  # determine all other sizes
             shape = ("local_experts", "rows", "columns")
             check_tensor(name, tensor, shape=shape, dtypes=(torch.uint8,), device=device)
         experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, down.shape[1]
@@ -348,28 +365,28 @@ class ExpertWeights:
         weights = cls._empty(config, experts, device, MXFP4 if packed else FP8)
         wide, pairs = config.intermediate, (slice(0, None, 2), slice(1, None, 2))
         gate, up = pairs if interleaved else (slice(0, inner), slice(inner, 2 * inner))
-        stored = {"gate_up": (gate_up, gate_up_scale), "down": (down, down_scale)}
-        places = (
+        tensors = {"gate_up": (gate_up, gate_up_scale), "down": (down, down_scale)}
+        copies = (  # field, target rows, source rows, target columns
             ("gate_up", slice(0, wide), gate, config.hidden),
             ("gate_up", slice(wide, 2 * wide), up, config.hidden),
             ("down", slice(0, config.hidden), slice(0, hidden), wide),
         )
-        for place in range(experts):
-            for field, target, taken, columns in places:
-                values, scale = (each[place].view(torch.uint8)[taken] for each in stored[field])
-                name = f"expert {place}, {field} of rows {target.start}.."
-                weights._put(place, Part(name, field, target, values, scale).padded(columns))
+        for expert in range(experts):
+            for field, target, source, columns in copies:
+                values, scale = (t[expert].view(torch.uint8)[source] for t in tensors[field])
+                name = f"expert {expert}, {field} of rows {target.start}.."
+                weights._write(expert, Part(name, field, target, values, scale).padded(columns))
                 bias = biases[field]
                 if config.biased and bias is not None:
-                    part = Part(name, f"{field}_bias", target, bias[place][taken])
-                    weights._put(place, part.padded(0))
+                    part = Part(name, f"{field}_bias", target, bias[expert][source])
+                    weights._write(expert, part.padded(0))
         return weights
 
     @classmethod
     def _empty(
         cls, config: MoEConfig, experts: int, device: torch.device, stored: torch.dtype
     ) -> ExpertWeights:
-        """Weights of a config's sizes, not yet written."""
+        """Return uninitialised weights of a config's sizes."""
         inner, hidden = config.intermediate, config.hidden
         if stored in (FP8, MXFP4) and (inner % FP8_BLOCK or hidden % FP8_BLOCK):
             raise InvalidArgument(
@@ -379,39 +396,39 @@ class ExpertWeights:
         return cls(
             **{
                 name: torch.empty((experts, *shape), dtype=dtype, device=device)
-                for name, (shape, dtype) in _tensors_of(config, stored).items()
+                for name, (shape, dtype) in _expected_tensors(config, stored).items()
             }
         )
 
-    def _put(self, place: int, part: Part) -> None:
-        """Write a part of a checkpoint into the expert at `place`, in this one's format."""
-        whole: torch.Tensor = getattr(self, part.field)[place]
-        values = part.values.to(whole.device)
-        scale = None if part.scale is None else part.scale.to(whole.device)
-        if whole.dtype == MXFP4:
+    def _write(self, expert: int, part: Part) -> None:
+        """Convert a part of a checkpoint to the format of these weights and write it."""
+        matrix: torch.Tensor = getattr(self, part.field)[expert]
+        values = part.values.to(matrix.device)
+        scale = None if part.scale is None else part.scale.to(matrix.device)
+        if matrix.dtype == MXFP4:
             if values.dtype != MXFP4 or scale is None:
                 raise InvalidArgument(f"{part.name} is {values.dtype}, other experts are MXFP4")
             units = slice(part.rows.start // UNIT_N, part.rows.stop // UNIT_N)
-            factors = getattr(self, f"{part.field}_scale")[place, part.rows]
-            pack_matrix(values, scale, whole[units], factors, at=part.name)
+            factors = getattr(self, f"{part.field}_scale")[expert, part.rows]
+            pack_matrix(values, scale, matrix[units], factors, at=part.name)
             return
-        target = whole[part.rows]
+        target = matrix[part.rows]
         if values.dtype == MXFP4 and scale is not None and target.dtype != FP8:
             values, scale = dequantize_mxfp4(values, scale), None
         if target.dtype == FP8:
             if values.dtype == MXFP4 and scale is not None:
-                packed, found = _mxfp4_in_blocks(values, scale, part.name)
+                q, q_scale = _mxfp4_to_fp8(values, scale, part.name)
             else:
-                packed, found = _in_blocks(values, scale, part.block)
+                q, q_scale = _to_fp8(values, scale, part.block)
             blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)
-            getattr(self, f"{part.field}_scale")[place, blocks] = found
-            target.copy_(packed)
+            getattr(self, f"{part.field}_scale")[expert, blocks] = q_scale
+            target.copy_(q)
         elif scale is None:
             target.copy_(values)
         else:
-            for start in range(0, len(values), FP8_BLOCK):  # at a time: fp32 copies are large
+            for start in range(0, len(values), FP8_BLOCK):  # limits the size of fp32 copies
                 rows = slice(start, min(start + FP8_BLOCK, len(values)))
-                factors = _expanded(scale, part.block, rows, values.shape[1])
+                factors = _expand_scales(scale, part.block, rows, values.shape[1])
                 target[rows] = (values[rows].float() * factors).to(target.dtype)
 
     def check(
@@ -419,10 +436,11 @@ class ExpertWeights:
     ) -> None:
         """Check the tensors against a config and a placement.
 
-        config: Sizes of the layer.
-        local_experts: Number of experts of this rank.
-        device: Device of the weights.
-        fp8: The layer wants weights of FP8 or MXFP4, with their scales.
+        Args:
+            config: Sizes of the layer.
+            local_experts: Number of experts of this rank.
+            device: Device of the weights.
+            fp8: Whether the layer takes FP8 or MXFP4 weights, with their scales.
 
         Raises:
             InvalidArgument: a tensor does not match the config or the placement.
@@ -439,9 +457,9 @@ class ExpertWeights:
             raise InvalidArgument(
                 f"the layer is {config.dtype}; MXFP4 weights are for bfloat16 and float16"
             )
-        wanted = _tensors_of(config, stored)
+        expected = _expected_tensors(config, stored)
         for field in dataclass_fields(self):
-            if field.name in wanted or getattr(self, field.name) is None:
+            if field.name in expected or getattr(self, field.name) is None:
                 continue
             if field.name.endswith("_bias"):
                 raise InvalidArgument(
@@ -464,7 +482,7 @@ class ExpertWeights:
                     f"gate_up has {gate_up.shape[0]} experts, and this rank has {local_experts} of "
                     f"the layer's {config.routing.num_experts}: pass this rank's alone"
                 )
-        for name, (shape, dtype) in wanted.items():
+        for name, (shape, dtype) in expected.items():
             check_tensor(
                 name,
                 getattr(self, name),
@@ -476,88 +494,93 @@ class ExpertWeights:
             )
 
 
-def _tensors_of(
+def _expected_tensors(
     config: MoEConfig, stored: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """One expert's sizes, and the dtype, of each tensor that such weights have."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    """Return each tensor's shape for one expert, and its dtype, for weights stored as `stored`."""
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     inner, hidden = config.intermediate, config.hidden
     for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
         if stored == MXFP4:
-            found[name] = (rows // UNIT_N, columns // UNIT_K, UNIT_BYTES), stored
-            found[f"{name}_scale"] = (rows,), torch.float32
+            tensors[name] = (rows // UNIT_N, columns // UNIT_K, UNIT_BYTES), stored
+            tensors[f"{name}_scale"] = (rows,), torch.float32
         else:
-            found[name] = (rows, columns), stored
+            tensors[name] = (rows, columns), stored
         if stored == FP8:
             blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
-            found[f"{name}_scale"] = blocks, torch.float32
+            tensors[f"{name}_scale"] = blocks, torch.float32
         if config.biased:
-            found[f"{name}_bias"] = (rows,), config.dtype
-    return found
+            tensors[f"{name}_bias"] = (rows,), config.dtype
+    return tensors
 
 
-def _expanded(
+def _expand_scales(
     scale: torch.Tensor, block: tuple[int, int], rows: slice, columns: int
 ) -> torch.Tensor:
-    """Each number's scale, for some rows of a matrix."""
+    """Return the scale of each element for some rows of a matrix."""
     row = torch.arange(rows.start, rows.stop, device=scale.device) // block[0]
     return scale[row][:, torch.arange(columns, device=scale.device) // block[1]]
 
 
-def _in_blocks(
+def _to_fp8(
     values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A stored matrix as FP8 with a scale for each 128 x 128.
+    """Convert a stored matrix to FP8 with one scale per 128 x 128.
 
-    Where the scales in such a block are powers of two of each other (MXFP8, or one for a matrix),
-    the largest becomes its scale and numbers keep their bits, but that those below 2^-6 of it are
-    rounded to multiples of 2^-9 of it. Else all are rounded, as `to_blocks` does.
+    If the scales within such a block differ by powers of two (MXFP8, or one scale per matrix), the
+    block takes the largest one and values keep their bits, except that values below 2^-6 of it are
+    rounded to multiples of 2^-9 of it. All others are rounded as by `to_blocks`.
     """
     if values.dtype == FP8 and scale is not None and block == (FP8_BLOCK, FP8_BLOCK):
         return values, scale
     rows, columns = values.shape
     wide = values.float()
     if scale is not None:
-        factors = _expanded(scale, block, slice(0, rows), columns)
+        factors = _expand_scales(scale, block, slice(0, rows), columns)
         if values.dtype == FP8:
             blocks = factors.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
             largest = blocks.amax(dim=(1, 3))
-            whole = (FP8_BLOCK, FP8_BLOCK)
-            ratios = factors / _expanded(largest, whole, slice(0, rows), columns)
+            fp8_block = (FP8_BLOCK, FP8_BLOCK)
+            ratios = factors / _expand_scales(largest, fp8_block, slice(0, rows), columns)
             if bool(torch.frexp(ratios).mantissa.eq(0.5).all()):
                 return wide.mul_(ratios).to(FP8), largest
         wide.mul_(factors)
-    packed, found = to_blocks(wide.unsqueeze(0))
-    return packed[0], found[0]
+    q, q_scale = to_blocks(wide.unsqueeze(0))
+    return q[0], q_scale[0]
 
 
-def _mxfp4_in_blocks(
+def _mxfp4_to_fp8(
     values: torch.Tensor, scale: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """MXFP4 `[rows, columns / 2]` as FP8 with a power of two for each 128 x 128.
+    """Convert MXFP4 `[rows, columns / 2]` to FP8 with a power-of-two scale per 128 x 128.
 
-    A block's highest power becomes 2^6, times which any number of E2M1 is one of E4M3.
+    The scale maps a block's highest power to 2^6: every E2M1 value times 2^6 is an E4M3 value.
     """
     if bool(scale.eq(NAN).any()):
         raise InvalidArgument(f"{name} has a scale of {NAN}, which is NaN; weights are finite")
-    numbers = dequantize_mxfp4(values, torch.full_like(scale, BIAS))
-    rows, columns = numbers.shape
-    some = numbers.view(rows, columns // BLOCK, BLOCK).ne(0).any(dim=-1)
-    power = torch.where(some, scale.int() - BIAS, -BIAS)
-    down, across, each = rows // FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK // BLOCK
-    blocks = power.view(down, FP8_BLOCK, across, each)
-    high = blocks.amax(dim=(1, 3)).clamp(min=HIGHEST - 126)  # so that its scale is normal
-    shift = (blocks - high.view(down, 1, across, 1)).view(rows, -1, 1) + HIGHEST
-    wide = torch.ldexp(numbers.view(rows, columns // BLOCK, BLOCK), shift).view(rows, columns)
-    one = torch.ones_like(high, dtype=torch.float32)
-    return wide.to(FP8), torch.ldexp(one, high - HIGHEST)
+    elements = dequantize_mxfp4(values, torch.full_like(scale, BIAS))
+    rows, columns = elements.shape
+    nonzero = elements.view(rows, columns // BLOCK, BLOCK).ne(0).any(dim=-1)
+    power = torch.where(nonzero, scale.int() - BIAS, -BIAS)
+    row_blocks, column_blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
+    blocks = power.view(row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK // BLOCK)
+    highest = blocks.amax(dim=(1, 3)).clamp(min=HIGHEST - 126)  # keeps the scale normal
+    shift = (blocks - highest.view(row_blocks, 1, column_blocks, 1)).view(rows, -1, 1) + HIGHEST
+    wide = torch.ldexp(elements.view(rows, columns // BLOCK, BLOCK), shift).view(rows, columns)
+    one = torch.ones_like(highest, dtype=torch.float32)
+    return wide.to(FP8), torch.ldexp(one, highest - HIGHEST)
 
 
 def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[experts, rows, columns]` as FP8 with float32 scales `[experts, rows / 128, columns / 128]`.
+    """Quantise `[experts, rows, columns]` to FP8 with one scale per block of 128 x 128.
 
-    A block is 128 x 128 numbers, by the rule of `weft.reference.quantize`. Raises InvalidArgument
-    for sizes that are no multiples of 128.
+    The rule is that of `weft.reference.quantize`.
+
+    Returns:
+        float8_e4m3fn of the same shape, and float32 scales `[experts, rows / 128, columns / 128]`.
+
+    Raises:
+        InvalidArgument: a size is no multiple of 128.
     """
     if not isinstance(weights, torch.Tensor):
         refuse_tensor("weights", weights)
@@ -571,15 +594,15 @@ def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise InvalidArgument(
             f"weights are {list(weights.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}: pad them"
         )
-    down, across = rows // FP8_BLOCK, columns // FP8_BLOCK
+    grid = row_blocks, column_blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
     q = torch.empty(weights.shape, dtype=FP8, device=weights.device)
-    scales = torch.empty((experts, down, across), dtype=torch.float32, device=weights.device)
+    scales = torch.empty((experts, *grid), dtype=torch.float32, device=weights.device)
     for expert, matrix in enumerate(weights):  # one at a time: fp32 copies are large
-        blocks = matrix.view(down, FP8_BLOCK, across, FP8_BLOCK).transpose(1, 2)
-        packed, found = quantize(blocks.flatten(2), "fp8", columns=FP8_BLOCK * FP8_BLOCK)
-        back = packed.view(down, across, FP8_BLOCK, FP8_BLOCK).transpose(1, 2)
-        q[expert] = back.reshape(rows, columns)
-        scales[expert] = found.squeeze(-1)
+        blocks = matrix.view(row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK).transpose(1, 2)
+        block_q, scale = quantize(blocks.flatten(2), "fp8", columns=FP8_BLOCK * FP8_BLOCK)
+        rows_q = block_q.view(*grid, FP8_BLOCK, FP8_BLOCK).transpose(1, 2)
+        q[expert] = rows_q.reshape(rows, columns)
+        scales[expert] = scale.squeeze(-1)
     return q, scales
 
 
@@ -589,19 +612,18 @@ def _check_expert(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
 ) -> None:
-    """Raises InvalidArgument for tensors that are no MLP together."""
     for name, matrix in (("gate_up", gate_up), ("down", down)):
         if not isinstance(matrix, torch.Tensor):
             refuse_tensor(name, matrix)
         check_dense(name, matrix)
-    fits = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
-    if not fits or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
+    valid = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
+    if not valid or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
         raise InvalidArgument(
             f"gate_up is {list(gate_up.shape)} {gate_up.dtype} and down {list(down.shape)}; they "
             "must be [2 * intermediate, hidden] and [hidden, intermediate] of one floating-point "
             "dtype"
         )
-    for name, tensor, like in (
+    for name, tensor, shape in (
         ("down", down, down.shape),
         ("gate_up_bias", gate_up_bias, gate_up.shape[:1]),
         ("down_bias", down_bias, down.shape[:1]),
@@ -611,13 +633,12 @@ def _check_expert(
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
         check_dense(name, tensor)
-        given = (tensor.shape, tensor.dtype, tensor.device)
-        if given != (like, gate_up.dtype, gate_up.device):
+        if (tensor.shape, tensor.dtype, tensor.device) != (shape, gate_up.dtype, gate_up.device):
             raise InvalidArgument(
                 f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; it must be "
-                f"{list(like)} {gate_up.dtype} on {gate_up.device}, like gate_up"
+                f"{list(shape)} {gate_up.dtype} on {gate_up.device}, like gate_up"
             )
 
 
-def _fixed(tensor: torch.Tensor | None) -> nn.Parameter | None:
+def _frozen_parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a checkpoint says that its experts are quantised: `quantization_config` of config.json."""
+"""Parser for the quantisation of a checkpoint's experts: `quantization_config` of config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from weft.shape import FP8_BLOCK
 
 CONFIG = "config.json"
 INT4_GROUPS = (32, 128)
-# Methods that are read, and what they store. Others are refused by name.
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
 _SUPPORTED = (
     "weft reads FP8 with one scale for each 128 x 128, 32 or 128 of a row, row or matrix, "
@@ -26,12 +25,12 @@ _SUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What config.json says of the experts' storage.
+    """The experts' format that config.json declares.
 
     Attributes:
-        source: The file, for errors; "" where there is none.
-        scheme: "fp8", "int4" or "mxfp4"; "" where the config does not say.
-        block: Rows and columns that share a scale; 0 is a whole row or matrix. None: open.
+        source: Path of config.json, for errors; "" without one.
+        scheme: "plain", "fp8", "int4" or "mxfp4"; "" if the config does not declare it.
+        block: Rows and columns that share a scale; 0 is the whole dimension. None: undeclared.
     """
 
     source: str = ""
@@ -40,11 +39,11 @@ class Declared:
 
 
 def declared_format(folder: Path, experts: str) -> Declared:
-    """Return how a checkpoint's config says that some experts are stored.
+    """Return the format that a checkpoint's config declares for some experts.
 
     Args:
-        folder: Of the checkpoint.
-        experts: What the names of the experts' tensors begin with.
+        folder: Folder of the checkpoint.
+        experts: Common prefix of the names of the experts' tensors.
 
     Raises:
         InvalidArgument: the config names a method or options that weft does not read.
@@ -68,33 +67,33 @@ def declared_format(folder: Path, experts: str) -> Declared:
             "the checkpoint"
         )
     ignored = [
-        *_texts(quantization, "ignore", path),
-        *_texts(quantization, "modules_to_not_convert", path),
+        *_strings(quantization, "ignore", path),
+        *_strings(quantization, "modules_to_not_convert", path),
     ]
-    if any(_names_experts(each, experts) for each in ignored):
+    if any(_matches_experts(pattern, experts) for pattern in ignored):
         return Declared(str(path), "plain")
     if method == "fp8":
         return Declared(str(path), "fp8", _fp8_block(quantization, path))
     if method == "mxfp4":
         return Declared(str(path), "mxfp4", (1, 32))
-    return _compressed(quantization, path, experts)
+    return _compressed_tensors(quantization, path, experts)
 
 
-def _texts(quantization: Mapping[str, Any], name: str, path: Path) -> list[str]:
+def _strings(quantization: Mapping[str, Any], name: str, path: Path) -> list[str]:
     values = quantization.get(name) or []
-    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise InvalidArgument(f"{name} in quantization_config of {path} is no list of names")
     return values
 
 
-def _names_experts(pattern: str, experts: str) -> bool:
-    """Whether an entry of `ignore`, a module's name or `re:` and a pattern, covers experts."""
+def _matches_experts(pattern: str, experts: str) -> bool:
+    """Whether a pattern, a module's name or `re:` and a regular expression, covers the experts."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], f"{experts}0.gate_proj") is not None
         except re.error as error:
             raise InvalidArgument(
-                f"quantization_config has the pattern {pattern!r}, which is none: {error}"
+                f"quantization_config has an invalid pattern {pattern!r}: {error}"
             ) from error
     return experts.startswith(f"{pattern}.") or f"{experts}0".startswith(f"{pattern}.")
 
@@ -110,29 +109,28 @@ def _fp8_block(quantization: Mapping[str, Any], path: Path) -> tuple[int, int] |
     return block[0], block[1]
 
 
-def _compressed(quantization: Mapping[str, Any], path: Path, experts: str) -> Declared:
-    """The scheme of compressed-tensors for the experts."""
+def _compressed_tensors(quantization: Mapping[str, Any], path: Path, experts: str) -> Declared:
     groups = quantization.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise InvalidArgument(f"config_groups in quantization_config of {path} is no object")
-    schemes = [each for each in groups.values() if isinstance(each, Mapping)]
-    named = [
-        each
-        for each in schemes
+    schemes = [scheme for scheme in groups.values() if isinstance(scheme, Mapping)]
+    specific = [
+        scheme
+        for scheme in schemes
         if any(
-            _names_experts(str(target), experts)
-            for target in each.get("targets") or ()
+            _matches_experts(str(target), experts)
+            for target in scheme.get("targets") or ()
             if target != "Linear"
         )
     ]
-    general = [each for each in schemes if "Linear" in (each.get("targets") or ())]
-    chosen = named or general or schemes
-    if len(chosen) != 1:
+    general = [scheme for scheme in schemes if "Linear" in (scheme.get("targets") or ())]
+    candidates = specific or general or schemes
+    if len(candidates) != 1:
         raise InvalidArgument(
-            f"config_groups in quantization_config of {path} has {len(chosen)} groups for the "
+            f"config_groups in quantization_config of {path} has {len(candidates)} groups for the "
             f"experts {experts}*; weft needs one"
         )
-    weights = chosen[0].get("weights")
+    weights = candidates[0].get("weights")
     if not isinstance(weights, Mapping):
         raise InvalidArgument(f"a group in quantization_config of {path} has no weights")
     return _weights_scheme(weights, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One expert in FP8, for tokens that no dispatch has quantised: a shared expert."""
+"""A shared expert in FP8, which quantises its tokens itself."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from weft.moe.models import SWIGLU, Gating
 from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
 
-EVERY = 2**31 - 1  # a count that is held to the rows there are
+ALL_ROWS = 2**31 - 1  # grouped_gemm clamps counts to the number of rows
 
 
 class FP8Expert(nn.Module):
     """A shared expert with weights, rows and intermediate results in FP8.
 
-    Three launches on a GPU; waits for no host, and may be captured.
+    A call takes three launches on a GPU, does not synchronize and may be captured.
 
     Args:
-        gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, the gate's rows first.
-        gate_up_scale: float32, one for each 128 x 128 block.
-        down: `[hidden, intermediate]`.
-        down_scale: float32, one for each 128 x 128 block.
-        dtype: Of x and of results.
+        gate_up: float8_e4m3fn `[2 * intermediate, hidden]`, gate rows first.
+        gate_up_scale: float32 `[2 * intermediate / 128, hidden / 128]`, one per 128 x 128 block.
+        down: float8_e4m3fn `[hidden, intermediate]`.
+        down_scale: float32 `[hidden / 128, intermediate / 128]`, one per 128 x 128 block.
+        gating: How gate and up are combined.
+        dtype: Dtype of x and of the result.
 
     Raises:
         InvalidArgument: an argument is invalid.
@@ -74,15 +75,15 @@ class FP8Expert(nn.Module):
             ("down", down, down_scale),
         ):
             size, fp8, single = ("rows", "columns"), (FP8,), (torch.float32,)
-            given: dict[str, Any] = {"device": device, "kept": True}
-            check_tensor(name, matrix, shape=size, dtypes=fp8, aligned=16, **given)
+            kwargs: dict[str, Any] = {"device": device, "kept": True}
+            check_tensor(name, matrix, shape=size, dtypes=fp8, aligned=16, **kwargs)
             rows, columns = matrix.shape
             if rows % FP8_BLOCK or columns % FP8_BLOCK:
                 raise InvalidArgument(
                     f"{name} is {list(matrix.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}"
                 )
             blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
-            check_tensor(f"{name}_scale", scale, shape=blocks, dtypes=single, aligned=1, **given)
+            check_tensor(f"{name}_scale", scale, shape=blocks, dtypes=single, aligned=1, **kwargs)
             self.register_buffer(name, matrix.unsqueeze(0))
             self.register_buffer(f"{name}_scale", scale.unsqueeze(0))
         if tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
@@ -90,7 +91,7 @@ class FP8Expert(nn.Module):
                 f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; they must be "
                 "[2 * intermediate, hidden] and [hidden, intermediate]"
             )
-        self.register_buffer("_count", torch.tensor([EVERY], dtype=torch.int32, device=device))
+        self.register_buffer("_count", torch.tensor([ALL_ROWS], dtype=torch.int32, device=device))
         self._epilogue = GatedQuant(**asdict(gating))
         self._dtype = dtype
         if is_hopper(device):
@@ -108,11 +109,14 @@ class FP8Expert(nn.Module):
             raise InvalidArgument("this expert has biases; FP8Expert has none")
         gate_up, gate_up_scale = to_blocks(expert.gate_up.unsqueeze(0))
         down, down_scale = to_blocks(expert.down.unsqueeze(0))
-        parts = (gate_up[0], gate_up_scale[0], down[0], down_scale[0])
-        return cls(*parts, gating=expert.gating, dtype=expert.down.dtype)
+        tensors = (gate_up[0], gate_up_scale[0], down[0], down_scale[0])
+        return cls(*tensors, gating=expert.gating, dtype=expert.down.dtype)
 
     def _preload(self) -> None:
-        """Load what a call may need: a load waits for kernels, and those may wait for peers."""
+        """Load all kernels that a call may launch.
+
+        Loading waits for running kernels, which may wait for peers, so a call must not load.
+        """
         (_, n, k), hidden = self.gate_up.shape, self.down.shape[1]
         plans = [WgmmaPlan(block_m) for block_m in ONE_EXPERT_BLOCK_MS]
         shapes = [GemmShape(1, n, k, plan, "gated_fp8", situ=self._epilogue.situ) for plan in plans]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's experts by `weft.gemm`: gating and FP8 in the epilogue of the first grouped GEMM."""
+"""A rank's experts on `weft.gemm`, with gating and quantisation in the first GEMM's epilogue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.shape import FP8_BLOCK
 
 
 class Plans(NamedTuple):
-    """How the GEMMs of a batch run: gate and up, down, and down that pushes its rows."""
+    """Plans of a batch's GEMMs: gate and up, down, and down with a pushing epilogue."""
 
     up: GemmPlan | WgmmaPlan
     down: GemmPlan | WgmmaPlan
@@ -34,20 +34,24 @@ class Plans(NamedTuple):
 
 
 class GroupedExperts:
-    """Two grouped GEMMs; the first gates and quantises in its epilogue, the second may push.
+    """Two grouped GEMMs: the first gates and quantises in its epilogue, the second may push.
 
-    Calls are those of `TorchExperts`.
+    `TorchExperts` documents the methods. With FP8 and MXFP4 weights, rows must be FP8 as received.
 
-    FP8 and MXFP4 weights take rows as FP8 off the wire. Every plan of a GEMM gives the same bits;
-    which is fastest depends on the weights' dtype and on how many rows an expert has, and is looked
-    up once for each number of tokens.
+    All plans of a GEMM give the same bits. The fastest one depends on the weights' dtype and the
+    rows per expert; it is selected once per number of tokens.
 
-    rows: `[max_rows]`, or `[experts, max_rows]` of expert-major rows, which their owners poll when
-    they are pushed.   max_tokens: of a rank in one call.   gemm_push: `push` is called and never
-    `down`, so no results are kept.
+    Args:
+        rows: `[max_rows]`, or `[experts, max_rows]` for expert-major rows. Owners poll for pushed
+            expert-major rows.
+        experts: Number of local experts.
+        fp8: Whether the weights are FP8 or MXFP4.
+        max_tokens: Maximum tokens of one rank in one call.
+        programmatic: Use programmatic dependent launch.
+        gemm_push: Only `push` is called, never `down`, so no buffer for results is allocated.
     """
 
-    _plan: Plans  # of the call that `up` began
+    _plan: Plans  # set by `up` for the calls that follow it
 
     def __init__(
         self,
@@ -68,13 +72,12 @@ class GroupedExperts:
         kind = GatedQuant if fp8 else Gated
         self._epilogue = kind(**asdict(config.gating))
         self._pushes = gemm_push
-        kept = (0,) if gemm_push else rows
+        y_rows = (0,) if gemm_push else rows
         inner, blocks = config.intermediate, config.intermediate // FP8_BLOCK if fp8 else 0
-        gated = FP8 if fp8 else config.dtype
-        # What gating makes, its scales, and the results where they are kept.
-        self._act = torch.empty((*rows, inner), dtype=gated, device=device)
+        act_dtype = FP8 if fp8 else config.dtype
+        self._act = torch.empty((*rows, inner), dtype=act_dtype, device=device)
         self._scales = torch.empty((*rows, blocks), dtype=torch.float32, device=device)
-        self._y = torch.empty((*kept, config.hidden), dtype=config.dtype, device=device)
+        self._y = torch.empty((*y_rows, config.hidden), dtype=config.dtype, device=device)
         self._grouped: RowsByExpert | None = None
         self._push: Push | None = None
         self._ranks, self._max_tokens = ranks, max_tokens
@@ -86,7 +89,10 @@ class GroupedExperts:
         return (self._act, self._scales, self._y)
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Load what calls may need: a load waits for kernels, and those may wait for peers."""
+        """Load all kernels that a call may launch.
+
+        Loading waits for running kernels, which may wait for peers, so a call must not load.
+        """
         dtype = weights.gate_up.dtype
         if dtype in self._prepared or not self._experts:
             return
@@ -95,13 +101,14 @@ class GroupedExperts:
             self._preload(self._rows_of_an_expert(self._max_tokens), dtype)
         self._prepared.add(dtype)
 
-    def _preload(self, most: int, dtype: torch.dtype) -> None:
+    def _preload(self, max_rows: int, dtype: torch.dtype) -> None:
         hidden, inner, experts = self._config.hidden, self._config.intermediate, self._experts
         out, biased = DTYPES_16BIT.get(self._y.dtype, ""), self._config.biased
         operands = OPERANDS[dtype], out if biased else "none"
         gated = ("gated_fp8", "bf16") if self._fp8 else ("gated", out)
         shapes: set[GemmShape] = set()
-        for rows in {*range(min(most, COARSE_ROWS) + 1), *range(0, most + 1, 64), most}:
+        fine_rows = range(min(max_rows, COARSE_ROWS) + 1)
+        for rows in {*fine_rows, *range(0, max_rows + 1, 64), max_rows}:
             plans = self._make_plans(rows, dtype)
             if isinstance(plans.up, WgmmaPlan):
                 up = GemmShape(experts, 2 * inner, hidden, plans.up, *gated, *operands)
@@ -116,12 +123,11 @@ class GroupedExperts:
             preload(shapes)
 
     def _rows_of_an_expert(self, tokens: int) -> int:
-        """The mean, where each rank has so many tokens."""
+        """Return the mean number of rows per expert if each rank has this many tokens."""
         routing = self._config.routing
         return -(-tokens * self._ranks * routing.top_k // routing.num_experts)
 
     def _plans_for(self, tokens: int, dtype: torch.dtype) -> Plans:
-        """The plans of a batch and of weights' dtype, found once for each number of tokens."""
         plans = self._plans.get((tokens, dtype))
         if plans is None:
             plans = self._make_plans(self._rows_of_an_expert(tokens), dtype)
@@ -131,11 +137,11 @@ class GroupedExperts:
     def _make_plans(self, rows: int, dtype: torch.dtype) -> Plans:
         config, device = self._config, self._act.device
         hidden, inner, sizes = config.hidden, config.intermediate, (self._experts, rows)
-        given: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
+        kwargs: dict[str, Any] = {"biased": config.biased, "out": self._y.dtype, "device": device}
         return Plans(
-            up=fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **given),
-            down=fastest_plan(*sizes, hidden, inner, dtype, **given),
-            push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **given),
+            up=fastest_plan(*sizes, 2 * inner, hidden, dtype, gated=True, **kwargs),
+            down=fastest_plan(*sizes, hidden, inner, dtype, **kwargs),
+            push=fastest_plan(*sizes, hidden, inner, dtype, flag_in_data=self._masked, **kwargs),
         )
 
     def up(
@@ -158,7 +164,10 @@ class GroupedExperts:
 
     def down(self, weights: ExpertWeights) -> torch.Tensor:
         if self._pushes:
-            raise InvalidArgument("these rows are pushed as they are made; nothing keeps them")
+            raise InvalidArgument(
+                "the layer was built with overlap='gemm_push', which has no buffer for results: "
+                "call push"
+            )
         self._multiply(weights, self._plan.down, out=self._y)
         return self._y
 
@@ -181,7 +190,7 @@ class GroupedExperts:
     def forget(self) -> None:
         self._grouped = self._push = None
 
-    def _multiply(self, weights: ExpertWeights, by: GemmPlan | WgmmaPlan, **given: Any) -> None:
+    def _multiply(self, weights: ExpertWeights, plan: GemmPlan | WgmmaPlan, **kwargs: Any) -> None:
         grouped = self._grouped
         assert grouped is not None
         grouped_gemm(
@@ -192,8 +201,8 @@ class GroupedExperts:
             a_scale=self._scales if self._fp8 else None,
             b_scale=weights.down_scale,
             bias=weights.down_bias,
-            plan=by,
+            plan=plan,
             programmatic_launch=self._programmatic,
-            prefetch_weights=True,  # the first GEMM is in front, which has waited for the counts
-            **given,
+            prefetch_weights=True,  # safe: the first GEMM, before it, has waited for the counts
+            **kwargs,
         )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's experts by torch's own matrix products, for any dtype and device; FP8 is widened first.
+"""A rank's experts on torch's matrix products, for any dtype and device.
 
-On a GPU one batched product covers a block of rows for each expert, full or not, so it waits for
-nothing and can be captured. On a CPU each expert that has rows has a product of exactly these.
+FP8 rows are widened first. On a GPU, one batched product covers a fixed-size block of rows per
+expert, so it does not synchronize and can be captured. On a CPU, each expert with rows has its own
+product.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from weft.moe.models import MoEConfig
 
 
 class RowsByExpert(NamedTuple):
-    """Rows as experts take them: packed, or in a block for each expert.
+    """Input rows of the experts, packed or in one block per expert.
 
-    rows: numbers `[*rows, hidden]`, and scales where they are FP8.
-    offsets: int32 `[local_experts + 1]`: where each expert's rows begin, counted through.
-    counts: int32 `[local_experts]`.
-    dst_addr: int64, one for each row, or None: where `push` stores it at the token's owner.
-    abort_flag: int32 `[1]` where owners poll the rows themselves: not 0, and none may be stored.
+    Attributes:
+        rows: Values `[*rows, hidden]`, and scales if they are FP8.
+        offsets: int32 `[local_experts + 1]`: index of each expert's first row over all blocks.
+        counts: int32 `[local_experts]`: number of rows of each expert.
+        dst_addr: int64, one per row: the address at the token's owner to which `push` stores it, or
+            None.
+        abort_flag: int32 `[1]` if owners poll for the rows: while it is not 0, `push` must store
+            nothing.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -35,16 +39,19 @@ class RowsByExpert(NamedTuple):
 
 
 def torch_layout(device: torch.device) -> Layout:
-    """How rows are arranged: packed on a CPU, in a block for each expert on a GPU."""
+    """Return the layout of rows: packed on a CPU, one block per expert on a GPU."""
     return "contiguous" if device.type == "cpu" else "masked"
 
 
 class TorchExperts:
-    """The experts of one layer after the other, in buffers of their own, by torch's products.
+    """Experts on torch's matrix products, with buffers that layers of one workspace share.
 
-    up, then down or push; all only enqueue. Rows that come as FP8 are widened to the layer's dtype.
+    Call `up`, then `down` or `push`. On a GPU all of them only enqueue. FP8 rows are widened to the
+    layer's dtype.
 
-    rows: `[max_rows]` where they are packed, or `[experts, max_rows]`.
+    Args:
+        rows: `[max_rows]` for packed rows, or `[experts, max_rows]`.
+        quantize: Format of the received rows, or None for the layer's dtype.
     """
 
     def __init__(
@@ -57,55 +64,56 @@ class TorchExperts:
     ) -> None:
         self._gating, self._quantize, self._packed = config.gating, quantize, len(rows) == 1
 
-        def room(columns: int, wanted: bool = True) -> torch.Tensor:
-            size = (*rows, columns) if wanted else (0, columns)
+        def allocate(columns: int, needed: bool = True) -> torch.Tensor:
+            size = (*rows, columns) if needed else (0, columns)
             return torch.empty(size, dtype=config.dtype, device=device)
 
         hidden, inner = config.hidden, config.intermediate
         powers = (*rows, hidden // 32) if quantize == "mxfp8" else (0,)
         self._scales = torch.empty(powers, dtype=torch.float32, device=device)
-        self._wide = room(hidden, quantize is not None)
-        self._h, self._act, self._y = room(2 * inner), room(inner), room(hidden)
+        self._wide = allocate(hidden, quantize is not None)
+        self._h, self._act, self._y = allocate(2 * inner), allocate(inner), allocate(hidden)
         self._used = 0
-        self._spans: list[tuple[int, slice]] = []  # rows of each expert that has any, where packed
+        self._spans: list[tuple[int, slice]] = []  # packed rows of each expert that has any
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Everything that was allocated."""
+        """All buffers."""
         return (self._wide, self._scales, self._h, self._act, self._y)
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Get ready for calls with weights of such a dtype; torch needs nothing."""
+        """Prepare for calls with weights of this dtype. Torch needs no preparation."""
 
     def up(
         self, weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
     ) -> None:
-        """The gate and up projections, and the gating.
+        """Run the gate and up projections and the gating.
 
-        tokens: a hint: each rank has about as many.   early: the kernel may take its place on the
-        GPU while the one in front still runs.
+        Args:
+            tokens: Approximate number of tokens per rank, a hint for the choice of plan.
+            early: Whether the kernel may start while the previous one still runs.
         """
-        self._used = used = self._begin(rows)
-        x = self._widened(rows.rows)[:used]
+        self._used = used = self._read_spans(rows)
+        x = self._widen(rows.rows)[:used]
         h = self._h[:used]
         self._multiply(x, weights.gate_up, weights.gate_up_bias, h)
         self._gating.apply(h, out=self._act[:used])
 
     def down(self, weights: ExpertWeights) -> torch.Tensor:
-        """The down projection: `[*rows, hidden]`."""
+        """Run the down projection and return `[*rows, hidden]`."""
         act, y = self._act[: self._used], self._y[: self._used]
         self._multiply(act, weights.down, weights.down_bias, y)
         return self._y
 
     def push(self, weights: ExpertWeights) -> None:
-        """The down projection, every row of it stored at its `dst_addr`. weft.gemm only."""
+        """Run the down projection and store each row at its `dst_addr`. `GroupedExperts` only."""
         raise InvalidArgument("torch's products store no rows at peers; use gemm='grouped'")
 
     def forget(self) -> None:
-        """Let go of the rows of the last call, which may be a graph's to give away."""
+        """Drop references to the rows of the last call, whose memory a graph may reuse."""
 
-    def _begin(self, rows: RowsByExpert) -> int:
-        """How many leading rows, or blocks, the products fill; reads the counts of a CPU rank."""
+    def _read_spans(self, rows: RowsByExpert) -> int:
+        """Return the number of leading rows, or blocks, in use; set `_spans` for packed rows."""
         if not self._packed:
             return len(rows.rows[0])
         starts, counts = rows.offsets.tolist(), rows.counts.tolist()
@@ -119,7 +127,7 @@ class TorchExperts:
     def _multiply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        """`out[row] = x[row] @ weight[e].T + bias[e]` for each expert e; others are undefined."""
+        """Set `out[row] = x[row] @ weight[e].T + bias[e]` for the rows of each expert e."""
         if not self._packed:
             if bias is None:
                 torch.bmm(x, weight.transpose(1, 2), out=out)
@@ -133,14 +141,14 @@ class TorchExperts:
             else:
                 torch.addmm(bias[expert], x[span], matrix, out=out[span])
 
-    def _widened(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The rows in the layer's dtype: `round(q * scale)` where FP8 came over the wire."""
+    def _widen(self, rows: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the rows in the layer's dtype: `round(q * scale)` for FP8 rows."""
         if self._quantize is None:
             return rows[0]
         q, scales = rows
         if self._scales.numel():
             scales = self._scales.copy_(scales)
-        wide = self._wide.copy_(q)  # exact: every e4m3 number is one of the wider type
-        columns = wide.shape[-1] // scales.shape[-1]  # that share a scale
+        wide = self._wide.copy_(q)  # exact: the wider dtype represents every e4m3 value
+        columns = wide.shape[-1] // scales.shape[-1]
         wide.view(*scales.shape, columns).mul_(scales.unsqueeze(-1))
         return wide
