@@ -146,7 +146,8 @@ def play(
     options: dict[str, Any] = {"rows": rows}
     if counts is not None and counts[rank] is not None:
         options["num_tokens"] = torch.tensor([counts[rank]], dtype=torch.int32, device=device)
-    stats = [case.stats_of(r, shape.stats, device) for r in ranks] if shape.stats else None
+    numbers, span = a2a.config.stats, a2a.config.span
+    stats = [case.stats_of(r, numbers, device) for r in ranks] if numbers else None
     if stats is not None:
         options["stats"] = stats[rank].clone()
     settle(device)
@@ -168,6 +169,7 @@ def play(
     else:
         received = a2a.dispatch(payloads, ids, given, **options)
     kind = None if shape.quant == "none" else shape.quant
+    kind = kind if span is None else span.quantize  # rows are quantised before they cross hosts
     sent = [_arriving([inputs[r][0], *case.rows_of(r, device)], kind, used[r]) for r in ranks]
     routed = [_dropped(i[1][:n], a2a, living) for i, n in zip(inputs, used, strict=True)]
     expected = reference.dispatch(

@@ -44,11 +44,9 @@ def made(group: weft.Group, case: Round, **options: Any) -> weft.AllToAll:
 def rounds(group: weft.Group) -> None:
     case = Round(tokens=TOKENS, hidden=256, add=True)
     for name, options in OPTIONS.items():
-        same = ("quantize", "combine_dtype")
-        how: dict[str, Any] = {n: options[n] for n in same if n in options}
         with made(group, case, **options) as a2a:
             for seed in range(3):
-                play(a2a, case.next(seed=seed), halves=name == "halves", **how)
+                play(a2a, case.next(seed=seed), halves=name == "halves")
             torch.cuda.synchronize()
             a2a.check()
     for number, way in enumerate(WAYS.values()):

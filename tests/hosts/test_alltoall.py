@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
 import weft
+from tests import rounds
 from tests.hosts.spanning import across, campaign, lying, on_hosts, play
 from tests.ranks import on_ranks
 from tests.rounds import Round, bits
@@ -32,64 +32,56 @@ from weft.hosts.rail import Slots
 TOKENS = 8
 
 
-@dataclass(frozen=True)
-class Case:
-    """An all-to-all and a round of it."""
-
-    round: Round
-    hosts: int | list[int] = 2
-    options: dict[str, Any] = field(default_factory=dict)
-    played: dict[str, Any] = field(default_factory=dict)
-
-
-def made(group: weft.Group, case: Round, **options: Any) -> weft.AllToAll:
-    return weft.AllToAll(group, **{"dtype": case.dtype} | case.sizes(TOKENS) | options)
-
-
-STATS = [torch.tensor([r, 7 * r, -r], dtype=torch.int32) for r in range(4)]
-CASES = {
-    "pull": Case(Round(tokens=(5, 0, 8, 2), add=True)),
-    "push": Case(Round(tokens=(8,) * 4, router="holes", ids_dtype=torch.int64),
-                 options={"combine": "push"}),
-    "fp8 back": Case(Round(tokens=(1, 2, 3, 7), hidden=256, add=True),
-                     options={"combine_dtype": "fp8"}),
-    "fp8": Case(Round(tokens=(8, 1, 0, 4), hidden=256), options={"quantize": "fp8"}),
-    "mxfp8": Case(Round(tokens=(8, 1, 0, 4), hidden=128, dtype=torch.float16),
-                  options={"quantize": "mxfp8"}),
-    "nothing": Case(Round(tokens=(0, 0, 0, 0))),
-    "three hosts": Case(Round(tokens=(3, 8, 0, 5, 1, 2), experts=13), hosts=3),
-    "one rank a host": Case(Round(tokens=(3, 8)), hosts=2),
-    "ranks in turn": Case(Round(tokens=(5, 0, 8, 2), weighted=False), hosts=[0, 1, 0, 1]),
-    "a host without experts": Case(Round(tokens=(5, 0, 8, 2), experts=4, top_k=2),
-                                   options={"expert_map": [1, 0, 0, 1]}),
-    "experts in turn": Case(Round(tokens=(5, 0, 8, 2), experts=5, dtype=torch.float32),
-                            options={"expert_map": [3, 0, 3, 1, 2]}),
-    "more choices than experts on a host": Case(Round(tokens=(8,) * 4, experts=4, top_k=4)),
-    "halves": Case(Round(tokens=(5, 0, 8, 2), add=True), options={"split_phase": True},
-                   played={"halves": True}),
-    "counts on the device": Case(Round(tokens=(5, 0, 8, 2), add=True),
-                                 played={"num_tokens": [3, 0, 8, 0]}),
-    "statistics": Case(Round(tokens=(5, 0, 8, 2)), options={"stats": 3}, played={"stats": STATS}),
-}  # fmt: skip
+FOUR = Round(tokens=(5, 0, 8, 2))
+LESS = Round(tokens=(8, 1, 0, 4), hidden=256)
+FP8 = {"quantize": "fp8"}
+MXFP8 = {"quantize": "mxfp8"}
+# Rounds, the hosts that play them, and how.
+CASES: dict[str, tuple[Round, int | list[int], dict[str, Any]]] = {
+    "pull": (FOUR.next(add=True), 2, {}),
+    "push": (
+        Round(tokens=(8,) * 4, router="holes", ids_dtype=torch.int64, options={"combine": "push"}),
+        *(2, {}),
+    ),
+    "fp8 back": (
+        Round(tokens=(1, 2, 3, 7), hidden=256, add=True, options={"combine_dtype": "fp8"}),
+        *(2, {}),
+    ),
+    "fp8": (LESS.next(options=FP8), 2, {}),
+    "mxfp8": (LESS.next(hidden=128, dtype=torch.float16, options=MXFP8), 2, {}),
+    "nothing": (Round(tokens=(0, 0, 0, 0)), 2, {}),
+    "three hosts": (Round(tokens=(3, 8, 0, 5, 1, 2), experts=13), 3, {}),
+    "one rank a host": (Round(tokens=(3, 8)), 2, {}),
+    "ranks in turn": (FOUR.next(weighted=False), [0, 1, 0, 1], {}),
+    "a host without experts": (
+        FOUR.next(experts=4, top_k=2, options={"expert_map": [1, 0, 0, 1]}),
+        *(2, {}),
+    ),
+    "experts in turn": (
+        FOUR.next(experts=5, dtype=torch.float32, options={"expert_map": [3, 0, 3, 1, 2]}),
+        *(2, {}),
+    ),
+    "more choices than experts on a host": (Round(tokens=(8,) * 4, experts=4, top_k=4), 2, {}),
+    "halves": (FOUR.next(add=True, options={"split_phase": True}), 2, {"halves": True}),
+    "counts on the device": (FOUR.next(add=True), 2, {"counts": [3, 0, 8, 0]}),
+    "statistics": (FOUR.next(options={"stats": 3}), 2, {}),
+    "rows of any width": (FOUR.next(extra=(3, 40)), 2, {}),
+}
+ALIKE = {(len(case.tokens), str(hosts)): hosts for case, hosts, _ in CASES.values()}
 
 
-ALIKE = {(len(case.round.tokens), str(case.hosts)): case.hosts for case in CASES.values()}
-
-
-def play_cases(group: weft.Group, *cases: Case) -> None:
-    for case in cases:
-        with made(group, case.round, **case.options) as a2a:
-            same = ("quantize", "combine_dtype")
-            how = {name: case.options[name] for name in same if name in case.options} | case.played
+def play_cases(group: weft.Group, *names: str) -> None:
+    for case, _, how in (CASES[name] for name in names):
+        with case.open(group, TOKENS) as a2a:
             for seed in range(3):
-                play(a2a, case.round.next(seed=seed), **how)
-            play(a2a, case.round, rows=max(1, *case.round.tokens), **how)
+                rounds.play(a2a, case.next(seed=seed), **how)
+            rounds.play(a2a, case, rows=max(1, *case.tokens), **how)
             a2a.check()
 
 
 @across([0, 1, 1, 0])
 def test_two_hosts_whose_ranks_cross_meet_the_reference(group: weft.Group) -> None:
-    play_cases(group, *(CASES[name] for name in ("pull", "fp8", "halves", "statistics")))
+    play_cases(group, "pull", "fp8", "halves", "statistics", "rows of any width")
     ranks = ((0, 3), (1, 2))
     assert (group.hosts, group.host_ranks) == (2, ranks)
     assert ranks[group.host][group.local.rank] == group.rank
@@ -101,30 +93,8 @@ def test_two_hosts_whose_ranks_cross_meet_the_reference(group: weft.Group) -> No
 @pytest.mark.parametrize(("count", "hosts"), ALIKE)
 def test_hosts_meet_the_reference(ranks, count, hosts):
     """Cases of as many ranks on the same hosts share a launch, which takes longer than they do."""
-    alike = [c for c in CASES.values() if (len(c.round.tokens), str(c.hosts)) == (count, hosts)]
+    alike = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
     ranks(count, "cpu")(on_hosts, ALIKE[count, hosts], play_cases, *alike)
-
-
-@campaign
-@across(2)
-def test_payloads_cross_hosts_as_they_are(group: weft.Group) -> None:
-    """Opaque rows of any width, one of which no vector divides."""
-    kinds = [weft.Payload((3,), torch.uint8), weft.Payload((2, 5), torch.float32)]
-    case = Round(tokens=(4, 1, 0, 8))
-    with made(group, case, payloads=kinds) as a2a:
-        _, ids, _, _ = case.of(group.rank, group.device)
-        rows = torch.arange(len(ids), dtype=torch.float32) + 100 * group.rank
-        x = (rows[:, None].expand(-1, 3).to(torch.uint8).contiguous(),
-             rows[:, None, None].expand(-1, 2, 5).contiguous())  # fmt: skip
-        got = a2a.dispatch(x, ids)
-        for slot, source in enumerate(a2a.sources):
-            for token in range(case.tokens[source]):
-                if bool((got.ids[slot, token] >= 0).any()):
-                    want = float(100 * source + token)
-                    assert got.payloads[0][slot, token].tolist() == [int(want) % 256] * 3
-                    assert got.payloads[1][slot, token].tolist() == [[want] * 5] * 2
-        a2a.output().zero_()
-        a2a.combine()
 
 
 @campaign
@@ -133,7 +103,7 @@ def test_payloads_cross_hosts_as_they_are(group: weft.Group) -> None:
 def test_rows_by_expert_go_home(group: weft.Group, combine: str) -> None:
     """As on one host, but for the order of the sums."""
     case = Round(tokens=(5, 0, 8, 2), add=True)
-    with made(group, case, combine=combine, split_phase=True) as a2a:
+    with case.open(group, TOKENS, combine=combine, split_phase=True) as a2a:
         groups = weft.ExpertGroups(a2a)
         for seed in range(2):
             x, ids, weights, add = case.next(seed=seed).of(group.rank, group.device)
@@ -162,7 +132,7 @@ def test_bad_ids_are_refused_where_they_were_sent(group: weft.Group) -> None:
     case = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4)
     x = torch.ones((2, case.hidden), dtype=torch.bfloat16)
     good = torch.tensor([[0, 1], [2, 3]])
-    with made(group, case) as a2a:
+    with case.open(group, TOKENS) as a2a:
 
         def call(x: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
             received = a2a.dispatch(x, ids, **options)
@@ -192,7 +162,7 @@ WRONG_IDS, WRONG_COUNTS = (16, -2, 1 << 30, -(1 << 31)), (-1, 1 << 30)
 def test_what_another_host_would_not_send_is_refused_in_its_name(group: weft.Group) -> None:
     """Rank 2, on host 1, sends what its host would not."""
     case = Round(tokens=(3, 3, 3, 3))
-    with made(group, case, max_tokens=3) as a2a:
+    with case.open(group, 3) as a2a:
         play(a2a, case)
         for seed, wrong in enumerate(WRONG_IDS + WRONG_COUNTS):
 
@@ -222,7 +192,7 @@ def test_what_another_host_would_not_send_is_refused_in_its_name(group: weft.Gro
 def late(group: weft.Group) -> str:
     """Rank 0 makes no call while the store, which would hear the first cause, answers nobody."""
     case = Round(tokens=(2, 2, 2, 2))
-    with made(group, case, timeout=1.0) as a2a:
+    with case.open(group, TOKENS, timeout=1.0) as a2a:
         play(a2a, case)
         group.barrier()
         assert a2a._rail is not None
@@ -249,14 +219,14 @@ def test_ranks_of_a_host_learn_at_once_that_their_rail_failed(ranks):
 def test_what_one_host_refuses_several_refuse(group: weft.Group) -> None:
     case = Round(tokens=(2, 2, 2, 2))
     with pytest.raises(InvalidArgument, match="top_k is 17, but the layer has 16 experts"):
-        made(group, case, top_k=17)
+        case.next(top_k=17).open(group, TOKENS)
     with pytest.raises(GeometryMismatch, match=f"rank {group.size // 2} has max_tokens=9"):
-        made(group, case, max_tokens=TOKENS + group.host)
+        case.open(group, TOKENS + group.host)
     options = {"expert_map": list(range(16))} if group.rank == 3 else {}
     with pytest.raises(CreationFailed, match=r"failed on rank 3 of 4: InvalidArgument: expert_map"):
-        made(group, case, **options)
+        case.open(group, TOKENS, **options)
     x, ids, weights, _ = case.of(group.rank, group.device)
-    a2a = made(group, case)
+    a2a = case.open(group, TOKENS)
     with pytest.raises(TokenOverflow, match="built for max_tokens=8"):
         a2a.dispatch(x.repeat(5, 1), ids.repeat(5, 1))
     with pytest.raises(OutOfOrder):
@@ -275,7 +245,7 @@ def as_one_host(group: weft.Group) -> bytes:
     """The sums of one host's ranks, to compare with."""
     case = Round(tokens=(5, 3, 8, 2), dtype=torch.float32, seed=5)
     x, ids, weights, _ = case.of(group.rank, group.device)
-    with made(group, case) as a2a:
+    with case.open(group, TOKENS) as a2a:
         received = a2a.dispatch(x, ids, weights)
         out = a2a.combine(reference.identity_experts(received, torch.float32))
     return bits(out).numpy().tobytes()
@@ -299,7 +269,7 @@ def test_a_compiled_round_crosses_hosts(group: weft.Group) -> None:
     """It has the bits of an eager one."""
     case = Round(tokens=(5, 3))
     x, ids, weights, add = case.of(group.rank, group.device)
-    with made(group, case) as a2a:
+    with case.open(group, TOKENS) as a2a:
 
         def call(x: torch.Tensor) -> torch.Tensor:
             received = a2a.dispatch(x, ids, weights)

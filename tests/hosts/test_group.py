@@ -72,11 +72,11 @@ def other_rows(group: weft.Group) -> str:
     case = Round(tokens=(2, 2))
     x, ids, weights, _ = case.of(group.rank, group.device)
     with weft.AllToAll(group, timeout=9.0, first_timeout=1.0, **case.sizes(8)) as a2a:
-        with pytest.raises(RailFailed) as told:
+        with pytest.raises(RailFailed) as caught:
             a2a.dispatch(x, ids, weights, rows=4 + group.host)
         with pytest.raises(RailFailed):
             a2a.dispatch(x, ids, weights)
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_unequal_rows_are_an_error_in_time(ranks):
@@ -108,10 +108,10 @@ def test_no_neighbour_of_a_rank_that_stalls_is_named(group, size, hosts, culprit
     with weft.AllToAll(group, timeout=1.0, **case.sizes(8)) as a2a:
         play(a2a, case)
         group.barrier()
-        with pytest.raises(GroupError) as told:
+        with pytest.raises(GroupError) as caught:
             slow_round(a2a, before if group.rank == culprit else "")
     if group.rank != culprit:
-        text = str(told.value)
+        text = str(caught.value)
         own = text.partition("What came first")[0]
         named = {int(each) for each in re.findall(r"rank (\d+)", own)}
         echo = "raised RailFailed" in own or "left its wait" in own or own.endswith("left. ")
@@ -127,9 +127,9 @@ def test_an_abort_reaches_ranks_of_other_hosts_at_once(group: weft.Group) -> Non
         if group.rank == 0:  # the others wait for it
             time.sleep(0.5)
             a2a.abort()
-        with raises_soon(GroupError, r"abort\(\)", 30.0) as told:
+        with raises_soon(GroupError, r"abort\(\)", 30.0) as caught:
             play(a2a, EVEN)
-        assert told.type.__name__ in ("Aborted", "RailFailed", "PeerLeft")
+        assert caught.type.__name__ in ("Aborted", "RailFailed", "PeerLeft")
 
 
 def left_waiting(group: weft.Group, how: str, over: Path) -> str:
@@ -151,20 +151,20 @@ def left_waiting(group: weft.Group, how: str, over: Path) -> str:
                 wait()
                 os._exit(0)
             die()
-        with raises_soon(GroupError, "", 30.0) as told:
+        with raises_soon(GroupError, "", 30.0) as caught:
             play(a2a, EVEN)
         time.sleep(3.0)  # rank 0 serves the store in which the others look for the cause
         over.touch()
-        return str(told.value)
+        return str(caught.value)
 
 
 @pytest.mark.parametrize(("how", "text"), [("dies", "died"), ("closes", "closed its all-to-all")])
 def test_what_ends_a_rank_is_told_beyond_its_host_though_no_connection_ends(how, text, tmp_path):
-    told = weft.launch(
+    caught = weft.launch(
         on_hosts, 2, left_waiting, how, tmp_path / "over", ranks=4, tolerate_deaths=True
     )
     for rank in (0, 2, 3):
-        assert f"rank 1 {text}" in told[rank]
+        assert f"rank 1 {text}" in caught[rank]
 
 
 def count_groups(group: weft.Group) -> int:

@@ -33,14 +33,14 @@ from weft.memory.collective import TorchControl
 from weft.memory.hosts import by_host, by_machine
 
 
-def here(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
+def describe(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
     """What ranks on such machines say of them."""
     names = ("boot", "part", "device")
     given = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
-    said = [dict(zip(names, each, strict=True)) for each in zip(*given, strict=True)]
+    places = [dict(zip(names, each, strict=True)) for each in zip(*given, strict=True)]
     return [
         each | {"host": f"{each['boot']}-0", "part": each["part"].strip("-"), "token": "t"}
-        for each in said
+        for each in places
     ]
 
 
@@ -69,26 +69,26 @@ TWO, ALL = ((0, 2), (1, 3)), [0, 1, 2, 3]
     ],
 )
 def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached, ranks, names):
-    found = by_host(here(*boots, parts=parts), reached)
+    found = by_host(describe(*boots, parts=parts), reached)
     assert found[0] == ranks
     assert names in (None, found[1])
 
 
 def test_a_domain_takes_no_more_ranks_than_it_serves():
     boots = [boot for boot in "abcd" for _ in range(36)]
-    ranks, _ = by_host(here(*boots), [[0, 36, 72, 108]] * 144)
+    ranks, _ = by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
     assert [len(each) for each in ranks] == [72, 72]
 
 
 def test_hosts_may_not_have_unequal_numbers_of_ranks():
-    assert by_machine(here(*"abab")) == [[0, 2], [1, 3]]
+    assert by_machine(describe(*"abab")) == [[0, 2], [1, 3]]
     with pytest.raises(RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
-        by_host(here(*"aab"), [[]] * 3)
+        by_host(describe(*"aab"), [[]] * 3)
 
 
 def test_ranks_have_devices_of_one_kind():
     with pytest.raises(RendezvousFailed, match="rank 0 has its memory on cuda and rank 2 on cpu"):
-        by_machine(here(*"aab", kinds=("cuda", "cuda", "cpu")))
+        by_machine(describe(*"aab", kinds=("cuda", "cuda", "cpu")))
 
 
 @on_ranks(2, "cpu")
@@ -110,9 +110,9 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
     domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
     own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
 
-    def found(said: list[Any], _: object) -> Any:
-        machines, of = by_machine(said), [domain[each["boot"]] for each in said]
-        return by_host(said, [[m[0] for m in machines if of[m[0]] == each] for each in of])
+    def found(places: list[Any], _: object) -> Any:
+        machines, of = by_machine(places), [domain[each["boot"]] for each in places]
+        return by_host(places, [[m[0] for m in machines if of[m[0]] == each] for each in of])
 
     def exchange_fds(control: TorchControl, fd: int, timeout: float) -> list[int | None]:
         fds: Any = group.exchange_fds(fd)
@@ -138,9 +138,9 @@ def test_what_one_machine_cannot_do_every_rank_is_told(group: weft.Group) -> Non
     if group.rank == 3:
         stop = OSError("no more threads")
         pytest.MonkeyPatch().setattr("weft.memory.membership.Liveness", Mock(side_effect=stop))
-    with pytest.raises(CreationFailed) as told:
+    with pytest.raises(CreationFailed) as caught:
         on_machines(group, *"aabb")
-    text = str(told.value)
+    text = str(caught.value)
     assert "meeting on one machine, its ranks [2, 3] numbered from 0, failed on rank 2 of" in text
     assert "rank 1 (pid" in text
     assert "could not watch its peers: no more threads" in text
@@ -188,11 +188,11 @@ def test_a_death_is_named_at_once_on_every_machine(group: weft.Group) -> None:
             domain.barrier()
             if domain.rank == 1:
                 die()
-            with raises_soon(GroupError, "rank 1", 30.0) as told:
+            with raises_soon(GroupError, "rank 1", 30.0) as caught:
                 wait_in_dispatch(a2a, case)
-        assert told.type in (PeerDied, PeerLeft)
-        advice = "a group of 2 machines does not recover" in str(told.value)
-        assert advice == (told.type is PeerDied)
+        assert caught.type in (PeerDied, PeerLeft)
+        advice = "a group of 2 machines does not recover" in str(caught.value)
+        assert advice == (caught.type is PeerDied)
 
 
 def wait_in_dispatch(a2a: weft.AllToAll, case: Round) -> None:
