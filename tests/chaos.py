@@ -80,8 +80,8 @@ REFUSED = 3  # exit code of a new process that was not taken in
 class Death:
     """How a process is struck.
 
-    place: "meeting"; "round", before `step`; "recovery", "replacement": in the first that it takes
-        part in; "newcomer": from its start.
+    place: "meeting"; "round" (before `step`); the first "recovery" or "replacement" that it takes
+        part in; "newcomer" (from its start).
     how: "point" (a fault point of a kernel), "kill", "stop".
     after: seconds from there, or control messages, or the number of the fault point.
     """
@@ -93,7 +93,6 @@ class Death:
     step: int = 0
 
     def arm(self) -> None:
-        """Strike this process so much later."""
         if self.frames:
             self._at_frame()
         else:
@@ -121,17 +120,13 @@ class Death:
 
     @property
     def name(self) -> str:
-        """For the summary."""
         when = "at a fault point" if self.how == "point" else "at a message" if self.frames else ""
         return " ".join(filter(None, (self.place, "stop" if self.how == "stop" else "kill", when)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed says.
-
-    deaths: of ranks.   newcomers: of new processes, in the order of their start; later ones live.
-    """
+    """The deaths of ranks, and of new processes in the order of their start; later ones live."""
 
     seed: int
     way: str
@@ -142,7 +137,6 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int) -> Plan:
-        """Draw everything."""
         draw = random.Random(seed)
         meets, replaces = draw.random() < 1 / 6, draw.random() < 0.5
         victims = draw.sample(range(RANKS), draw.choice((1, 1, 2)))
@@ -158,7 +152,7 @@ class Plan:
         return cls(seed, draw.choice(list(WAYS)), meets, replaces, deaths, tuple(newcomers))
 
     def stops(self, place: str = "") -> bool:
-        """Is a process stopped there, or anywhere?"""
+        """Whether a process is stopped there, or anywhere."""
         every = (*self.deaths.values(), *filter(None, self.newcomers))
         return any(death.how == "stop" and place in ("", death.place) for death in every)
 
@@ -169,7 +163,6 @@ class Plan:
 
 
 def drawn_death(draw: random.Random, place: str) -> Death:
-    """How a process is struck at a place."""
     how = "stop" if draw.random() < 0.2 else "kill"
     if place == "round":
         step = draw.randrange(2, REPLACED - 4)
@@ -199,7 +192,6 @@ class Rank:
     operators: dict[str, Any] = field(default_factory=dict)
 
     def open(self, stack: ExitStack) -> None:
-        """Make everything, in the same order on all ranks."""
         group, more = self.group, {"timeout": CALL, "first_timeout": CALL}
         points: dict[str, Any] = {**more, "_defines": ("WEFT_FAULTS=1",)}
         made: dict[str, Any] = {
@@ -214,7 +206,6 @@ class Rank:
         group.timeout = CALL
 
     def run(self) -> None:
-        """All steps, whatever happens."""
         together = self.step is not None
         while True:
             try:
@@ -243,16 +234,13 @@ class Rank:
 
     @property
     def death(self) -> Death | None:
-        """Of this process, if it is a rank of the beginning."""
         return None if self.new else self.plan.deaths.get(self.group.rank)
 
     def strike(self, place: str) -> None:
-        """What the plan has for this process here."""
         if self.death is not None and self.death.place == place:
             self.death.arm()
 
     def disturb(self) -> None:
-        """What the plan has for this rank before this step."""
         death = self.death
         if death is None or death.place != "round" or death.step != self.step:
             return
@@ -262,7 +250,6 @@ class Rank:
             death.arm()
 
     def one_step(self, step: int) -> None:
-        """A call of every kind in turn, compared with the reference over the living."""
         kind, living = KINDS[step % len(KINDS)], list(self.group.living)
         if kind == "relocate":
             self.operators["layer"].relocate(PLACES[step // len(KINDS) % 2])
@@ -285,7 +272,6 @@ class Rank:
             operator.check()
 
     def recover(self) -> None:
-        """Go on without ranks that are gone."""
         self.strike("recovery")
         suspects = [rank for rank, death in self.plan.deaths.items() if death.how == "stop"]
         if self.plan.stops("newcomer"):
@@ -306,7 +292,7 @@ class Rank:
         raise AssertionError(f"{TRIES} recoveries failed, the last one by: {last}") from last
 
     def come_together(self) -> None:
-        """Go back to where all old ranks are, with the weights of one placement."""
+        """Go back to the step of all old ranks, with the weights of one placement."""
         layer = self.operators["layer"]
         said = self.group.all_gather([self.step, layer._mixed])
         known = [said[rank] for rank in self.group.living]
@@ -319,7 +305,6 @@ class Rank:
         self.step = step
 
     def replace(self) -> None:
-        """Take in new processes for all ranks that are gone."""
         group = self.group
         self.strike("replacement")
         meeting = group.open_meeting()
@@ -341,8 +326,6 @@ def ask(folder: Path, what: str, address: str, ranks: list[int] | None = None) -
 
 
 class Started(NamedTuple):
-    """A new process."""
-
     address: str
     process: BaseProcess
     death: Death | None
@@ -381,11 +364,9 @@ class Newcomers:
 
     def _start(self, address: str, rank: int) -> None:
         death = next(self._late, None)
-        process = fork_server().Process(
-            target=newcomer,
-            args=(address, rank, self._plan.seed, death, str(self._folder), len(self.started)),
-            name=f"the new process of rank {rank}",
-        )
+        given = address, rank, self._plan.seed, death, str(self._folder), len(self.started)
+        name = f"the new process of rank {rank}"
+        process = fork_server().Process(target=newcomer, args=given, name=name)
         process.start()
         self.started.append(Started(address, process, death))
 
@@ -416,7 +397,6 @@ class Newcomers:
 def newcomer(
     address: str, rank: int, seed: int, death: Death | None, folder: str, number: int
 ) -> None:
-    """What a new process does."""
     plan = Plan.of(seed)
     with stacks(Path(folder), f"newcomer {rank} {number}"):
         before = state()
@@ -435,7 +415,7 @@ def newcomer(
             except BROKEN:
                 sys.exit(REFUSED)
             this.run()
-        tell(Path(folder), f"newcomer {rank} {number}", {**outcome(this, before), "number": number})
+        Path(folder, f"newcomer {rank} {number}.json").write_text(json.dumps(outcome(this, before)))
 
 
 @contextlib.contextmanager
@@ -458,22 +438,13 @@ def stacks(folder: Path, name: str) -> Iterator[None]:
 
 
 def outcome(this: Rank, before: tuple[int, int, int]) -> dict[str, Any]:
-    """What a rank has to say at the end, when its operators are closed."""
+    """Tell what is left when the operators of a rank are closed."""
     after = state()
-    return {
-        "living": this.group.living,
-        "recoveries": this.recoveries,
-        "mapped": after[1] - before[1],
-        "files": after[0] - before[0],
-    }
-
-
-def tell(folder: Path, name: str, said: dict[str, Any]) -> None:
-    (folder / f"{name}.json").write_text(json.dumps(said))
+    kept = {"mapped": after[1] - before[1], "files": after[0] - before[0]}
+    return {"living": this.group.living, "recoveries": this.recoveries, **kept}
 
 
 def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
-    """A rank of the beginning; what a survivor has to say."""
     with stacks(Path(folder), f"rank {group.rank}"):
         before = state()
         this = Rank(group, Plan.of(seed), Path(folder))
@@ -492,21 +463,18 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
             death.arm()
         said, text = "met", ""
         try:
-            group = weft.Group.from_meeting(
-                meeting,
-                rank=rank,
-                size=RANKS,
-                device=torch.device("cpu"),
-                timeout=ARRIVE,
-            )
-            with group:
+            cpu = torch.device("cpu")
+            with weft.Group.from_meeting(
+                meeting, rank=rank, size=RANKS, device=cpu, timeout=ARRIVE
+            ) as group:
                 group.barrier()
         except RendezvousFailed as error:
             said, text = "RendezvousFailed", str(error)
         took, after = time.monotonic() - began, state()
         came_with = before[0] - (meeting.listener is not None)  # which the hub has closed
         found = {"files": after[0] - came_with, "mapped": after[1] - before[1]}
-        tell(Path(folder), f"rank {rank}", {"said": said, "text": text, "seconds": took, **found})
+        told = {"said": said, "text": text, "seconds": took, **found}
+        Path(folder, f"rank {rank}.json").write_text(json.dumps(told))
         if death is not None:
             os.kill(os.getpid(), signal.SIGKILL)  # it was over before
 
@@ -613,17 +581,14 @@ def one_run(seed: int) -> Counter[str]:
 
 
 def fork_server() -> ForkServerContext:
-    """What starts processes, with everything imported that they need."""
     return processes.fork_server(IMPORTED)
 
 
 def in_shared_memory() -> set[str]:
-    """What weft has put into /dev/shm."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("weft")}
 
 
 def of_fork_server() -> list[str]:
-    """The processes that were started for ranks, and live."""
     server: Any = forkserver
     parent, found = server._forkserver._forkserver_pid, []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -635,7 +600,6 @@ def of_fork_server() -> list[str]:
 
 
 def main() -> None:
-    """Run seed after seed for so long; a line for each, and a summary."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0, help="the first; each run takes the next")

@@ -128,11 +128,11 @@ def test_memory_is_known_before(group: weft.Group) -> None:
         case = Case(CONFIGS[name], tokens=(5, 7))
         sizes: dict[str, Any] = {"ranks": 2, "max_tokens": 8, "device": device}
         with case.open(group, max_tokens=8, **options) as layer:
-            told = weft.MoE.memory_bytes(case.config, **sizes, **options)
-            assert told.ordinary == layer.workspace_bytes, (name, options)
-            assert told.shared == layer.exchange.heap.size
+            memory = weft.MoE.memory_bytes(case.config, **sizes, **options)
+            assert memory.ordinary == layer.workspace_bytes, (name, options)
+            assert memory.shared == layer.exchange.heap.size
             most = weft.MoE.memory_bytes(case.config, **sizes)
-            assert most.total >= told.total or "quantize" in options or "max_rows" in options
+            assert most.total >= memory.total or "quantize" in options or "max_rows" in options
     with pytest.raises(InvalidArgument, match="ranks is 0"):
         weft.MoE.memory_bytes(CONFIGS["softmax"], ranks=0, max_tokens=8, device=device)
 
@@ -144,12 +144,12 @@ def test_global_ids(group: weft.Group) -> None:
             ids = torch.tensor([[0, 7], [3, -1]], dtype=torch.int32, device=group.device)
             x = torch.zeros(2, 64, dtype=torch.bfloat16, device=group.device)
             received = a2a.dispatch(x, ids)
-            found = a2a.global_ids(received.ids)
-            assert found.dtype == torch.int32
+            returned = a2a.global_ids(received.ids)
+            assert returned.dtype == torch.int32
             mine = torch.tensor(a2a.local_experts, device=group.device)
             own = torch.isin(ids, mine)
             for source in range(2):
-                assert torch.equal(found[source, :2], torch.where(own, ids, -1))
+                assert torch.equal(returned[source, :2], torch.where(own, ids, -1))
             a2a.combine()
             with pytest.raises(InvalidArgument, match="local_ids is .*int32 or int64"):
                 a2a.global_ids(x)

@@ -31,6 +31,12 @@ def state():
         return open_files(), shares_mapped(), len(file.readlines())
 
 
+def reserved():
+    """Return the number of mappings without access, of which each heap makes one or more."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        return sum(line.split()[1] == "---p" for line in file)
+
+
 def raised(call, *args, **options):
     """Return [the error's name or "nothing", its text, seconds]; a list, for control messages."""
     started = time.monotonic()

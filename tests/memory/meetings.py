@@ -43,7 +43,7 @@ def connect(meeting):
     return stranger
 
 
-def said(meeting, **changes):
+def make_hello(meeting, **changes):
     """A hello."""
     hello = {
         "abi": ABI, "rank": 1, "size": 3, "device": "cpu", "nonce": meeting.nonce.hex()

@@ -206,16 +206,16 @@ def cpu_tensor_at(address, count, device, keeper):
 )
 def test_what_gpus_cannot_do_is_said_on_every_rank(install, attribute, text):
     lacks = Attributes[f"CU_DEVICE_ATTRIBUTE_{attribute}_SUPPORTED"]
-    for name, said in run(install(lacks=(lacks,))):
+    for name, message in run(install(lacks=(lacks,))):
         assert name == HandleUnsupported.__name__
-        assert f"cuda:0 (Test GPU) {text}" in said
+        assert f"cuda:0 (Test GPU) {text}" in message
 
 
 def test_gpus_that_cannot_reach_each_other_are_both_named(install):
     results = run(install(peers=False))
     assert [name for name, _ in results] == [PeerAccessDenied.__name__] * 2
     for text in ("nvidia-smi topo -p2p r", "CUDA_VISIBLE_DEVICES"):
-        assert all(text in said for _, said in results)
+        assert all(text in message for _, message in results)
     assert f"cuda:0 (Test GPU) {'00' * 16}" in results[0][1]
     assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in results[0][1]
 
@@ -246,9 +246,9 @@ def test_memory_of_several_machines_does_not_go_as_descriptors(install):
     fake = install(fabric=True)
     run(fake, make_on_machines)
     first = names_of(fake, 1).index("cuMemCreate") + 1
-    for name, said in run(install(fabric=True, fail=(1, first)), make_on_machines):
+    for name, message in run(install(fabric=True, fail=(1, first)), make_on_machines):
         assert name == "HandleUnsupported"
-        assert "rank 1 on cuda:1 (Test GPU) can no longer make fabric handles" in said
+        assert "rank 1 on cuda:1 (Test GPU) can no longer make fabric handles" in message
 
 
 def look(group, fake):

@@ -34,15 +34,15 @@ def find(size, timeout=20.0, **changes):
 
     changes: what a rank says in the place of what it would say, by "rank1".
     """
-    barrier, said = threading.Barrier(size), [""] * size
+    barrier, own = threading.Barrier(size), [""] * size
 
     def rank(r):
         change = changes.get(f"rank{r}", lambda value: value)
 
         def exchange(value):
-            said[r] = json.dumps(change(value))
+            own[r] = json.dumps(change(value))
             barrier.wait(60)
-            answers = [json.loads(each) for each in said]
+            answers = [json.loads(each) for each in own]
             barrier.wait(60)
             return answers
 
@@ -57,14 +57,14 @@ def find(size, timeout=20.0, **changes):
 
 
 def test_names_of_their_own_do_not_part_ranks_and_boots_do():
-    assert find(2, rank1=lambda said: {**said, "host": "other"}) == ["met", "met"]
-    for text in find(2, rank1=lambda said: {**said, "boot": "0123456789"}):
+    assert find(2, rank1=lambda own: {**own, "host": "other"}) == ["met", "met"]
+    for text in find(2, rank1=lambda own: {**own, "boot": "0123456789"}):
         assert "the ranks are on several hosts" in text
         assert "(boot 01234567)" in text
 
 
 def test_networks_of_their_own_are_said_on_every_rank():
-    zero, *others = find(3, LONG, rank2=lambda said: {**said, "host": "box", "network": "net:[7]"})
+    zero, *others = find(3, LONG, rank2=lambda own: {**own, "host": "box", "network": "net:[7]"})
     assert others == [zero, zero]
     assert f"rank 0 on {socket.gethostname()} (boot " in zero
     assert "is in network namespace net:[" in zero
@@ -84,7 +84,7 @@ def test_what_keeps_rank_0_from_listening_is_said_on_every_rank(monkeypatch):
 
 @pytest.mark.parametrize("address", [None, 7, {}, "0-" + "g" * 64, "/tmp/weft-x"])
 def test_an_address_that_no_rank_would_send_is_refused(address):
-    zero, one = find(2, 0.3, rank0=lambda said: {**said, "meeting": address})
+    zero, one = find(2, 0.3, rank0=lambda own: {**own, "meeting": address})
     assert "rank 0 was to send where to meet" in one
     assert "rank 1 of 2 did not come" in zero  # it knows where
 
@@ -92,7 +92,7 @@ def test_an_address_that_no_rank_would_send_is_refused(address):
 @pytest.mark.parametrize("answer", [None, 7, {}, {"host": 7}, {"host": "a", "boot": "b"}])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_no_rank_would_answer_is_refused(rank, answer):
-    for text in find(2, LONG, **{f"rank{rank}": lambda said: answer}):
+    for text in find(2, LONG, **{f"rank{rank}": lambda own: answer}):
         assert text.startswith(f"rank {rank} was to send where ")
 
 

@@ -194,10 +194,13 @@ def sleep(group, seconds):
 
 @BOTH
 def test_an_overrun_names_the_ranks_that_still_run(device):
-    # Threads cannot be ended, and processes take a while to start.
-    seconds, timeout = (600.0, 4) if device == "cpu" else (3.0, 1)
-    with raises_soon(RankFailed, rf"rank 0, 2 of 3 still ran after {timeout} s"):
-        launch(sleep, {0: seconds, 2: seconds}, ranks=3, device=device, timeout=timeout)
+    seconds = 600.0 if device == "cpu" else 3.0  # threads cannot be ended
+    for timeout in (1, 20):  # processes take a while to start on a busy machine
+        with raises_soon(RankFailed, f"still ran after {timeout} s") as caught:
+            launch(sleep, {0: seconds, 2: seconds}, ranks=3, device=device, timeout=timeout)
+        if "rank 0, 1, 2 of 3" not in str(caught.value):
+            break
+    assert str(caught.value).startswith(f"rank 0, 2 of 3 still ran after {timeout} s")
 
 
 def wait_for_a_sleeper(group):

@@ -35,10 +35,10 @@ def replaced(place: Any, name: str, error: Exception) -> pytest.MonkeyPatch:
 def test_a_rank_that_may_not_open_pidfds_says_so_on_all(group: weft.Group) -> None:
     if group.rank == 1:
         replaced(os, "pidfd_open", PermissionError(1, "Operation not permitted"))
-    with pytest.raises((SetupError, RendezvousFailed)) as told:
+    with pytest.raises((SetupError, RendezvousFailed)) as caught:
         weft.Group.from_torch(group.process_group(), device="cpu")
-    assert "pidfd_open is refused (Operation not permitted)" in str(told.value)
-    assert "seccomp" in str(told.value)
+    assert "pidfd_open is refused (Operation not permitted)" in str(caught.value)
+    assert "seccomp" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["pipe2", "start"])

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.memory.baseline import open_files
-from tests.memory.meetings import LONG, SOON, all_ranks, answer, connect, gather, said
+from tests.memory.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory import liveness
 from weft.memory.meeting import ABI, Meeting, meet
@@ -58,11 +58,11 @@ def test_ranks_that_do_not_fit_together_all_learn_why(meeting, changes, text):
     def misfit():
         time.sleep(0.1)  # rank 2 is in by then
         with connect(meeting) as connection:
-            connection.send(said(meeting, **changes))
+            connection.send(make_hello(meeting, **changes))
             return answer(connection)["fail"]
 
-    zero, member, told = all_ranks(lambda: gather(meeting, 0), lambda: gather(meeting, 2), misfit)
-    for each in (zero, member, told):
+    zero, member, reply = all_ranks(lambda: gather(meeting, 0), lambda: gather(meeting, 2), misfit)
+    for each in (zero, member, reply):
         assert text in str(each)
     assert isinstance(zero, RendezvousFailed)
     assert isinstance(member, RendezvousFailed)
@@ -139,10 +139,10 @@ def known_process():
         process.wait()
 
 
-def with_peers(meeting, rank, told, **options):
+def with_peers(meeting, rank, reply, **options):
     """One rank that knows the processes of the others."""
     with liveness.Peers() as known:
-        for other, identity in told.items():
+        for other, identity in reply.items():
             known.watch(other, identity)
         try:
             meet(meeting, rank=rank, device="cpu", peers=known, **options)
@@ -154,15 +154,15 @@ def with_peers(meeting, rank, told, **options):
 @pytest.mark.parametrize("half", [False, True], ids=["nothing said", "half a hello"])
 def test_a_rank_that_dies_before_it_has_come_ends_the_meeting(meeting, half):
     """Not the end of its connection: anybody's could end like that."""
-    with known_process() as (process, told), ThreadPoolExecutor(2) as pool:
+    with known_process() as (process, reply), ThreadPoolExecutor(2) as pool:
         options = {"size": 3, "timeout": LONG}
         ranks = [
-            pool.submit(with_peers, meeting, rank, {2: told} if rank == 0 else {}, **options)
+            pool.submit(with_peers, meeting, rank, {2: reply} if rank == 0 else {}, **options)
             for rank in range(2)
         ]
         with connect(meeting) as connection:
             if half:
-                connection.send(said(meeting)[:40])
+                connection.send(make_hello(meeting)[:40])
         time.sleep(0.1)
         assert not ranks[0].done()
         started = time.monotonic()
@@ -173,30 +173,30 @@ def test_a_rank_that_dies_before_it_has_come_ends_the_meeting(meeting, half):
 
 
 def test_ranks_of_another_namespace_have_the_deadline(meeting):
-    with known_process() as (process, told):
-        told["namespace"] = "pid:[1]"
+    with known_process() as (process, reply):
+        reply["namespace"] = "pid:[1]"
         process.kill()
         process.wait()
-        text = with_peers(meeting, 0, {1: told}, size=2, timeout=0.2)
+        text = with_peers(meeting, 0, {1: reply}, size=2, timeout=0.2)
     assert "rank 1 of 2 did not come" in text
     assert "rank 1: it runs in another pid namespace" in text
 
 
 @pytest.mark.parametrize(
-    "told", [None, [], {}, {"pid": 0}, {"pid": "7"}, {"pid": True}, {"pid": 1 << 40}]
+    "reply", [None, [], {}, {"pid": 0}, {"pid": "7"}, {"pid": True}, {"pid": 1 << 40}]
 )
-def test_what_tells_of_no_process_is_not_watched(told):
+def test_what_tells_of_no_process_is_not_watched(reply):
     with liveness.Peers() as known:
-        known.watch(1, told)
+        known.watch(1, reply)
         known.check()
         assert known.pidfds() == []
 
 
 def test_peers_leave_no_descriptor():
     before = open_files()
-    with known_process() as (_, told), liveness.Peers() as known:
-        known.watch(1, told)
-        known.watch(1, told)
+    with known_process() as (_, reply), liveness.Peers() as known:
+        known.watch(1, reply)
+        known.watch(1, reply)
         known.watch(2, liveness.identity())
         assert open_files() == before + 2
         known.check()
@@ -259,9 +259,9 @@ def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
             return error
 
     with ThreadPoolExecutor(3) as pool:
-        told = list(pool.map(rank, range(3)))
-    assert isinstance(told.pop(leaver), ValueError)
-    for each in told:
+        reply = list(pool.map(rank, range(3)))
+    assert isinstance(reply.pop(leaver), ValueError)
+    for each in reply:
         assert isinstance(each, RendezvousFailed)
         assert "no memory for it" in str(each)
 
@@ -271,7 +271,7 @@ def test_nobody_returns_before_all_have_met(meeting):
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(gather, meeting, r, 3, LONG) for r in (0, 1)]
         with connect(meeting) as slow:
-            slow.send(said(meeting, rank=2))
+            slow.send(make_hello(meeting, rank=2))
             assert answer(slow)["nonce"] == meeting.nonce.hex()
             time.sleep(0.2)
             assert not any(rank.done() for rank in ranks)

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.memory.baseline import open_files
-from tests.memory.meetings import LONG, SOON, all_ranks, answer, connect, gather, said
+from tests.memory.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.memory import meeting as module
 from weft.memory.control_plane import ControlPlane
@@ -54,7 +54,7 @@ def test_strangers_are_refused_and_the_ranks_still_meet(meeting):
     def strangers():
         with connect(meeting), connect(meeting) as loud, connect(meeting) as liar:
             loud.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
-            liar.send(said(meeting, nonce="0" * 64))
+            liar.send(make_hello(meeting, nonce="0" * 64))
             answers.append(answer(liar))
 
     def late():
@@ -197,7 +197,7 @@ def is_json(value: object) -> bool:
 
 def test_a_hello_with_the_nonce_and_odd_fields_is_an_error_in_words(meeting):
     """Only a rank of this job has the nonce; what it says otherwise may be anything."""
-    good = json.loads(said(meeting, rank=2))
+    good = json.loads(make_hello(meeting, rank=2))
 
     @settings(max_examples=100, deadline=None, database=None)
     @example({"abi": math.inf})

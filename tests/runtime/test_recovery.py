@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from typing import Any
@@ -15,7 +14,7 @@ import weft
 from tests.memory.baseline import die
 from tests.operators import KINDS, Operator
 from tests.ranks import on_ranks
-from tests.recovery import Survivors, run_survivors, surviving, until_broken
+from tests.recovery import Survivors, until_broken
 from weft.errors import Aborted, BadExpertId
 
 WRAPS = (1 << 40) - 200  # of an epoch, among the rounds after a recovery
@@ -36,8 +35,12 @@ def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
     survivors.lose(*dies, sealed=[op.made])
 
 
-def many_rounds(group: weft.Group, folder: str, kind: str, rounds: int) -> None:
-    with surviving(group, folder) as survivors, open_kind(group, kind) as op:
+@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", CASES)
+@on_ranks(4, "cpu", dies=[1, 3])
+def test_many_rounds_after_two_deaths(group: weft.Group, kind: str, rounds: int) -> None:
+    survivors = Survivors(group)
+    with open_kind(group, kind) as op:
         op.rounds(2)
         kill(survivors, op, 1, 3)  # at once
         first = op.enqueue(3.0).clone()
@@ -52,13 +55,6 @@ def many_rounds(group: weft.Group, folder: str, kind: str, rounds: int) -> None:
         op.made.check()
         assert op.made._finished() == rounds + 1
         survivors.barrier()
-
-
-@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", CASES)
-def test_many_rounds_after_two_deaths(ranks, tmp_path, kind, rounds):
-    run = functools.partial(ranks(4, "cpu"), many_rounds, str(tmp_path), kind, rounds)
-    run_survivors(run, tmp_path, [0, 2])
 
 
 @on_ranks(3, "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,8 @@ def wait_until(there, seconds=300.0):
 
 
 def make(group, first_timeout=600.0):
-    return weft.AllToAll(
-        group, max_tokens=4, top_k=2, num_experts=4, hidden=64, first_timeout=first_timeout
-    )
+    sizes: Any = {"max_tokens": 4, "top_k": 2, "num_experts": 4, "hidden": 64}
+    return weft.AllToAll(group, **sizes, first_timeout=first_timeout)
 
 
 def test_a_first_call_that_a_rank_skips_names_it(ranks, caplog):
