@@ -425,8 +425,8 @@ def refused(group: weft.Group) -> None:
         ({**topk, "topk_weights": mine.weights[1:]}, "topk_weights has shape"),
         ({"num_worst_tokens": 100}, "num_worst_tokens is 100 without topk_idx"),
         ({**topk, "num_worst_tokens": 1 << 26}, r"num_worst_tokens is 67108864; .* 0\.\.1048576"),
-        ({**topk, "handle": handle}, "topk_idx is a tensor .* a handle's dispatch brings rows"),
-        ({"x": mine.x[1:], "handle": handle}, "x has 4 tokens, the dispatch of the handle had 5"),
+        ({**topk, "handle": handle}, "topk_idx is a tensor .* a dispatch with a handle sends rows"),
+        ({"x": mine.x[1:], "handle": handle}, "x has 4 tokens, but the handle's dispatch had 5"),
         ({"handle": (1, 2)}, r"handle is \(1, 2\); it must be the handle that dispatch returned"),
     )
     for change, text in bad:
@@ -544,7 +544,7 @@ def sglangs(group: weft.Group) -> None:
 @buffered()
 def none_made(group: weft.Group, buffer: Buffer) -> None:
     mine = on(group, batch(group.rank))
-    text = f"a dispatch to {EXPERTS} experts comes for the first time in a graph capture"
+    text = f"a dispatch to {EXPERTS} experts is new in a graph capture"
     with pytest.raises(InvalidArgument, match=text):
         buffer.dispatch(mine.x, **layout(buffer, mine))
 

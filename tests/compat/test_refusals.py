@@ -80,7 +80,7 @@ def no_calls(group: weft.Group) -> None:
     no(lambda: workspace(4, HIDDEN, BF16), "without a dispatch", error=OutOfOrder)
     assert a2a.eplb_gathered_stats is None
     send(ids, sent, 4, enable_pdl=True)
-    no(lambda: send(ids, sent, 4), "3 tokens are away", error=OutOfOrder)
+    no(lambda: send(ids, sent, 4), "combine of 3 tokens", error=OutOfOrder)
     no(lambda: workspace(4, 12, BF16), "hidden", "multiples of 16")
     no(lambda: combine(y, 3), "is 3", "with 4")
     no(lambda: combine(y[:, :3], 4), "[3, 3, 64]", "[3, 4, hidden]")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`allreduce_fusion` with the signatures of flashinfer.comm, on weft.AllReduce.
 
-docs/user/compat.md says what is the same, what is stricter and what is refused, pattern by pattern.
+docs/user/compat.md lists for each pattern what is the same, what is stricter and what is refused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from weft.fields import largest
 from weft.runtime.check import refuse_tensor
 from weft.shape import Shape
 
-GROUP = 128  # columns that share a scale
+GROUP = 128  # columns per scale
 _FINALIZE = "weft has one implementation"
 
 
 class AllReduceFusionPattern(IntEnum):
-    """What follows the sum; the numbers are those of flashinfer.comm."""
+    """Operations after the all-reduce, with flashinfer.comm's numbers."""
 
     kAllReduce = 0
     kARResidualRMSNorm = 1
@@ -42,7 +42,7 @@ class AllReduceFusionPattern(IntEnum):
 
 
 class QuantizationSFLayout(IntEnum):
-    """The order of NVFP4's scales; the numbers are those of flashinfer.comm."""
+    """Order of NVFP4 scales, with flashinfer.comm's numbers."""
 
     SWIZZLED_128x4 = 0
     SWIZZLED_8x4 = 1
@@ -50,7 +50,7 @@ class QuantizationSFLayout(IntEnum):
 
 
 _Pattern = AllReduceFusionPattern
-_LAST_PATTERN = int(max(_Pattern))  # here, because torch.compile cannot compare enums
+_LAST_PATTERN = int(max(_Pattern))  # a constant, because torch.compile cannot compare enums
 _REFUSED = (_Pattern.kARResidualRMSNormFP4Quant, _Pattern.kARResidualRMSNormOutFP4Quant)
 _STATIC = (_Pattern.kARResidualRMSNormFP8Quant, _Pattern.kARResidualRMSNormOutFP8Quant)
 _GROUPED = (
@@ -96,20 +96,20 @@ def allreduce_fusion(
     *,
     moe_finalize_backend: str = "trtllm",
 ) -> torch.Tensor:
-    """Sum `[tokens, hidden]` over the ranks, and what `pattern` adds to it, in one launch.
+    """All-reduce `[tokens, hidden]` and apply `pattern` to the sum, in one launch.
 
-    Arguments are those of flashinfer.comm's call; outputs that are left out and follow from the
-    pattern are allocated. launch_with_pdl, trigger_completion_at_end and fp32_acc change nothing:
-    sums are in fp32, always. use_oneshot chooses a backend, and never another result.
+    The arguments are those of flashinfer.comm's call. Omitted outputs of the pattern are allocated.
+    launch_with_pdl, trigger_completion_at_end and fp32_acc have no effect: sums are always in fp32.
+    use_oneshot selects a backend and does not change the result.
 
     Returns:
-        norm_out, else quant_out, else output; the first that the pattern has.
+        The pattern's first output among norm_out, quant_out and output.
 
     Raises:
-        InvalidArgument: an argument is invalid.
-        TokenOverflow: there are more tokens than `max_tokens`.
-        OutOfOrder: the call comes at the wrong time, or the object is closed.
-        GroupError: the group is broken.
+        InvalidArgument: If an argument is invalid.
+        TokenOverflow: If there are more tokens than the workspace's max_token_num.
+        OutOfOrder: If the workspace is destroyed.
+        GroupError: If the group is broken.
     """
     instance("workspace", workspace, AllReduceFusionWorkspace)
     _check_rows("input", input)
@@ -129,7 +129,7 @@ def allreduce_fusion(
     real("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
-    if layout_code is not None:  # of NVFP4's scales, which no pattern here has
+    if layout_code is not None:  # for NVFP4 scales, which no supported pattern has
         integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     prologue = None
     if call is _FINALIZED:
@@ -150,30 +150,30 @@ def allreduce_fusion(
         _need(call, residual_in=residual_in, rms_gamma=rms_gamma)
         epilogue = {"residual": residual_in, "weight": rms_gamma, "eps": rms_eps}
         epilogue |= {"quant": quant, "weight_bias": weight_bias}
-    wanted = _outputs(call, input, **outputs)
+    requested = _outputs(call, input, **outputs)
     tokens = len(input if residual_in is None else residual_in)
     backend = workspace.backend_for(
         use_oneshot, input if prologue is None else prologue.rows, tokens
     )
     x = input if prologue is None else None
     names = REDUCED if call is _REDUCTION else NAMES
-    made_of = workspace.run(x, prologue, backend, epilogue | wanted, names)
+    result = workspace.run(x, prologue, backend, epilogue | requested, names)
     if call in _GROUPED and scale_out is not None:
         _blank_padding(scale_out)
-    answers = (made_of.norm, made_of.quant, made_of.out)
-    return next(tensor for tensor in answers if tensor is not None)
+    outputs_in_order = (result.norm, result.quant, result.out)
+    return next(tensor for tensor in outputs_in_order if tensor is not None)
 
 
 def _blank_padding(scales: torch.Tensor) -> None:
     """Zero the padding between a column's last token and the next column, as flashinfer.comm does.
 
-    scales: `[tokens, columns]` with strides `(1, tokens rounded up to 4)`; its memory may end with
-        the last column's last token.
+    `scales` is `[tokens, columns]` with strides `(1, tokens rounded up to 4)`. Its memory may end
+    with the last column's last token.
     """
     tokens, columns = scales.shape
     padding, pitch = -tokens % 4, -(-tokens // 4) * 4
-    held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
-    padded = min(columns, held // pitch) if pitch else 0  # empty_strided ends with the last token
+    elements = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
+    padded = min(columns, elements // pitch) if pitch else 0  # columns whose padding is in memory
     if padding and padded and (columns == 1 or scales.stride(1) == pitch):
         scales.as_strided((padded, padding), (pitch, 1), scales.storage_offset() + tokens).zero_()
 
@@ -188,43 +188,43 @@ def _outputs(
     quant_out: torch.Tensor | None,
     scale_out: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """The outputs of a pattern with these input rows, as `fused` names them.
+    """Return the outputs of a pattern, by the argument names of `fused`.
 
-    As in flashinfer.comm, what a pattern does not write is left alone: `output` but for the sum and
-    the MoE reduction, the norm but for patterns that say Out. Raises InvalidArgument for a
-    quantisation that is made there, and not here.
+    As in flashinfer.comm, outputs that a pattern does not write stay untouched: `output` except for
+    the plain sum and the MoE reduction, and the norm except for patterns with "Out" in their name.
+    Raises InvalidArgument for MoE quantization, which weft lacks.
     """
     if call in (_REDUCTION, _FINALIZED):
         refuse("quant_out", quant_out, None, MOE_QUANT)
         refuse("scale_out", scale_out, None, MOE_QUANT)
     if call is _Pattern.kAllReduce:
         return {"out": True if output is None else output}
-    wanted: dict[str, Any] = {"residual_out": residual_out}
+    requested: dict[str, Any] = {"residual_out": residual_out}
     if call not in _WITHOUT_NORM:
-        wanted["norm_out"] = True if norm_out is None else norm_out
+        requested["norm_out"] = True if norm_out is None else norm_out
     if call is _REDUCTION:
-        wanted["out"] = output
+        requested["out"] = output
     if call in (*_GROUPED, *_DYNAMIC):
-        wanted |= {"quant_out": quant_out, "scale_out": scale_out}
+        requested |= {"quant_out": quant_out, "scale_out": scale_out}
     if call in _STATIC:
-        wanted["quant_out"] = _fp8_of(quant_out, rows)
-    return wanted
+        requested["quant_out"] = _fp8_view(quant_out, rows)
+    return requested
 
 
-def _fp8_of(given: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
-    """Where the FP8 of rows goes: `given`, or its first bytes if it has the rows' dtype or uint8.
+def _fp8_view(quant_out: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """View a static pattern's quant_out as FP8, if it has the rows' dtype or is uint8.
 
-    flashinfer.comm asks of a static pattern's quant_out nothing but room. What is neither stays as
-    it is, for `fused` to refuse.
+    flashinfer.comm only requires enough bytes. Other tensors are returned unchanged, so that
+    `fused` refuses them.
     """
-    if given is None or given.dtype not in (rows.dtype, torch.uint8) or given.requires_grad:
-        return given
-    if given.layout is not torch.strided or given.is_nested or not given.is_contiguous():
-        return given
-    if given.nbytes < rows.numel():
-        return given
-    room = given.view(-1).view(torch.uint8)[: rows.numel()]
-    return room.view(torch.float8_e4m3fn).view(rows.shape)
+    dtypes = (rows.dtype, torch.uint8)
+    if quant_out is None or quant_out.dtype not in dtypes or quant_out.requires_grad:
+        return quant_out
+    strided = quant_out.layout is torch.strided and not quant_out.is_nested
+    if not strided or not quant_out.is_contiguous() or quant_out.nbytes < rows.numel():
+        return quant_out
+    data = quant_out.view(-1).view(torch.uint8)[: rows.numel()]
+    return data.view(torch.float8_e4m3fn).view(rows.shape)
 
 
 def _pattern(pattern: int) -> _Pattern:
@@ -240,42 +240,43 @@ def _quant(
     scale: torch.Tensor | float | None,
     group: int | None,
 ) -> FP8Static | FP8Token | FP8Group | None:
-    """The quantisation of a pattern."""
+    """Return the quantization of a pattern."""
     if call in _STATIC:
         _need(call, scale_factor=scale)
         assert scale is not None
         return FP8Static(scale if isinstance(scale, torch.Tensor) else workspace.scale(scale))
     if call in _GROUPED:
-        why = "scales are for 128 columns, as DeepGEMM reads them"
-        refuse("block_quant_group_size", group, GROUP, why)
+        reason = "scales cover 128 columns, as DeepGEMM reads them"
+        refuse("block_quant_group_size", group, GROUP, reason)
         return FP8Group(GROUP, scale="ue8m0")
     return FP8Token() if call in _DYNAMIC else None
 
 
 def _need(call: _Pattern, **arguments: object) -> None:
-    """Raises InvalidArgument for an argument that a pattern needs and did not get."""
+    """Raise InvalidArgument if an argument that a pattern needs is None."""
     for name, value in arguments.items():
         if value is None:
             raise InvalidArgument(f"{name} is None; pattern {call.name} needs it")
 
 
 def _moe_reduction(
-    workspace: AllReduceFusionWorkspace, experts: int | None, **given: Any
+    workspace: AllReduceFusionWorkspace, experts: int | None, **tensors: Any
 ) -> MoEFinalize:
-    """Pattern 6: each token adds the rows of all experts here, which are ordered by expert.
+    """Return the prologue of pattern 6: each token adds its rows of all local experts.
 
-    given: scales, rows and what the token adds to them, by their names in the call.
+    Rows are ordered by expert. `tensors` are the scales, the rows and the rows to add to, by their
+    argument names.
     """
-    _need(_REDUCTION, moe_reduction_device_num_experts=experts, **given)
+    _need(_REDUCTION, moe_reduction_device_num_experts=experts, **tensors)
     experts = integer("moe_reduction_device_num_experts", experts, 1, largest(Shape, "experts"))
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
-    scales, rows, shared = given.values()
+    scales, rows, shared = tensors.values()
     _check_rows("moe_reduction_token_input", shared)
     tokens, hidden = shared.shape
     sizes = (experts * tokens, experts * tokens * hidden)
-    for (name, tensor), size in zip(given.items(), sizes, strict=False):  # the first two
+    for (name, tensor), size in zip(tensors.items(), sizes, strict=False):  # the first two
         strided = tensor.layout is torch.strided and not tensor.is_nested
         if not strided or not tensor.is_contiguous() or tensor.numel() != size:
             raise InvalidArgument(
@@ -288,7 +289,7 @@ def _moe_reduction(
 
 
 def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
-    """Raises InvalidArgument for what has no rows to count."""
+    """Raise InvalidArgument unless `tensor` is two-dimensional."""
     if not isinstance(tensor, torch.Tensor):
         refuse_tensor(name, tensor)
     if tensor.is_nested or tensor.dim() != 2:

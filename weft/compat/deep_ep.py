@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Buffer` of deep_ep: low latency on weft.LowLatencyAllToAll, normal mode on weft.AllToAll.
 
-docs/user/compat.md says what is the same, what is stricter and what is refused, call by call.
+docs/user/compat.md lists for each call what is the same, what is stricter and what is refused.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from weft.shape import MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
 __all__ = ["Buffer", "Config", "EventOverlap", "topk_idx_t"]
 
-topk_idx_t = torch.int64  # int32 ids are taken, too
+topk_idx_t = torch.int64  # int32 ids are accepted as well
 
-HINTED_TOP_K = 16  # the size hint is not given top_k; this is more than models have
-LOW_LATENCY = "low-latency calls need a Buffer made with it"
+HINTED_TOP_K = 16  # the size hint does not get top_k; models use fewer
+LOW_LATENCY = "low-latency calls need a Buffer with low_latency_mode=True"
 IDS = (torch.int32, torch.int64)
 NODES = "weft serves the ranks of one host, which need no RDMA outside of low-latency mode"
 MAX_CHUNK = 1 << 20
-SHRINK = "masks are of low latency"
-NO_SHRINK = "masks are read with enable_shrink=True"
-# What weft's arguments are called here.
+SHRINK = "masks belong to low-latency mode"
+NO_SHRINK = "reading masks needs enable_shrink=True"
+# Names of weft's arguments in deep_ep's calls.
 DISPATCHED = {"topk_ids": "topk_idx"}
 COMBINED = {"y": "x", "topk_ids": "topk_idx"}
-LOGFMT = "rows return as bfloat16, exactly"
+LOGFMT = "rows return as exact bfloat16"
 STATS = "cumulative_local_expert_recv_stats"
-COSTS = "weft counts no waits; weft.LowLatencyAllToAll(profile=True) has timelines"
+COSTS = "weft does not measure waits; weft.LowLatencyAllToAll(profile=True) records timelines"
 Numbers: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Hook: TypeAlias = Callable[[], object]
 
@@ -60,7 +60,7 @@ Hook: TypeAlias = Callable[[], object]
 class EventOverlap:
     """The end of a call. Calls run in the caller's stream, so waiting for it costs nothing.
 
-    extra_tensors: kept alive as long as this is.
+    `extra_tensors` are kept alive as long as this object.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class EventOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Chunk sizes of deep_ep's normal mode, kept as given; weft's kernels have no chunks.
+    """Chunk sizes of deep_ep's normal mode. They are stored only; weft's kernels have no chunks.
 
-    num_sms: from 0.   The others: tokens, from 1.   Raises InvalidArgument.
+    Raises:
+        InvalidArgument: If num_sms is below 0 or a number of tokens below 1.
     """
 
     num_sms: int = 20
@@ -100,12 +101,14 @@ class Config:
             integer(each.name, getattr(self, each.name), min(place, 1), MAX_CHUNK)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes of shared memory of bfloat16 dispatches and combines of so many tokens a rank as
-        these chunks hold: `num_sms / 2 * num_max_nvl_chunked_recv_tokens`. More tokens take
-        more.
+        """Return the bytes of shared memory for bfloat16 dispatches and combines.
+
+        The estimate is for `num_sms / 2 * num_max_nvl_chunked_recv_tokens` tokens per rank. More
+        tokens need more memory.
 
         Args:
-            hidden_bytes: Of a row, whole 16-byte vectors.
+            hidden_bytes: Bytes of a row, a multiple of 16.
+            num_ranks: Number of ranks.
         """
         hidden_bytes = integer("hidden_bytes", hidden_bytes, 16, MAX_ROW_BYTES)
         if hidden_bytes % 16:
@@ -116,10 +119,10 @@ class Config:
         return exchange_bytes(ranks, tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: weft serves one NVLink domain, here of up to 32 ranks.
+        """Return 0: weft serves one NVLink domain, here of up to 32 ranks.
 
         Raises:
-            InvalidArgument: an argument is invalid.
+            InvalidArgument: If an argument is invalid.
         """
         integer("hidden_bytes", hidden_bytes, 1, MAX_ROW_BYTES)
         integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
@@ -127,40 +130,43 @@ class Config:
 
 
 class Ticket(tuple[torch.Tensor, torch.Tensor, int, int, int]):
-    """The handle of a dispatch, which callers unpack as deep_ep's.
+    """The handle of a low-latency dispatch, which callers unpack like deep_ep's.
 
-    Source tokens, ranges, most tokens, hidden, experts.
+    Its items are source tokens, ranges, maximum tokens per rank, hidden size and number of experts.
     """
 
-    key: tuple[Any, ...]  # of the exchange
-    handle: Handle  # of the exchange's own
+    key: tuple[Any, ...]  # identifies the exchange
+    handle: Handle  # the exchange's own handle
 
 
 class Buffer:
     """Expert-parallel dispatch and combine with the calls of `deep_ep.Buffer`.
 
-    The first call of each combination of sizes, FP8 and scales makes memory on all ranks together,
-    in the normal mode also one of more tokens than before, by powers of two; it may not be in a
-    graph capture. Low latency keeps two results for each: a handle may be combined several times,
-    or never, and its rows are there until a later dispatch takes their slot, the oldest one that is
-    left. Results of the normal mode are the caller's own, and its handles last as long as the
-    buffer.
+    The first call of each combination of sizes, FP8 and scales allocates memory on all ranks
+    together, so it may not be in a graph capture. The normal mode also reallocates, by powers of
+    two, when a call has more tokens than before.
+
+    Low-latency mode keeps two results per combination. A handle may be combined several times or
+    never; its rows are valid until a later dispatch reuses their slot, the oldest first. Results of
+    the normal mode belong to the caller, and its handles are valid as long as the buffer.
 
     Args:
-        group: A torch process group of ranks on one host, or a weft.Group. num_nvl_bytes,
-            num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
-            use_fabric, explicitly_destroy, comm: accepted and not used; memory follows from the
-            calls. Without low_latency_mode, num_rdma_bytes must be 0.
-        low_latency_mode: Whether low-latency calls are made beside the normal ones.
-        enable_shrink: In low latency, masks can be asked for (`low_latency_query_mask_buffer`).
-            They change when the group recovers from a death, and calls then serve the living.
-        timeout: Seconds that a wait for a peer may take, and the first one.
-        first_timeout: Seconds that a wait for a peer may take, and the first one.
+        group: A torch process group of ranks on one host, or a weft.Group. The arguments
+            num_nvl_bytes, num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode,
+            allow_mnnvl, use_fabric, explicitly_destroy and comm are accepted and ignored, because
+            memory follows from the calls. Without low_latency_mode, num_rdma_bytes must be 0.
+        low_latency_mode: Whether low-latency calls are allowed in addition to normal ones.
+        enable_shrink: Allows `low_latency_query_mask_buffer` in low-latency mode. Masks change when
+            the group recovers from a death; later calls then serve the living ranks.
+        timeout: Seconds to wait for a peer.
+        first_timeout: Seconds to wait for a peer in the first round.
 
     Raises:
-        InvalidArgument: an argument is invalid.
-        RendezvousFailed: the ranks do not meet.
+        InvalidArgument: If an argument is invalid.
+        RendezvousFailed: If the ranks do not meet.
     """
+
+    num_sms = 20  # changed by set_num_sms; kernels use the SMs that they need
 
     num_sms = 20  # set_num_sms changes it; kernels fill what SMs they need
 
@@ -191,8 +197,8 @@ class Buffer:
             "first_timeout": seconds("first_timeout", first_timeout),
         }
         self._owns_group = not isinstance(group, Group)
-        found = group if isinstance(group, Group) else Group.from_torch(group)
-        self._group = found.one_host("Buffer")
+        weft_group = group if isinstance(group, Group) else Group.from_torch(group)
+        self._group = weft_group.one_host("Buffer")
         self.group = self._group if group is None else group
         self.rank, self.group_size = self._group.rank, self._group.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -201,17 +207,17 @@ class Buffer:
         self._exchanges: dict[tuple[Any, ...], LowLatencyAllToAll] = {}
         self._inputs: dict[tuple[Any, ...], torch.Tensor] = {}
         self._normal = NormalMode(self._group, self._limits)
-        self._stream: torch.cuda.Stream | None = None  # of the normal mode's latest call
+        self._stream: torch.cuda.Stream | None = None  # stream of the latest normal-mode call
         self._destroyed = False
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: FP8 rows are served on every device."""
+        """Return True: FP8 rows work on every device."""
         return True
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set `Buffer.num_sms`, an even number; kernels use the SMs that they need."""
+        """Set `Buffer.num_sms`, an even number. Kernels still use the SMs that they need."""
         new_num_sms = integer("new_num_sms", new_num_sms, 0, MAX_CHUNK)
         if new_num_sms % 2:
             wrong("new_num_sms", new_num_sms, "even")
@@ -219,15 +225,15 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event of the current CUDA stream; where CUDA is not in use, one that is over."""
+        """Return an event of the current CUDA stream, or a completed one if CUDA is not in use."""
         in_use: Callable[[], bool] = torch.cuda.is_initialized
-        return EventOverlap(_recorded() if in_use() else None)
+        return EventOverlap(_record_event() if in_use() else None)
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, which is where all calls run.
+        """Return the current stream, in which all calls run.
 
         Raises:
-            InvalidArgument: the ranks are CPU ranks.
+            InvalidArgument: If the ranks are CPU ranks.
         """
         if self._group.device.type != "cuda":
             raise InvalidArgument("get_comm_stream() of CPU ranks: they have no streams")
@@ -238,7 +244,7 @@ class Buffer:
         """Return a Config with `Buffer.num_sms`.
 
         Raises:
-            InvalidArgument: there are more than 32 ranks.
+            InvalidArgument: If there are more than 32 ranks.
         """
         integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return Config(Buffer.num_sms)
@@ -248,7 +254,7 @@ class Buffer:
         """Return a Config with `Buffer.num_sms`.
 
         Raises:
-            InvalidArgument: there are more than 32 ranks.
+            InvalidArgument: If there are more than 32 ranks.
         """
         return Buffer.get_dispatch_config(num_ranks)
 
@@ -256,7 +262,7 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of shared memory for a top_k of up to 16; results take as much again as they do."""
+        """Return bytes of shared memory for top_k up to 16; results need the same amount again."""
         experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
         most = num_max_dispatch_tokens_per_rank
         return LowLatencyAllToAll.memory_bytes(
@@ -283,30 +289,31 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Numbers, torch.Tensor, Ticket, EventOverlap, Hook | None]:
-        """Send bfloat16 `[tokens, hidden]` to the experts of int64 `[tokens, top_k]` (-1: none).
+        """Send bfloat16 `[tokens, hidden]` to the experts in int64 `[tokens, top_k]` (-1: none).
 
-        `scale = amax * fl(1 / 448)`, amax at least 1e-4, or the power of two at or above it; `q =
-        round(x * (448 / amax))`, or x by that power: deep_ep's bits, but that a block which holds
-        an Inf or a NaN is NaN.
+        FP8 rows have `scale = amax * fl(1 / 448)` with amax at least 1e-4, and
+        `q = round(x * (448 / amax))`; with round_scale, the scale is the power of two at or above
+        it and x is divided by that. These are deep_ep's bits, except that a block with an Inf or a
+        NaN is all NaN.
 
         Returns:
-            `(numbers, counts, handle, event, hook)`: numbers are `[local_experts, num_ranks * most
-                tokens, hidden]` float8_e4m3fn and their scales for 128 columns, column-major:
-                float32, or with use_ue8m0 int32 of four UE8M0 bytes; without use_fp8 bfloat16
-                alone. counts: int32 `[local_experts]`, also added to
-                cumulative_local_expert_recv_stats. With return_recv_hook nothing is there before
-                hook().
+            `(numbers, counts, handle, event, hook)`.
+                numbers: `[local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`
+                    float8_e4m3fn and the column-major scales of 128 columns each, float32 or, with
+                    use_ue8m0, int32 of four UE8M0 bytes; bfloat16 alone without use_fp8.
+                counts: int32 `[local_experts]`, also added to cumulative_local_expert_recv_stats.
+                With return_recv_hook, results are filled by hook().
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            OutOfOrder: an earlier one waits for its hook.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            OutOfOrder: If an earlier dispatch waits for its hook.
+            GroupError: If the group is broken.
         """
         refuse("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
         flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
-        # What a new exchange would take its sizes from.
+        # The sizes of a new exchange come from these tensors.
         self._check("x", x, (None, None), torch.bfloat16)
         self._check("topk_idx", topk_idx, (None, None), *IDS)
         most = num_max_dispatch_tokens_per_rank
@@ -336,7 +343,7 @@ class Buffer:
             raise renamed(error, DISPATCHED) from error
         scales, wide = rows.scales, None
         if use_fp8 and round_scale and not use_ue8m0:
-            # Powers of two as float32, in the layout of the others: filled when rows are there.
+            # Powers of two as float32, in the layout of the other scales; finish() fills them.
             shape = a2a.config.shape
             size = (a2a.num_local_experts, shape.blocks, -(-shape.rows // 4) * 4)
             wide = torch.zeros(size, dtype=torch.float32, device=x.device).mT[:, : shape.rows]
@@ -379,25 +386,26 @@ class Buffer:
         """Return each token's weighted sum of its experts' rows, as `(out, event, hook)`.
 
         Args:
-            x: bfloat16 `[local_experts, num_ranks * most tokens, hidden]`, any tensor: none is
-                copied.
-            topk_idx: Of the dispatch; float32 weights. The token's owner multiplies by them in
-                top-k order.
-            topk_weights: Of the dispatch; float32 weights. The token's owner multiplies by them in
-                top-k order.
-            zero_copy: The rows are in the handle's `get_next_low_latency_combine_buffer`, which is
-                read in place of x.
+            x: bfloat16 `[local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`. Any
+                tensor is read in place.
+            topk_idx: As in the dispatch.
+            topk_weights: float32 `[tokens, top_k]`. The token's owner applies them in top-k order.
+            handle: The dispatch's handle.
+            use_logfmt: Must be False.
+            zero_copy: Read the handle's `get_next_low_latency_combine_buffer` instead of x.
+            return_recv_hook: Return a hook that receives the rows.
+            out: bfloat16 `[tokens, hidden]` to write into.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            OutOfOrder: a later dispatch has taken the slot, or zero_copy before its buffer was
-                asked for.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            OutOfOrder: If a later dispatch reused the slot, or zero_copy is set before the combine
+                buffer was requested.
+            GroupError: If the group is broken.
         """
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
         flags(async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy)
-        a2a = self._existing(handle)
+        a2a = self._existing_exchange(handle)
         y = self._input(handle, x) if zero_copy else x
         hook: Hook | None = None
         try:
@@ -411,15 +419,16 @@ class Buffer:
 
     @untraced
     def get_next_low_latency_combine_buffer(self, handle: Ticket) -> torch.Tensor:
-        """bfloat16 `[local_experts, num_ranks * most tokens, hidden]` for experts to write.
+        """Return a buffer `[local_experts, num_ranks * max tokens, hidden]`, bfloat16, for experts.
 
-        Combine reads any tensor in place; this is one, made at the first call for each slot.
+        Combine reads any tensor in place, so using it saves no copy. It is allocated at the first
+        call for each slot.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            OutOfOrder: the call comes at the wrong time, or the object is closed.
+            InvalidArgument: If an argument is invalid.
+            OutOfOrder: If a later dispatch reused the handle's slot, or the buffer is destroyed.
         """
-        slot = self._existing(handle)._slots[handle.handle.slot]
+        slot = self._existing_exchange(handle)._slots[handle.handle.slot]
         if slot.latest is not handle.handle:
             raise OutOfOrder(
                 "get_next_low_latency_combine_buffer of a handle whose slot a later dispatch has "
@@ -435,43 +444,42 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing to do: an inbox is blank again when it has been read."""
+        """Do nothing: an inbox is blank again after it has been read."""
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write int32 `[num_ranks]`: 1 for a rank that is gone, 0 for a living one.
+        """Write int32 `[num_ranks]`: 1 for a dead rank, 0 for a living one.
 
         Raises:
-            InvalidArgument: an argument is invalid, or enable_shrink is off.
+            InvalidArgument: If an argument is invalid or enable_shrink is off.
         """
         refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
         self._check("mask_status", mask_status, (self.group_size,), torch.int32)
-        mask_status.copy_(torch.tensor(self._gone(), dtype=torch.int32))
+        mask_status.copy_(torch.tensor(self._dead_mask(), dtype=torch.int32))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Check that a rank is masked, or that it is not; nothing is changed.
+        """Check that a rank is masked or not masked. Nothing is changed.
 
-        A rank is masked by a recovery of the group, on all ranks, once its process has ended.
+        A recovery of the group masks a rank on all ranks once its process has ended.
 
         Raises:
-            InvalidArgument: `mask` says otherwise, or enable_shrink is off.
+            InvalidArgument: If `mask` differs from the rank's state, or enable_shrink is off.
         """
         refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
         rank = integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         flags(mask=mask)
-        if bool(self._gone()[rank]) != mask:
+        if bool(self._dead_mask()[rank]) != mask:
             state = "lives" if mask else "is gone"
             raise InvalidArgument(
-                f"mask is {mask} for rank {rank}, which {state}: a rank is masked by a recovery of "
-                "the group, once its process has ended, until another one takes its number"
+                f"mask is {mask} for rank {rank}, which {state}: a recovery of the group masks a "
+                "rank once its process has ended, until a new process takes its number"
             )
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Check that no rank is masked, as `low_latency_update_mask_buffer` does of each."""
+        """Check that no rank is masked; see `low_latency_update_mask_buffer`."""
         for rank in range(self.group_size):
             self.low_latency_update_mask_buffer(rank, False)
 
-    def _gone(self) -> list[int]:
-        """1 for each rank that is gone, 0 for a living one."""
+    def _dead_mask(self) -> list[int]:
         living = self._group.living
         return [int(rank not in living) for rank in range(self.group_size)]
 
@@ -484,20 +492,22 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count where the tokens of int64 or int32 `[tokens, top_k]` go (-1: nowhere).
+        """Count the destinations of tokens, from int64 or int32 `[tokens, top_k]` (-1: none).
 
         Args:
-            num_experts: Of all ranks together, a multiple of their number.
-            previous_event: The current stream waits for it.
+            topk_idx: Global expert ids. dispatch raises for ids that name no expert; they are not
+                counted here.
+            num_experts: Experts of all ranks, a multiple of the number of ranks.
+            previous_event: Event that the current stream waits for.
+            async_finish: Return an event.
             allocate_on_comm_stream: No effect.
 
         Returns:
-            int32 `[num_ranks]`, tokens for each rank; None; int32 `[num_experts]`, entries for each
-                expert; bool `[tokens, num_ranks]`, whether a token goes to a rank; and the event.
-                Ids that name no expert count for nobody; dispatch raises them.
+            Tokens per rank, int32 `[num_ranks]`; None; entries per expert, int32 `[num_experts]`;
+                whether a token goes to a rank, bool `[tokens, num_ranks]`; and the event.
 
         Raises:
-            InvalidArgument: an argument is invalid.
+            InvalidArgument: If an argument is invalid.
         """
         self._check_call(async_finish, allocate_on_comm_stream)
         num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
@@ -535,41 +545,43 @@ class Buffer:
         NormalHandle | None,
         EventOverlap,
     ]:
-        """Send each token once to every rank that is_token_in_rank names.
+        """Send each token once to every rank that is_token_in_rank marks.
 
         Args:
-            x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn and its scales, float32 or int32
+            x: bfloat16 `[tokens, hidden]`, or float8_e4m3fn with its scales, float32 or int32
                 `[tokens, *]` of any strides.
-            handle: Of an earlier dispatch, whose routing is used again, without waiting for counts;
-                everything up to num_worst_tokens is left out then, and None is returned in their
-                place.
-            num_tokens_per_rank: As `get_dispatch_layout` returns them.
-            is_token_in_rank: As `get_dispatch_layout` returns them.
-            num_tokens_per_expert: As `get_dispatch_layout` returns them.
-            num_tokens_per_rdma_rank: Not used.
-            topk_idx: int64 or int32 and float32 `[tokens, top_k]`, both or none.
-            topk_weights: int64 or int32 and float32 `[tokens, top_k]`, both or none.
-            expert_alignment: The counts of experts are rounded up to a multiple of it.
-            num_worst_tokens: Rows of the results, equal on all ranks and at least their number
-                times the most tokens of any rank; then no host waits, and the call may be captured.
-            config: Not used.
-            previous_event: The current stream waits for it.
-            allocate_on_comm_stream: No effect, since all runs in the current stream.
+            handle: Handle of an earlier dispatch, to reuse its routing without waiting for counts.
+                The arguments up to num_worst_tokens are then omitted, and their results are None.
+            num_tokens_per_rank: As returned by `get_dispatch_layout`.
+            num_tokens_per_rdma_rank: Ignored.
+            is_token_in_rank: As returned by `get_dispatch_layout`.
+            num_tokens_per_expert: As returned by `get_dispatch_layout`.
+            topk_idx: int64 or int32 `[tokens, top_k]`; pass it with topk_weights or not at all.
+            topk_weights: float32 `[tokens, top_k]`.
+            expert_alignment: Expert counts are rounded up to a multiple of it.
+            num_worst_tokens: Number of result rows: equal on all ranks, at least the number of
+                ranks times the most tokens of any rank. The host then does not wait, so the call
+                may be captured.
+            config: Ignored.
+            previous_event: Event that the current stream waits for.
+            async_finish: Return an event.
+            allocate_on_comm_stream: No effect: everything runs in the current stream.
 
         Returns:
-            `(x, topk_idx, topk_weights, counts, handle, event)`, in tensors of the caller's own,
-                rows ordered by source rank, then token: x as it was given; local expert ids, -1 for
-                others' and for rows after the received ones; weights, 0 there; a list of rows for
-                each local expert, empty with num_worst_tokens.
+            `(x, topk_idx, topk_weights, counts, handle, event)` in tensors that the caller owns,
+                rows ordered by source rank, then token. x has the format of the argument. topk_idx
+                has local expert ids, -1 for other ranks' experts and for rows after the received
+                ones; their weights are 0. counts is a list of rows per local expert, empty with
+                num_worst_tokens.
 
         Raises:
-            InvalidArgument: an argument is invalid. Every rank raises it, before rows are sent.
-            TokenOverflow: there are too many tokens. Every rank raises it, before rows are sent.
-            BadExpertId: an id names no expert. Every rank raises it, before rows are sent; with
-                num_worst_tokens `check` raises it instead.
-            GeometryMismatch: ranks pass different sizes.
-            OutOfOrder: the call comes at the wrong time, or the object is closed.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid. Every rank raises it before rows are sent.
+            TokenOverflow: If there are too many tokens. Every rank raises it before rows are sent.
+            BadExpertId: If an id names no expert. Every rank raises it before rows are sent; with
+                num_worst_tokens, `check` raises it instead.
+            GeometryMismatch: If ranks pass different sizes.
+            OutOfOrder: If the handle is another buffer's, or the buffer is destroyed.
+            GroupError: If the group is broken.
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
@@ -579,28 +591,33 @@ class Buffer:
         tokens = len(x)
         if handle is not None:
             _check_handle(handle, NormalHandle, "dispatch")
-            had = len(self._normal.packing_of(handle).in_rank)
-            for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-                refuse(name, given, None, "a handle's dispatch brings rows alone")
-            if tokens != had:
+            num_tokens = len(self._normal.packing_of(handle).in_rank)
+            for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                refuse(name, tensor, None, "a dispatch with a handle sends rows only")
+            if tokens != num_tokens:
                 raise InvalidArgument(
-                    f"x has {tokens} tokens, the dispatch of the handle had {had}: pass as many"
+                    f"x has {tokens} tokens, but the handle's dispatch had {num_tokens}: pass as "
+                    "many"
                 )
             self._begin(previous_event)
-            again = self._normal.dispatch_again(Rows(x, scales), handle)
-            return _numbers_of(again), None, None, None, None, self._event(async_finish)
+            received = self._normal.dispatch_again(Rows(x, scales), handle)
+            return _rows_and_scales(received), None, None, None, None, self._event(async_finish)
         layout = self._check_layout(
             tokens, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank
         )
         topk = self._check_topk(tokens, topk_idx, topk_weights)
         if worst and topk is None:
             raise InvalidArgument(
-                f"num_worst_tokens is {worst} without topk_idx, which says what rows were received"
+                f"num_worst_tokens is {worst} without topk_idx, which tells received rows from "
+                "padding"
             )
         self._begin(previous_event)
-        found, counts, made = self._normal.dispatch(Rows(x, scales, topk), layout, alignment, worst)
-        ids, weights = found.topk or (None, None)
-        return _numbers_of(found), ids, weights, counts, made, self._event(async_finish)
+        received, counts, handle = self._normal.dispatch(
+            Rows(x, scales, topk), layout, alignment, worst
+        )
+        ids, weights = received.topk or (None, None)
+        event = self._event(async_finish)
+        return _rows_and_scales(received), ids, weights, counts, handle, event
 
     @untraced
     def combine(
@@ -616,25 +633,27 @@ class Buffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Add the rows of each token at its owner: `out[t] = sum over ranks + bias[t]`.
 
-        The sum is unweighted, in fp32 and rank order, rounded once; a second bias is added to that.
+        The sum is unweighted, in fp32 and rank order, and rounded once. A second bias is added to
+        the rounded sum.
 
         Args:
-            x: bfloat16 `[rows, hidden]`, a row for each of the dispatch's results.
-            handle: Of any dispatch of this buffer, any number of times.
-            topk_weights: float32 `[rows, top_k]`, added likewise.
-            bias: bfloat16 `[tokens, hidden]`, one or a tuple of two.
-            config: As in dispatch.
+            x: bfloat16 `[rows, hidden]`, one row per row that the dispatch returned.
+            handle: Handle of any dispatch of this buffer; it may be reused.
+            topk_weights: float32 `[rows, top_k]`, summed in the same way.
+            bias: bfloat16 `[tokens, hidden]`, or a tuple of two.
+            config: Ignored.
             previous_event: As in dispatch.
+            async_finish: As in dispatch.
             allocate_on_comm_stream: As in dispatch.
 
         Returns:
-            Bfloat16 `[tokens, hidden]`, float32 `[tokens, top_k]` or None, and the event; a token
-                that went nowhere has its bias, or zeros.
+            bfloat16 `[tokens, hidden]`, float32 `[tokens, top_k]` or None, and the event. A token
+                without a destination gets its bias, or zeros.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            OutOfOrder: the call comes at the wrong time, or the object is closed.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            OutOfOrder: If the handle is another buffer's, or the buffer is destroyed.
+            GroupError: If the group is broken.
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         _check_handle(handle, NormalHandle, "dispatch")
@@ -656,12 +675,12 @@ class Buffer:
         return sums, weights, self._event(async_finish)
 
     def check(self) -> None:
-        """Raise what the device has recorded; weft's own. Once a step, after a synchronisation."""
+        """Raise errors recorded by the device; call it after a synchronization. Not in deep_ep."""
         self._check_open()
         call_all(*(exchange.check for exchange in self._exchanges.values()), self._normal.check)
 
     def destroy(self) -> None:
-        """Give all memory back. Waits for this rank's own work. Idempotent."""
+        """Free all memory after this rank's own work has finished. Idempotent."""
         if self._destroyed:
             return
         self._destroyed = True
@@ -679,43 +698,43 @@ class Buffer:
         *dtypes: torch.dtype,
         unit: int | None = None,
     ) -> None:
-        """Raise InvalidArgument for a tensor that is not of this kind.   unit: of its address."""
+        """Raise InvalidArgument for another kind of tensor; `unit` is its alignment in bytes."""
         check_tensor(name, tensor, shape=shape, dtypes=dtypes, device=self._group.device)
         check_alignment(name, tensor, unit or tensor.itemsize)
 
     def _check_call(
         self, async_finish: bool, allocate_on_comm_stream: bool, config: Config | None = None
     ) -> None:
-        """Raise for a destroyed buffer, and for what all calls of the normal mode take."""
+        """Raise for a destroyed buffer and for invalid arguments common to normal-mode calls."""
         self._check_open()
         flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         if config is not None:
             instance("config", config, Config)
 
-    def _check_layout(self, tokens: int, *given: torch.Tensor | None) -> Layout:
-        """What get_dispatch_layout returned. Raises InvalidArgument."""
+    def _check_layout(self, tokens: int, *tensors: torch.Tensor | None) -> Layout:
+        """Validate and return the tensors of get_dispatch_layout."""
         kinds = (
             ("num_tokens_per_rank", (self.group_size,), torch.int32),
             ("num_tokens_per_expert", (None,), torch.int32),
             ("is_token_in_rank", (tokens, self.group_size), torch.bool),
         )
-        found: list[torch.Tensor] = []
-        for (name, shape, dtype), tensor in zip(kinds, given, strict=True):
+        checked: list[torch.Tensor] = []
+        for (name, shape, dtype), tensor in zip(kinds, tensors, strict=True):
             if tensor is None:
-                wrong(name, None, "a tensor of get_dispatch_layout's, or pass a handle")
+                wrong(name, None, "a tensor from get_dispatch_layout, or pass a handle")
             self._check(name, tensor, shape, dtype)
-            found.append(tensor)
-        layout = Layout(*found)
+            checked.append(tensor)
+        layout = Layout(*checked)
         experts = len(layout.per_expert)
         if not experts or experts % self.group_size:
             raise InvalidArgument(
-                f"num_tokens_per_expert has {experts} entries; it must have a multiple of the "
+                f"num_tokens_per_expert has {experts} entries; it must be a multiple of the "
                 f"{self.group_size} ranks"
             )
         return layout
 
     def _check_rows(self, x: Numbers) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x and its scales, contiguous, as the normal mode takes them. Raises InvalidArgument."""
+        """Validate x, and return it and its scales, both contiguous."""
         if not isinstance(x, tuple):
             self._check("x", x, (None, None), torch.bfloat16)
             _check_row_bytes("x", x)
@@ -738,20 +757,20 @@ class Buffer:
     def _check_topk(
         self, tokens: int, ids: torch.Tensor | None, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Ids and weights, or None without both. Raises InvalidArgument."""
+        """Validate ids and weights; None if both are absent."""
         if ids is None and weights is None:
             return None
         if ids is None or weights is None:
-            given, missing = ("topk_idx", "topk_weights")[:: 1 if weights is None else -1]
-            raise InvalidArgument(f"{given} without {missing}; pass both, or none")
+            present, missing = ("topk_idx", "topk_weights")[:: 1 if weights is None else -1]
+            raise InvalidArgument(f"{present} without {missing}; pass both, or none")
         self._check_ids(ids, tokens)
         self._check("topk_weights", weights, tuple(ids.shape), torch.float32)
         return ids, weights
 
     def _begin(self, event: EventOverlap | None) -> None:
-        """Let the current stream wait for an event, and for a call made in another stream.
+        """Let the current stream wait for an event and for the previous call's stream.
 
-        Rounds of one buffer must not overlap. A capture waits for nothing outside of its graph.
+        Calls of one buffer must not overlap. A captured call waits only inside its graph.
         """
         _wait(event)
         device = self._group.device
@@ -785,8 +804,8 @@ class Buffer:
             )
         return self._exchanges[key]
 
-    def _existing(self, handle: Ticket) -> LowLatencyAllToAll:
-        """The exchange of a handle: never a new one, which all ranks would have to make."""
+    def _existing_exchange(self, handle: Ticket) -> LowLatencyAllToAll:
+        """Return a handle's exchange. It never makes one, because that is collective."""
         _check_handle(handle, Ticket, "low_latency_dispatch")
         if not self._destroyed and handle.key not in self._exchanges:
             raise OutOfOrder(
@@ -796,7 +815,7 @@ class Buffer:
         return self._exchange(handle.key)
 
     def _input(self, handle: Ticket, x: torch.Tensor) -> torch.Tensor:
-        """The combine buffer of a handle, which zero_copy reads in place of `x`."""
+        """Return the handle's combine buffer, which zero_copy reads instead of `x`."""
         y = self._inputs.get((*handle.key, handle.handle.slot))
         if y is None:
             raise OutOfOrder(
@@ -806,11 +825,12 @@ class Buffer:
         check_tensor("x", x, shape=tuple(y.shape), dtypes=(y.dtype,), device=y.device)
         return y
 
-    def _event(self, wanted: bool) -> EventOverlap:
-        return EventOverlap(_recorded() if wanted and self._group.device.type == "cuda" else None)
+    def _event(self, enabled: bool) -> EventOverlap:
+        on_cuda = self._group.device.type == "cuda"
+        return EventOverlap(_record_event() if enabled and on_cuda else None)
 
 
-def _recorded() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     make: Callable[[], torch.cuda.Event] = torch.cuda.Event
     event = make()
     event.record()
@@ -837,7 +857,7 @@ def _check_row_bytes(name: str, rows: torch.Tensor, unit: int = 16) -> None:
     check_alignment(name, rows, size)
 
 
-def _numbers_of(rows: Rows) -> Numbers:
+def _rows_and_scales(rows: Rows) -> Numbers:
     return rows.x if rows.scales is None else (rows.x, rows.scales)
 
 

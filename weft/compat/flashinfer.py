@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines import from flashinfer.comm, under the same names.
+"""The names of flashinfer.comm that engines import.
 
-docs/user/compat.md says what is the same, what differs and what is refused, name by name.
+docs/user/compat.md lists for each name what is the same, what differs and what is refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace of `allreduce_fusion`: a weft.AllReduce by flashinfer.comm's names."""
+"""The workspace of `allreduce_fusion`: a weft.AllReduce with flashinfer.comm's names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.memory import Group
 from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES
 
-# What the arguments of `AllReduce.fused` are called in `allreduce_fusion`.
+# Names of `AllReduce.fused`'s arguments in `allreduce_fusion`.
 NAMES = {
     "x": "input",
     "residual": "residual_in",
@@ -34,23 +34,24 @@ NAMES = {
     "prologue.shared": "shared_expert_output",
     "prologue.routed_scaling_factor": "routed_scaling_factor",
 }
-REDUCED = NAMES | {  # in the pattern that reduces experts' rows
+REDUCED = NAMES | {  # for the MoE reduction pattern
     "prologue.rows": "moe_reduction_active_experts_token_input",
     "prologue.scales": "moe_reduction_scale_input",
     "prologue.shared": "moe_reduction_token_input",
 }
 MAX_WORLD = 1 << 16
 INT64 = -(1 << 63), (1 << 63) - 1
-MULTICAST = "weft uses no NVLink multicast, which mnnvl is made of; auto and trtllm are the same"
+MULTICAST = "mnnvl needs NVLink multicast, which weft does not use; pass auto or trtllm"
 
 
 class AllReduceFusionWorkspace:
-    """What `create_allreduce_fusion_workspace` returns; a context manager. Collective.
+    """The result of `create_allreduce_fusion_workspace`; a context manager. Collective.
 
-    metadata: the sizes that it was made with.
+    Attributes:
+        metadata: The sizes passed to the constructor.
     """
 
-    backend = "trtllm"  # the calls that it takes: engines ask
+    backend = "trtllm"  # queried by engines
 
     def __init__(
         self,
@@ -94,42 +95,42 @@ class AllReduceFusionWorkspace:
             max_tokens=min(tokens, MAX_TOKENS),
             hidden=hidden,
             dtype=dtype,
-            epilogue_at="receiver",  # as flashinfer.comm: a residual of each rank's own
+            epilogue_at="receiver",  # as in flashinfer.comm, each rank may have its own residual
             timeout=self._timeout,
             first_timeout=self._first_timeout,
         )
 
     def open(self) -> AllReduce:
-        """The all-reduce of the sizes that it was made with.
+        """Return the all-reduce of the constructor's sizes.
 
         Raises:
-            OutOfOrder: the workspace is destroyed.
+            OutOfOrder: If the workspace is destroyed.
         """
         if not self._reduces:
             raise OutOfOrder("this workspace was destroyed; make a new one")
         return self._reduces[self._first]
 
     def serving(self, rows: torch.Tensor) -> AllReduce:
-        """The all-reduce for rows like these; collective where their size or dtype is new.
+        """Return the all-reduce for rows of this size and dtype; collective if new.
 
-        What does not fit goes to the first, whose checks say why.
+        Unsupported rows get the first all-reduce, whose checks raise.
 
         Raises:
-            OutOfOrder: the workspace is destroyed.
-            InvalidArgument: a graph capture is the first to bring such rows.
+            OutOfOrder: If the workspace is destroyed.
+            InvalidArgument: If the size or dtype is new in a graph capture.
         """
         first, key = self.open(), (int(rows.shape[-1]), rows.dtype)
-        if key not in self._reduces and self._fits(1, *key):
+        if key not in self._reduces and self._supports(1, *key):
             what = f"a call with rows [{key[0]}] of {key[1]}"
             refuse_capture(self.group.device, what, "make one before the capture")
             self._reduces[key] = self._make(self._elements // key[0], *key)
         return self._reduces.get(key, first)
 
-    def _fits(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
-        """As in flashinfer.comm: as many elements, and either both float32 or neither."""
-        alike = (dtype == torch.float32) == (self.open().dtype == torch.float32)
-        sizes = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements
-        return dtype in DTYPE_NAMES and alike and sizes
+    def _supports(self, tokens: int, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether elements fit and both or neither dtype is float32, as in flashinfer.comm."""
+        same_width = (dtype == torch.float32) == (self.open().dtype == torch.float32)
+        fits = hidden >= 8 and hidden % 8 == 0 and 0 <= tokens * hidden <= self._elements
+        return dtype in DTYPE_NAMES and same_width and fits
 
     def is_buffer_size_sufficient(
         self,
@@ -139,22 +140,21 @@ class AllReduceFusionWorkspace:
         dtype: torch.dtype,
         use_oneshot: bool | None = None,
     ) -> bool:
-        """Return whether this workspace serves such calls. The first of another hidden size makes
-        memory.
+        """Whether this workspace serves such calls.
+
+        A call with a new hidden size allocates memory.
         """
         self.open()
-        tp_size, num_tokens = (
-            integer("tp_size", tp_size, *INT64),
-            integer("num_tokens", num_tokens, *INT64),
-        )
+        tp_size = integer("tp_size", tp_size, *INT64)
+        num_tokens = integer("num_tokens", num_tokens, *INT64)
         hidden_dim = integer("hidden_dim", hidden_dim, *INT64)
         instance("dtype", dtype, torch.dtype)
         if use_oneshot is not None:
             flags(use_oneshot=use_oneshot)
-        return tp_size == self.world_size and self._fits(num_tokens, hidden_dim, dtype)
+        return tp_size == self.world_size and self._supports(num_tokens, hidden_dim, dtype)
 
     def backend_for(self, use_oneshot: bool | None, rows: torch.Tensor, tokens: int) -> str:
-        """The backend that a call's use_oneshot means, where it serves the size; else "auto"."""
+        """Return the backend that use_oneshot selects if it supports the size, otherwise "auto"."""
         if use_oneshot is None:
             return "auto"
         flags(use_oneshot=use_oneshot)
@@ -167,22 +167,22 @@ class AllReduceFusionWorkspace:
         x: torch.Tensor | None,
         prologue: MoEFinalize | None,
         backend: str,
-        others: dict[str, Any],
+        kwargs: dict[str, Any],
         names: Mapping[str, str] = NAMES,
     ) -> Reduced:
-        """One call of `weft.AllReduce.fused`.   names: what errors call its arguments."""
+        """Call `weft.AllReduce.fused`; `names` are its arguments' names in error messages."""
         try:
             rows = prologue.rows if x is None and prologue is not None else x
             reduce = self.open() if rows is None else self.serving(rows)
-            return reduce.fused(x, prologue=prologue, backend=backend, **others)
+            return reduce.fused(x, prologue=prologue, backend=backend, **kwargs)
         except UsageError as error:
             raise renamed(error, names) from error
 
     def scale(self, value: float) -> torch.Tensor:
-        """float32 `[1]` that holds a scale given as a number; made once.
+        """Return a cached float32 `[1]` with the value of a scale.
 
         Raises:
-            InvalidArgument: a graph capture meets the number for the first time.
+            InvalidArgument: If the value is new in a graph capture.
         """
         value = real("scale_factor", value, above=0.0)
         if value not in self._scales:
@@ -194,7 +194,7 @@ class AllReduceFusionWorkspace:
         return self._scales[value]
 
     def expert_major(self, experts: int, tokens: int) -> torch.Tensor:
-        """int32 `[tokens, experts]`: the index of token t's row of expert e; made once a size."""
+        """Return cached int32 `[tokens, experts]`: the index of token t's row of expert e."""
         if (experts, tokens) not in self._indices:
             what = f"a MoE reduction of {experts} experts and {tokens} tokens"
             refuse_capture(self.group.device, what, "make one such call before the capture")
@@ -203,12 +203,12 @@ class AllReduceFusionWorkspace:
         return self._indices[experts, tokens]
 
     def check(self) -> None:
-        """Raise what the device has recorded (`weft.AllReduce.check`)."""
+        """Raise errors recorded by the device (`weft.AllReduce.check`)."""
         self.open()
         call_all(*(reduce.check for reduce in self._reduces.values()))
 
     def destroy(self) -> None:
-        """Free the memory, and the group if it was not given. Local and idempotent."""
+        """Free the memory, and the group if it is not the caller's. Local and idempotent."""
         closes = [reduce.close for reduce in self._reduces.values()]
         self._reduces.clear()
         self._scales.clear()
@@ -240,22 +240,30 @@ def create_allreduce_fusion_workspace(
     timeout: float = 120.0,
     first_timeout: float = 120.0,
 ) -> AllReduceFusionWorkspace:
-    """Make the memory that `allreduce_fusion` works in. Collective.
+    """Allocate the memory of `allreduce_fusion`. Collective.
 
-    Arguments of weft's own: timeout, first_timeout, as in weft.AllReduce.
+    timeout and first_timeout are weft's own, as in weft.AllReduce.
 
     Args:
-        backend: "auto" and "trtllm" mean the same; "mnnvl" is refused.
-        gpus_per_node: Accepted and not used; all ranks are on one host.
-        force_oneshot_support: Accepted and not used; all ranks are on one host.
-        group: The ranks, a weft.Group or a process group; else those of comm_backend, else of
-            torch.distributed's world.
+        backend: "auto" or "trtllm", which are the same; "mnnvl" is refused.
+        world_size: Number of ranks.
+        rank: This rank.
+        max_token_num: Maximum tokens of a call.
+        hidden_dim: Elements of a row.
+        dtype: Dtype of the rows.
+        gpus_per_node: Ignored: all ranks are on one host.
+        comm_backend: Used for the rendezvous unless group is given.
+        force_oneshot_support: Ignored.
+        group: The ranks, a weft.Group or a process group. Default: those of comm_backend, otherwise
+            the world of torch.distributed.
+        timeout: Seconds to wait for a peer.
+        first_timeout: Seconds to wait for a peer in the first call.
 
     Raises:
-        InvalidArgument: an argument is invalid.
-        CreationFailed: a rank cannot do its part. Every rank raises it.
-        GeometryMismatch: ranks pass different sizes.
-        RendezvousFailed: the ranks do not meet.
+        InvalidArgument: If an argument is invalid.
+        CreationFailed: If a rank fails. Every rank raises it.
+        GeometryMismatch: If ranks pass different sizes.
+        RendezvousFailed: If the ranks do not meet.
     """
     refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
     world_size = integer("world_size", world_size, 1, MAX_WORLD)

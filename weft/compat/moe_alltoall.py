@@ -42,13 +42,14 @@ from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
 
 @dataclass(slots=True)
 class _Round:
-    """A dispatch that waits for its combine.
+    """A dispatch whose combine is pending.
 
-    carrier: the all-to-all that brought the payloads.
-    returning: the one that takes rows `row` back: the carrier, or another in a first round whose
-        rows were not the likely ones.
-    ids: what the tokens chose, kept while that may happen.
-    offered: what get_combine_payload_tensor_in_workspace returned.
+    Attributes:
+        carrier: The all-to-all that sent the payloads.
+        returning: The all-to-all that returns rows `row`. It differs from carrier only in a first
+            round whose rows were not the likely ones.
+        ids: The tokens' expert ids, kept as long as returning may change.
+        offered: The tensor that get_combine_payload_tensor_in_workspace returned.
     """
 
     tokens: int
@@ -66,28 +67,32 @@ class _Round:
 class MoeAlltoAll:
     """Expert-parallel dispatch and combine with the calls of `flashinfer.comm.MoeAlltoAll`.
 
-    The first round of a payload list, by its bytes a row, makes memory on all ranks together; it
-    may not be in a graph capture, and may bring any combine row, whose size and dtype then stay.
-    Objects of one process with equal sizes share workspaces, as there; only one of them may be
-    between dispatch and combine. Collective.
+    The first round of each list of payload row sizes allocates memory on all ranks together, so it
+    may not be in a graph capture. That round also fixes the size and dtype of its combine rows.
+    Objects of one process with equal sizes share workspaces, as in flashinfer.comm; only one of
+    them may be between dispatch and combine. Collective.
 
     Args:
-        mapping: Anything with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
-        max_num_tokens: Most tokens of one rank in one call.
-        workspace_size_per_rank: Bytes, of which nothing is made: memory follows from the calls.
-            Objects that pass different ones share no workspace.
-        hidden_size: Elements of a combine row; needed where workspace_size_per_rank is left out.
-        mnnvl_config: Its comm_backend, if any, is how the ranks meet.
-        eplb_stats_num_experts: int32 numbers that each rank may send to all ranks in dispatch.
-        enable_rank_mask: Every call brings an active_rank_mask, of the living ranks.
-        group: The ranks, a weft.Group or a process group; default mnnvl_config's, else
-            torch.distributed's world.
-        timeout: Seconds that a wait for a peer may take, and the first one.
-        first_timeout: Seconds that a wait for a peer may take, and the first one.
+        mapping: An object with moe_ep_rank and moe_ep_size, such as flashinfer's Mapping.
+        max_num_tokens: Maximum tokens of one rank in one call.
+        top_k: Experts per token.
+        num_experts: Experts of all ranks.
+        workspace_size_per_rank: Bytes. Memory follows from the calls instead, but objects with
+            different values share no workspace.
+        hidden_size: Elements of a combine row; required without workspace_size_per_rank.
+        mnnvl_config: Its comm_backend, if any, is used for the rendezvous.
+        eplb_stats_num_experts: Number of int32 values that each rank may send to all ranks in
+            dispatch.
+        enable_rank_mask: Whether every call passes an active_rank_mask of the living ranks.
+        backend: Must be "trtllm".
+        group: The ranks, a weft.Group or a process group. Default: mnnvl_config's, otherwise the
+            world of torch.distributed.
+        timeout: Seconds to wait for a peer.
+        first_timeout: Seconds to wait for a peer in the first round.
 
     Raises:
-        InvalidArgument: an argument is invalid.
-        RendezvousFailed: the ranks do not meet.
+        InvalidArgument: If an argument is invalid.
+        RendezvousFailed: If the ranks do not meet.
     """
 
     def __init__(
@@ -127,8 +132,8 @@ class MoeAlltoAll:
             integer("mapping.moe_ep_size with enable_rank_mask", size, 1, 64 * MASK_WORDS)
         self._check_sizes(hidden=hidden_size or 8, stats=stats)
         if workspace_size_per_rank is not None:
-            given = workspace_size_per_rank
-            workspace_size_per_rank = integer("workspace_size_per_rank", given, 1, MAX_BYTES)
+            requested = workspace_size_per_rank
+            workspace_size_per_rank = integer("workspace_size_per_rank", requested, 1, MAX_BYTES)
         elif hidden_size is not None:
             workspace_size_per_rank = moe_workspace_size(
                 size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=stats
@@ -139,13 +144,11 @@ class MoeAlltoAll:
         self.eplb_stats_num_experts = stats
         self.enable_eplb = stats > 0
         self.enable_rank_mask = enable_rank_mask
-        comm, among = (
-            getattr(mnnvl_config, "comm_backend", None),
-            getattr(mapping, "moe_ep_group", ()),
-        )
-        self.group, release = lease_group(rank, size, group, comm, tuple(among))
+        comm = getattr(mnnvl_config, "comm_backend", None)
+        ranks = tuple(getattr(mapping, "moe_ep_group", ()))
+        self.group, release = lease_group(rank, size, group, comm, ranks)
         self._hidden = hidden_size
-        self._rows: dict[RowBytes, CombineRow] = {}  # that this object's rounds returned
+        self._rows: dict[RowBytes, CombineRow] = {}  # combine rows of this object's rounds
         self._round: _Round | None = None
         try:
             shared = lease(
@@ -164,18 +167,18 @@ class MoeAlltoAll:
             raise
         self._workspace = shared.operator
         self._number = shared.operator._next_layer()
-        self._away: set[AllToAll] = set()  # in whose round this object is
-        # Engines drop their objects without a word.
-        self._give_up = weakref.finalize(self, _give_up, shared, release, self._away)
-        self._give_up.atexit = False
+        self._open_rounds: set[AllToAll] = set()  # all-to-alls between dispatch and combine
+        # Engines drop their objects without closing them.
+        self._finalizer = weakref.finalize(self, _finalize, shared, release, self._open_rounds)
+        self._finalizer.atexit = False
 
     get_moe_workspace_size_per_rank = staticmethod(moe_workspace_size)
 
     @property
     def eplb_gathered_stats(self) -> torch.Tensor | None:
-        """int32 `[ep_size, eplb_stats_num_experts]`, every rank's; symmetric memory.
+        """All ranks' statistics, int32 `[ep_size, eplb_stats_num_experts]`, in symmetric memory.
 
-        Between a dispatch that brought eplb_local_stats and its combine; None otherwise.
+        Valid between a dispatch with eplb_local_stats and its combine; None otherwise.
         """
         return None if self._round is None else self._round.stats
 
@@ -191,63 +194,64 @@ class MoeAlltoAll:
         active_rank_mask: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> list[torch.Tensor]:
-        """Send each token's rows to the ranks that hold its experts; return what came here.
+        """Send each token's rows to the ranks of its experts, and return the received rows.
 
         Args:
             token_selected_experts: int32 or int64 `[tokens, top_k]`, global ids, -1 for none.
-            input_payloads: Tensors `[tokens, *]`, up to 8, of any dtype and other ones in other
+            input_payloads: Up to 8 tensors `[tokens, *]` of any dtype. They may differ between
                 calls.
-            runtime_max_tokens_per_rank: At least every rank's tokens in this call, equal on all
-                ranks.
-            invalid_token_expert_id: If given, fills the rows of payload expert_id_payload_index,
-                ids `[tokens, top_k]`, that no token was sent to.
-            eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats` of all
-                ranks; a rank that leaves it out counts as zeros there.
-            active_rank_mask: Of the living ranks (`moe_a2a_active_rank_mask`), with
-                enable_rank_mask: all until the group has recovered from a death. Ids of others'
+            runtime_max_tokens_per_rank: Upper bound of every rank's tokens in this call, equal on
+                all ranks.
+            invalid_token_expert_id: Value for rows of payload expert_id_payload_index, ids
+                `[tokens, top_k]`, to which no token was sent.
+            expert_id_payload_index: Index of the payload with expert ids.
+            eplb_local_stats: int32 `[eplb_stats_num_experts]`, for `eplb_gathered_stats`. A rank
+                that omits it contributes zeros.
+            active_rank_mask: The living ranks (`moe_a2a_active_rank_mask`), with enable_rank_mask.
+                It contains all ranks until the group recovers from a death. Ids of dead ranks'
                 experts are dropped.
-            enable_pdl: Accepted; changes nothing.
+            enable_pdl: Ignored.
 
         Returns:
-            A contiguous tensor `[ep_size, runtime_max_tokens_per_rank, *]` for each payload. Row
-                `[s, t]` is token t of rank s; rows of tokens that chose no expert here are
-                undefined. They are valid until combine, and symmetric memory where a row is whole
-                16 bytes.
+            A contiguous tensor `[ep_size, runtime_max_tokens_per_rank, *]` per payload. Row `[s,
+                t]` is token t of rank s; rows of tokens without an expert here are undefined. They
+                are valid until combine. A payload whose rows are multiples of 16 bytes is in
+                symmetric memory.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            TokenOverflow: there are more tokens than `max_tokens`.
-            OutOfOrder: the call comes at the wrong time, or the object is closed.
-            GeometryMismatch: ranks pass different sizes.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            TokenOverflow: If there are more tokens than `max_num_tokens`.
+            OutOfOrder: If a combine is pending, or the object is closed.
+            GeometryMismatch: If ranks pass different sizes.
+            GroupError: If the group is broken.
         """
         workspace, device, limit = self._open(), self.group.device, runtime_max_tokens_per_rank
         check_stats(eplb_local_stats, self.eplb_stats_num_experts, device)
         check_mask(active_rank_mask, self.enable_rank_mask, self.group)
-        self._forget_broken_round()
+        self._drop_broken_round()
         if self._round is not None:
             raise OutOfOrder(
-                f"dispatch while {self._round.tokens} tokens are away: call combine first"
+                f"dispatch before the combine of {self._round.tokens} tokens: call combine first"
             )
         ids = token_selected_experts
         check_batch(ids, limit, self.top_k, self.max_num_tokens, device)
-        given = check_payloads(input_payloads, ids.shape[0], device)
-        rows = [Payload(tuple(t.shape[1:]), t.dtype) for t in given]
-        place_of_ids = expert_id_payload_index
+        payloads = check_payloads(input_payloads, ids.shape[0], device)
+        rows = [Payload(tuple(t.shape[1:]), t.dtype) for t in payloads]
+        ids_index = expert_id_payload_index
         if invalid_token_expert_id is not None:
-            check_ids(rows, self.top_k, invalid_token_expert_id, place_of_ids)
+            check_ids(rows, self.top_k, invalid_token_expert_id, ids_index)
         sizes = tuple(row.row_bytes for row in rows)
         known = self._rows.get(sizes)
         row = known or workspace.rows.get(sizes) or likely_row(rows, self._hidden)
         carrier = workspace.operator(sizes, row)
         stats = workspace.no_stats if eplb_local_stats is None else eplb_local_stats
-        planes = [_bytes(t, size) for t, size in zip(given, sizes, strict=True)]
+        planes = [_bytes(t, size) for t, size in zip(payloads, sizes, strict=True)]
         try:
             received = self._send(carrier, planes, ids, stats, limit)
         except UsageError as error:
             names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
             raise renamed(error, names) from error
-        self._away.add(carrier)
+        self._open_rounds.add(carrier)
         self._round = _Round(
             tokens=ids.shape[0],
             limit=limit,
@@ -261,24 +265,25 @@ class MoeAlltoAll:
         )
         views = [
             plane.contiguous().view(t.dtype).view(*plane.shape[:2], *t.shape[1:])
-            for plane, t in zip(received.payloads, given, strict=True)
+            for plane, t in zip(received.payloads, payloads, strict=True)
         ]
-        if invalid_token_expert_id is not None and place_of_ids is not None:
-            _fill_unrouted(views[place_of_ids], received.ids, invalid_token_expert_id)
+        if invalid_token_expert_id is not None and ids_index is not None:
+            _fill_unrouted(views[ids_index], received.ids, invalid_token_expert_id)
         return views
 
     @untraced
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """`[ep_size, runtime_max_tokens_per_rank, hidden_size]`, contiguous, for experts to write.
+        """Return a contiguous `[ep_size, runtime_max_tokens_per_rank, hidden_size]` for experts.
 
-        Between dispatch and combine only; then pass it to combine with payload_in_workspace=True.
+        Call it between dispatch and combine, and pass the tensor to combine with
+        payload_in_workspace=True.
 
         Raises:
-            OutOfOrder: there is no dispatch.
-            InvalidArgument: the number of tokens differs from dispatch's, or combine cannot return
-                such rows.
+            OutOfOrder: If no dispatch is pending.
+            InvalidArgument: If the number of tokens differs from the dispatch's, or combine cannot
+                return such rows.
         """
         _, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_limit(runtime_max_tokens_per_rank, running)
@@ -309,26 +314,32 @@ class MoeAlltoAll:
         active_rank_mask: torch.Tensor | None = None,
         enable_pdl: bool | None = None,
     ) -> torch.Tensor:
-        """Return the rows and add those of each token at its owner, in fp32 and in rank order.
+        """Return rows to their tokens' owners and add them there, in fp32 and rank order.
 
         Args:
             payload: `[ep_size, runtime_max_tokens_per_rank, hidden_size]`, bfloat16, float16 or
-                float32; row `[s, t]` is this rank's weighted sum for token t of rank s. Rows of
+                float32. Row `[s, t]` is this rank's weighted sum for token t of rank s. Rows of
                 tokens without an expert here are not read.
             runtime_max_tokens_per_rank: As in dispatch.
-            payload_in_workspace: Whether payload is what get_combine_payload_tensor_in_workspace
-                returned.
+            payload_in_workspace: Whether payload is the tensor that
+                get_combine_payload_tensor_in_workspace returned.
+            output_dtype: None or the result's dtype.
+            output_scales: Must be None.
+            output_scalar_scale: Must be 1.
+            sf_layout: None or linear.
             output: `[tokens, hidden_size]` to write into.
-            use_low_precision: Rows travel as FP8 with a scale for 128 columns; the result is
+            use_low_precision: Send rows as FP8 with a scale per 128 columns. The result is
                 bfloat16.
+            active_rank_mask: As in dispatch.
+            enable_pdl: Ignored.
 
         Returns:
             `[tokens, hidden_size]` of payload's dtype.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            OutOfOrder: the call comes at the wrong time, or the object is closed.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            OutOfOrder: If no dispatch is pending, or the object is closed.
+            GroupError: If the group is broken.
         """
         workspace, running = self._dispatched("combine")
         flags(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
@@ -349,25 +360,25 @@ class MoeAlltoAll:
         except UsageError as error:
             raise renamed(error, {"out": "output"}) from error
         if operator is not running.carrier:
-            running.carrier.combine()  # ends the round that brought the payloads
+            running.carrier.combine()  # completes the round of the payloads
         if running.payloads not in self._rows:
             self._rows[running.payloads] = running.row
             workspace.learn(running.payloads, running.row)
         self._round = None
-        self._away.clear()
+        self._open_rounds.clear()
         return result
 
     def check(self) -> None:
-        """Raise what the device has recorded (`weft.AllToAll.check`); weft's own."""
+        """Raise errors recorded by the device (`weft.AllToAll.check`). Not in flashinfer.comm."""
         self._open().check()
 
     def close(self) -> None:
-        """Free the workspace, and the group if it was not given. Local and idempotent.
+        """Free the workspace, and the group if it is not the caller's. Local and idempotent.
 
-        Between dispatch and combine this ends the round: ranks that wait in it raise PeerLeft.
+        Between dispatch and combine this ends the round: waiting ranks raise PeerLeft.
         """
         self._round = None
-        self._give_up()
+        self._finalizer()
 
     def __enter__(self) -> MoeAlltoAll:
         return self
@@ -375,29 +386,29 @@ class MoeAlltoAll:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _forget_broken_round(self) -> None:
-        """A round that a death broke is over: its all-to-all has started anew."""
+    def _drop_broken_round(self) -> None:
+        """Drop a round that a death broke: its all-to-all has been reset."""
         if self._round is not None and not self._round.carrier._mid_round:
             self._round = None
-            self._away.clear()
+            self._open_rounds.clear()
 
     def _open(self) -> MoeWorkspace:
-        if not self._give_up.alive:
+        if not self._finalizer.alive:
             raise OutOfOrder("this all-to-all was closed; make a new one")
         return self._workspace
 
     def _dispatched(self, call: str) -> tuple[MoeWorkspace, _Round]:
         workspace = self._open()
-        self._forget_broken_round()
+        self._drop_broken_round()
         if self._round is None:
-            raise OutOfOrder(f"{call} without a dispatch: no tokens of this rank are away")
+            raise OutOfOrder(f"{call} without a dispatch: call dispatch first")
         return workspace, self._round
 
     def _returning(self, row: CombineRow) -> AllToAll:
-        """The all-to-all that returns `row` in this round.
+        """Return the all-to-all that returns `row` in this round.
 
-        Only combine says what its rows are. Where they are not those that a first round was built
-        for, the tokens' routes go through the right all-to-all too.
+        Only combine knows the rows. If a first round was built for other rows, the tokens' routes
+        are also sent through the right all-to-all.
         """
         workspace, running = self._dispatched("combine")
         if row != running.row:
@@ -408,7 +419,7 @@ class MoeAlltoAll:
                 for size in running.payloads
             ]
             self._send(operator, blank, ids, workspace.no_stats, running.limit)
-            self._away.add(operator)
+            self._open_rounds.add(operator)
             running.row, running.returning, running.ids = row, operator, None
         return running.returning
 
@@ -420,7 +431,7 @@ class MoeAlltoAll:
         stats: torch.Tensor | None,
         rows: int,
     ) -> Received:
-        """Dispatch as this object, so that ranks whose calls are of different objects notice it."""
+        """Dispatch with this object's number, so that ranks detect calls of different objects."""
         operator._begin_round(self._number, rows, 0)
         try:
             return operator.dispatch(planes, ids, stats=stats, rows=rows)
@@ -428,24 +439,24 @@ class MoeAlltoAll:
             operator._end_rounds()
 
     def _check_changes(self, row: CombineRow, running: _Round) -> torch.Tensor:
-        """The tokens' ids, where this round may still return other rows. Raises InvalidArgument."""
+        """Return the tokens' ids if this round may return other rows; otherwise InvalidArgument."""
         if running.ids is None:
             raise InvalidArgument(
                 f"hidden_size {row.hidden}, dtype {row.dtype} and use_low_precision={row.fp8} of "
                 f"payload; earlier rounds with these input_payloads returned rows {running.row}: "
-                "make another MoeAlltoAll for rounds that return others"
+                "make another MoeAlltoAll for rounds that return other rows"
             )
         return running.ids
 
     def _check_sizes(self, **sizes: Any) -> None:
-        """Raise InvalidArgument for sizes of which there can be no all-to-all."""
+        """Raise InvalidArgument for sizes that AllToAll does not support."""
         tokens, top_k, experts = self.max_num_tokens, self.top_k, self.num_experts
         AllToAll.memory_bytes(
             ranks=self.ep_size, max_tokens=tokens, top_k=top_k, num_experts=experts, **sizes
         )
 
     def _check_payload(self, payload: torch.Tensor, running: _Round, claimed: bool) -> None:
-        """Raise InvalidArgument for what cannot be a round's results."""
+        """Raise InvalidArgument for tensors that combine cannot return."""
         if not isinstance(payload, torch.Tensor):
             refuse_tensor("payload", payload)
         if payload.layout is not torch.strided or payload.is_nested:
@@ -476,34 +487,36 @@ class MoeAlltoAll:
             )
 
 
-def _give_up(shared: Lease[MoeWorkspace], release: Callable[[], None], away: set[AllToAll]) -> None:
-    call_all(lambda: shared.operator.drop(away), shared.close, release)
+def _finalize(
+    shared: Lease[MoeWorkspace], release: Callable[[], None], open_rounds: set[AllToAll]
+) -> None:
+    call_all(lambda: shared.operator.drop(open_rounds), shared.close, release)
 
 
 def _fill_unrouted(view: torch.Tensor, ids: torch.Tensor, value: int) -> None:
-    """Write `value` into the rows of `view` of which `ids`, local ones, name no expert at all."""
+    """Write `value` into the rows of `view` whose local `ids` name no expert."""
     unrouted = torch.lt(ids.amax(dim=2, keepdim=True), 0)
     view.masked_fill_(unrouted, value)
 
 
 def _bytes(payload: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """A contiguous tensor `[tokens, *]` as uint8 `[tokens, row_bytes]`."""
+    """View contiguous `[tokens, *]` as uint8 `[tokens, row_bytes]`."""
     flat = payload.view(payload.shape[0], row_bytes // payload.itemsize)
     return flat.view(torch.uint8)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do two tensors show the same numbers? Strides of single rows do not matter."""
+    """Whether two tensors are the same view. Strides of dimensions of size 1 do not matter."""
     if (one.shape, one.dtype, one.data_ptr()) != (other.shape, other.dtype, other.data_ptr()):
         return False
     steps = zip(one.shape, one.stride(), other.stride(), strict=True)
     return all(n == 1 or a == b for n, a, b in steps)
 
 
-def _check_limit(given: int, running: _Round) -> None:
-    given = integer("runtime_max_tokens_per_rank", given, 1, largest(Shape, "tokens"))
-    if given != running.limit:
+def _check_limit(tokens: int, running: _Round) -> None:
+    tokens = integer("runtime_max_tokens_per_rank", tokens, 1, largest(Shape, "tokens"))
+    if tokens != running.limit:
         raise InvalidArgument(
-            f"runtime_max_tokens_per_rank is {given}; dispatch was called with "
+            f"runtime_max_tokens_per_rank is {tokens}; dispatch was called with "
             f"{running.limit}: pass the same to all calls of a round"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-to-alls of equal `MoeAlltoAll` objects, which `weft.lease` shares among them."""
+"""The all-to-alls that equal `MoeAlltoAll` objects share through `weft.lease`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weft.runtime.identity import MAX_LAYERS
 from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES
 
-RowBytes = tuple[int, ...]  # of each payload: the memory of a dispatch follows from them
+RowBytes = tuple[int, ...]  # row size of each payload; it determines a dispatch's memory
 
 
 @dataclass(frozen=True, slots=True)
 class CombineRow:
-    """The rows that a combine returns.   fp8: they travel as FP8 numbers and scales."""
+    """The rows that a combine returns; with `fp8`, they are sent as FP8 with scales."""
 
     hidden: int
     dtype: torch.dtype
@@ -33,11 +33,12 @@ class CombineRow:
 
 
 class MoeWorkspace:
-    """One AllToAll for each list of payload sizes and each combine row that calls have brought.
+    """One AllToAll per list of payload sizes and combine row.
 
-    size_asked: only objects that ask for the same size share, as in flashinfer.comm: engines keep
-        rounds that may overlap in objects of different sizes.
-    rows: the combine row of each payload list, once a round has shown it.
+    Attributes:
+        size_asked: The requested size. Only objects that request the same size share a workspace,
+            as in flashinfer.comm: engines use different sizes for rounds that may overlap.
+        rows: The combine row of each payload list, known after its first round.
     """
 
     def __init__(
@@ -58,23 +59,23 @@ class MoeWorkspace:
         self._stats = stats
         self.rows: dict[RowBytes, CombineRow] = {}
         self._operators: dict[tuple[RowBytes, CombineRow], AllToAll] = {}
-        self._unseen: list[UsageError] = []  # of all-to-alls that are closed
+        self._unseen: list[UsageError] = []  # errors of closed all-to-alls
         self._layers = 0
-        # What a dispatch sends that brings no statistics.
+        # Sent by dispatches without statistics.
         self.no_stats: torch.Tensor | None = None
         if stats:
             self.no_stats = torch.zeros(stats, dtype=torch.int32, device=group.device)
 
     def _next_layer(self) -> int:
-        """Return the number of another object that shares this workspace, from 1 on."""
+        """Return the next object number, from 1 on."""
         self._layers += 1
         return (self._layers - 1) % (MAX_LAYERS - 1) + 1
 
     def operator(self, payloads: RowBytes, row: CombineRow) -> AllToAll:
-        """The all-to-all of these sizes; collective when it is new.
+        """Return the all-to-all of these sizes; collective if new.
 
-        Raises InvalidArgument in a graph capture that is the first to need it, and what AllToAll
-        raises.
+        Raises InvalidArgument if it is new in a graph capture, and errors of AllToAll's
+        constructor.
         """
         key = (payloads, row)
         if key not in self._operators:
@@ -96,31 +97,33 @@ class MoeWorkspace:
         return self._operators[key]
 
     def learn(self, payloads: RowBytes, row: CombineRow) -> None:
-        """Rounds with these payloads return `row`; an all-to-all made for another row is closed."""
+        """Record the combine row of these payloads, and close all-to-alls built for another row."""
         first = payloads not in self.rows
         self.rows[payloads] = row
         if first:
             for key in [k for k in self._operators if k[0] == payloads and k[1] != row]:
                 try:
                     self._operators.pop(key).close()
-                except UsageError as error:  # refused ids: the round of this call was another one
+                except UsageError as error:  # refused ids of an earlier round
                     self._unseen.append(error)
 
     def drop(self, operators: Collection[AllToAll]) -> None:
-        """Close those of them that work: a caller has left their round, and peers are told.
+        """Close those operators that are not broken, because a caller left their round. Local.
 
-        Local. Where every rank left, the next call that needs one makes it anew on all of them.
-        Broken ones stay, to raise the reason in later calls.
+        Peers are notified. If every rank left, the next call creates them again on all ranks.
+        Broken operators stay, so that later calls raise the reason.
         """
-        left = [k for k, each in self._operators.items() if each in operators and not each.broken]
-        call_all(*(self._operators.pop(key).close for key in left))
+        unbroken = [
+            k for k, each in self._operators.items() if each in operators and not each.broken
+        ]
+        call_all(*(self._operators.pop(key).close for key in unbroken))
 
     def check(self) -> None:
-        """Raise what the device has recorded for any of its all-to-alls."""
+        """Raise errors that devices recorded for any of the all-to-alls."""
         call_all(*(operator.check for operator in self._operators.values()), self._raise_unseen)
 
     def close(self) -> None:
-        """Give the memory back. Local."""
+        """Free the memory. Local."""
         closes = [operator.close for operator in self._operators.values()]
         self._operators.clear()
         call_all(*closes, self._raise_unseen)
@@ -130,13 +133,13 @@ class MoeWorkspace:
             raise self._unseen.pop()
 
     def _check_open(self) -> None:
-        """A lease may share it: nobody else closes it."""
+        """Do nothing: a shared workspace is closed only by its lease."""
 
 
 def likely_row(payloads: Sequence[Payload], hidden: int | None) -> CombineRow:
-    """The combine row that a first round is built for: as wide as the model, in its dtype.
+    """Return the combine row that a first round is built for: the model's width and dtype.
 
-    The first payload is x: in its own dtype, or quantised, a byte for one number or for two.
+    The first payload is x, in its own dtype or quantized with one or two values per byte.
     """
     first = payloads[0]
     dtype = first.dtype if first.dtype in DTYPE_NAMES else torch.bfloat16

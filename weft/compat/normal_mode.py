@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The normal mode of deep_ep's buffer: rows to ranks and back, packed, in results of their own.
+"""Normal mode of deep_ep's buffer: packed rows to ranks and back, in tensors of the caller.
 
-A dispatch tells all ranks its counts, waits on the host for theirs unless the caller gives a bound,
-sends ids and weights, from which a rank learns which rows are its own, and fetches those. A handle
-keeps which they are, so any handle may be used again, in any order that is the same on all ranks.
+In a dispatch, every rank sends its counts to all ranks. The host waits for them unless the caller
+passes a bound. Ids and weights follow, from which a rank learns which rows it gets, and then it
+fetches those rows. A handle stores that result, so it may be reused any number of times; all ranks
+must use handles in the same order.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from weft.runtime.stream import synchronize_stream
 
 E = TypeVar("E", bound=RowExchange)
 
-LEAST_TOKENS = 64  # that an exchange is made for; it grows by powers of two
-# What every rank tells of its dispatch, before the counts, and how errors call it.
+LEAST_TOKENS = 64  # smallest capacity of an exchange; capacities grow by powers of two
+# What every rank announces before its counts; errors use these names.
 WORDS = (
     "tokens",
     "bytes of a row of x",
@@ -46,14 +47,14 @@ WORDS = (
     "bytes of an entry of topk_idx",
     "num_worst_tokens",
 )
-EQUAL = range(1, len(WORDS))  # on all ranks
-REFUSED = len(WORDS)  # entries of topk_idx that name no expert
-COUNTS = REFUSED + 1
+EQUAL = range(1, len(WORDS))  # words that must be equal on all ranks
+REFUSED = len(WORDS)  # index of the number of topk_idx entries that name no expert
+COUNTS = REFUSED + 1  # index of the counts
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one dispatch carries: `[tokens, *]` tensors. topk: ids and weights."""
+    """Tensors `[tokens, *]` of one dispatch; `topk` is ids and weights."""
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
@@ -63,36 +64,41 @@ class Rows:
 class NormalHandle(tuple[torch.Tensor | None, ...]):
     """The handle of a dispatch, in deep_ep's order.
 
-    Rank prefix matrix, int32 `[ep_size, ep_size]`: rows that ranks up to i send to rank j; two
-    parts of channels, None; int32 `[rows]`, each row's token at its source; is_token_in_rank; the
-    heads of queues, None.
+    Items: the rank prefix matrix, int32 `[ep_size, ep_size]`, with the rows that ranks up to i send
+    to rank j; None twice, for channels; each row's token at its source, int32 `[rows]`;
+    is_token_in_rank; None, for queue heads.
     """
 
     owner: NormalMode
     packing: Packing
-    most: int  # at least every rank's tokens, equal on all
+    most: int  # upper bound of any rank's tokens, equal on all ranks
 
 
 class NormalMode:
-    """One buffer's normal mode. options: of the exchanges."""
+    """The normal mode of one buffer; `options` are passed to its exchanges."""
 
     def __init__(self, group: Group, options: dict[str, Any]) -> None:
         self._group, self._options = group, options
         self.exchanges: dict[tuple[Any, ...], RowExchange] = {}  # by kind and sizes
         self._host: dict[torch.Size, torch.Tensor] = {}
-        # Entries that name no expert, of dispatches that no host waited for; were there any?
+        # Counts ids that name no expert in dispatches with a bound, for which no host waited.
         with plain_tensors():
             self._refused = torch.zeros(1, dtype=torch.int32, device=group.device)
-        self._bounded = False
+        self._bounded = False  # whether there was such a dispatch
 
     def dispatch(
         self, rows: Rows, layout: Layout, alignment: int, worst: int
     ) -> tuple[Rows, list[int], NormalHandle]:
-        """A dispatch with a new routing, of checked tensors.
+        """Dispatch checked tensors with a new routing.
 
-        Returns what arrived, the rows of each local expert, none where nobody waited, and the
-        handle. Raises TokenOverflow, OutOfOrder, InvalidArgument, and on every rank BadExpertId,
-        InvalidArgument or GeometryMismatch for what one rank passed; what broke the group.
+        Returns:
+            The received rows, the row count of each local expert (empty with a bound), and the
+                handle.
+
+        Raises:
+            TokenOverflow, OutOfOrder, InvalidArgument: For this rank's arguments.
+            BadExpertId, InvalidArgument, GeometryMismatch: On every rank, for one rank's arguments.
+            GroupError: If the group is broken.
         """
         group, experts, tokens = self._group, len(layout.per_expert), len(rows.x)
         if worst and tokens * group.size > worst:
@@ -106,8 +112,8 @@ class NormalMode:
         refused = self._refused if worst else None
         self._bounded = self._bounded or worst > 0
         numbers, ranks = rank_layout.announcement(_words(rows, worst), ids, layout, refused)
-        told, flagged = announcement.tell(numbers), slice(COUNTS + group.size, -experts)
-        prefix = told[:, flagged].cumsum(0, dtype=torch.int32).contiguous()
+        words, flagged = announcement.tell(numbers), slice(COUNTS + group.size, -experts)
+        prefix = words[:, flagged].cumsum(0, dtype=torch.int32).contiguous()
         local = experts // group.size
         first = group.rank * local
         by_expert: list[int] = []
@@ -115,12 +121,12 @@ class NormalMode:
             announcement.finish()
             most, arriving = -(-worst // group.size), worst
         else:
-            numbers = self._read(announcement, told)
-            self._check_told(numbers, experts)
+            numbers = self._read(announcement, words)
+            self._check_words(numbers, experts)
             most = max(1, int(numbers[:, 0].max()))
             arriving = int(numbers[:, flagged][:, group.rank].sum())
-            mine = numbers[:, -experts:][:, first : first + local].sum(0)
-            by_expert = [-(-n // alignment) * alignment for n in mine.tolist()]
+            local_rows = numbers[:, -experts:][:, first : first + local].sum(0)
+            by_expert = [-(-n // alignment) * alignment for n in local_rows.tolist()]
         topk, sources = self._find_rows(rows.topk, ranks, arriving, most, bounded=worst > 0)
         if topk is not None:
             rank_layout.localize(*topk, first, local)
@@ -131,7 +137,7 @@ class NormalMode:
         return Rows(x, scales, topk), by_expert, handle
 
     def dispatch_again(self, rows: Rows, handle: NormalHandle) -> Rows:
-        """A dispatch of other rows, without ids, to where the handle's went; waits for nothing."""
+        """Dispatch other rows, without ids, by a handle's routing. The host does not wait."""
         return Rows(*self._fetch(rows, handle))
 
     def combine(
@@ -141,18 +147,18 @@ class NormalMode:
         handle: NormalHandle,
         biases: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums of a token's rows, and of its weights, at its owner; of checked tensors."""
-        found = self._sum(x, handle, biases[0] if biases else None)
+        """Return the sums of each token's rows and weights at its owner; tensors are checked."""
+        sums = self._sum(x, handle, biases[0] if biases else None)
         for bias in biases[1:]:
-            found += bias
+            sums += bias
         if weights is None:
-            return found, None
+            return sums, None
         top_k = weights.shape[1]
-        whole = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
-        return found, self._sum(whole, handle)[:, :top_k].contiguous()
+        padded = weights if top_k % 4 == 0 else pad(weights, (0, -top_k % 4))
+        return sums, self._sum(padded, handle)[:, :top_k].contiguous()
 
     def packing_of(self, handle: NormalHandle) -> Packing:
-        """Raises OutOfOrder for another buffer's handle."""
+        """Return the handle's packing. Raises OutOfOrder for another buffer's handle."""
         if handle.owner is not self:
             raise OutOfOrder(
                 "the handle is not of a dispatch of this buffer: pass what its dispatch returned"
@@ -160,7 +166,7 @@ class NormalMode:
         return handle.packing
 
     def check(self) -> None:
-        """Raise what the device has recorded; waits for it after dispatches with a bound."""
+        """Raise errors recorded by the device; synchronizes after dispatches with a bound."""
         checks = [exchange.a2a.check for exchange in self.exchanges.values()]
         call_all(*checks, self._raise_refused)
 
@@ -170,53 +176,53 @@ class NormalMode:
             self._refused.zero_()
             raise BadExpertId(
                 f"{refused} entries of topk_idx, in dispatches with num_worst_tokens, name no "
-                "expert and are not -1; nobody received them"
+                "expert and are not -1; they were dropped"
             )
 
     def close(self) -> None:
-        """Give all memory back. Local."""
+        """Free all memory. Local."""
         closes = [exchange.close for exchange in self.exchanges.values()]
         self.exchanges.clear()
         call_all(*closes, self._raise_refused)
 
-    def _read(self, announcement: Announcement, told: torch.Tensor) -> torch.Tensor:
-        """What was told, on the host: the one wait of a dispatch."""
+    def _read(self, announcement: Announcement, words: torch.Tensor) -> torch.Tensor:
+        """Copy the announced words to the host: the only wait of a dispatch."""
         device = self._group.device
         if device.type != "cuda":
-            numbers = told.clone()
+            numbers = words.clone()
         else:
-            if told.shape not in self._host:
+            if words.shape not in self._host:
                 with plain_tensors():
-                    self._host[told.shape] = torch.empty(
-                        told.shape, dtype=told.dtype, device="cpu", pin_memory=True
+                    self._host[words.shape] = torch.empty(
+                        words.shape, dtype=words.dtype, device="cpu", pin_memory=True
                     )
-            numbers = self._host[told.shape].copy_(told, non_blocking=True)
+            numbers = self._host[words.shape].copy_(words, non_blocking=True)
         announcement.finish()
         synchronize_stream(device)
         announcement.a2a._check_running()
         return numbers
 
-    def _check_told(self, numbers: torch.Tensor, experts: int) -> None:
-        """Raise, on every rank alike, what one of them passed and cannot be."""
-        size, mine = self._group.size, numbers[self._group.rank].tolist()
+    def _check_words(self, numbers: torch.Tensor, experts: int) -> None:
+        """Raise the same error on every rank if one rank announced invalid words."""
+        size, own = self._group.size, numbers[self._group.rank].tolist()
         for rank, theirs in enumerate(numbers.tolist()):
             for i in EQUAL:
-                if theirs[i] != mine[i]:
+                if theirs[i] != own[i]:
                     raise GeometryMismatch(
                         f"rank {rank} called dispatch with {WORDS[i]} {theirs[i]}, this rank, "
-                        f"{self._group.rank}, with {mine[i]}: pass the same on all ranks"
+                        f"{self._group.rank}, with {own[i]}: pass the same on all ranks"
                     )
             if theirs[REFUSED]:
                 raise BadExpertId(
                     f"topk_idx of rank {rank} has {theirs[REFUSED]} entries outside of "
                     f"-1..{experts - 1}; nothing was sent"
                 )
-            given = theirs[COUNTS : COUNTS + size]
-            flagged = theirs[COUNTS + size : COUNTS + 2 * size]
-            if given != flagged:
+            passed = theirs[COUNTS : COUNTS + size]
+            counted = theirs[COUNTS + size : COUNTS + 2 * size]
+            if passed != counted:
                 raise InvalidArgument(
-                    f"num_tokens_per_rank of rank {rank} is {given}, but its is_token_in_rank says "
-                    f"{flagged}: pass both as get_dispatch_layout returned them"
+                    f"num_tokens_per_rank of rank {rank} is {passed}, but its is_token_in_rank "
+                    f"counts {counted}: pass both as get_dispatch_layout returned them"
                 )
 
     def _find_rows(
@@ -228,10 +234,14 @@ class NormalMode:
         *,
         bounded: bool,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, torch.Tensor]:
-        """Send ids and weights; return those that came, and each row's token at its source.
+        """Send ids and weights; return the received ones, and each row's token at its source.
 
-        rows: that come, with those that may.   most: at least every rank's tokens.
-        bounded: there may be rows that no rank sends, after the received ones: their ids are -1.
+        Args:
+            topk: Ids and weights, or None.
+            ranks: Destination ranks, int32 `[tokens, ranks]`.
+            rows: Number of rows that may arrive.
+            most: Upper bound of any rank's tokens.
+            bounded: Whether fewer rows may arrive. The ids of rows after the received ones are -1.
         """
         blank = torch.empty((len(ranks), VECTOR_BYTES), dtype=torch.uint8, device=ranks.device)
         sent: tuple[torch.Tensor, ...] = topk or (blank,)
@@ -249,7 +259,7 @@ class NormalMode:
         return None if topk is None else (into[0], into[1]), tokens
 
     def _fetch(self, rows: Rows, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows, and their scales, that come to this rank."""
+        """Return the rows, and their scales, that belong to this rank."""
         x, scales, count = rows.x, rows.scales, len(handle.packing.tokens)
         into = (
             x.new_empty((count, x.shape[1])),
@@ -269,24 +279,24 @@ class NormalMode:
         return exchange.run(x, handle.packing, add)
 
     def _exchange(self, kind: Callable[..., E], tokens: int, what: str, *sizes: Any) -> E:
-        """The exchange of these sizes, made anew on all ranks where it is too small.
+        """Return the exchange of these sizes, replaced on all ranks if it is too small.
 
-        tokens: of a rank, at most; 0 where it does not matter.
+        `tokens` is the required capacity per rank, or 0 if it does not matter.
         """
         key = (kind, *sizes)
-        found: Any = self.exchanges.get(key)
-        if found is None or found.max_tokens < tokens:
+        exchange: Any = self.exchanges.get(key)
+        if exchange is None or exchange.max_tokens < tokens:
             what += f" for {tokens} tokens a rank" if tokens else ""
             refuse_capture(self._group.device, what, "run one on all ranks before it")
-            if found is not None:
+            if exchange is not None:
                 self.exchanges.pop(key).close()
             most = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-            found = self.exchanges[key] = kind(self._group, most, self._options, *sizes)
-        return cast("E", found)
+            exchange = self.exchanges[key] = kind(self._group, most, self._options, *sizes)
+        return cast("E", exchange)
 
 
 def _words(rows: Rows, worst: int) -> tuple[int, ...]:
-    """What WORDS names."""
+    """Return the values of WORDS."""
     ids = None if rows.topk is None else rows.topk[0]
     return (
         len(rows.x),

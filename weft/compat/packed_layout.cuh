@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arguments by which rows are packed source after source, and packed rows go back to their
-// tokens' owners. A handle's own tensors say where they are: no routing travels again.
+// Arguments of the kernels that pack rows by source, and that return packed rows to their tokens'
+// owners. They use the tensors of a handle, so no routing is sent again.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 
 namespace weft {
 
-// Where packed rows come from. Mirrored by `PackedRows` in compat/packed_rows.py.
+// Origin of packed rows. Mirrored by `PackedRows` in compat/packed_rows.py.
 struct PackedRows {
     const i32* tokens;  // [limit], each row's token at its source
     const i32* until;   // [ranks, ranks]: rows that ranks up to i have for rank j
-    u32 limit;          // rows there are
+    u32 limit;          // number of rows
     u32 reserved;
 };
 
@@ -19,7 +19,7 @@ struct FetchArgs {
     Site site;
     PackedRows packed;
     u8* rows;    // [limit, row_bytes]
-    u8* scales;  // [limit, scale_bytes]; null: there are none
+    u8* scales;  // [limit, scale_bytes], or null
     u32 row_bytes, scale_bytes;
 };
 
@@ -28,13 +28,13 @@ struct ReturnArgs {
     Site site;
     PackedRows packed;
     const void* rows;   // [limit, hidden], in the order of source, then token
-    const u8* in_rank;  // [own_tokens, ranks]: does the token have a row on that rank?
+    const u8* in_rank;  // [own_tokens, ranks]: whether the token has a row on that rank
     u32* arrived;       // CTAs that have sent their rows; 0 between calls
     u32 own_tokens;
     u32 reserved;
 };
 
-// The packed rows of one source; what the prefix matrix says is clamped to the rows there are.
+// The packed rows of one source. The prefix matrix's values are clamped to the number of rows.
 struct SourceRows {
     u32 first, count;
 
@@ -48,8 +48,8 @@ struct SourceRows {
     }
 };
 
-// Which ranks have rows of a token of this rank, as the receiver of combine reads it: entry r is of
-// rank r, and its weight is 1.
+// Stores for combine's receiver which ranks have rows of a token of this rank: entry r is rank r,
+// with weight 1.
 template <Shape S> WEFT_FN void save_ranks(const ReturnArgs& a, u32 token) {
     Share<S>& own = own_share<S>(a.site);
     RankSet destinations{};

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows are packed, and packed rows returned, each by one kernel.
+// Packs rows, or returns packed rows. Each entry is one kernel.
 //
-// fetch_rows   loads each row of this rank out of its source's outbox, once the sources' flags have
-//              come
-// return_rows  stores rows at their tokens' owners, slot (token, this rank) of an all-to-all whose
-//              experts are the ranks and whose rows the kernel that has them stores (gemm_push);
-//              the last CTA publishes the flags
+// fetch_rows   loads this rank's rows from the sources' outboxes, after the sources' flags are set
+// return_rows  stores rows at their tokens' owners, in slot (token, this rank) of an all-to-all
+//              with one expert per rank, whose rows this kernel stores (gemm_push); the last CTA
+//              publishes the flags
 //
-// A warp takes 64 vectors of one row, or its scales, at a time. Both go in the order (place among
-// its source's rows, source), each rank beginning with itself, so that ranks do not load from, or
-// store to, the same peer at once.
+// Grid: any number of CTAs. A warp copies 64 vectors of one row, or the row's scales, at a time.
+// Rows are ordered by (place among the source's rows, source), and each rank starts with itself, so
+// that ranks do not access the same peer at once.
 #pragma once
 #include <weft/compat/packed_layout.cuh>
 #include <weft/device/copy.cuh>
@@ -18,7 +17,7 @@
 namespace weft {
 
 // Calls visit(source, row, token, piece) for every piece of every packed row, each in one warp.
-// Lane s holds where the rows of source s are.
+// Lane s holds the row range of source s.
 template <Shape S, class Visit>
 WEFT_FN void for_pieces(const Block& team, const PackedRows& a, u32 rank, u32 pieces, Visit visit) {
     const u32 lane = team.warp_lane(), warps = team.lanes() / warp_lanes;
@@ -39,8 +38,8 @@ WEFT_FN void for_pieces(const Block& team, const PackedRows& a, u32 rank, u32 pi
 
 constexpr u32 piece_vectors = 2 * warp_lanes;
 
-// One warp copies a piece of a row, which may be in a peer's memory; both loads start before the
-// first store.
+// Copies a piece of a row with one warp. The row may be in a peer's memory, so both loads are
+// issued before the first store.
 WEFT_FN void copy_piece(const u8* from, u8* to, u32 piece, u32 vectors, u32 lane) {
     uint4 data[2];
 #pragma unroll
@@ -55,7 +54,7 @@ WEFT_FN void copy_piece(const u8* from, u8* to, u32 piece, u32 vectors, u32 lane
     }
 }
 
-// One warp copies words that a peer wrote: never through the non-coherent path.
+// Copies words that a peer wrote with one warp. Volatile loads avoid the non-coherent path.
 WEFT_FN void fetch_words(const u8* from, u8* to, u32 words, u32 lane) {
     for (u32 i = lane; i < words; i += warp_lanes)
         reinterpret_cast<u32*>(to)[i] = reinterpret_cast<const volatile u32*>(from)[i];

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled entries that pack rows and return packed ones, on a CPU or a GPU."""
+"""CPU and GPU entries that pack rows and return packed rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.runtime.stream import loading
 from weft.shape import Shape
 
 THREADS = 256
-PIECE_BYTES = 1024  # of a row, that one warp takes
+PIECE_BYTES = 1024  # bytes of a row that one warp copies at a time
 
 
 class PackedRows(ctypes.Structure):
@@ -29,7 +29,7 @@ class PackedRows(ctypes.Structure):
 
 
 class FetchArgs(ctypes.Structure):
-    """Mirror of `weft::FetchArgs` there."""
+    """Mirror of `weft::FetchArgs` in compat/packed_layout.cuh."""
 
     _fields_ = (
         ("site", Site),
@@ -42,7 +42,7 @@ class FetchArgs(ctypes.Structure):
 
 
 class ReturnArgs(ctypes.Structure):
-    """Mirror of `weft::ReturnArgs` there."""
+    """Mirror of `weft::ReturnArgs` in compat/packed_layout.cuh."""
 
     _fields_ = (
         ("site", Site),
@@ -59,7 +59,7 @@ ENTRIES: dict[str, type[ctypes.Structure]] = {"fetch_rows": FetchArgs, "return_r
 
 
 def program(name: str, shape: Shape, *, device: bool) -> Program:
-    """The generated entry of a Shape: one of ENTRIES."""
+    """Return the program of one of ENTRIES for a Shape."""
     return Program(
         name="packed",
         what="normal mode",
@@ -73,15 +73,15 @@ def program(name: str, shape: Shape, *, device: bool) -> Program:
 
 
 class CudaPackedEntries(CudaKernels):
-    """The kernel of one Shape. Its grid depends on sizes alone: a captured call serves any rows.
+    """The kernel of one Shape. The grid depends on sizes only, so a captured call serves any rows.
 
-    most_rows: that a rank may have.
+    `most_rows` is the maximum number of rows on a rank.
     """
 
     def __init__(self, name: str, shape: Shape, most_rows: int, build: Build) -> None:
         super().__init__(program(name, shape, device=True), build)
         self._warps = most_rows * -(-shape.out_bytes // PIECE_BYTES)
-        # Now: a peer's kernel may spin when it is launched.
+        # Load it now: later, a peer's kernel may be spinning.
         self._launches[name, 0] = self._find(name, 0)
 
     def _find(self, name: str, tokens: int) -> Launch:
@@ -93,7 +93,7 @@ class CudaPackedEntries(CudaKernels):
 def load_entries(
     device: torch.device, name: str, shape: Shape, most_rows: int, build: Build
 ) -> Kernels:
-    """Compile and load an entry of a Shape for one rank's device."""
+    """Compile and load an entry of a Shape for a rank's device."""
     if device.type == "cpu":
         return CpuKernels(program(name, shape, device=False), build)
     with loading(device):

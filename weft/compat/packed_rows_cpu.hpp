@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows are packed, and packed rows returned, on a CPU: one row after the other.
+// Packs rows, or returns packed rows, on a CPU, one row at a time.
 #pragma once
 #include <weft/compat/packed_layout.cuh>
 

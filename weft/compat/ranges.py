@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a source's rows are among an expert's, as other projects pack it into one number."""
+"""Row ranges of an expert's sources, in other projects' packed format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weft.lowlatency.results import ExpertRows
 
 
 def packed_ranges(rows: ExpertRows) -> torch.Tensor:
-    """int64 `[local_experts, ep_size]`: first row << 32 | number of rows."""
+    """Return int64 `[local_experts, ep_size]`: first row << 32 | number of rows."""
     first, count = rows.ranges.unbind(-1)
     return first.long() << 32 | count.long()
 
 
 def token_indices(rows: ExpertRows, max_tokens: int) -> torch.Tensor:
-    """int32 `[local_experts, R]`: each row's token at its source; rows after the counts vary."""
+    """Return int32 `[local_experts, R]`: each row's token at its source."""
     return rows.source % max_tokens

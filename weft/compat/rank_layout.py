@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deep_ep's normal mode derives from chosen experts: counts, ranks of tokens, local ids.
+"""Counts, destination ranks and local ids that deep_ep's normal mode derives from expert ids.
 
-In operators of torch that a CUDA graph may capture: none reads a value on the host.
+They use torch operators that a CUDA graph can capture: none reads a value on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Layout(NamedTuple):
-    """int32 `[ranks]`, int32 `[experts]`, bool `[tokens, ranks]`."""
+    """Tokens per rank, int32; entries per expert, int32; `in_rank`, bool `[tokens, ranks]`."""
 
     per_rank: torch.Tensor
     per_expert: torch.Tensor
@@ -21,11 +21,11 @@ class Layout(NamedTuple):
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> Layout:
-    """Count where the tokens of int32 or int64 `[tokens, top_k]` go.
+    """Count the destinations of tokens, from int32 or int64 `[tokens, top_k]`.
 
-    Entries outside of 0..num_experts - 1 count for nobody.
+    Entries outside of 0..num_experts - 1 are not counted.
     """
-    # -1 and num_experts, hence all that name no expert, become num_experts: a column of their own.
+    # Entries that name no expert map to num_experts, a column of their own.
     ids = topk_idx.long().clamp(-1, num_experts).remainder_(num_experts + 1)
     in_rank = ids.new_zeros((len(ids), num_ranks + 1), dtype=torch.bool)
     in_rank.scatter_(1, ids // (num_experts // num_ranks), True)
@@ -41,13 +41,18 @@ def announcement(
     layout: Layout,
     refused: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank tells of its dispatch, and which ranks its tokens go to.
+    """Return a rank's announcement of its dispatch, and the ranks its tokens go to.
 
-    words: numbers to tell first.   refused: int32 `[1]`, to which entries that name no expert and
-    are not -1 are added.
+    Args:
+        words: Numbers at the start of the announcement.
+        topk_idx: Expert ids, or None.
+        layout: The layout that the caller passed.
+        refused: int32 `[1]`, to which the number of entries that name no expert is added.
 
-    Returns int32 `[words, those entries, per_rank, tokens that in_rank flags, per_expert]`, and
-    int32 `[tokens, ranks]` with the rank where in_rank is True, else -1.
+    Returns:
+        int32 `[words, entries that name no expert, per_rank, tokens marked in in_rank,
+            per_expert]`, and int32 `[tokens, ranks]` with the rank where in_rank is True, otherwise
+            -1.
     """
     device, experts = layout.in_rank.device, len(layout.per_expert)
     bad = torch.zeros(1, dtype=torch.int32, device=device)
@@ -55,19 +60,19 @@ def announcement(
         bad += ((topk_idx < -1) | (topk_idx >= experts)).sum(dtype=torch.int32)
     if refused is not None:
         refused += bad
-    # Filled one by one: a capture cannot copy a list from the host.
-    told = [torch.full((1,), word, dtype=torch.int32, device=device) for word in words]
+    # Filled one by one, because a capture cannot copy a list from the host.
+    announced = [torch.full((1,), word, dtype=torch.int32, device=device) for word in words]
     flagged = layout.in_rank.sum(0, dtype=torch.int32)
     rank = torch.arange(len(flagged), dtype=torch.int32, device=device)
-    numbers = torch.cat((*told, bad, layout.per_rank, flagged, layout.per_expert))
+    numbers = torch.cat((*announced, bad, layout.per_rank, flagged, layout.per_expert))
     return numbers, torch.where(layout.in_rank, rank, -1)
 
 
 def localize(ids: torch.Tensor, weights: torch.Tensor, first: int, count: int) -> None:
-    """Turn global ids into local ones, in place.
+    """Convert global ids to local ones, in place.
 
-    ids: int32 or int64 `[rows, top_k]`. Those of experts first .. first + count - 1 are counted
-    from first; others become -1, and their weight 0.
+    `ids` is int32 or int64 `[rows, top_k]`. Ids outside of first .. first + count - 1 become -1,
+    and their weights 0.
     """
     others = (ids < first) | (ids >= first + count)
     ids.sub_(first).masked_fill_(others, -1)

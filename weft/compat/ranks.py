@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks exchange tokens: from a mapping, a communication backend or torch.distributed.
+"""Finds the ranks of a call: from a mapping, a communication backend or torch.distributed.
 
-Engines make one all-to-all for each layer. The group that is found for them is made once and
-counted, so that sixty layers share one set of sockets.
+Engines construct one all-to-all per layer. Their group is created once and reference-counted, so
+that all layers share one set of sockets.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weft.errors import InvalidArgument
 from weft.memory import Group
 from weft.memory.discovery import Exchange, default_device, find
 
-TIMEOUT = 120.0  # seconds for ranks to meet, and for each control message after it
+TIMEOUT = 120.0  # seconds for the rendezvous, and for each later control message
 
 
 class EpMapping(Protocol):
-    """What is read of a mapping: this rank's place among the ranks that share the experts."""
+    """The attributes of a mapping that are read: this rank's place among the EP ranks."""
 
     @property
     def moe_ep_rank(self) -> int: ...
@@ -31,7 +31,7 @@ class EpMapping(Protocol):
 
 
 class CommBackend(Protocol):
-    """What is used of a configuration's comm_backend; mpi4py communicators fit as well."""
+    """The methods of a comm_backend that are called. mpi4py communicators have them as well."""
 
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...
@@ -39,16 +39,16 @@ class CommBackend(Protocol):
 
 
 @dataclass(slots=True)
-class _Made:
+class _SharedGroup:
     group: Group
     users: set[object] = field(default_factory=set)
 
 
-_made: dict[tuple[Any, ...], _Made] = {}
+_made: dict[tuple[Any, ...], _SharedGroup] = {}
 
 
 def place(mapping: EpMapping) -> tuple[int, int]:
-    """(rank, size) of a mapping. Raises InvalidArgument naming what it lacks."""
+    """Return a mapping's (rank, size). Raises InvalidArgument naming a missing attribute."""
     for name in ("moe_ep_rank", "moe_ep_size"):
         if not hasattr(mapping, name):
             raise InvalidArgument(
@@ -62,52 +62,56 @@ def place(mapping: EpMapping) -> tuple[int, int]:
 def lease_group(
     rank: int,
     size: int,
-    given: Group | dist.ProcessGroup | None = None,
+    caller_group: Group | dist.ProcessGroup | None = None,
     comm: CommBackend | None = None,
-    among: tuple[int, ...] = (),
+    ranks: tuple[int, ...] = (),
 ) -> tuple[Group, Callable[[], None]]:
-    """The group of ranks that a caller means, and what gives it back; collective when it is new.
+    """Return the group of a call's ranks, and the function that releases it. Collective if new.
 
-    In this order: `given`; a group of one rank; `comm`; the world of torch.distributed.
-    A group that is made here is shared by all callers in this process with the same
-    place, `among` these ranks, until each has given it back.
+    The group is, in this order: `caller_group`; a group of one rank; that of `comm`; the world of
+    torch.distributed. A group that is created here is shared by all callers in this process with
+    the same rank, size and `ranks`, until each has released it.
 
-    Raises InvalidArgument when the ranks found are not those of the call, or are on several hosts.
+    Raises:
+        InvalidArgument: If the group does not match rank and size, or spans several hosts.
     """
-    if isinstance(given, Group):
-        _compare(rank, size, given.rank, given.size, "group")
-        return given.one_host("this workspace"), lambda: None
-    if given is not None and not isinstance(given, dist.ProcessGroup):
-        refuse("group", given, "a weft.Group, which weft.launch makes, or a process group")
-    key = (given, rank, size, *among)
+    if isinstance(caller_group, Group):
+        _compare(rank, size, caller_group.rank, caller_group.size, "group")
+        return caller_group.one_host("this workspace"), lambda: None
+    if caller_group is not None and not isinstance(caller_group, dist.ProcessGroup):
+        refuse("group", caller_group, "a weft.Group, which weft.launch makes, or a process group")
+    key = (caller_group, rank, size, *ranks)
     if key not in _made:
-        _made[key] = _Made(_make(rank, size, given, comm))
-    made, user = _made[key], object()
-    made.users.add(user)
+        _made[key] = _SharedGroup(_create_group(rank, size, caller_group, comm))
+    shared, user = _made[key], object()
+    shared.users.add(user)
 
     def release() -> None:
-        """Local and idempotent; the last user closes the group."""
-        if user in made.users:
-            made.users.remove(user)
-            if not made.users:
+        """Close the group if this is its last user. Local and idempotent."""
+        if user in shared.users:
+            shared.users.remove(user)
+            if not shared.users:
                 del _made[key]
-                made.group.close()
+                shared.group.close()
 
-    return made.group, release
+    return shared.group, release
 
 
-def _make(rank: int, size: int, given: dist.ProcessGroup | None, comm: CommBackend | None) -> Group:
-    # What is known is compared before ranks wait for each other: not all of them may have called.
-    if given is None and comm is not None:
+def _create_group(
+    rank: int, size: int, process_group: dist.ProcessGroup | None, comm: CommBackend | None
+) -> Group:
+    # Known sizes are compared before ranks wait for each other, because not all may have called.
+    if process_group is None and comm is not None:
         _compare(rank, size, comm.Get_rank(), comm.Get_size(), "mnnvl_config.comm_backend")
         group = _meet(comm.allgather, rank, size)
-    elif given is None and size == 1:
+    elif process_group is None and size == 1:
         group = _meet(lambda value: [value], rank, size)
     else:
-        where = "the world of torch.distributed" if given is None else "group"
-        if dist.is_initialized():  # else from_torch says what to do
-            _compare(rank, size, dist.get_rank(given), dist.get_world_size(given), where)
-        group = Group.from_torch(given, timeout=TIMEOUT)
+        where = "the world of torch.distributed" if process_group is None else "group"
+        if dist.is_initialized():  # otherwise from_torch raises with a fix
+            actual = dist.get_rank(process_group), dist.get_world_size(process_group)
+            _compare(rank, size, *actual, where)
+        group = Group.from_torch(process_group, timeout=TIMEOUT)
     try:
         return group.one_host("this workspace")
     except InvalidArgument:
@@ -121,10 +125,10 @@ def _meet(exchange: Exchange, rank: int, size: int) -> Group:
     return Group(control, device=device, timeout=TIMEOUT)
 
 
-def _compare(rank: int, size: int, found_rank: int, found_size: int, where: str) -> None:
-    if (rank, size) != (found_rank, found_size):
+def _compare(rank: int, size: int, actual_rank: int, actual_size: int, where: str) -> None:
+    if (rank, size) != (actual_rank, actual_size):
         raise InvalidArgument(
-            f"the call says rank {rank} of {size}, but {where} is rank {found_rank} of "
-            f"{found_size}; pass group=weft.Group.from_torch(process_group) with the process group "
-            "of the ranks that take part, in the call's order"
+            f"the call is for rank {rank} of {size}, but {where} is rank {actual_rank} of "
+            f"{actual_size}; pass group=weft.Group.from_torch(process_group) with the process "
+            "group of the ranks that take part, in the call's order"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of other projects may ask and weft does not do, in words."""
+"""Checks for arguments of other projects' calls that weft does not support."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from weft.runtime.stream import capturing
 from weft.shape import MAX_PLANES, Shape
 
 BACKEND = "weft has one set of kernels"
-ALIVE = "weft waits for every living rank; one that is stopped has to end before the group recovers"
+ALIVE = "weft waits for every living rank; a stopped rank must end before the group recovers"
 STATS = "this all-to-all has no statistics; pass eplb_stats_num_experts to its constructor"
-RESULT = "combine returns rows in payload's dtype; those that flashinfer quantises need Blackwell"
+RESULT = "combine returns rows in payload's dtype; flashinfer's quantized results need Blackwell"
 NVFP4 = "NVFP4 needs a GPU of compute capability 10 or newer, and weft has no kernel for it"
-MOE_QUANT = "flashinfer's is NVFP4 here, for Blackwell; weft.AllReduce.fused makes FP8 of such rows"
-MASK_WORDS = 1  # of 64 ranks each, in flashinfer.comm's masks
+MOE_QUANT = "flashinfer quantizes to NVFP4 here, for Blackwell; weft.AllReduce.fused supports FP8"
+MASK_WORDS = 1  # words of 64 ranks in flashinfer.comm's masks
 
 
 def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
-    """Raise InvalidArgument unless `value` is `allowed`, or one of them if that is a tuple."""
+    """Raise InvalidArgument unless `value` equals `allowed`, or one item of it if it is a tuple."""
     options = allowed if isinstance(allowed, tuple) else (allowed,)
     if isinstance(value, torch.Tensor):
         text = f"a tensor {list(value.shape)}"
@@ -37,24 +37,23 @@ def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
         return
     else:
         text = shown(value)
-    may = " or ".join(repr(option) for option in options)
-    raise InvalidArgument(f"{name} is {text}; it must be {may}: {why}")
+    choices = " or ".join(repr(option) for option in options)
+    raise InvalidArgument(f"{name} is {text}; it must be {choices}: {why}")
 
 
 def refuse_capture(device: torch.device, what: str, fix: str) -> None:
-    """Raise InvalidArgument where a graph is captured, in which no memory can be made."""
+    """Raise InvalidArgument during a graph capture, which cannot allocate memory."""
     if capturing(device):
         raise InvalidArgument(
-            f"{what} comes for the first time in a graph capture, where no memory can be made: "
-            f"{fix}"
+            f"{what} is new in a graph capture, where no memory can be allocated: {fix}"
         )
 
 
 def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
-    """An error of weft's own call in the words of the caller's: it begins with an argument's name.
+    """Return a copy of an error that begins with the caller's name of an argument.
 
-    names: weft's word -> the caller's. A new error always: one raised from itself would be its own
-    cause.
+    `names` maps weft's argument names to the caller's. The copy is always new, because an error
+    raised from itself would be its own cause.
     """
     word = re.match(r"[\w.]*", str(error))[0]  # type: ignore[index]
     if word not in names:
@@ -64,13 +63,13 @@ def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
 
 
 def check_payloads(
-    given: Sequence[torch.Tensor], tokens: int, device: torch.device
+    payloads: Sequence[torch.Tensor], tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """The payload tensors, each contiguous `[tokens, *]`. Raises InvalidArgument naming the one."""
+    """Return the payloads, each contiguous `[tokens, *]`. Raises InvalidArgument naming one."""
     name = "input_payloads"
-    if isinstance(given, torch.Tensor):  # its rows would count as payloads
-        refuse(name, given, (), "pass a list of tensors")
-    tensors = tensors_of(name, given)
+    if isinstance(payloads, torch.Tensor):  # its rows would count as payloads
+        refuse(name, payloads, (), "pass a list of tensors")
+    tensors = tensors_of(name, payloads)
     if not 1 <= len(tensors) <= MAX_PLANES:
         raise InvalidArgument(
             f"{name} has {len(tensors)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
@@ -84,15 +83,15 @@ def check_payloads(
         check_tensor(each, tensor, shape=shape, dtypes=(tensor.dtype,), device=device)
         if tensor.dtype in QUANTISED or 0 in tensor.shape[1:]:
             raise InvalidArgument(
-                f"{each} is {shown(tensor)}; it must be rows of 1 byte or more, of a dtype whose "
-                "numbers need no scale beside them"
+                f"{each} is {shown(tensor)}; it must be rows of 1 byte or more, of a dtype that "
+                "needs no separate scales"
             )
         check_alignment(each, tensor, tensor.itemsize * math.prod(tensor.shape[1:]))
     return tensors
 
 
 def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | None) -> None:
-    """Raise InvalidArgument unless payload `index` can hold expert ids, to be made `invalid`."""
+    """Raise InvalidArgument unless payload `index` holds expert ids that can be `invalid`."""
     if index is None:
         raise InvalidArgument(
             f"expert_id_payload_index is None with invalid_token_expert_id={shown(invalid)}; it "
@@ -112,7 +111,7 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
 
 
 def check_mask(mask: torch.Tensor | None, enabled: bool, group: Group) -> None:
-    """Raise InvalidArgument unless `mask` is of the living ranks, where there must be one."""
+    """Raise InvalidArgument unless `mask` marks the living ranks. It is required if enabled."""
     name = "active_rank_mask"
     if not enabled:
         refuse(name, mask, None, "pass enable_rank_mask=True to the constructor")
@@ -131,7 +130,7 @@ def check_mask(mask: torch.Tensor | None, enabled: bool, group: Group) -> None:
 
 
 def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> None:
-    """Raise InvalidArgument unless `stats` is None or int32 `[size]`, with a size above 0."""
+    """Raise InvalidArgument unless `stats` is None or int32 `[size]` with a size above 0."""
     if size == 0:
         refuse("eplb_local_stats", stats, None, STATS)
     elif stats is not None:
@@ -142,10 +141,10 @@ def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> 
 def check_batch(
     ids: torch.Tensor, limit: int, top_k: int, max_tokens: int, device: torch.device
 ) -> None:
-    """Raise unless `ids` `[tokens, top_k]` fit `limit` tokens, and those the all-to-all."""
+    """Raise unless `ids` `[tokens, top_k]` fit `limit`, and `limit` fits max_tokens."""
     integers, shape = (torch.int32, torch.int64), (None, top_k)
     check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
-    most = largest(Shape, "tokens")  # and one at least, also where nobody has a token
+    most = largest(Shape, "tokens")  # the least is 1, even if no rank has a token
     limit = integer("runtime_max_tokens_per_rank", limit, 1, most)
     if limit > max_tokens or ids.shape[0] > limit:
         raise TokenOverflow(
@@ -156,7 +155,7 @@ def check_batch(
 
 
 def _same(value: object, option: object) -> bool:
-    """Equal, and alike: 1 is not True, though it equals it."""
+    """Whether values are equal and both or neither are bool: 1 == True, but they differ here."""
     if isinstance(value, bool) != isinstance(option, bool):
         return False
     if value is option:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to the ranks that a table names, packed source after source, and sums of rows back.
+"""Sends rows to the ranks that a table names, packed by source, and returns sums of rows.
 
-Each exchange is a `weft.AllToAll` whose experts are the ranks: a token's ids are the ranks that it
-goes to. `RowDispatch` carries a token's small rows; what it received has one group, so
-`weft.grouping` packs it in the order of source rank, then token. With what it found out, `RowFetch`
-fetches large rows, and `RowCombine` returns them, each by a kernel of this folder. Every call is a
-whole round, so calls may come in any order that is the same on all ranks, and be captured in graphs
-one by one.
+Each exchange is a `weft.AllToAll` whose experts are the ranks: a token's ids are its destination
+ranks. `RowDispatch` sends small rows, which `weft.grouping` packs by source rank, then token.
+`RowFetch` then fetches large rows by the same packing, and `RowCombine` returns them, each by a
+kernel of this package. Every call is a complete round, so calls may come in any order that is the
+same on all ranks, and each may be captured in a graph of its own.
 """
 
 from __future__ import annotations
@@ -31,20 +30,21 @@ from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_TOP_K
 
 VECTOR_BYTES = 16
-# A rank is an entry of a token's top k here, and the entries of a token are lanes of a warp.
+# A rank is one of a token's top-k entries, and a token's entries are the lanes of a warp.
 MAX_ROW_RANKS = MAX_TOP_K
-NO_ROW = 8  # columns of bfloat16 that a combine must have where none is needed
-BLANK = (Payload((VECTOR_BYTES,), torch.uint8),)  # what a dispatch of no tokens carries
+NO_ROW = 8  # bfloat16 columns of a combine row; the smallest, if none is needed
+BLANK = (Payload((VECTOR_BYTES,), torch.uint8),)  # payload of a dispatch without tokens
 P = TypeVar("P", RowGroups, Kernels)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the packed rows of a dispatch came from, and who has rows of this rank's tokens.
+    """The sources of packed rows, and the ranks that have rows of this rank's tokens.
 
-    tokens: int32 `[rows]`, each row's token at its source.
-    until: int32 `[ep_size, ep_size]`: rows that ranks up to i sent to rank j.
-    in_rank: bool `[tokens, ep_size]`: does the token have a row on that rank?
+    Attributes:
+        tokens: int32 `[rows]`, each row's token at its source.
+        until: int32 `[ep_size, ep_size]`: rows that ranks up to i sent to rank j.
+        in_rank: bool `[tokens, ep_size]`: whether the token has a row on that rank.
     """
 
     tokens: torch.Tensor
@@ -52,7 +52,7 @@ class Packing:
     in_rank: torch.Tensor
 
     def packed(self, rows: int) -> PackedRows:
-        """The packed rows as kernels take them, of which there are so many."""
+        """Return the kernel argument for this number of packed rows."""
         return PackedRows(
             tokens=self.tokens.data_ptr(),
             until=self.until.data_ptr(),
@@ -61,10 +61,12 @@ class Packing:
 
 
 class RowExchange:
-    """An all-to-all whose experts are the ranks.
+    """An all-to-all whose experts are the ranks. Collective; raises errors of AllToAll.
 
-    max_tokens: of a rank in one round.   options: of the all-to-all.
-    Collective. Raises what AllToAll raises.
+    Args:
+        group: The ranks.
+        max_tokens: Maximum tokens of a rank in one round.
+        options: Options of the all-to-all.
     """
 
     def __init__(self, group: Group, max_tokens: int, options: dict[str, Any]) -> None:
@@ -73,45 +75,45 @@ class RowExchange:
         sizes = {"max_tokens": max_tokens, "hidden": NO_ROW, "payloads": BLANK}
         sizes |= {"top_k": ranks, "num_experts": ranks}
         self.a2a = self._operator = AllToAll(group, **{**sizes, **options})
-        self._beside: list[RowGroups | Kernels] = []
+        self._resources: list[RowGroups | Kernels] = []
         self._no_tokens = (
             torch.zeros((0, VECTOR_BYTES), dtype=torch.uint8, device=group.device),
             torch.zeros((0, group.size), dtype=torch.int32, device=group.device),
         )
 
     def _prepare(self, make: Callable[[], P]) -> P:
-        """What is needed beside the all-to-all; where one rank cannot make it, none has either."""
-        made: list[P] = []
+        """Create a resource of the exchange on all ranks; if one rank fails, all close theirs."""
+        created: list[P] = []
         try:
             with self.a2a.group.creation() as creation:
                 creation.add(self.a2a.heap)
                 self.a2a.group.together(
-                    lambda: made.append(make()), doing="preparing an exchange of rows"
+                    lambda: created.append(make()), doing="preparing an exchange of rows"
                 )
         except BaseException:
-            for each in made:
+            for each in created:
                 each.close()
             self.a2a.close()
             raise
-        self._beside += made
-        return made[0]
+        self._resources += created
+        return created[0]
 
     def _entry(self, name: str) -> Kernels:
-        """The kernel of packed_rows.ENTRIES for rows that all ranks may send here."""
+        """Load one of packed_rows.ENTRIES, for as many rows as all ranks may send here."""
         shape, group = self.a2a.config.shape, self.a2a.group
         build = Build(defines=self.a2a._build.defines)
         most = group.size * self.max_tokens
         return self._prepare(lambda: load_entries(group.device, name, shape, most, build))
 
     def close(self) -> None:
-        """Give the memory back. Local."""
-        call_all(*(each.close for each in (*self._beside, self.a2a)))
+        """Free the memory. Local."""
+        call_all(*(each.close for each in (*self._resources, self.a2a)))
 
 
 class RowDispatch(RowExchange):
-    """Small rows of several payloads to the ranks of each token, into tensors of the caller's.
+    """Sends small rows of several payloads to each token's ranks, and packs the received rows.
 
-    It finds out which rows come. row_bytes: of each payload.
+    `row_bytes` are the payloads' row sizes.
     """
 
     def __init__(
@@ -125,13 +127,17 @@ class RowDispatch(RowExchange):
     def run(
         self, payloads: Sequence[torch.Tensor], ranks: torch.Tensor, into: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Send each token's rows; fill `into` with what came, in order of source, then token.
+        """Send each token's rows, and fill `into` with the received ones, by source, then token.
 
-        payloads: uint8 `[tokens, row_bytes]` each.   ranks: int32 `[tokens, ep_size]`, entry r is r
-        where the token goes to rank r, else -1.   into: uint8 `[rows, row_bytes]` each; rows that
-        do not fit are dropped, and refused by `check`.
+        Args:
+            payloads: uint8 `[tokens, row_bytes]` each.
+            ranks: int32 `[tokens, ep_size]`; entry r is r if the token goes to rank r, otherwise
+                -1.
+            into: uint8 `[rows, row_bytes]` each. Rows that do not fit are dropped, and `check`
+                raises.
 
-        Returns int32 `[rows]`, each row's token at its source, -1 for rows that no rank sent.
+        Returns:
+            int32 `[rows]`, each row's token at its source, -1 for rows that no rank sent.
         """
         self._packed._gather_rows(self.a2a.dispatch(payloads, ranks), into)
         self.a2a._finish()
@@ -140,11 +146,17 @@ class RowDispatch(RowExchange):
 
 
 class RowFetch(RowExchange):
-    """Rows, and their scales, that the ranks of each token fetch from its owner.
+    """Rows and scales that each token's ranks fetch from its owner.
 
-    row_bytes: of a row, whole 16-byte vectors.   scale_bytes: of its scales, whole words, or 0.
-    A round dispatches no token: its dispatch says that all rows are in the outboxes, its combine
-    that all have been fetched.
+    A round dispatches no token: its dispatch signals that all rows are in the outboxes, and its
+    combine that all have been fetched.
+
+    Args:
+        group: The ranks.
+        max_tokens: Maximum tokens of a rank in one round.
+        options: Options of the all-to-all.
+        row_bytes: Bytes of a row, a multiple of 16.
+        scale_bytes: Bytes of a row's scales, a multiple of 4, or 0.
     """
 
     def __init__(
@@ -156,13 +168,13 @@ class RowFetch(RowExchange):
         scale_bytes: int,
     ) -> None:
         pitch = row_bytes + -(-scale_bytes // VECTOR_BYTES) * VECTOR_BYTES
-        # An outbox has rows for this rank's tokens, and no more.
+        # An outbox has only rows for this rank's tokens.
         slots = -(-max_tokens // group.size)
         sizes = {"max_tokens": slots, "hidden": pitch // torch.bfloat16.itemsize}
         super().__init__(group, max_tokens, {**sizes, **options})
         self._entries = self._entry("fetch_rows")
         with plain_tensors():
-            # In wide elements, which torch copies faster where rows are apart.
+            # torch copies strided rows faster in wide elements.
             outbox = self.a2a.output().view(group.size * slots, -1)
             self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
             self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
@@ -176,10 +188,13 @@ class RowFetch(RowExchange):
         packing: Packing,
         into: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        """Fill `into`, rows and scales, with what this rank's packed rows are.
+        """Fill `into` with this rank's packed rows and their scales.
 
-        rows, scales: `[tokens, *]` of this rank, as many bytes as row_bytes and scale_bytes say.
-        into: `[rows, *]`, of the same dtypes.
+        Args:
+            rows: This rank's rows, `[tokens, *]`, of row_bytes each.
+            scales: Their scales, `[tokens, *]`, of scale_bytes each, or None.
+            packing: Sources of the packed rows.
+            into: Rows and scales `[rows, *]` of the same dtypes.
         """
         self._rows[: len(rows)].copy_(rows.view(torch.int64))
         if scales is not None:
@@ -196,15 +211,15 @@ class RowFetch(RowExchange):
         self._entries.run("fetch_rows", args, 0)
 
     def close(self) -> None:
-        """Give the memory back. Local."""
+        """Free the memory. Local."""
         del self._rows, self._scales
         super().close()
 
 
 class RowCombine(RowExchange):
-    """Sums at each token's owner of the rows that the ranks of the token have.
+    """Sums at each token's owner over the ranks that have a row of the token.
 
-    hidden, dtype: of a row.
+    Rows have `hidden` elements of `dtype`.
     """
 
     def __init__(
@@ -220,21 +235,24 @@ class RowCombine(RowExchange):
         self._entries = self._entry("return_rows")
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._args = ReturnArgs(site=self.a2a._site, arrived=self._arrived.data_ptr())
-        self.a2a._on_recovery(self._start_anew)
+        self.a2a._on_recovery(self._reset)
         synchronize_stream(group.device)
 
     def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
         """Return `out[t] = sum over ranks + add[t]`, in fp32 and rank order, rounded once.
 
-        rows: `[rows, hidden]` in the order that RowDispatch packs.   add: `[tokens, hidden]`.
+        Args:
+            rows: `[rows, hidden]` in the order that RowDispatch packs.
+            to: The dispatch's packing.
+            add: `[tokens, hidden]`, or None.
         """
-        # A dispatch of no tokens: peers have read what an earlier combine brought them.
+        # An empty dispatch ensures that peers have read an earlier combine's rows.
         self.a2a.dispatch(*self._no_tokens)
         self._send(rows, to)
         return self.a2a.combine_recv(add=add)
 
-    def _start_anew(self) -> None:
-        """Forget what a broken round had counted."""
+    def _reset(self) -> None:
+        """Reset the counter of a broken round."""
         self._arrived.zero_()
 
     @one_call("combine")
@@ -248,26 +266,26 @@ class RowCombine(RowExchange):
 
 
 class Announcement(RowExchange):
-    """Integers of each rank that all ranks read.   size: integers of one rank."""
+    """Integers of each rank that all ranks read; `size` is their number per rank."""
 
     def __init__(self, group: Group, max_tokens: int, options: dict[str, Any], size: int) -> None:
         super().__init__(group, max_tokens, {"max_tokens": 1, "stats": size, **options})
 
     def tell(self, numbers: torch.Tensor) -> torch.Tensor:
         """Send int32 `[size]`; return a view `[ep_size, size]` that is valid until `finish`."""
-        told = self.a2a.dispatch(*self._no_tokens, stats=numbers).stats
-        assert told is not None
-        return told
+        words = self.a2a.dispatch(*self._no_tokens, stats=numbers).stats
+        assert words is not None
+        return words
 
     def finish(self) -> None:
-        """All that reads the view has been enqueued."""
+        """End the round, after all readers of the view have been enqueued."""
         self.a2a._finish()
 
 
 def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
-    """Bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16. InvalidArgument."""
+    """Return the bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16."""
     ranks = integer("ranks", ranks, 1, MAX_ROW_RANKS)
     sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
     sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": BLANK}
-    there = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))
-    return there + AllToAll.memory_bytes(**sizes, max_tokens=max_tokens, combine="gemm_push")
+    fetch = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))
+    return fetch + AllToAll.memory_bytes(**sizes, max_tokens=max_tokens, combine="gemm_push")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory an all-to-all takes, asked in flashinfer.comm's words."""
+"""Memory sizes of an all-to-all, with flashinfer.comm's functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.compat.refusals import BACKEND, refuse
 from weft.fields import largest
 from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
-MAX_BYTES = 1 << 48  # of a workspace: more than any host has
+MAX_BYTES = 1 << 48  # upper bound of a workspace size
 
 
 def moe_workspace_size(
@@ -25,10 +25,10 @@ def moe_workspace_size(
     *,
     backend: str = "trtllm",
 ) -> int:
-    """Bytes of symmetric memory that a rank allocates for the default payloads in bfloat16.
+    """Return the bytes of symmetric memory per rank for the default payloads in bfloat16.
 
-    extra_payload_bytes_per_token: one payload more, with rows of that size.
-    Raises InvalidArgument for sizes that cannot be.
+    `extra_payload_bytes_per_token` is the row size of one more payload. Raises InvalidArgument for
+    invalid sizes.
     """
     refuse("backend", backend, "trtllm", BACKEND)
     ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
@@ -39,7 +39,7 @@ def moe_workspace_size(
         "extra_payload_bytes_per_token", extra_payload_bytes_per_token, 0, MAX_ROW_BYTES
     )
     stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats"))
-    # What engines send without quantisation: hidden states, expert ids, routing weights.
+    # What engines send without quantization: hidden states, expert ids, routing weights.
     rows = [Payload((hidden_size,), torch.bfloat16), Payload((top_k,), torch.int32)]
     rows.append(Payload((top_k,), torch.float32))
     if extra:
@@ -48,7 +48,7 @@ def moe_workspace_size(
         ranks=ep_size,
         max_tokens=max_num_tokens,
         top_k=top_k,
-        num_experts=max(ep_size, top_k),  # their number takes no symmetric memory
+        num_experts=max(ep_size, top_k),  # does not affect symmetric memory
         hidden=hidden_size,
         payloads=rows,
         stats=stats,
@@ -64,21 +64,21 @@ def moe_a2a_get_workspace_size_per_rank(
     *,
     backend: str = "trtllm",
 ) -> int:
-    """About the bytes of symmetric memory that a rank allocates for rows of these bytes.
+    """Return an upper estimate of the bytes of symmetric memory per rank.
 
-    An upper estimate, as top_k and the number of payloads are not given: engines plan with it, and
-    `MoeAlltoAll` does not depend on it.
+    top_k and the number of payloads are unknown here. Engines plan with the estimate; `MoeAlltoAll`
+    does not depend on it.
 
     Raises:
-        InvalidArgument: a size is invalid.
+        InvalidArgument: If a size is invalid.
     """
     refuse("backend", backend, "trtllm", BACKEND)
     ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
     max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, largest(Shape, "tokens"))
-    room = 15 * MAX_PLANES  # to 16 bytes, each payload
+    room = 15 * MAX_PLANES  # padding of each payload to 16 bytes
     total, combined = total_dispatch_payload_size_per_token, combine_payload_size_per_token
     total = integer("total_dispatch_payload_size_per_token", total, 0, MAX_ROW_BYTES - room)
-    most = largest(Shape, "hidden") * 2  # of bfloat16
+    most = largest(Shape, "hidden") * 2  # bytes, in bfloat16
     combined = integer("combine_payload_size_per_token", combined, 0, most)
     stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats"))
     return AllToAll.memory_bytes(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EPLowLatencyAllToAllLayer` with the calls of triton_dist, on weft.LowLatencyAllToAll.
 
-docs/user/compat.md says what is the same, what is stricter and what is refused, call by call.
+docs/user/compat.md lists for each call what is the same, what is stricter and what is refused.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from weft.shape import MAX_TOP_K
 
 __all__ = ["DispatchMetaInfo", "EPLowLatencyAllToAllLayer"]
 
-ONLINE = "dispatch quantises; weft.LowLatencyAllToAll(quantize=None) sends rows as they are"
-SCALES = "dispatch makes the scales itself; leave send_scales out"
+ONLINE = "dispatch quantizes; weft.LowLatencyAllToAll(quantize=None) sends rows unchanged"
+SCALES = "dispatch computes the scales itself; omit send_scales"
 MAX_WORLD = 1 << 16
 TRACES = Path("prof")
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchMetaInfo:
-    """What combine needs of a dispatch.
+    """The metadata of a dispatch that combine needs.
 
     Attributes:
         recv_token_source_indices: int32 `[local_experts, world_size * max_m]`, each row's token at
             its source.
-        recv_token_source_count_and_start: int64 `[local_experts, world_size]`: rows from each
-            source in the low 32 bits, the first of them in the high ones.
+        recv_token_source_count_and_start: int64 `[local_experts, world_size]`: number of rows from
+            each source in the low 32 bits, first row in the high ones.
     """
 
     recv_token_source_indices: torch.Tensor
@@ -50,34 +50,33 @@ class DispatchMetaInfo:
 
 
 class EPLowLatencyAllToAllLayer:
-    """Expert-parallel dispatch and combine with the calls of triton_dist's layer.
+    """Expert-parallel dispatch and combine with the calls of triton_dist's layer. Collective.
 
-    Two results are kept: one may be combined several times, or never, and is there until a later
-    dispatch takes its slot, the oldest one that is left.
-
-    Weft's own: group, a weft.Group or a process group, default torch.distributed's world; timeout,
-    first_timeout in seconds.
-
-    Collective.
+    Two results are kept. One may be combined several times or never, and is valid until a later
+    dispatch reuses its slot, the oldest first.
 
     Args:
-        max_m: Most tokens of one rank.
+        max_m: Maximum tokens of one rank.
         hidden: As in LowLatencyAllToAll.
         topk: As in LowLatencyAllToAll.
-        num_experts: As in LowLatencyAllToAll.
-        fp8_gsize: As in LowLatencyAllToAll.
         online_quant_fp8: Must be True.
         rank: This rank's place in `group`.
-        world_size: This rank's place in `group`.
-        local_world_size: All ranks are on one host, so it must be world_size.
-        dtype: Of tokens and of results.
-        enable_profiling: For the traces.
+        num_experts: As in LowLatencyAllToAll.
+        local_world_size: Must equal world_size, because all ranks are on one host.
+        world_size: Number of ranks.
+        fp8_gsize: As LowLatencyAllToAll's group_size.
+        dtype: Dtype of tokens and results.
+        enable_profiling: Record traces.
+        group: A weft.Group or a process group; default torch.distributed's world. Not in
+            triton_dist.
+        timeout: Seconds to wait for a peer.
+        first_timeout: Seconds to wait for a peer in the first round.
 
     Raises:
-        InvalidArgument: an argument is invalid.
-        CreationFailed: a rank cannot do its part. Every rank raises it.
-        GeometryMismatch: ranks pass different sizes.
-        RendezvousFailed: the ranks do not meet.
+        InvalidArgument: If an argument is invalid.
+        CreationFailed: If a rank fails. Every rank raises it.
+        GeometryMismatch: If ranks pass different sizes.
+        RendezvousFailed: If the ranks do not meet.
     """
 
     def __init__(
@@ -143,18 +142,18 @@ class EPLowLatencyAllToAllLayer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, DispatchMetaInfo]:
         """Send `[tokens, hidden]` to the experts of int `[tokens, topk]`.
 
-        `scale = amax * fl(1 / 448)`, `q = round(x / scale)`: triton_dist's bits (on a GPU the
-        quotient is Triton's, on CPU ranks it is rounded once), but that a block of zeros is zeros,
-        and one that holds an Inf or a NaN is NaN.
+        `scale = amax * fl(1 / 448)`, `q = round(x / scale)`. These are triton_dist's bits, except
+        that a block of zeros is zeros, and a block with an Inf or a NaN is all NaN. On a GPU the
+        quotient is Triton's; on CPU ranks it is rounded once.
 
         Returns:
-            Float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
+            float8_e4m3fn `[local_experts, world_size * max_m, hidden]`, float32 scales
                 `[local_experts, world_size * max_m, hidden / fp8_gsize]`, int32 counts
-                `[local_experts]`, and what combine needs.
+                `[local_experts]`, and the metadata for combine.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            GroupError: If the group is broken.
         """
         refuse("send_scales", send_scales, None, SCALES)
         if topk_indices is None:
@@ -178,12 +177,12 @@ class EPLowLatencyAllToAllLayer:
         dispatch_meta: DispatchMetaInfo,
         zero_copy: bool = False,
     ) -> torch.Tensor:
-        """The weighted sums `[tokens, hidden]` of the experts' rows; none is copied on the way.
+        """Return the weighted sums `[tokens, hidden]` of the experts' rows, read in place.
 
         Raises:
-            InvalidArgument: an argument is invalid.
-            OutOfOrder: a later dispatch has taken the slot.
-            GroupError: the group is broken.
+            InvalidArgument: If an argument is invalid.
+            OutOfOrder: If a later dispatch reused the slot.
+            GroupError: If the group is broken.
         """
         flags(zero_copy=zero_copy)
         instance("dispatch_meta", dispatch_meta, DispatchMetaInfo, "dispatch returns it")
@@ -194,30 +193,30 @@ class EPLowLatencyAllToAllLayer:
             raise renamed(error, {"y": "send_tokens", "topk_ids": "topk_indices"}) from error
 
     def dump_dispatch_trace(self) -> None:
-        """Write the last rounds to prof/ll_dispatch_RANK_{rank}.json; both phases are in it.
+        """Write the last rounds, both phases, to prof/ll_dispatch_RANK_{rank}.json.
 
-        Nothing without enable_profiling.
+        It does nothing without enable_profiling.
         """
         self._dump("dispatch")
 
     def dump_combine_trace(self) -> None:
-        """Write the last rounds to prof/ll_combine_RANK_{rank}.json; both phases are in it.
+        """Write the last rounds, both phases, to prof/ll_combine_RANK_{rank}.json.
 
-        Nothing without enable_profiling.
+        It does nothing without enable_profiling.
         """
         self._dump("combine")
 
     def check(self) -> None:
-        """Raise what the device has recorded; weft's own."""
+        """Raise errors recorded by the device. Not in triton_dist."""
         self._a2a.check()
 
     def finalize(self) -> None:
-        """Give all memory back. Waits for this rank's own work. Idempotent."""
+        """Free all memory after this rank's own work has finished. Idempotent."""
         try:
             pending = self._a2a._release()
         finally:
             self._release()
-        if isinstance(pending, GroupError):  # ids behind the last name no expert in the original
+        if isinstance(pending, GroupError):  # triton_dist does not raise for invalid ids
             raise pending
 
     def _dump(self, phase: str) -> None:
