@@ -66,7 +66,7 @@ lane() { # lane FIRST COUNT COMMAND... &: on these GPUs only; always a job, and 
     CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${few[*]}") "$@"
 }
 
-rounds() { check rounds 300 some tests/alltoall/test_{alltoall,ways,stats}.py tests/memory; }
+rounds() { check rounds 300 some tests/alltoall/test_{alltoall,ways,stats}.py tests/{group,heap,launcher}; }
 sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
 compat() { check compat 240 some tests/compat -n 4 --dist worksteal; }

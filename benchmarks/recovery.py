@@ -37,7 +37,7 @@ from weft import reference
 from weft.bench.harness import capture
 from weft.bench.machine import describe_machine
 from weft.errors import GroupError
-from weft.memory.launch import launch
+from weft.launcher.launch import launch
 
 RANKS, VICTIM, ROUNDS, LONG = 4, 2, 200, 600.0
 SPARE, READY = "spare", b"ready"

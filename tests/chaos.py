@@ -47,16 +47,18 @@ import weft
 from tests import lowlatency_rounds, rounds, sums
 from tests.alltoall.test_recovery import CASE as ROUND
 from tests.alltoall.test_recovery import TOKENS
+from tests.baseline import state
 from tests.lowlatency_rounds import Mode
-from tests.memory.baseline import state
 from tests.moe.test_moe_recovery import CASE as LAYER
 from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import plan_death
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
-from weft.memory import control_plane, meeting, processes, wire
-from weft.memory.launch import launch
-from weft.memory.meeting import Meeting
+from weft.group import control as control_plane
+from weft.group import meeting, wire
+from weft.group.meeting import Meeting
+from weft.launcher import processes
+from weft.launcher.launch import launch
 from weft.moe import ExpertWeights, Replicas
 
 RANKS, STEPS, REPLACED = 4, 30, 18

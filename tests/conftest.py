@@ -18,7 +18,7 @@ from tests import patience  # noqa: F401  (deadlines of this process)
 from tests.emulator.operators import Emulator
 from tests.kept import cache_of
 from weft.cli import commands as cli
-from weft.memory import processes
+from weft.launcher import processes
 
 RunRanks = Callable[..., list[Any]]
 HERE = Path(__file__).parent

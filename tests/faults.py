@@ -7,7 +7,7 @@ import torch
 
 from tests.headers import HEADER_BYTES, Header
 from tests.patience import HasHeap
-from weft.memory.header import Fault
+from weft.heap.header import Fault
 
 FAULTS = ("WEFT_FAULTS=1",)
 DELAY, JITTER, DROP, LIE, STAY_AWAY, DIE = range(1, 7)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import weft
 from tests.headers import Header
-from weft.memory import Heap
+from weft.heap import Heap
 
 
 class HasHeap(Protocol):

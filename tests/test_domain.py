@@ -13,8 +13,8 @@ import pytest
 
 import weft
 from tests import lowlatency_rounds, sums
+from tests.baseline import die
 from tests.lowlatency_rounds import Mode
-from tests.memory.baseline import die
 from tests.ranks import on_ranks
 from tests.rounds import Round, combining, play
 from weft.errors import BadExpertId, PeerDied

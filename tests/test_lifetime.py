@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from tests.memory.baseline import shares_mapped
+from tests.baseline import shares_mapped
 from tests.operators import KINDS
 from tests.public import FAMILIES, MODES
 from tests.ranks import on_ranks

@@ -15,7 +15,7 @@ import weft
 from tests.moe.layers import CONFIGS, Case
 from weft import logs
 from weft.errors import InvalidArgument
-from weft.memory.processes import fork_server
+from weft.launcher.processes import fork_server
 
 
 @pytest.fixture

@@ -33,11 +33,11 @@ RESULTS = {
 # tests/test_arguments.py tries every field there.
 DECLARED = {"FP8Static", "MoEFinalize", "Payload", "Push", "ExpertWeights"}
 ELSEWHERE = {
-    "Group.from_meeting": "tests/memory/test_meeting.py",
+    "Group.from_meeting": "tests/group/test_meeting.py",
     "Group.attach": "tests/runtime/test_culprits.py",
-    "Group.recover": "tests/memory/test_recovery.py",
+    "Group.recover": "tests/group/test_recovery.py",
     **dict.fromkeys(
-        ("Group.replace", "Group.join", "Group.enter"), "tests/memory/test_replacement.py"
+        ("Group.replace", "Group.join", "Group.enter"), "tests/group/test_replacement.py"
     ),
     "Group.pid": "tests/runtime/test_culprits.py",
     "ExpertWeights.from_mxfp4": "tests/moe/test_mxfp4.py",

@@ -21,9 +21,9 @@ import torch
 
 from weft.arguments import function, shown
 from weft.errors import InvalidArgument, OutOfOrder, WeftError
+from weft.group import Group
+from weft.group.messages import Creation
 from weft.keywords import bind
-from weft.memory import Group
-from weft.memory.messages import Creation
 from weft.moe import MoE
 from weft.runtime.check import check_group
 from weft.runtime.operator import Operator, call_all

@@ -12,7 +12,7 @@ import torch
 from weft.arguments import instance, integer, integers, refuse
 from weft.errors import InvalidArgument
 from weft.fields import largest
-from weft.memory import Group
+from weft.group import Group
 from weft.shape import Shape
 
 MAX_EXPERTS = largest(Shape, "experts")

@@ -8,12 +8,14 @@ from weft.alltoall.capacity import tokens_per_rank
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
+from weft.group import Group
 from weft.grouping.operator import ExpertGroups, Grouped
+from weft.heap import Heap
 from weft.keywords import explain_keywords
+from weft.launcher import launch
 from weft.leases import Lease, lease
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
-from weft.memory import Group, Heap, launch
 from weft.moe import MoE, MoEConfig
 from weft.placement import Placement
 

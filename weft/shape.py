@@ -16,6 +16,7 @@ MAX_PLANES = 8
 MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
 NARROW_RANKS = 32  # a set of at most this many ranks fits one 32-bit word
 MAX_TOP_K = 32
+MAILBOX_BYTES = 4096  # of the page of host memory that the kernels of a rank can write
 FP8_BLOCK = 128  # columns that share a scale
 COMBINES = ("pull", "push", "push_fp8", "gemm_push")  # weft::Combine
 QUANTS = ("none", "fp8", "mxfp8")

@@ -1,4 +1,4 @@
-/* Survivors agree on who is gone (weft/memory/agreement.py): N ranks, a page for each that it alone writes.
+/* Survivors agree on who is gone (weft/group/agreement.py): N ranks, a page for each that it alone writes.
  *
  * Up to DEATHS ranks are killed, at any step. Every rank takes part in a first agreement, as late as it likes, and in
  * another one whenever a rank has died that the last one did not name. A rank that is slow is one that was stopped:

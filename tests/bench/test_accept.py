@@ -139,7 +139,7 @@ def test_the_status_is_that_of_the_steps(accept, what, gpus, options, code, word
 
 @pytest.mark.parametrize("gpus", ["0", ALL])
 def test_it_leaves_nothing_running(begin, tmp_path, gpus):
-    process, pid_file = begin("tests", gpus, HANG="tests/memory"), tmp_path / "notes.pid"
+    process, pid_file = begin("tests", gpus, HANG="tests/heap"), tmp_path / "notes.pid"
     deadline = time.monotonic() + 600
     while not (pid_file.exists() and pid_file.read_text().strip()):
         assert time.monotonic() < deadline

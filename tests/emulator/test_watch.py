@@ -11,7 +11,7 @@ import torch
 
 from tests.emulator.emulate import build_library, emulated_tree
 from tests.emulator.watch import Watch
-from weft.memory.header import Site
+from weft.heap.header import Site
 
 STRIDE = 4096
 ROWS, FLAG, COUNT = 0, 2048, 2176  # in the share of rank 1; the counter in that of rank 0

@@ -3,7 +3,7 @@
 
 An object is opened, told to abort, closed, dropped, or found by the collector, in the middle of a
 capture, in the thread that captures and in another, with both strict modes of capture. Each test
-does it on purpose; `weft.memory.driver.relaxed` says why it works.
+does it on purpose; `weft.cuda.driver.relaxed` says why it works.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import weft
 from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, Made, all_to_all
 from tests.public import MODES
+from weft.cuda.driver import relaxed
 from weft.errors import WeftError
-from weft.memory.driver import relaxed
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.memory.baseline import raised
+from tests.baseline import raised
 from weft.errors import RendezvousFailed
-from weft.memory import discovery
-from weft.memory.group import Group
-from weft.memory.launch import launch
+from weft.group import discovery
+from weft.group.group import Group
+from weft.launcher.launch import launch
 
 pytestmark = pytest.mark.gpu(2)  # NCCL needs a GPU for each rank
 

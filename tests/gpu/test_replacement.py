@@ -15,7 +15,7 @@ import torch
 
 import weft
 from tests.gpu.test_recovery import KINDS, RANKS, Captured, opened, until_it_raises
-from tests.memory.test_replacement import start
+from tests.group.test_replacement import start
 from weft.errors import GroupError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import weft
 from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter, ip
-from weft.memory.processes import fork_server
+from weft.launcher.processes import fork_server
 
 PORT = 29571
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import weft
+from tests.baseline import die, raises_soon
 from tests.hosts.spanning import across, on_hosts, play
-from tests.memory.baseline import die, raises_soon
 from tests.ranks import on_ranks
 from tests.rounds import Round
 from weft.compat.deep_ep import Buffer

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import weft
+from tests.baseline import die, raises_soon
 from tests.hosts import spanning
-from tests.memory.baseline import die, raises_soon
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
 from weft.errors import (
@@ -28,9 +28,9 @@ from weft.errors import (
     PeerLeft,
     RendezvousFailed,
 )
-from weft.memory import discovery
-from weft.memory.collective import TorchControl
-from weft.memory.hosts import by_host, by_machine
+from weft.group import discovery
+from weft.group.hosts import by_host, by_machine
+from weft.group.torch_groups import TorchControl
 
 
 def describe(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
@@ -121,11 +121,11 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
         return [fds[rank] for rank in own]
 
     patch = pytest.MonkeyPatch()
-    patch.setattr("weft.memory.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
-    patch.setattr("weft.memory.group.by_host", found)
+    patch.setattr("weft.group.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
+    patch.setattr("weft.group.group.by_host", found)
     # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
-    pytest.MonkeyPatch().setattr("weft.memory.cuda._refuse_descriptors", Mock())
+    pytest.MonkeyPatch().setattr("weft.cuda.memory._refuse_descriptors", Mock())
     try:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:
@@ -137,7 +137,7 @@ def test_what_one_machine_cannot_do_every_rank_is_told(group: weft.Group) -> Non
     """Rank 3 of 4, the second of its machine, cannot watch its peer."""
     if group.rank == 3:
         stop = OSError("no more threads")
-        pytest.MonkeyPatch().setattr("weft.memory.membership.Liveness", Mock(side_effect=stop))
+        pytest.MonkeyPatch().setattr("weft.group.membership.Liveness", Mock(side_effect=stop))
     with pytest.raises(CreationFailed) as caught:
         on_machines(group, *"aabb")
     text = str(caught.value)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.jit.listening import Driver
+from weft.cuda import driver as memory_driver
 from weft.jit import launch, module
-from weft.memory import driver as memory_driver
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.jit.listening import Args, Driver
+from weft.cuda.driver import driver
 from weft.errors import DriverError, InvalidArgument, OutOfOrder
 from weft.jit import module
 from weft.jit.cache import Cache
 from weft.jit.launch import Launcher
 from weft.jit.module import CudaModule, Function
 from weft.jit.nvrtc import compile_cubin
-from weft.memory.driver import driver
 
 
 class Other(ctypes.Structure):

@@ -19,9 +19,9 @@ from tests.emulator.watch import watching, ways
 from tests.kinds import EMULATED, on_ranks
 from tests.lowlatency.test_lowlatency import CASES
 from tests.lowlatency_rounds import play
+from weft.heap.header import PHASES
 from weft.lowlatency.config import trace_record
 from weft.lowlatency.trace import ROLES, read_work
-from weft.memory.header import PHASES
 from weft.runtime.timeline import read_timeline
 
 TraceRecord = trace_record(2)

@@ -37,7 +37,7 @@ from tests.hostile import (
 from tests.test_arguments import MAP, SMS, pytestmark, tried
 from weft import MoEConfig
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan
-from weft.memory import Group
+from weft.group import Group
 from weft.moe import (
     Expert,
     ExpertWeights,

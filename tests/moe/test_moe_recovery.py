@@ -22,7 +22,7 @@ from weft.errors import (
     InvalidArgument,
     RendezvousFailed,
 )
-from weft.memory.launch import launch
+from weft.launcher.launch import launch
 from weft.moe import MoE, Replicas, balance, replicas, route
 from weft.moe.replicas import moves
 

@@ -26,7 +26,7 @@ from weft.errors import (
     RendezvousFailed,
     WeftError,
 )
-from weft.memory import Heap
+from weft.heap import Heap
 from weft.moe import MoE, Replicas, balance, replicas, route
 from weft.moe.replicas import moves
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import weft
+from tests.baseline import die, raises_soon
 from tests.faults import ANY_PEER, DIE, plan_fault
-from tests.memory.baseline import die, raises_soon
 from tests.operators import FOR_EACH_PEER, HIDDEN, KINDS, POINTS, TOP_K
 from tests.patience import hurry
 from tests.ranks import on_ranks
 from weft.errors import GroupError, PeerDied, PeerLeft, PeerTimeout, RankFailed
-from weft.memory.header import RING_RECORDS
+from weft.heap.header import RING_RECORDS
 
 SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten times that
 

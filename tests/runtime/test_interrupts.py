@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import weft
-from tests.memory.baseline import raises_soon
+from tests.baseline import raises_soon
 from tests.operators import KINDS
 from tests.ranks import on_ranks
 from weft.errors import Aborted

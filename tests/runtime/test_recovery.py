@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import weft
-from tests.memory.baseline import die
+from tests.baseline import die
 from tests.operators import KINDS, Operator
 from tests.ranks import on_ranks
 from tests.recovery import Survivors, until_broken

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import Aborted, GroupError, PeerDied, PeerTimeout
-from weft.memory.header import EPOCH_MASK, ErrorRecord
+from weft.heap.header import EPOCH_MASK, ErrorRecord
 from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, breakage
 
 DISPATCH = 1

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import weft
-from tests.memory.fake_driver import CaptureModes, Driver
+from tests.heap.fake_driver import CaptureModes, Driver
+from weft.cuda import driver
 from weft.errors import OutOfOrder
-from weft.memory import driver
 from weft.moe import ExpertWeights
 from weft.runtime import stream
 

@@ -16,7 +16,7 @@ from tests.patience import hurry
 from tests.ranks import on_ranks
 from tests.rounds import Round, combining, settle
 from weft.errors import PeerTimeout
-from weft.memory.header import RING_TIMELINES
+from weft.heap.header import RING_TIMELINES
 from weft.runtime.timeline import DEFINE, read_timeline
 
 CASE = Round(tokens=(8, 3, 0))

@@ -12,8 +12,8 @@ import torch
 
 import weft
 from weft.errors import WeftError
-from weft.memory import reminder
-from weft.memory.meeting import Meeting, meet
+from weft.group import reminder
+from weft.group.meeting import Meeting, meet
 from weft.runtime import waits as module
 
 X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])

@@ -21,7 +21,7 @@ import torch
 from weft.allreduce.config import ADDRESSES, ReduceArgs, ReduceConfig
 from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
-from weft.memory.header import Site
+from weft.heap.header import Site
 from weft.runtime.check import (
     Pair,
     check_alignment,

@@ -13,8 +13,8 @@ import torch
 from weft.arguments import integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, config_hash, literal
-from weft.memory.header import CallRecord, Site, header_bytes
-from weft.memory.wire import JSON
+from weft.group.wire import JSON
+from weft.heap.header import CallRecord, Site, header_bytes
 from weft.runtime.layout import Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 

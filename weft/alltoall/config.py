@@ -14,9 +14,9 @@ import torch
 from weft.arguments import instance, integer, integers, one_of, refuse, shown
 from weft.errors import InvalidArgument
 from weft.fields import checked
+from weft.group.wire import JSON
+from weft.heap.header import CallRecord, Site, header_bytes, rank_words
 from weft.hosts.config import HostsConfig, Span
-from weft.memory.header import CallRecord, Site, header_bytes, rank_words
-from weft.memory.wire import JSON
 from weft.placement import Placement, placement_of
 from weft.runtime.check import check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Numbers, offset, share_bytes_of, up

@@ -2,7 +2,7 @@
 // The layout of a rank's share of an all-to-all, and the arguments of its entries. A layout is a
 // struct: `sizeof` is its size, and `->` is its only address arithmetic. Nothing that changes from
 // call to call of a replayed graph is an argument: epochs live in the heap. Python mirrors the
-// structs in alltoall/config.py and memory/header.py.
+// structs in alltoall/config.py and heap/header.py.
 #pragma once
 #include <weft/device/header.cuh>
 #include <weft/device/quantize.cuh>

@@ -31,7 +31,7 @@ from weft.bench.harness import (
 )
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
 from weft.errors import InvalidArgument, UsageError
-from weft.memory import Group
+from weft.group import Group
 from weft.runtime.identity import BACKENDS as BUILT
 
 AUTO = "auto"

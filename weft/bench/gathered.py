@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from weft.alltoall.config import Payload
 from weft.alltoall.received import Received
-from weft.memory import Group
-from weft.memory.collective import all_gather
+from weft.group import Group
+from weft.group.torch_groups import all_gather
 from weft.placement import Placement
 
 # torch 2.13 renamed it; the old name still works there, but warns.

@@ -22,7 +22,8 @@ import torch
 
 from weft.bench.machine import describe_machine
 from weft.errors import InvalidArgument
-from weft.memory import Group, launch
+from weft.group import Group
+from weft.launcher import launch
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,

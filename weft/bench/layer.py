@@ -21,7 +21,7 @@ from weft.errors import CreationFailed, InvalidArgument
 from weft.fields import checked
 from weft.gemm import unpack_mxfp4
 from weft.gemm.config import MXFP4
-from weft.memory import Group
+from weft.group import Group
 from weft.moe import (
     CLAMPED_SWIGLU,
     MODELS,

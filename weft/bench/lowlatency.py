@@ -15,11 +15,11 @@ import torch
 
 from weft.bench.harness import TIMEOUT, Calls, Trial, Trials, poison, settle, unlike_row
 from weft.bench.routing import PairCase, choice_rows, make_ids, token_rows
+from weft.group import Group
 from weft.lowlatency import reference as low
 from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
-from weft.memory import Group
 from weft.reference import dequantize
 
 GROUP_SIZE = 128  # columns that share a scale

@@ -23,7 +23,7 @@ from weft.alltoall.received import Received
 from weft.bench.harness import TIMEOUT, Calls, Measured, Trial, Trials, poison, settle, unlike_row
 from weft.bench.routing import PairCase, make_ids
 from weft.errors import InvalidArgument
-from weft.memory import Group
+from weft.group import Group
 from weft.placement import Placement
 
 SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale

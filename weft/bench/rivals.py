@@ -42,7 +42,7 @@ from weft.bench.harness import (
 )
 from weft.bench.moe import MoECase, make_inputs, rows_of
 from weft.errors import RankFailed, WeftError
-from weft.memory import Group
+from weft.group import Group
 from weft.placement import Placement
 
 LIMIT_SECONDS = 900.0  # of one library, what it compiles included

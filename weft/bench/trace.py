@@ -22,8 +22,8 @@ from weft.bench.harness import Calls, Trial, first_problem, measure, on_ranks
 from weft.bench.lowlatency import LowCase, LowTrial
 from weft.bench.moe import MoECase, MoETrial
 from weft.bench.report import write_json
+from weft.group import Group
 from weft.lowlatency.trace import merge
-from weft.memory import Group
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.timeline import Span
 

@@ -28,7 +28,8 @@ from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter
 from weft.cli.options import chosen_device
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
-from weft.memory import Group, launch
+from weft.group import Group
+from weft.launcher import launch
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
 RANKS = (2, 4)  # that can share the checkpoint's heads and experts

@@ -37,7 +37,8 @@ from weft.cli.demo import (
     read_questions,
 )
 from weft.errors import GroupError
-from weft.memory import Group, launch
+from weft.group import Group
+from weft.launcher import launch
 from weft.moe import ExpertWeights, MoEConfig, balance
 
 WRITTEN = 10  # tokens of each sentence that the dying rank writes

@@ -14,15 +14,17 @@ import torch
 
 from weft.bench.machine import ask_nvidia_smi, driver_version
 from weft.cli.findings import Finding, Line, Status, basic_lines, line
+from weft.cuda.driver import call, driver
+from weft.cuda.memory import fabric_works
 from weft.distribution import install_hint
 from weft.errors import DriverError, WeftError
+from weft.group import Group
+from weft.heap import Heap
 from weft.jit.cache import Cache
 from weft.jit.host import compile_shared, compiler_identity, find_compiler
 from weft.jit.module import CudaModule
 from weft.jit.nvrtc import compile_cubin, nvrtc_version
-from weft.memory import Group, Heap, launch
-from weft.memory.cuda import fabric_works
-from weft.memory.driver import call, driver
+from weft.launcher import launch
 from weft.shape import MAX_RANKS
 
 GPU_TORCH = (2, 11)

@@ -16,7 +16,7 @@ from weft.arguments import flags, instance, integer, one_of, real
 from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, refuse_capture, renamed
 from weft.errors import OutOfOrder, UsageError
-from weft.memory import Group
+from weft.group import Group
 from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES
 

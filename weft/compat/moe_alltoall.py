@@ -32,8 +32,8 @@ from weft.compat.refusals import (
 from weft.compat.sizes import MAX_BYTES, moe_workspace_size
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
+from weft.group import Group
 from weft.leases import Lease, lease
-from weft.memory import Group
 from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
 from weft.runtime.library import untraced
 from weft.runtime.operator import call_all

@@ -12,7 +12,7 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.compat.refusals import refuse_capture
 from weft.errors import UsageError
-from weft.memory import Group
+from weft.group import Group
 from weft.runtime.identity import MAX_LAYERS
 from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES

@@ -8,7 +8,7 @@ from ctypes import c_uint32, c_uint64
 
 import torch
 
-from weft.memory.header import Site
+from weft.heap.header import Site
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
 from weft.runtime.stream import loading
 from weft.shape import Shape

@@ -14,7 +14,7 @@ from weft.alltoall.config import QUANTISED, Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import largest
-from weft.memory import Group
+from weft.group import Group
 from weft.runtime.check import check_alignment, check_tensor, tensors_of
 from weft.runtime.stream import capturing
 from weft.shape import MAX_PLANES, Shape

@@ -20,10 +20,10 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll, State
 from weft.arguments import integer
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
+from weft.cuda.driver import plain_tensors
+from weft.group import Group
 from weft.grouping.config import GroupConfig
 from weft.grouping.operator import RowGroups
-from weft.memory import Group
-from weft.memory.driver import plain_tensors
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import call_all, one_call
 from weft.runtime.stream import synchronize_stream

@@ -17,11 +17,11 @@ from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, renamed
 from weft.errors import GroupError, InvalidArgument, UsageError
+from weft.group import Group
 from weft.keywords import explain_keywords
 from weft.lowlatency.config import GROUPS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import Handle
-from weft.memory import Group
 from weft.runtime.library import untraced
 from weft.shape import MAX_TOP_K
 

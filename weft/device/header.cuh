@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The header that begins every rank's share of the symmetric heap, whatever the operator, and the
-// words in it. Python mirrors these structs in memory/header.py, and every generated source asserts
+// words in it. Python mirrors these structs in heap/header.py, and every generated source asserts
 // that the mirrors have their sizes and offsets.
 #pragma once
 #include <weft/device/order.cuh>

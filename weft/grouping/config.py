@@ -12,7 +12,7 @@ from weft.alltoall.config import AllToAllConfig
 from weft.arguments import integer, one_of, refuse
 from weft.errors import InvalidArgument
 from weft.fields import Choice, literal
-from weft.memory.header import Site
+from weft.heap.header import Site
 from weft.shape import MAX_PLANES, Shape
 
 Layout = Literal["contiguous", "masked"]

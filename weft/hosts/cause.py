@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.memory import Group
-from weft.memory.store import BoundedStore
+from weft.group import Group
+from weft.group.store import BoundedStore
 
 
 class FirstCause:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weft.fields import by_argument
-from weft.memory.wire import JSON
+from weft.group.wire import JSON
 from weft.placement import Placement
 from weft.runtime.identity import CALL_WORDS
 

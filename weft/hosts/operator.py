@@ -7,10 +7,10 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from weft.errors import Aborted, GroupError
+from weft.group import Group
+from weft.heap.header import CallRecord, ErrorRecord
 from weft.hosts.config import HostsConfig
 from weft.hosts.rail import Rail
-from weft.memory import Group
-from weft.memory.header import CallRecord, ErrorRecord
 from weft.runtime.identity import exchange_call
 from weft.runtime.operator import Operator
 from weft.runtime.report import DUPLICATE_EXPERT, refusal

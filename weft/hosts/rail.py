@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from weft.errors import GeometryMismatch, GroupError, RailFailed
 from weft.fp8 import dequantize, quantize
+from weft.group import Group
+from weft.group.hosts import break_rail
+from weft.heap.header import CallRecord, ErrorRecord
 from weft.hosts.cause import FirstCause
 from weft.hosts.config import Span
 from weft.hosts.watch import Watch
-from weft.memory import Group
-from weft.memory.header import CallRecord, ErrorRecord
-from weft.memory.hosts import break_rail
 from weft.runtime.identity import CALL_WORDS, call_words, describe_words
 from weft.runtime.report import BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.memory.store import LIMIT
+from weft.group.store import LIMIT
 
 INTERVAL = 0.1  # seconds between two looks: what a deadline may be late by
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from weft.cuda.driver import driver, error_text
 from weft.errors import DriverError, InvalidArgument
 from weft.jit.module import Function, cluster_attribute
-from weft.memory.driver import driver, error_text
 
 _THREAD_LIMIT = 1024  # threads of a block, on every GPU so far
 

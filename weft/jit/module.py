@@ -9,8 +9,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from weft.cuda.driver import call, driver, error_text, fence, relaxed
 from weft.errors import DriverError, OutOfOrder
-from weft.memory.driver import call, driver, error_text, fence, relaxed
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class CudaModule:
 class _Code:
     """The code of a CudaModule, which a finalizer frees after the module object.
 
-    Permanent code needs no fence (`weft.memory.driver.fence`) to wait for its kernels.
+    Permanent code needs no fence (`weft.cuda.driver.fence`) to wait for its kernels.
     """
 
     def __init__(self, image: bytes, context: Any, *, name: str, stays: bool) -> None:

@@ -16,8 +16,8 @@ import torch
 from weft.arguments import flags, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, check_fields, checked, config_hash, literal
-from weft.hosts.config import HostsConfig, Span, host_placement
-from weft.memory.header import (
+from weft.group.wire import JSON
+from weft.heap.header import (
     RING_TIMELINES,
     CallRecord,
     Site,
@@ -25,7 +25,7 @@ from weft.memory.header import (
     most_ranks,
     rank_words,
 )
-from weft.memory.wire import JSON
+from weft.hosts.config import HostsConfig, Span, host_placement
 from weft.placement import Placement, placement_of
 from weft.runtime.check import check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up

@@ -16,7 +16,10 @@ from typing import Never
 import torch
 
 from weft.arguments import flags, refuse
+from weft.cuda.driver import as_creation
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.group import Group
+from weft.heap.header import mirrors
 from weft.hosts.operator import AcrossHosts
 from weft.keywords import refuse_unknown
 from weft.lowlatency import compile as traced
@@ -32,9 +35,6 @@ from weft.lowlatency.kernels import load_kernels
 from weft.lowlatency.reference import sent
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
-from weft.memory import Group
-from weft.memory.driver import as_creation
-from weft.memory.header import mirrors
 from weft.placement import Placed
 from weft.runtime.check import check_apart, check_choices, check_tensor
 from weft.runtime.debug import poison

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
+from weft.heap import Heap
+from weft.heap.header import PHASES
 from weft.json_files import read_json
 from weft.lowlatency.config import trace_record
-from weft.memory import Heap
-from weft.memory.header import PHASES
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import synchronize_device
 from weft.runtime.timeline import read_timeline

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.errors import GeometryMismatch
-from weft.memory import Group
+from weft.group import Group
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"

@@ -13,6 +13,7 @@ import torch
 
 from weft.alltoall.received import Received
 from weft.arguments import function, instance, integer, shown
+from weft.cuda.driver import in_relaxed_mode, plain_tensors, relaxed
 from weft.errors import (
     ExpertsLost,
     GroupError,
@@ -21,12 +22,11 @@ from weft.errors import (
     TokenOverflow,
     WeftError,
 )
+from weft.group import Group
+from weft.group.group import reason
 from weft.grouping.config import MAX_ROWS
+from weft.heap.header import Record
 from weft.lowlatency.results import ExpertRows
-from weft.memory import Group
-from weft.memory.driver import in_relaxed_mode, plain_tensors, relaxed
-from weft.memory.group import reason
-from weft.memory.header import Record
 from weft.moe import compile as moe_compile
 from weft.moe.choice import LayerChoice, agreed_choice
 from weft.moe.config import LayerOptions, plans_of

@@ -8,10 +8,10 @@ import torch
 from weft.alltoall.config import AllToAllConfig
 from weft.arguments import integer
 from weft.errors import InvalidArgument
+from weft.group.discovery import default_device
 from weft.grouping.config import by_expert
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
-from weft.memory.discovery import default_device
 from weft.moe.choice import AUTO
 from weft.moe.config import LayerOptions, LayerPlan, MemoryQuery, exchange_sizes, plans_of
 from weft.moe.low_latency import packs

@@ -15,7 +15,8 @@ import torch
 from weft.arguments import adopt, instance, integer, integers, real, refuse
 from weft.errors import InvalidArgument
 from weft.fields import largest
-from weft.memory import Group, Heap
+from weft.group import Group
+from weft.heap import Heap
 from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_RANKS, Shape
 

@@ -15,11 +15,11 @@ import torch
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.errors import OutOfOrder
+from weft.group import Group
+from weft.group.messages import Creation
+from weft.group.wire import JSON
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
-from weft.memory import Group
-from weft.memory.messages import Creation
-from weft.memory.wire import JSON
 from weft.moe.choice import LayerChoice
 from weft.moe.config import LayerOptions, LayerPlan
 from weft.moe.experts import ExpertWeights

@@ -17,8 +17,8 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import GroupError, InvalidArgument, OutOfOrder, UsageError, WeftError
 from weft.gemm.config import MXFP4
+from weft.group import Group
 from weft.leases import Lease, lease
-from weft.memory import Group
 from weft.moe import MoE
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings, first_timeout

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from weft.memory import Group
+from weft.group import Group
 
 _log = logging.getLogger(__name__)
 # The engine itself ends a rank that raises, and logs its traceback. A rank that waits in another

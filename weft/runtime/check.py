@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.arguments import instance, integer, kind_of, shown
 from weft.errors import InvalidArgument, TokenOverflow
-from weft.memory import Group
+from weft.group import Group
 from weft.runtime.layout import vector_bytes
 
 _data_ptr = torch.Tensor.data_ptr  # unbound: raises TypeError for an object that is not a tensor

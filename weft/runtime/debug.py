@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from weft.errors import GeometryMismatch, InvalidArgument
-from weft.memory import Group
+from weft.group import Group
 from weft.runtime.stream import capturing, synchronize_device
 
 VARIABLE = "WEFT_DEBUG"

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 
 from weft.errors import InvalidArgument
-from weft.memory.header import CallRecord
+from weft.heap.header import CallRecord
 
 BACKENDS = {"oneshot": 1, "twoshot": 2, "twoshot_bulk": 3}
 CODINGS = {"none": 0, "static": 1, "token": 2, "group": 3, "group_ue8m0": 4}

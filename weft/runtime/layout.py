@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
-from weft.memory.header import ABI, ErrorRecord, Fault, Record, Site, mirrors
+from weft.heap.header import ABI, ErrorRecord, Fault, Record, Site, mirrors
 
 P = ParamSpec("P")
 G = TypeVar("G")

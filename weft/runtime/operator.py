@@ -20,11 +20,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import torch
 
 from weft.arguments import seconds
+from weft.cuda.driver import relaxed
 from weft.errors import Aborted, GroupError, InvalidArgument, OutOfOrder, WeftError
-from weft.memory import Group, Heap
-from weft.memory.driver import relaxed
-from weft.memory.group import reason
-from weft.memory.header import (
+from weft.group import Group
+from weft.group.group import reason
+from weft.group.wire import JSON
+from weft.heap import Heap
+from weft.heap.header import (
     ABI,
     EPOCH_MASK,
     HOST_ASKS_TO_LEAVE,
@@ -37,8 +39,7 @@ from weft.memory.header import (
     mirrors,
     words_of,
 )
-from weft.memory.room import require_room
-from weft.memory.wire import JSON
+from weft.heap.room import require_room
 from weft.runtime import library
 from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_group, extent

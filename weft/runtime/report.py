@@ -17,7 +17,7 @@ from weft.errors import (
     TokenOverflow,
     UsageError,
 )
-from weft.memory.header import EPOCH_MASK, PHASES, ErrorRecord
+from weft.heap.header import EPOCH_MASK, PHASES, ErrorRecord
 from weft.runtime.identity import SLOTS
 
 BAD_EXPERT_ID, DUPLICATE_EXPERT, TOKEN_OVERFLOW = 1, 2, 3

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from weft.cuda.driver import call, fence, relaxed
 from weft.errors import OutOfOrder
-from weft.memory.driver import call, fence, relaxed
 
 
 def current_stream(device: int) -> int:

@@ -11,10 +11,10 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.memory.header import PHASES, mirrors
+from weft.heap.header import PHASES, mirrors
 
 if TYPE_CHECKING:
-    from weft.memory import Heap
+    from weft.heap import Heap
 
 DEFINE = "WEFT_PROFILE=1"
 

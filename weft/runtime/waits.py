@@ -18,9 +18,9 @@ import weakref
 from typing import Any, Protocol
 
 from weft.errors import WeftError
-from weft.memory import reminder
-from weft.memory.group import Group
-from weft.memory.header import EPOCH_MASK
+from weft.group import reminder
+from weft.group.group import Group
+from weft.heap.header import EPOCH_MASK
 
 SAMPLE = 0.1  # seconds between two reads of a peer; a waiting peer updates its header every 16 us
 _JOIN = 2.0  # seconds that process exit waits for a poll in progress

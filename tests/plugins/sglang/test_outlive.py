@@ -17,7 +17,7 @@ from tests.plugins.sglang.server import alone, leave, tokens
 from tests.plugins.sglang.test_elastic import replicated
 from tests.plugins.standins import CLOSE, Kept, far
 from weft.errors import SetupError
-from weft.memory.launch import launch
+from weft.launcher.launch import launch
 from weft.plugins.faults import PAUSE, Watch
 
 run = partial(launch, tolerate_deaths=True, timeout=3000.0)

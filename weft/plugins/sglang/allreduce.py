@@ -20,8 +20,8 @@ import torch
 
 from weft.allreduce.operator import AllReduce
 from weft.errors import InvalidArgument, WeftError
+from weft.group import Group
 from weft.leases import Lease, lease
-from weft.memory import Group
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known
 from weft.plugins.settings import Settings

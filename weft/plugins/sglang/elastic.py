@@ -24,7 +24,7 @@ from weft.errors import (
     RendezvousFailed,
     SetupError,
 )
-from weft.memory import Group
+from weft.group import Group
 from weft.plugins.names import Known
 from weft.plugins.sglang.hooks import NAME, SRT, Hook
 

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import torch
 
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
-from weft.memory import Group
+from weft.group import Group
 from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known, Parameters

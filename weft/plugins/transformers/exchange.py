@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.allreduce.operator import AllReduce
 from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.memory import Group
+from weft.group import Group
 from weft.plugins.settings import first_timeout
 from weft.runtime.operator import call_all
 

@@ -11,7 +11,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from weft.allreduce.operator import AllReduce
 from weft.alltoall.operator import AllToAll
 from weft.errors import InvalidArgument
-from weft.memory.collective import all_gather
+from weft.group.torch_groups import all_gather
 from weft.plugins.transformers.exchange import exchange_of
 
 

@@ -17,7 +17,7 @@ import torch
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import OutOfOrder, SetupError
-from weft.memory import Group
+from weft.group import Group
 from weft.plugins.blocks import MEETING, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Engine, Known

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of these tests."""
+
+import pytest
+
+from weft.group.meeting import Meeting
+
+
+@pytest.fixture
+def meeting():
+    meeting = Meeting.open()
+    yield meeting
+    meeting.close()

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks find out that they share a host: containers, and answers that no rank would give."""
+
+import ctypes
+import errno
+import gc
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import weft
+from tests.baseline import die, open_files, raises_soon
+from tests.group.meetings import LONG
+from tests.ranks import on_ranks
+from tests.rounds import Round, play
+from weft.errors import RendezvousFailed
+from weft.group import discovery
+from weft.group.group import Group
+from weft.heap.heap import Heap
+
+
+def find(size, timeout=20.0, **changes):
+    """What each rank got, a thread each: "met", or its error.
+
+    changes: what a rank says in the place of what it would say, by "rank1".
+    """
+    barrier, own = threading.Barrier(size), [""] * size
+
+    def rank(r):
+        change = changes.get(f"rank{r}", lambda value: value)
+
+        def exchange(value):
+            own[r] = json.dumps(change(value))
+            barrier.wait(60)
+            answers = [json.loads(each) for each in own]
+            barrier.wait(60)
+            return answers
+
+        try:
+            discovery.find(exchange, r, size, "cpu", timeout).close()
+        except RendezvousFailed as error:
+            return str(error)
+        return "met"
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
+
+
+def test_names_of_their_own_do_not_part_ranks_and_boots_do():
+    assert find(2, rank1=lambda own: {**own, "host": "other"}) == ["met", "met"]
+    for text in find(2, rank1=lambda own: {**own, "boot": "0123456789"}):
+        assert "the ranks are on several hosts" in text
+        assert "(boot 01234567)" in text
+
+
+def test_networks_of_their_own_are_said_on_every_rank():
+    zero, *others = find(3, LONG, rank2=lambda own: {**own, "host": "box", "network": "net:[7]"})
+    assert others == [zero, zero]
+    assert f"rank 0 on {socket.gethostname()} (boot " in zero
+    assert "is in network namespace net:[" in zero
+    assert ", rank 2 on box (boot " in zero
+    assert "in net:[7]: ranks meet over Unix sockets of one network namespace" in zero
+    assert zero.endswith("(--network=host)")
+
+
+def test_what_keeps_rank_0_from_listening_is_said_on_every_rank(monkeypatch):
+    def full(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", full)
+    for text in find(2, LONG):
+        assert re.search("rank 0: cannot listen for the other ranks .*ulimit -n", text)
+
+
+@pytest.mark.parametrize("address", [None, 7, {}, "0-" + "g" * 64, "/tmp/weft-x"])
+def test_an_address_that_no_rank_would_send_is_refused(address):
+    zero, one = find(2, 0.3, rank0=lambda own: {**own, "meeting": address})
+    assert "rank 0 was to send where to meet" in one
+    assert "rank 1 of 2 did not come" in zero  # it knows where
+
+
+@pytest.mark.parametrize("answer", [None, 7, {}, {"host": 7}, {"host": "a", "boot": "b"}])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_no_rank_would_answer_is_refused(rank, answer):
+    for text in find(2, LONG, **{f"rank{rank}": lambda own: answer}):
+        assert text.startswith(f"rank {rank} was to send where ")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MS_REC, _MS_PRIVATE, _PR_SET_DUMPABLE = 0x4000, 1 << 18, 4
+NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "pid": 0x20000000, "net": 0x40000000}
+OF_THEIR_OWN = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--fork", *(f"--{name}" for name in NEW), "true"]).returncode
+    != 0,
+    reason="namespaces cannot be made here",
+)
+
+
+def require(result):
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def mount(kind, folder, flags=0):
+    require(_libc.mount(b"none", folder.encode(), kind, ctypes.c_ulong(flags), None))
+
+
+def isolate(*kinds):
+    """Give this process, or for "pid" its children, namespaces of their own."""
+    require(_libc.unshare(sum(NEW[kind] for kind in kinds)))
+    mount(None, "/", _MS_REC | _MS_PRIVATE)
+
+
+def hide(folder):
+    """From now on this process has a `folder` and a /dev/shm of its own, and they are empty."""
+    isolate("mount")
+    mount(b"tmpfs", folder)
+    mount(b"tmpfs", "/dev/shm")
+
+
+def contained(rank, networks, folder):
+    """In a process that is alone in its namespaces: find the other one by files."""
+    mount(b"proc", "/proc")
+    mount(b"tmpfs", "/dev/shm")
+    socket.sethostname(f"box{rank}")
+
+    def exchange(value):
+        (folder / f"{rank}.part").write_text(json.dumps(value))
+        (folder / f"{rank}.part").rename(folder / str(rank))
+        while not all((folder / str(r)).exists() for r in range(2)):
+            time.sleep(0.01)
+        return [json.loads((folder / str(r)).read_text()) for r in range(2)]
+
+    if networks == 2:
+        with pytest.raises(RendezvousFailed, match="rank 1 on box1 .boot .*one network namespace"):
+            discovery.find(exchange, rank, 2, "cpu", LONG)
+        return
+    control = discovery.find(exchange, rank, 2, "cpu", 120.0)
+    assert len(control.exchange_fds(os.memfd_create("x"), 120.0)) == 2
+    assert control.gather("who", socket.gethostname(), 120.0) == ["box0", "box1"]
+    assert os.getpid() == 1
+    control.close()
+
+
+def run_forked(body):
+    """Run `body()` in a child and end it; return its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(body() or 0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@OF_THEIR_OWN
+@pytest.mark.parametrize("networks", [1, 2])
+@on_ranks(2, "cpu")
+def test_containers_of_one_host_meet_in_one_network(group, networks, tmp_path):
+    """They have host names, process ids, shared memory and mounts of their own."""
+
+    def alone():
+        isolate(*(kind for kind in NEW if networks == 2 or kind != "net"))
+        return run_forked(lambda: contained(group.rank, networks, tmp_path))
+
+    assert run_forked(alone) == 0
+
+
+def from_torch(group):
+    """A group of the same ranks, from their process group."""
+    return Group.from_torch(group.process_group(), device=group.device, timeout=600.0)
+
+
+def play_one(group, seed):
+    with from_torch(group) as other:
+        case = Round((8, 3, 8), seed=seed)
+        with weft.AllToAll(other, **case.sizes(8)) as a2a:
+            for more in range(3):
+                play(a2a, case.next(seed=seed + 10 * more))
+        return [other.pid(rank) for rank in range(other.size)]
+
+
+def settled(group):
+    """Open descriptors once the store's thread has closed what peers gave up."""
+    gc.collect()
+    group.barrier()
+    deadline, counts = time.monotonic() + 10, [-1, 0]
+    while len(set(counts[-5:])) > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+        counts.append(open_files())
+    return counts[-1]
+
+
+@OF_THEIR_OWN
+@on_ranks(3, "cpu", "cuda")
+def test_ranks_with_mounts_of_their_own_play_rounds(group, tmp_path):
+    hide(str(tmp_path))
+    play_one(group, seed=0)  # it loads what stays
+    before = settled(group)
+    for seed in (1, 2):
+        pids = play_one(group, seed)
+    assert pids == group.all_gather(os.getpid())
+    assert os.listdir(tmp_path) == []
+    assert settled(group) <= before  # the first round's may be closed late
+
+
+class Witness:
+    """A member of a group that waits for one rank's end."""
+
+    def __init__(self, victim):
+        self.victim, self.heard = victim, threading.Event()
+
+    def _peer_ended(self, rank):
+        if rank == self.victim:
+            self.heard.set()
+
+    def _tell_left(self, why, *, settled=False):
+        pass
+
+
+@OF_THEIR_OWN
+@pytest.mark.parametrize("victim", [0, 2])
+@on_ranks(3, "cpu", dies="victim")
+def test_a_death_in_a_container_is_noticed_at_once(group, victim, tmp_path):
+    hide(str(tmp_path))
+    with from_torch(group) as other:
+        witness = Witness(victim)
+        other.attach(witness)
+        heap = Heap.create(other, 64)
+        if other.rank == victim:
+            die()
+        with raises_soon(RendezvousFailed, rf"rank {victim} \(pid \d+\) died while"):
+            other.barrier()
+        heap.close()
+        assert witness.heard.wait(600.0)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@on_ranks(3, "cpu", dies="victim")
+def test_a_rank_that_dies_in_from_torch_is_named_at_once(group, victim, tmp_path):
+    process_group = group.process_group()
+    if group.rank == victim:
+        module: Any = discovery
+        module.meet = lambda *_, **__: die()
+    text = rf"rank {victim} \(pid \d+\) died before all ranks had met"
+    with raises_soon(RendezvousFailed, text, 40.0):
+        Group.from_torch(process_group, device="cpu", timeout=100.0)
+
+
+@OF_THEIR_OWN
+@on_ranks(3, "cpu")
+def test_no_capability_is_needed(group, tmp_path):
+    hide(str(tmp_path))
+    # Root may do all that a rank could be refused.
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    require(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+    require(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody may read this process
+    from_torch(group).close()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a process is seen by a pidfd, and before that by a pipe that ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import resource
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+
+import weft
+from tests.baseline import open_files
+from tests.ranks import on_ranks
+from weft.errors import RendezvousFailed, SetupError
+from weft.group.liveness import Liveness, lifelong_pipe
+
+
+def replaced(place: Any, name: str, error: Exception) -> pytest.MonkeyPatch:
+    """Let a function of the system raise an error."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(place, name, refuse)
+    return patch
+
+
+@on_ranks(2, "cpu")
+def test_a_rank_that_may_not_open_pidfds_says_so_on_all(group: weft.Group) -> None:
+    if group.rank == 1:
+        replaced(os, "pidfd_open", PermissionError(1, "Operation not permitted"))
+    with pytest.raises((SetupError, RendezvousFailed)) as caught:
+        weft.Group.from_torch(group.process_group(), device="cpu")
+    assert "pidfd_open is refused (Operation not permitted)" in str(caught.value)
+    assert "seccomp" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["pipe2", "start"])
+@on_ranks(2, "cpu")
+def test_a_rank_that_cannot_watch_says_why_and_keeps_no_descriptors(
+    group: weft.Group, what: str
+) -> None:
+    process_group = group.process_group()
+    group.barrier()
+    before = open_files()
+    kind: type[Exception] = RendezvousFailed
+    text, patch = "could not watch its peers: none is free", pytest.MonkeyPatch()
+    if group.rank == 1:
+        kind, text = SetupError, "cannot watch the other ranks: none is free; it needs free descri"
+        place = {"pipe2": os, "start": threading.Thread}[what]
+        patch = replaced(place, what, RuntimeError("none is free"))  # as of threads
+    with pytest.raises(kind, match=text):
+        weft.Group.from_torch(process_group, device="cpu")
+    patch.undo()
+    group.barrier()
+    assert open_files() <= before
+
+
+@contextlib.contextmanager
+def started(count: int):
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(count)]
+    yield processes
+    for each in processes:
+        each.kill()
+        each.wait()
+
+
+def test_nothing_is_heard_after_close() -> None:
+    """Of two peers that ended, one is heard, for its call closes; after that no process counts."""
+    heard: queue.Queue[int] = queue.Queue()
+    made = threading.Event()
+
+    def close_at_once(rank: int) -> None:
+        made.wait()
+        liveness.close()
+        heard.put(rank)
+
+    with started(3) as processes:
+        peers = {rank: os.pidfd_open(each.pid) for rank, each in enumerate(processes)}
+        for each in processes[:2]:
+            each.kill()
+            each.wait()
+        liveness = Liveness(peers, {}, lifelong_pipe(), close_at_once)
+        made.set()
+        heard.get(timeout=600.0)
+        liveness._thread.join(600.0)
+    assert heard.empty()
+    assert not liveness._thread.is_alive()
+
+
+def test_a_pipe_tells_of_an_end_before_the_process_has_ended() -> None:
+    """Rank 1 leaves as `close` does, and then rank 2's pipe ends, as when it is killed.
+
+    Their process lives meanwhile: rank 1 is heard only when that has ended, and none twice. Rank 3
+    has a pidfd alone.
+    """
+    heard: queue.Queue[int] = queue.Queue()
+    with started(2) as (process, last):
+        peers = {rank: os.pidfd_open(process.pid) for rank in (1, 2)} | {3: os.pidfd_open(last.pid)}
+        pipes, kept = {}, {}
+        for rank in (1, 2):
+            pipes[rank], kept[rank] = lifelong_pipe()
+        liveness = Liveness(peers, pipes, lifelong_pipe(), heard.put)
+        os.write(kept[1], b".")
+        os.close(kept[1])
+        os.close(kept[2])
+        assert heard.get(timeout=600.0) == 2
+        assert not liveness.ended(2)
+        process.kill()
+        assert heard.get(timeout=600.0) == 1
+        process.wait()
+        assert liveness.ended(1)
+        last.kill()  # heard after what ended before
+        assert heard.get(timeout=600.0) == 3
+        liveness.close()
+    assert heard.empty()
+
+
+@on_ranks(2, "cpu")
+def test_the_end_that_a_rank_keeps_is_above_what_it_opens_later(group: weft.Group) -> None:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert max(int(fd) for fd in os.listdir("/proc/self/fd")) >= min(soft, 4096) * 3 // 4

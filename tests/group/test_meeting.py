@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks meet, nothing named is left, and what ends the meeting for one rank ends it for all."""
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.baseline import open_files
+from tests.group.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
+from weft.errors import InvalidArgument, RendezvousFailed
+from weft.group import liveness
+from weft.group.meeting import ABI, Meeting, meet
+from weft.launcher.processes import fork_server
+
+
+def listens(meeting):
+    """Whether a process listens for the meeting; connected sockets show the name as well."""
+    with open("/proc/net/unix", encoding="ascii") as file:
+        lines = [line.split() for line in file if line.endswith(f" @{meeting._name[1:]}\n")]
+    return any(flags == "00010000" for _, _, _, flags, *_ in lines)
+
+
+@pytest.mark.parametrize(("size", "hub"), [(1, 0), (2, 1), (4, 2)])
+def test_all_ranks_meet_at_any_hub_and_no_name_is_left_while_their_sockets_live(size, hub):
+    meeting = Meeting.open(hub)
+    assert listens(meeting)
+    places = [meeting if r == hub else Meeting.at(meeting.address) for r in range(size)]
+    options = {"size": size, "device": "cpu", "timeout": LONG}
+    controls = all_ranks(*(lambda r=r: meet(places[r], rank=r, **options) for r in range(size)))
+    assert not listens(meeting)
+    assert [control.pids for control in controls] == [[os.getpid()] * size] * size
+    gathered = all_ranks(*(lambda c=c: c.gather("test", c.rank, LONG) for c in controls))
+    assert gathered == [list(range(size))] * size
+    for control in controls:
+        control.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"abi": 99}, f"abi {ABI} and 99"),
+        ({"abi": None}, f"abi {ABI} and None"),
+        ({"size": 3.0}, "size 3 and 3.0"),
+        ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
+        ({"rank": 0}, "came as rank 0, which another process has taken"),
+        ({"rank": 2}, "came as rank 2, which another process has taken"),
+        ({"rank": 3}, "came as rank 3, which is none of 3"),
+        ({"rank": True}, "came as rank True, which is none of 3"),
+        ({"rank": "\ud800"}, "came as rank '\\ud800', which is none of 3"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_all_learn_why(meeting, changes, text):
+    def misfit():
+        time.sleep(0.1)  # rank 2 is in by then
+        with connect(meeting) as connection:
+            connection.send(make_hello(meeting, **changes))
+            return answer(connection)["fail"]
+
+    zero, member, reply = all_ranks(lambda: gather(meeting, 0), lambda: gather(meeting, 2), misfit)
+    for each in (zero, member, reply):
+        assert text in str(each)
+    assert isinstance(zero, RendezvousFailed)
+    assert isinstance(member, RendezvousFailed)
+
+
+def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(meeting):
+    started = time.monotonic()
+    for error in all_ranks(*(lambda r=r: gather(meeting, r, 4, 0.3) for r in (0, 2))):
+        assert "rank 1, 3 of 4 did not come" in str(error)
+    assert not listens(meeting)
+    assert "the meeting is over" in str(gather(meeting, 1, timeout=30.0))
+    assert time.monotonic() - started < 18.0
+
+
+def test_a_hub_that_does_not_let_a_rank_in_is_named_at_the_deadline(meeting):
+    text = str(gather(meeting, 1, timeout=0.2))
+    assert "rank 0, at which all meet, did not bring this rank to the others in 0.2 s" in text
+
+
+@pytest.mark.parametrize(
+    ("hub", "rank", "text"),
+    [
+        (0, 3, "rank is 3 and size is 3"),
+        (4, 0, "the hub of the meeting is 4 and size is 3"),
+        (0, 0, "this process has not opened the meeting"),
+    ],
+)
+def test_ranks_out_of_range_and_a_hub_without_its_meeting_are_refused(hub, rank, text):
+    with pytest.raises(InvalidArgument, match=text):
+        meet(Meeting(hub, bytes(32)), rank=rank, size=3, device="cpu", timeout=1.0)
+
+
+def test_no_descriptor_is_left_by_success_or_failure():
+    def once():
+        good, bad = Meeting.open(), Meeting.open()
+        all_ranks(*(lambda r=r: gather(good, r) for r in range(3)))
+        all_ranks(*(lambda r=r: gather(bad, r, timeout=0.05) for r in (0, 2)))
+        return open_files()
+
+    assert len({once() for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
+    """For the ranks that are there, and for one that comes later."""
+    place = Meeting.at(meeting.address)
+    process = fork_server().Process(
+        target=gather, args=(meeting if victim == 0 else place, victim, 4, LONG)
+    )
+    process.start()
+    if victim == 0:
+        meeting.listener.close()  # the process has it
+    with ThreadPoolExecutor(2) as pool:
+        places = {1: place} if victim == 0 else {0: meeting, 1: place}
+        ranks = [pool.submit(gather, at, r, 4, LONG) for r, at in places.items()]
+        time.sleep(0.3)
+        process.kill()
+        started = time.monotonic()
+        for rank in ranks:
+            assert f"rank {victim} (pid {process.pid}) died" in str(rank.result())
+        process.join()
+    assert "the meeting is over" in str(gather(place, 3, 4, LONG))
+    assert time.monotonic() - started < SOON
+
+
+@contextlib.contextmanager
+def known_process():
+    """A process that lives, and what a rank in it would send of itself."""
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        yield process, {**liveness.identity(), "pid": process.pid}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def with_peers(meeting, rank, reply, **options):
+    """One rank that knows the processes of the others."""
+    with liveness.Peers() as known:
+        for other, identity in reply.items():
+            known.watch(other, identity)
+        try:
+            meet(meeting, rank=rank, device="cpu", peers=known, **options)
+        except RendezvousFailed as error:
+            return str(error)
+        return "met"
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["nothing said", "half a hello"])
+def test_a_rank_that_dies_before_it_has_come_ends_the_meeting(meeting, half):
+    """Not the end of its connection: anybody's could end like that."""
+    with known_process() as (process, reply), ThreadPoolExecutor(2) as pool:
+        options = {"size": 3, "timeout": LONG}
+        ranks = [
+            pool.submit(with_peers, meeting, rank, {2: reply} if rank == 0 else {}, **options)
+            for rank in range(2)
+        ]
+        with connect(meeting) as connection:
+            if half:
+                connection.send(make_hello(meeting)[:40])
+        time.sleep(0.1)
+        assert not ranks[0].done()
+        started = time.monotonic()
+        process.kill()
+        for rank in ranks:
+            assert f"rank 2 (pid {process.pid}) died before all ranks had met" in rank.result()
+        assert time.monotonic() - started < SOON
+
+
+def test_ranks_of_another_namespace_have_the_deadline(meeting):
+    with known_process() as (process, reply):
+        reply["namespace"] = "pid:[1]"
+        process.kill()
+        process.wait()
+        text = with_peers(meeting, 0, {1: reply}, size=2, timeout=0.2)
+    assert "rank 1 of 2 did not come" in text
+    assert "rank 1: it runs in another pid namespace" in text
+
+
+@pytest.mark.parametrize(
+    "reply", [None, [], {}, {"pid": 0}, {"pid": "7"}, {"pid": True}, {"pid": 1 << 40}]
+)
+def test_what_tells_of_no_process_is_not_watched(reply):
+    with liveness.Peers() as known:
+        known.watch(1, reply)
+        known.check()
+        assert known.pidfds() == []
+
+
+def test_peers_leave_no_descriptor():
+    before = open_files()
+    with known_process() as (_, reply), liveness.Peers() as known:
+        known.watch(1, reply)
+        known.watch(1, reply)
+        known.watch(2, liveness.identity())
+        assert open_files() == before + 2
+        known.check()
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("ends", ["end", "close"])
+def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
+    """The reason reaches rank 0, a rank that it has let in, one that it has not, and a late one.
+
+    `close` is for a launcher that saw rank 0 end before it let anybody in.
+    """
+    why = "rank 3 had no memory"
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [1] if ends == "close" else [0, 1]
+        ranks = [pool.submit(gather, meeting, r, 4, LONG) for r in waiting]
+        with connect(meeting) as half:
+            time.sleep(0.2)
+            started = time.monotonic()
+            getattr(meeting, ends)(why)
+            assert [str(each.result()) for each in ranks] == [why] * len(ranks)
+            assert answer(half)["fail"] == why
+        assert "the meeting is over" in str(gather(meeting, 2, 4, LONG))
+        assert time.monotonic() - started < SOON
+    meeting.end("it is over already")
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
+    meeting, leaver, monkeypatch
+):
+    real = meet.__globals__["_Hub" if leaver == 0 else "_take"]
+    connect, others = Meeting.connect, threading.Semaphore(0)
+
+    def connected(meeting):
+        connection = connect(meeting)
+        others.release()
+        return connection
+
+    def fails(*given):
+        if leaver == 0:  # once the others are there to be told
+            assert others.acquire(timeout=LONG)
+            assert others.acquire(timeout=LONG)
+        elif given[1].rank != leaver or "peer" not in given[2].body:
+            return real(*given)
+        else:  # all have come: one that comes later only hears that the meeting is over
+            given[2].drop()
+        raise ValueError("no memory for it")
+
+    if leaver == 0:
+        monkeypatch.setattr(Meeting, "connect", connected)
+        monkeypatch.setattr(real, "_turn", fails)
+    else:
+        monkeypatch.setitem(meet.__globals__, "_take", fails)
+
+    def rank(r):
+        try:
+            return gather(meeting, r, 3, LONG)
+        except ValueError as error:
+            return error
+
+    with ThreadPoolExecutor(3) as pool:
+        reply = list(pool.map(rank, range(3)))
+    assert isinstance(reply.pop(leaver), ValueError)
+    for each in reply:
+        assert isinstance(each, RendezvousFailed)
+        assert "no memory for it" in str(each)
+
+
+def test_nobody_returns_before_all_have_met(meeting):
+    """Rank 1 has all its sockets; rank 2 is slow, and dies."""
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(gather, meeting, r, 3, LONG) for r in (0, 1)]
+        with connect(meeting) as slow:
+            slow.send(make_hello(meeting, rank=2))
+            assert answer(slow)["nonce"] == meeting.nonce.hex()
+            time.sleep(0.2)
+            assert not any(rank.done() for rank in ranks)
+        for rank in ranks:
+            assert "rank 2 (pid " in str(rank.result())

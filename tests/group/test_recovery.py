@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Survivors agree on who is gone, and go on without them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.baseline import die
+from tests.ranks import on_ranks
+from weft.errors import (
+    BadExpertId,
+    CreationFailed,
+    InvalidArgument,
+    OutOfOrder,
+    PeerDied,
+    PeerTimeout,
+    RankFailed,
+    RecoveryFailed,
+    RendezvousFailed,
+)
+from weft.group import agreement
+from weft.group.agreement import Agreement
+from weft.group.meeting import Meeting
+from weft.heap import Heap
+from weft.launcher.launch import launch
+
+LONG = 600.0  # a deadline that no test waits for
+on_four = partial(on_ranks, 4, "cpu", timeout=LONG)
+
+
+class Operator:
+    """A share of memory, and what its group asked of it."""
+
+    def __init__(self, group: weft.Group, *, rounds: int = 0) -> None:
+        self.heap = Heap.create(group, 4096)
+        self.asked: list[Any] = []
+        self.rounds = rounds
+        group.attach(self)
+
+    def _peer_ended(self, rank: int) -> None:
+        self.asked.append(("ended", rank))
+
+    def _tell_left(self, why: str, *, settled: bool = False) -> None:
+        pass
+
+    def _suspects(self) -> set[int]:
+        return set()
+
+    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+        return {}
+
+    def _quiesce(self) -> None:
+        self.asked.append("quiesce")
+
+    def _finished(self) -> int:
+        return self.rounds
+
+    def _recover(self, living: int) -> None:
+        self.asked.append(("recover", living))
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def together(group):
+    """Check that control messages and shared memory work among the living."""
+    assert group.all_gather(group.rank) == [r if r in group.living else None for r in range(4)]
+    group.agree({"a": 1}, what="a")
+    with Heap.create(group, 64) as heap:
+        for peer in group.living:
+            heap.tensor((4,), torch.int32, rank=peer)[group.rank] = 1
+        group.barrier()
+        own = heap.tensor((4,), torch.int32).tolist()
+        group.barrier()
+    assert own == [int(rank in group.living) for rank in range(4)]
+    return heap.generation
+
+
+def survive(group, dead, **options):
+    """Recover without these ranks, and go on."""
+    recovered = group.recover(timeout=LONG, **options)
+    assert recovered.dead == tuple(dead)
+    together(group)
+    return recovered
+
+
+@pytest.mark.parametrize("victims", [[0], [2], [0, 3], [1, 2, 3]])
+@on_four(dies="victims")
+def test_survivors_of_ranks_that_were_killed_agree(group, victims):
+    operator = Operator(group, rounds=10 + group.rank)
+    group.barrier()
+    if group.rank in victims:
+        die()
+    living = tuple(r for r in range(4) if r not in victims)
+    assert group.living == (0, 1, 2, 3)
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    logged: list[logging.LogRecord] = []
+    handler: Any = logging.Handler()
+    handler.emit = logged.append
+    logging.getLogger("weft.group.recovery").addHandler(handler)
+    recovered = survive(group, victims)
+    assert [each.msg for each in logged if "torchrun: its agent ends all ranks" in each.msg]
+    assert group.living == recovered.living == living
+    assert operator.asked[-2:] == ["quiesce", ("recover", sum(1 << r for r in living))]
+    assert dict(recovered.finished) == {"Operator 1": 10 + living[0]}
+    assert recovered.seconds < 100.0
+
+
+@on_four(dies=[0, 1, 3])
+def test_a_group_shrinks_down_to_one_rank(group):
+    dead = set()
+    for victim in (0, 3, 1):
+        if group.rank == victim:
+            die()
+        dead.add(victim)
+        survive(group, sorted(dead))
+
+
+@on_four(dies=[1])
+def test_what_a_broken_control_message_left_in_the_sockets_is_not_taken_for_a_new_one(group):
+    group.barrier()
+    if group.rank == 1:
+        die()
+    with pytest.raises(RendezvousFailed, match=r"rank 1 \(pid "):
+        group.all_gather("x" * 100_000)
+    survive(group, [1])
+
+
+@pytest.mark.parametrize("when", ["before", "after", "reading", "quiesce", "recover"])
+@on_four(dies=[0, 2])
+def test_a_second_death_during_recovery_is_agreed_on_in_the_same_call(group, when):
+    """Rank 0 dies; rank 2 dies in the agreement about it, or in what follows."""
+    operator: Any = Operator(group)
+    pages: Any = Agreement
+    publish, read = pages._publish, pages._read
+
+    def dying_publish(self):
+        if when == "before":
+            die()
+        publish(self)
+        if when == "after":
+            die()
+
+    def dying_read(self, rank):
+        if when == "reading" and rank == 3:
+            die()
+        return read(self, rank)
+
+    if group.rank == 2:
+        pages._publish, pages._read = dying_publish, dying_read
+        operator._quiesce = die if when == "quiesce" else operator._quiesce
+        operator._recover = (lambda living: die()) if when == "recover" else operator._recover
+    group.barrier()
+    if group.rank == 0:
+        die()
+    dead = group.recover(timeout=LONG).dead
+    if dead != (0, 2):  # rank 2 died when this rank needed nothing more of it
+        dead = group.recover(timeout=LONG).dead
+    together(group)
+    assert (dead, operator.asked[-1]) == ((0, 2), ("recover", 0b1010))
+
+
+def meet_once(group):
+    """Enter a barrier, after which a suspect may hear that a peer, which is through, recovers."""
+    with contextlib.suppress(RendezvousFailed):
+        group.barrier()
+
+
+@pytest.mark.parametrize("suspects", [{0: [3], 1: [3], 2: [3]}, {2: [3]}, {0: [0, 3]}])
+@on_four(dies=[3])
+def test_a_stopped_rank_is_killed_if_one_suspects_it(group, suspects):
+    meet_once(group)
+    if group.rank == 3:
+        stop()
+    survive(group, [3], suspects=suspects.get(group.rank, ()))
+
+
+@on_four(dies=[3])
+def test_a_suspect_that_waits_in_a_message_for_another_is_called_and_lives(group):
+    """Rank 1 waits for a stopped rank longer than its peers, who suspect both."""
+    agreement._LATE = 5.0
+    meet_once(group)
+    if group.rank == 3:
+        stop()
+    if group.rank == 1:
+        with pytest.raises(RendezvousFailed, match="left its calls to recover"):
+            group.all_gather(1, timeout=LONG)
+    else:
+        time.sleep(0.2)
+    survive(group, [3], suspects=[] if group.rank == 1 else [1, 3])
+
+
+@on_four()
+def test_a_suspect_that_comes_in_time_lives(group):
+    agreement._LATE = LONG
+    meet_once(group)
+    if group.rank == 3:
+        time.sleep(0.2)
+    survive(group, [], suspects=[(group.rank + 1) % 4, 3])
+
+
+@on_four(dies=[3])
+def test_a_living_rank_that_does_not_come_is_named_and_not_left_out(group):
+    group.barrier()
+    if group.rank == 3:
+        stop()
+    with pytest.raises(RecoveryFailed, match=r"rank 3 \(pid ") as late:
+        group.recover(timeout=0.3)
+    assert "call recover again with suspects=[3]" in str(late.value)
+    survive(group, [3], suspects=[3])
+
+
+@on_four(dies=[1])
+def test_a_suspect_that_cannot_be_killed_is_named_with_what_to_do(group):
+    def send(fd, number):
+        raise PermissionError(1, "Operation not permitted")
+
+    system: Any = signal
+    real, system.pidfd_send_signal = signal.pidfd_send_signal, send
+    meet_once(group)
+    if group.rank == 1:
+        stop()
+    text = rf"rank 1 \(pid {group.pid(1)}\) is suspected, lives, and cannot be killed"
+    with pytest.raises(RecoveryFailed, match=text) as error:
+        group.recover(suspects=[1], timeout=LONG)
+    assert "end its process, then call recover again" in str(error.value)
+    if group.rank == 0:
+        os.kill(group.pid(1), signal.SIGKILL)
+    system.pidfd_send_signal = real
+    survive(group, [1])
+
+
+@on_four()
+def test_a_rank_that_left_and_lives_is_waited_for(group):
+    group.barrier()
+    if group.rank == 2:
+        group.close()
+        time.sleep(1.0)
+        return
+    with pytest.raises(RecoveryFailed, match=r"rank 2 \(pid "):
+        group.recover(timeout=0.2)
+    survive(group, [2])
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@on_four(dies=[1])
+def test_a_rank_that_closed_its_descriptors_takes_nobody_for_dead(group, opens):
+    """As a daemon does; it may have opened others of the same numbers."""
+    meet_once(group)
+    if group.rank == 1:
+        os.closerange(3, 1 << 16)
+        while opens and os.open("/dev/zero", os.O_RDONLY) < 100:  # which poll says is readable
+            pass
+        with contextlib.suppress(RecoveryFailed):
+            group.recover(timeout=LONG)
+        time.sleep(LONG)
+    what = "took a living rank for dead" if opens else "neither called recover nor ended"
+    with pytest.raises(RecoveryFailed, match=rf"^rank 1 \(pid \d+\) {what}") as early:
+        group.recover(timeout=1.0)
+    assert "end the process, or call recover again with suspects=[1]" in str(early.value)
+    survive(group, [1], suspects=[1])
+
+
+@on_four()
+def test_a_second_thread_may_not_recover_meanwhile(group):
+    """A thread of rank 1 is in a recovery, for which rank 0 does not come before another tried."""
+    with Heap.create(group, 64) as heap:
+        may_come = heap.tensor((1,), torch.int32, rank=0)
+        group.barrier()
+        if group.rank == 1:
+            thread = threading.Thread(target=group.recover, kwargs={"timeout": LONG})
+            thread.start()
+            while not group._recovering.locked():
+                time.sleep(0.001)
+            text = "^two threads of rank 1 recover one group at a time; call it from one$"
+            with pytest.raises(OutOfOrder, match=text):
+                group.recover(suspects=[0, 2, 3], timeout=LONG)
+            may_come.fill_(1)
+            thread.join()
+        else:
+            while group.rank == 0 and not may_come.item():
+                time.sleep(0.001)
+            group.recover(timeout=LONG)
+        together(group)
+
+
+@on_four(dies=[1])
+def test_two_groups_recover_each_by_itself(group):
+    meeting = Meeting.open(3) if group.rank == 0 else None
+    address = group.all_gather(meeting.address if meeting else None)[0]
+    place, cpu = meeting or Meeting.at(address), torch.device("cpu")
+    with weft.Group.from_meeting(
+        place, rank=3 - group.rank, size=4, device=cpu, timeout=LONG
+    ) as second:
+        group.barrier()
+        if group.rank == 1:
+            die()
+        survive(second, [2])
+        survive(group, [1])
+        together(second)
+
+
+@on_four(dies=[0])
+def test_ranks_of_a_process_group_recover_without_rank_0(group):
+    with weft.Group.from_torch(group.process_group(), device="cpu", timeout=LONG) as second:
+        operator = Operator(second)
+        group.barrier()
+        if group.rank == 0:  # which serves torch's store
+            die()
+        survive(second, [0])
+        assert operator.asked[-1] == ("recover", 0b1110)
+
+
+@on_four(dies=[3])
+def test_a_creation_that_was_interrupted_leaves_equal_generations(group):
+    if group.rank == 3:
+        group.barrier()
+        die()
+    if group.rank == 0:  # as if it had been further than the others when rank 3 died
+        group._generation += 1
+    group.barrier()
+    group.recover(timeout=LONG)
+    assert together(group) == 2
+
+
+@pytest.mark.parametrize(
+    ("fails", "error", "kind", "text"),
+    [
+        (
+            1,
+            ValueError("no memory"),
+            CreationFailed,
+            "failed on rank 1 of 4: ValueError: no memory",
+        ),
+        (None, OutOfOrder("an expert is missing"), OutOfOrder, "an expert is missing"),
+    ],
+    ids=["one", "all"],
+)
+@on_four(dies=[0])
+def test_operators_that_cannot_recover_fail_it_on_all_and_may_try_again(
+    group, fails, error, kind, text
+):
+    operator: Any = Operator(group)
+    works = operator._recover
+
+    def recover(living):
+        raise error
+
+    if fails in (None, group.rank):
+        operator._recover = recover
+    group.barrier()
+    if group.rank == 0:
+        die()
+    with pytest.raises(kind, match=text):
+        group.recover(timeout=LONG)
+    operator._recover = works
+    survive(group, [0])
+    assert operator.asked[-1] == ("recover", 0b1110)
+
+
+@on_four(dies=[0])
+def test_an_operator_that_one_rank_has_no_more_is_left_as_it_is(group):
+    first, second = Operator(group), Operator(group)
+    group.barrier()
+    if group.rank == 0:
+        die()
+    if group.rank == 1:
+        del first
+    assert list(survive(group, [0]).finished) == ["Operator 2"]
+    assert second.asked[-1][0] == "recover"
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@on_four(dies=[2])
+def test_survivors_of_a_call_recover(group, stops):
+    """A rank that stopped is suspected by those that waited for it in vain."""
+    limits: Any = {"timeout": 1.0 if stops else LONG, "first_timeout": LONG}
+    with weft.AllToAll(
+        group, max_tokens=8, top_k=2, num_experts=8, hidden=64, **limits
+    ) as exchange:
+        x, weights = torch.ones(8, 64, dtype=torch.bfloat16), torch.full((8, 2), 0.5)
+        ids = torch.arange(16).view(8, 2) % 8
+        for _ in range(3):
+            exchange.dispatch(x, ids, weights)
+            exchange.combine()
+        group.barrier()
+        if group.rank == 2:
+            stop() if stops else die()
+        with pytest.raises(PeerTimeout if stops else PeerDied):
+            exchange.dispatch(x, ids, weights)
+        assert dict(survive(group, [2]).finished) == {"AllToAll 1": 3}
+        for _ in range(3):  # token t goes to expert t alone, which returns what it receives
+            alone = torch.stack([torch.arange(8), torch.full((8,), -1)], 1)
+            received = exchange.dispatch(x, alone, torch.ones(8, 2))
+            exchange.output().copy_(weft.reference.identity_experts(received, x.dtype))
+            after = exchange.combine()[:, 0].tolist()
+        assert after == [0.0 if expert // 2 == 2 else 1.0 for expert in range(8)]
+        with contextlib.suppress(BadExpertId):  # tokens 2 and 6 go to experts of the dead rank
+            exchange.check()
+
+
+CANNOT = "it needs two ranks or more, each a process, of one machine"
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "given", "text"),
+    [
+        (4, "threads", {"suspects": [4]}, r"suspects\[0\] is 4; .*0\.\.3"),
+        (4, "threads", {"suspects": 1}, "suspects is 1"),
+        (4, "threads", {"timeout": 0}, "timeout is 0"),
+        (2, "threads", {}, CANNOT),
+        (1, "cpu", {}, CANNOT),
+    ],
+)
+def test_wrong_arguments_and_ranks_that_cannot_recover_are_told(size, kind, given, text):
+    for error in launch(refuse, given, ranks=size, device=kind):
+        assert re.search(text, error), error
+
+
+def refuse(group, given):
+    with pytest.raises(InvalidArgument) as caught:
+        group.recover(**given)
+    return str(caught.value)
+
+
+def all_die(group):
+    group.barrier()
+    die()
+
+
+def test_a_launch_that_nobody_survives_fails():
+    with pytest.raises(RankFailed, match=r"rank \d of 4 died: .*SIGKILL"):
+        launch(all_die, ranks=4, tolerate_deaths=True)

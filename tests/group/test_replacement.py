@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New processes take the numbers of ranks that are gone; what survivors hold stays where it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from multiprocessing import forkserver
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from tests.baseline import die, open_files, raised, raises_soon, shares_mapped
+from tests.group.test_recovery import LONG, Operator, on_four, stop, together
+from tests.moe.layers import CONFIGS, Case, bound
+from tests.ranks import on_ranks
+from tests.rounds import Round, play
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    InvalidArgument,
+    OutOfOrder,
+    PeerDied,
+    RecoveryFailed,
+    RendezvousFailed,
+)
+from weft.group.control import ControlPlane
+from weft.group.meeting import Meeting
+from weft.heap import Heap
+from weft.moe import ExpertWeights, balance
+
+NEWCOMER = """
+import sys
+from {module} import {body}
+{body}(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+"""
+
+
+def start(body, address, rank, *given):
+    """Start a new interpreter that is to be rank `rank`."""
+    code = NEWCOMER.format(module=body.__module__, body=body.__name__)
+    return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, given)])
+
+
+def fork(body, address, rank, *given):
+    """Start a process that is to be rank `rank`, by the fork server of this one."""
+    server: Any = forkserver._forkserver
+    server.ensure_running = lambda: None  # as it would in the launcher; here it starts another
+    process = multiprocessing.get_context("forkserver").Process(
+        target=born, args=(dict(os.environ), body, address, rank, *given)
+    )
+    process.start()
+    return process
+
+
+def born(environment, body, *given):
+    os.environ.update(environment)
+    server: Any = forkserver._forkserver
+    server.ensure_running = lambda: None
+    torch.set_num_threads(1)
+    body(*given)
+
+
+def end_well(process):
+    """Wait for a new process, if this rank started one."""
+    if process is not None:
+        process.join()
+        assert process.exitcode == 0
+
+
+def end_now(process):
+    if process is not None:
+        process.kill()
+        process.join()
+
+
+def lose(group, *victims):
+    """Go on without ranks, which die."""
+    group.barrier()
+    if group.rank in victims:
+        die()
+    assert group.recover(timeout=LONG).dead == victims
+
+
+def recover(group, *dead):
+    assert group.recover(timeout=LONG).dead == dead
+
+
+def begin(group, body, rank, *given):
+    """Open a meeting; on rank 0 start the process that comes to it as `rank`."""
+    meeting = group.open_meeting()
+    return meeting, fork(body, meeting.address, rank, *given) if group.rank == 0 else None
+
+
+def meet_at_0(group):
+    """Open a meeting without asking who is gone."""
+    meeting = Meeting.open() if group.rank == 0 else None
+    address = group.all_gather(meeting.address if meeting else None)[0]
+    return meeting or Meeting.at(address)
+
+
+def join(address, rank):
+    return weft.Group.join(address, rank=rank, size=4, device="cpu", timeout=LONG)
+
+
+def fill(group, heap, value):
+    """Each rank writes its number into every share, and finds those of all in its own."""
+    for peer in range(4):
+        heap.tensor((4,), torch.int32, rank=peer)[group.rank] = value + group.rank
+    group.barrier()
+    assert heap.tensor((4,), torch.int32).tolist() == [value + rank for rank in range(4)]
+    group.barrier()
+
+
+def newcomer(address, rank):
+    with join(address, rank) as group:
+        first, second = Operator(group), Operator(group)
+        group.enter(timeout=LONG)
+        group.barrier()
+        for operator in (first, second):
+            fill(group, operator.heap, 10)
+        assert group.all_gather(Heap.create(group, 64).generation) == [4] * 4
+
+
+@pytest.mark.parametrize("victims", [[2], [0], [1, 3]])
+@on_four(dies="victims")
+def test_new_processes_take_the_place_of_the_dead(group, victims):
+    first = Operator(group)
+    closed = Operator(group)
+    closed.heap.close()
+    second = Operator(group)
+    heaps = first.heap, second.heap
+    addresses = [heap.address(rank) for heap in heaps for rank in range(4)]
+    views = [first.heap.tensor((4,), torch.int32, rank=rank) for rank in range(4)]
+    before = shares_mapped()
+    fill(group, first.heap, 0)
+    lose(group, *victims)
+    meeting = group.open_meeting()
+    processes = []
+    if group.rank == group.living[0]:
+        processes = [fork(newcomer, meeting.address, rank) for rank in victims]
+    group.replace(meeting, timeout=LONG)
+    assert group.living == (0, 1, 2, 3)
+    assert shares_mapped() == before
+    assert addresses == [heap.address(rank) for heap in heaps for rank in range(4)]
+    for rank in victims:  # new memory, zero, under the views that there were
+        assert views[rank].tolist() == [0, 0, 0, 0]
+    group.barrier()
+    for operator in (first, second):
+        assert operator.asked[-2:] == ["quiesce", ("recover", 0b1111)]
+        fill(group, operator.heap, 10)
+    assert [view.tolist() for view in views] == [[10, 11, 12, 13]] * 4
+    assert group.all_gather(Heap.create(group, 64).generation) == [4] * 4
+    for process in processes:
+        end_well(process)
+
+
+def lives_on(address, rank, dies_when=""):
+    group = join(address, rank)
+    if dies_when == "joined":
+        die()
+    operator = Operator(group)
+    if dies_when == "made":
+        die()
+    group.enter(timeout=LONG)
+    if dies_when == "entered":
+        die()
+    group.barrier()
+    assert ("recover", 0b1111) in operator.asked
+
+
+def take_in(group, operator):
+    """Replace rank 3 by a process that lives."""
+    meeting, process = begin(group, lives_on, 3)
+    group.replace(meeting, timeout=LONG)
+    assert ("recover", 0b1111) in operator.asked
+    group.barrier()
+    end_well(process)
+
+
+@pytest.mark.parametrize("when", ["joined", "made", "entered"])
+@on_four(dies=[3])
+def test_a_replacement_that_dies_is_replaced(group, when):
+    operator = Operator(group)
+    lose(group, 3)
+    meeting, _ = begin(group, lives_on, 3, when)
+    error = raised(group.replace, meeting, timeout=LONG)[0]
+    assert error in ("nothing", "RendezvousFailed", "CreationFailed")
+    recover(group, 3)
+    take_in(group, operator)
+
+
+def meets_some(address, rank, how):
+    """End when rank 0 has this process's part of the first message, and no other rank has."""
+    plane: Any = ControlPlane
+    send = plane._send
+
+    def one_part(self, peer, op, *given):
+        send(self, peer, op, *given)
+        if op == "replace":
+            die() if how == "dies" else stop()
+
+    plane._send = one_part
+    join(address, rank)
+
+
+def start_may_take_long():
+    """Let deadlines of this rank begin where all have met: a new process starts before."""
+    groups: Any = weft.group.recovery
+    meet = groups.meet
+    groups.meet = lambda *place, **given: meet(*place, **{**given, "timeout": LONG})
+
+
+@pytest.mark.parametrize("how", ["dies", "stops", "rank 0 gives up"])
+@on_four(dies=[3])
+def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
+    plane: Any = ControlPlane
+    take, operator, met = plane.hear, Operator(group), []
+    lose(group, 3)
+
+    def late(self, peer, op):
+        """Send the own part before hearing of the end, which rank 0 must not hear from here."""
+        if op == "replace":
+            time.sleep(0.5)
+        return take(self, peer, op)
+
+    if group.rank > 0:
+        plane.hear = late
+    meeting, process = begin(group, meets_some, 3, how)
+    meet_again = group._meet_again
+
+    def noted(*given):
+        met.append(meet_again(*given))
+        return met[0]
+
+    group._meet_again = noted
+    start_may_take_long()
+    wait = {"dies": LONG, "stops": 2.0, "rank 0 gives up": 4.0 if group.rank else 1.0}[how]
+    if how == "rank 0 gives up" and group.rank == 0:
+        # It finds out in its recovery that none has taken the process in.
+        expected: Any = RecoveryFailed, "neither called recover nor ended"
+    else:
+        expected = RendezvousFailed, r"rank 3 \(pid |another survivor did not meet all"
+    with pytest.raises(expected[0], match=expected[1]):
+        group.replace(meeting, timeout=wait)
+    end_now(process)
+    plane.hear = take
+    del group._meet_again
+    recover(group, 3)
+    assert group.all_gather(bool(met)) == [True, False, False, None]
+    take_in(group, operator)
+
+
+@on_four(dies=[3])
+def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have(group):
+    """Rank 0 gives up waiting for the others, who then have met the new process as well."""
+    operator = Operator(group)
+    lose(group, 3)
+    meeting, process = begin(group, lives_on, 3)
+    move = group._take_in
+
+    def late(*given):
+        time.sleep(2.5)
+        return move(*given)
+
+    if group.rank > 0:
+        group._take_in = late
+    start_may_take_long()
+    kind = RendezvousFailed if group.rank else RecoveryFailed
+    text = "rank 0 gave up waiting" if group.rank else "neither called recover"
+    with pytest.raises(kind, match=text):
+        group.replace(meeting, timeout=LONG if group.rank else 1.0)
+    recover(group, 3)
+    assert group.all_gather(group.rank) == [0, 1, 2, None]
+    assert operator.asked[-1] == ("recover", 0b0111)
+    if process is not None:
+        process.join()
+        assert process.exitcode == 1
+
+
+class Interrupted(Exception):
+    """What a signal handler may raise, anywhere."""
+
+
+def interrupts(call):
+    def interrupted(*given):
+        call(*given)
+        raise Interrupted
+
+    return interrupted
+
+
+@pytest.mark.parametrize("where", ["_quiesce", "_tell"])
+@on_four(dies=[3])
+def test_an_interrupted_survivor_goes_on_with_the_others_and_loses_no_descriptor(group, where):
+    """Rank 1 is interrupted when all have decided to take the new process in."""
+    operator = Operator(group)
+    lose(group, 3)
+    meeting, process = begin(group, lives_on, 3)
+    before = open_files()
+    if group.rank == 1:
+        place: Any = operator if where == "_quiesce" else group._control
+        setattr(place, where, interrupts(getattr(place, where)))
+    start_may_take_long()
+    with pytest.raises(Interrupted if group.rank == 1 else RendezvousFailed):
+        group.replace(meeting, timeout=2.0)
+    operator.__dict__.pop("_quiesce", None)
+    end_now(process)
+    recover(group, 3)
+    together(group)
+    assert open_files() - before == (-1 if group.rank == 0 else 0)  # which had the listener
+
+
+def of_other_sizes(address, rank):
+    assert raised(Heap.create, join(address, rank), 8192)[0] == "GeometryMismatch"
+
+
+@on_four(dies=[1])
+def test_a_replacement_with_other_operators_is_refused_with_both_values(group):
+    heap = Heap.create(group, 4096)
+    lose(group, 1)
+    meeting, process = begin(group, of_other_sizes, 1)
+    with pytest.raises(GeometryMismatch, match="rank 0 has size=4096 and rank 1 has size=8192"):
+        group.replace(meeting, timeout=LONG)
+    end_well(process)
+    heap.close()
+    recover(group, 1)
+
+
+@pytest.mark.parametrize("dead", [[0, 2], [1, 2]], ids=["the hub", "one that came"])
+@on_four(dies="dead")
+def test_a_death_in_the_meeting_is_told_while_a_forked_child_lives(group, tmp_path, dead):
+    """The child has the sockets of the rank that dies, of rank 0 the listener, too."""
+    over, victim = tmp_path / "over", dead[0]
+
+    def fork_and_die():
+        if victim == 1:
+            time.sleep(1.0)  # it waits in the meeting
+        if os.fork() == 0:
+            while not over.exists():
+                time.sleep(0.1)
+            os._exit(0)
+        die()
+
+    lose(group, 2)
+    meeting = group.open_meeting()
+    if group.rank == victim:
+        threading.Thread(target=fork_and_die).start()
+        if victim == 0:
+            time.sleep(LONG)
+    text = rf"^rank {victim} \(pid \d+\) died before all ranks had met$"
+    with raises_soon(RendezvousFailed, text, 30.0):
+        group.replace(meeting, timeout=60.0)
+    recover(group, *dead)
+    over.touch()
+
+
+@on_four(dies=[3])
+def test_survivors_go_on_where_nobody_comes(group):
+    meeting = meet_at_0(group)
+    with pytest.raises(OutOfOrder):  # nobody is gone yet
+        group.replace(meeting)
+    lose(group, 3)
+    with pytest.raises(RendezvousFailed, match="rank 3 of 4 did not come"):
+        group.replace(meeting, timeout=0.3)
+    with pytest.raises(RendezvousFailed):
+        group.all_gather(1)
+    recover(group, 3)
+    assert group.all_gather(1) == [1, 1, 1, None]
+
+
+def is_one_too_many(address, rank):
+    assert raised(join, address, rank)[0] == "RendezvousFailed"
+
+
+@on_four(dies=[1])
+def test_as_many_join_as_are_gone(group):
+    """Rank 3 is a survivor that takes itself for a newcomer."""
+    lose(group, 1)
+    meeting = meet_at_0(group)
+    process = fork(is_one_too_many, meeting.address, 1) if group.rank == 0 else None
+    text = r"goes on without ranks \[1\], and ranks \[1, 3\] join"
+    call = partial(group.replace, meeting, timeout=LONG)
+    call = partial(join, meeting.address, 3) if group.rank == 3 else call
+    with pytest.raises(RendezvousFailed, match="" if group.rank == 3 else text):
+        call()
+    end_well(process)
+
+
+ROUND = Round(tokens=(8, 3, 8, 5))
+LAYER = Case(CONFIGS["deepseek"], tokens=(8, 3, 8, 5))
+LOADS = ([1.0] * 8, [9.0, 1, 1, 1, 1, 1, 1, 8], [1.0, 2, 3, 4, 5, 6, 7, 8])
+PLACEMENTS = [balance(loads, 4, 8) for loads in LOADS]
+TIMES: Any = {"timeout": LONG, "first_timeout": LONG}
+# Kind, the layer whose workspace a sibling shares, where its experts are at first and in the end;
+# None: it is closed before.
+PLAN: dict[str, tuple[str, str, int, int | None]] = {
+    "first": ("layer", "", 0, None),
+    "exchange": ("exchange", "", 0, 0),
+    "of first": ("layer", "first", 1, 1),
+    "closed": ("exchange", "", 0, None),
+    "second": ("layer", "", 1, 2),
+    "leased": ("leased exchange", "", 0, 0),
+    "reduce": ("reduce", "", 0, 0),
+    "leased layer": ("leased layer", "", 0, 1),
+    "again": ("leased layer", "", 2, 2),
+    "of second": ("layer", "second", 2, 0),
+}
+
+
+class Objects:
+    """Open objects by name."""
+
+    def __init__(self, group: weft.Group) -> None:
+        self.group, self.open = group, dict[str, Any]()
+
+    def make(self, name: str, kind: str, elder: str, place: int) -> None:
+        group, replicas = self.group, PLACEMENTS[place]
+        exchange: Any = ROUND.sizes(8) | TIMES
+
+        def weights(local: tuple[int, ...]) -> ExpertWeights:
+            experts = [LAYER.expert(e) for e in local]
+            return ExpertWeights.stack(LAYER.config, experts, group.device)
+
+        own = {"shared": LAYER.shared(group.device), "correction": LAYER.correction(group.device)}
+        sizes: Any = TIMES | {"max_tokens": 8, "missing": "drop", "replicas": replicas} | own
+        made: Any
+        if kind == "exchange":
+            made = weft.AllToAll(group, **exchange)
+        elif kind == "leased exchange":
+            made = weft.lease(group, weft.AllToAll, **exchange)
+        elif kind == "reduce":
+            made = weft.AllReduce(group, max_tokens=8, hidden=128, **TIMES)
+        elif kind == "leased layer":
+            made = weft.lease(group, weft.MoE, LAYER.config, weights, **sizes)
+        elif elder in self.open:
+            made = self.open[elder].sibling(weights, replicas=replicas, **own)
+        else:
+            made = weft.MoE(group, LAYER.config, weights, **sizes)
+        self.open[name] = made
+
+    def callables(self) -> dict[str, Any]:
+        return {name: getattr(each, "operator", each) for name, each in self.open.items()}
+
+    def bases(self) -> list[int]:
+        return [getattr(c, "exchange", c).heap.base for c in self.callables().values()]
+
+    def work(self) -> None:
+        rank = self.group.rank
+        for seed, (name, called) in enumerate(self.callables().items()):
+            if isinstance(called, weft.AllToAll):
+                play(called, ROUND.next(seed=seed))
+            elif isinstance(called, weft.AllReduce):
+                rows = torch.full((8, 128), rank + 1.0, dtype=torch.bfloat16)
+                out = called.fused(rows).out
+                assert out is not None
+                assert bool((out == 10.0).all())
+            else:
+                x, logits = LAYER.next(seed=seed).of(rank, torch.device("cpu"))
+                wanted = LAYER.wanted(called, x, logits)
+                error = (called(x, logits).float() - wanted).abs().max()
+                assert error <= bound(LAYER.config, wanted), name
+
+
+def works(address, rank):
+    """Make what is open, in the order in which it was opened."""
+    group = join(address, rank)
+    objects = Objects(group)
+    for name, (kind, elder, _, place) in PLAN.items():
+        if place is not None:
+            objects.make(name, kind, elder, place)
+    group.enter(timeout=LONG)
+    objects.work()
+    group.barrier()
+
+
+@on_four(dies=[2])
+def test_all_objects_work_on_with_a_replacement(group):
+    before, objects = group.timeout, Objects(group)
+    for name, (kind, elder, place, _) in PLAN.items():
+        objects.make(name, kind, elder, place)
+    with pytest.raises(CreationFailed, match="rank 1"):
+        LAYER.open(group, replicas=PLACEMENTS[0], num_sms=group.rank % 2 or None)
+    for name, (_, _, place, last) in PLAN.items():
+        if last is None:
+            objects.open.pop(name).close()
+        elif last != place:
+            objects.callables()[name].relocate(PLACEMENTS[last])
+    objects.work()
+    addresses = objects.bases()
+    group.barrier()
+    if group.rank == 2:
+        die()
+    with pytest.raises((PeerDied, RendezvousFailed)):
+        objects.work()
+    group.recover(timeout=LONG)
+    group.open_meeting()
+    files = open_files()
+    meeting = group.open_meeting()
+    assert open_files() == files, "the earlier meeting is closed"
+    process = fork(works, meeting.address, 2) if group.rank == 0 else None
+    group.replace(meeting, timeout=LONG)
+    assert group.timeout == before
+    assert addresses == objects.bases()
+    objects.work()
+    group.barrier()
+    end_well(process)
+
+
+@on_ranks(2, "cpu")
+def test_wrong_arguments_are_named(group):
+    for text, call in (
+        ("meeting is 'x'", partial(group.replace, "x")),
+        ("timeout is 0", partial(group.replace, Meeting(0, b""), timeout=0)),
+        ("timeout is -1", partial(group.enter, timeout=-1)),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            call()

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever strangers send, the ranks meet; whatever ranks send, errors say it in words."""
+
+import contextlib
+import errno
+import json
+import math
+import multiprocessing
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.baseline import open_files
+from tests.group.meetings import LONG, SOON, all_ranks, answer, connect, gather, make_hello
+from weft.errors import InvalidArgument, RendezvousFailed
+from weft.group import meeting as module
+from weft.group.control import ControlPlane
+from weft.group.liveness import Peers
+from weft.group.meeting import ABI, Meeting, credentials
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+BODIES = st.one_of(
+    st.binary(max_size=64),
+    JSON_VALUES.map(lambda value: json.dumps(value).encode()),
+    JSON_VALUES.map(lambda value: json.dumps({"nonce": value}).encode()),
+    st.sampled_from(
+        [
+            b'{"nonce":"\\ud800"}', b'{"nonce":NaN}', b'{"nonce":1e999}', b"[" * 4000, b"{}", b"@",
+            b'{"nonce":' + b"9" * 4000 + b"}", b'{"nonce":"' + b"\xff" * 64 + b'"}', b"",
+            b" " * 50_000,
+        ]
+    ),
+)  # fmt: skip
+
+
+def both_meet(meeting, timeout=LONG):
+    return all_ranks(*(lambda r=r: gather(meeting, r, 2, timeout) for r in range(2)))
+
+
+def test_strangers_are_refused_and_the_ranks_still_meet(meeting):
+    """A wrong nonce, garbage and silence at once."""
+    answers = []
+
+    def strangers():
+        with connect(meeting), connect(meeting) as loud, connect(meeting) as liar:
+            loud.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            liar.send(make_hello(meeting, nonce="0" * 64))
+            answers.append(answer(liar))
+
+    def late():
+        time.sleep(0.3)
+        return gather(meeting, 1, 2)
+
+    zero, _, one = all_ranks(lambda: gather(meeting, 0, 2), strangers, late)
+    assert zero == one == [0, 1]
+    assert "nonce is not this job's" in answers[0]["fail"]
+
+
+def test_a_rank_with_a_wrong_nonce_learns_why(meeting):
+    class Other(Meeting):
+        """Another job's nonce, at this one's name."""
+
+        @property
+        def _name(self):
+            return meeting._name
+
+    other = Other(0, bytes(32))
+    zero, liar = all_ranks(lambda: gather(meeting, 0, 2, 0.5), lambda: gather(other, 1, 2, 0.5))
+    assert "nonce is not this job's" in str(liar)
+    assert isinstance(zero, RendezvousFailed)
+
+
+def test_a_nonce_of_any_shape_is_compared(meeting):
+    odd: list[Any] = [None, 7, [], "é" * 64, "", "\ud800" * 64]
+    for nonce in odd:
+        assert not meeting.trusts({"nonce": nonce}), nonce
+    assert meeting.trusts({"nonce": meeting.nonce.hex()})
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_another_user_is_refused(meeting, monkeypatch, listening):
+    """As either end sees it: only the listening end of a connection has a name."""
+
+    def of_another_user(connection):
+        pid, uid = credentials(connection)
+        return pid, 12345 if bool(connection.getsockname()) == listening else uid
+
+    monkeypatch.setattr(module, "credentials", of_another_user)
+    zero, one = both_meet(meeting, 0.5)
+    assert isinstance(zero, RendezvousFailed)
+    if listening:
+        assert "rank 0 died before all ranks had met" in str(one)
+    else:
+        assert f"rank 0 runs as user 12345 and this rank as user {os.geteuid()}" in str(one)
+
+
+def test_a_crowd_of_silent_strangers_delays_nobody(meeting):
+    before = open_files()
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(gather, meeting, 0, 2, LONG)
+        started = time.monotonic()
+        crowd = [connect(meeting) for _ in range(200)]
+        assert gather(meeting, 1, 2, LONG) == [0, 1]
+        assert zero.result() == [0, 1]
+        assert time.monotonic() - started < SOON
+    for each in crowd:
+        each.close()
+    assert open_files() == before - 1  # the listener
+
+
+def test_a_rank_at_its_limit_of_descriptors_says_so(meeting, monkeypatch):
+    real = socket.socket.accept
+    full = [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept(self):
+        if full:
+            raise full.pop()
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    for error in both_meet(meeting):
+        assert "rank 0 cannot meet the others: [Errno 24] Too many open files" in str(error)
+
+
+def test_no_message_of_a_stranger_ends_the_meeting(meeting):
+    before = open_files()
+    sockets: list[socket.socket] = []
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(data=BODIES, descriptors=st.integers(0, 3), leaves=st.booleans())
+    @example(data=b'{"nonce":"\\ud800"}', descriptors=0, leaves=False)
+    @example(data=b'{"fail":"go home"}', descriptors=0, leaves=False)
+    def attack(data, descriptors, leaves):
+        assert not zero.done(), zero.result()
+        stranger = connect(meeting)
+        with contextlib.suppress(OSError):  # it may have been refused already
+            socket.send_fds(stranger, [data], [stranger.fileno()] * descriptors)
+        if leaves:
+            stranger.close()
+        else:
+            sockets.append(stranger)
+
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(gather, meeting, 0, 2, LONG)
+        try:
+            attack()
+        finally:
+            one = gather(meeting, 1, 2, LONG)
+    assert zero.result() == one == [0, 1]
+    for each in sockets:
+        each.close()
+    assert open_files() == before - 1  # the listener
+
+
+def rank_that_reads(meeting, data, *, hub):
+    """What rank 1 of 3 makes of `data`: as the hub of anybody's, or of the hub."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control = ControlPlane(1, 3)
+    theirs.send(data)
+    with contextlib.closing(theirs), contextlib.closing(control):
+        try:
+            if hub:
+                built_for: dict[str, Any] = {"abi": ABI, "size": 3, "device": "cpu"}
+                with module._Hub(Meeting(1, meeting.nonce), control, built_for, Peers()) as rank:
+                    rank.greeting[ours] = None
+                    rank._read_hello(ours)
+            else:
+                here = Meeting(0, meeting.nonce)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Meeting, "connect", lambda self: ours)
+                    theirs.shutdown(socket.SHUT_WR)
+                    module._come(here, control, {}, LONG, Peers())
+        except RendezvousFailed as error:
+            str(error).encode()
+            return "error", theirs.recv(1 << 15)
+        return set(control.peers), b""
+
+
+def is_json(value: object) -> bool:
+    """Without the numbers that are none, which Python writes all the same."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_hello_with_the_nonce_and_odd_fields_is_an_error_in_words(meeting):
+    """Only a rank of this job has the nonce; what it says otherwise may be anything."""
+    good = json.loads(make_hello(meeting, rank=2))
+
+    @settings(max_examples=100, deadline=None, database=None)
+    @example({"abi": math.inf})
+    @example({"abi": math.nan})
+    @example({"abi": "NaN"})
+    @given(st.dictionaries(st.sampled_from(["abi", "rank", "size", "device"]), JSON_VALUES))
+    def admit(fields):
+        hello = {**good, **fields}
+        data = json.dumps(hello)
+        found, told = rank_that_reads(meeting, data.encode(), hub=True)
+        if not is_json(hello):  # so nobody has seen a nonce
+            assert found == set()
+        elif repr(hello) in (repr(good), repr({**good, "rank": 0})):
+            assert found == {hello["rank"]}
+        else:
+            assert found == "error"
+            assert "disagree" in json.loads(told)["fail"] or "came as" in json.loads(told)["fail"]
+
+    admit()
+
+
+def test_no_answer_of_the_hub_is_more_than_an_error_in_words(meeting):
+    @settings(max_examples=100, deadline=None, database=None)
+    @given(BODIES.filter(len))
+    @example(b'{"fail":"\\ud800"}')
+    @example(b'{"fail":["\\ud800"]}')
+    def answers(data):
+        assert rank_that_reads(meeting, data, hub=False)[0] == "error"
+
+    answers()
+
+
+@pytest.mark.parametrize(
+    "odd", [{}, {"peer": 2}, {"peer": "2", "pid": 1}, {"peer": 2, "pid": None}, {"peer": 0}]
+)
+def test_no_socket_that_the_hub_would_not_hand_is_taken(meeting, odd):
+    def hub():
+        assert meeting.listener is not None
+        while not (found := list(meeting.accept())):
+            time.sleep(0.01)
+        (connection,) = found
+        with connection:
+            connection.send(module.hello(meeting, {"pid": 7}))
+            connection.send(json.dumps(odd).encode())
+            answer(connection)
+            return answer(connection)["fail"]
+
+    told, one = all_ranks(hub, lambda: gather(meeting, 1, 3, LONG))
+    assert told == str(one)
+    assert "rank 0 (pid 7) broke the protocol in the meeting: it sent {" in told
+
+
+NONE = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "0-", NONE, f"0-{NONE[1:]}", "0-" + "g" * 64, f"-1-{NONE}", f"0-{NONE}\n", f"٣-{NONE}"],
+)
+def test_an_address_that_no_rank_would_choose_is_refused(address):
+    with pytest.raises(InvalidArgument, match="the address of the meeting is .*Meeting.address"):
+        Meeting.at(address)
+
+
+def flood(name, user):
+    """Connect again and again, for ever."""
+    if user:
+        os.setgid(user)
+        os.setuid(user)
+    while True:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as each:
+            each.setblocking(False)
+            with contextlib.suppress(OSError):
+                each.connect(name)
+
+
+@pytest.mark.parametrize("user", ["this user", "another user"])
+def test_ranks_meet_while_strangers_connect_again_and_again(meeting, user):
+    if user == "another user" and os.geteuid() != 0:
+        pytest.skip("becomes another user")
+    context = multiprocessing.get_context("fork")
+    number = 65534 if user == "another user" else 0
+    attackers = [context.Process(target=flood, args=(meeting._name, number)) for _ in range(3)]
+    for each in attackers:
+        each.start()
+    try:
+        time.sleep(0.3)  # the queue is full
+        assert both_meet(meeting, 60.0) == [[0, 1]] * 2
+        began = time.monotonic()
+        meeting.close()
+        assert time.monotonic() - began < 30
+    finally:
+        for each in attackers:
+            each.kill()
+            each.join()
+
+
+def test_the_hub_keeps_a_bounded_number_of_silent_strangers(meeting, monkeypatch):
+    monkeypatch.setattr(module, "_GREETING", 3)
+    strangers = [connect(meeting) for _ in range(8)]
+    assert both_meet(meeting) == [[0, 1]] * 2
+    for each in strangers:
+        with each:
+            assert "fail" in answer(each)
+
+
+PARTS = st.fixed_dictionaries(
+    {},
+    optional={
+        **{"era": st.just(0) | JSON_VALUES, "n": st.just(0) | JSON_VALUES},
+        "op": st.just("test") | st.just("exchange_fds") | JSON_VALUES,
+        **dict.fromkeys(("value", "fail", "bye"), JSON_VALUES),
+    },
+)
+MESSAGES = BODIES | PARTS.map(lambda body: json.dumps(body).encode())
+
+
+@contextlib.contextmanager
+def plane():
+    """Rank 1 of two, and the other one's end of their socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with contextlib.closing(ControlPlane(1, 2)) as control, theirs:
+        control.add(0, 7, ours)
+        yield control, theirs
+
+
+@pytest.mark.parametrize("call", ["gather", "exchange_fds"])
+def test_no_message_of_a_rank_is_more_than_an_error_in_words(call):
+    deep = b'{"era":0,"op":"test","n":0,"value":' + b"[" * 900 + b"]" * 900 + b"}"
+    met: set[str] = set()
+
+    @settings(max_examples=200, deadline=None, database=None)
+    @given(MESSAGES, st.sampled_from([0, 0, 1]))
+    @example(b'{"era":0,"op":"test","n":0,"value":5}', 0)
+    @example(b'{"era":0,"op":"exchange_fds","n":0}', 1)
+    @example(b'{"era":0,"op":"exchange_fds","n":0}', 0)
+    @example(b'{"era":0,"op":"test","n":0,"value":5}', 1)
+    @example(deep, 0)
+    @example(b'{"era":0,"fail":7}', 0)
+    @example(b'{"era":0,"fail":["\\ud800"]}', 0)
+    @example(b'{"bye":"\\ud800"}', 1)
+    def talk(data, descriptors):
+        with plane() as (control, theirs):
+            socket.send_fds(theirs, [data], [theirs.fileno()] * descriptors)
+            theirs.shutdown(socket.SHUT_WR)
+            try:
+                if call == "gather":
+                    assert len(control.gather("test", 5, LONG)) == 2
+                else:
+                    for fd in control.exchange_fds(theirs.fileno(), LONG):
+                        assert fd is not None
+                        os.close(fd)
+                met.add("nothing")
+            except RendezvousFailed as error:
+                str(error).encode()
+                met.add("error")
+
+    before = open_files()
+    talk()
+    assert met == {"nothing", "error"}
+    assert open_files() == before
+
+
+def test_the_first_cause_stays_when_a_broken_group_is_aborted():
+    with plane() as (control, theirs):
+        theirs.send(b'{"era":0,"fail":"the first cause"}')
+        with pytest.raises(RendezvousFailed, match="the first cause"):
+            control.gather("test", None, LONG)
+        control.abort("a later reason")
+        with pytest.raises(RendezvousFailed, match="the first cause"):
+            control.gather("test", None, LONG)
+
+
+def test_a_peer_that_does_not_read_is_named_at_the_deadline():
+    """Its socket is full: what it sent is there, and this rank's part does not go out."""
+    with plane() as (control, theirs):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                control.peers[0].send(b"x" * 1000, socket.MSG_DONTWAIT)
+        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
+        with pytest.raises(RendezvousFailed, match=r"rank 0 \(pid 7\) did not read its part of t"):
+            control.gather("test", None, 0.2)
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_failure_of_a_later_call_does_not_undo_this_one(call):
+    """All parts have come; the peer gave up waiting for this rank in it, or in the next one."""
+    with plane() as (control, theirs):
+        theirs.send(b'{"era":0,"op":"test","n":0,"value":5}')
+        theirs.send(b'{"era":0,"n":%d,"fail":"rank 2 is late"}' % call)
+        if call == 1:
+            assert control.gather("test", 6, 5.0) == [5, 6]
+        with pytest.raises(RendezvousFailed, match="rank 2 is late"):
+            control.gather("test", 6, 5.0)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA driver calls of a heap, against a driver that counts what is held and fails on demand.
+
+What real GPUs do with the calls is tested in test_cuda.py.
+"""
+
+import ctypes
+import gc
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.baseline import open_files
+from tests.headers import HEADER_BYTES
+from tests.heap.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles, Results
+from weft.cuda import driver
+from weft.cuda import memory as cuda
+from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
+from weft.heap import cpu
+from weft.heap.heap import Heap
+from weft.launcher.launch import launch
+
+PAGE = ctypes.create_string_buffer(4096)
+PAGE_ADDRESS = ctypes.addressof(PAGE)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Put a driver with the given faults where cuda.bindings would be."""
+
+    def put(**options):
+        fake = Driver(**options)
+        monkeypatch.setattr(cuda, "driver", lambda: fake)
+        monkeypatch.setattr(driver, "driver", lambda: fake)
+        return fake
+
+    return put
+
+
+def make(group, fake):
+    """Create a heap, look at it, close it; or return the error."""
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    try:
+        heap = Heap.create(group, GRANULE + 1)
+    except CreationFailed as error:
+        return type(error.__cause__).__name__, str(error)
+    group.barrier()
+    page = heap.mailbox
+    seen = (
+        heap.stride, heap.address(1) - heap.base, heap.header(1) == bytes([3]) * HEADER_BYTES,
+        page.device - page.host, len(fake.left()),
+    )  # fmt: skip
+    del page
+    group.barrier()
+    heap.close()
+    return seen
+
+
+def run(fake, body=make, *args, ranks=2):
+    before = open_files()
+    results = launch(body, fake, *args, ranks=ranks, device="threads")
+    assert (fake.left(), fake.unsafe) == ({}, [])
+    assert open_files() == before
+    return results
+
+
+def names_of(fake, rank):
+    """Names of a rank's calls."""
+    return [name for caller, name in fake.log if caller == rank]
+
+
+@pytest.mark.parametrize("fabric", [False, True])
+def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
+    fake = install(fabric=fabric)
+    # Held at the end of a creation, by a rank: context, own allocation, range, stream, page, fence
+    # and two mappings.
+    assert run(fake) == [(3 * GRANULE, 3 * GRANULE, True, 1 << 44, 16)] * 2
+    exports = [name for _, name in fake.log if name == "cuMemExportToShareableHandle"]
+    assert len(exports) == (4 if fabric else 2)
+
+
+def replace_peer(group, fake):
+    """The peer's share is mapped again, as if a new process had sent it."""
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    with Heap.create(group, GRANULE) as heap:
+        group.barrier()
+        before, where = fake.left(), heap.address(1 - group.rank)
+        group.barrier()
+        shares: Any = heap._shares
+        own = shares.share_fd()
+        fds = group.exchange_fds(own)
+        os.close(own)
+        shares.map({1 - group.rank: fds[1 - group.rank]})
+        for fd in fds:
+            os.close(fd)
+        group.barrier()
+        same = {kind for kind, _ in before} == {kind for kind, _ in fake.left()}
+        seen = same, len(fake.left()) == len(before), heap.address(1 - group.rank) == where
+        group.barrier()
+    return seen
+
+
+def test_a_share_is_replaced_at_its_address_when_the_gpu_is_quiet(install):
+    fake = install()
+    assert run(fake, replace_peer) == [(True, True, True)] * 2
+    assert "cuMemUnmap" in names_of(fake, 1)
+
+
+def test_a_failure_of_any_call_frees_everything_everywhere(install):
+    """Each fake call of rank 1 fails once: a creation that fails leaves nothing, on any rank."""
+    whole = install()
+    run(whole)
+    names = names_of(whole, 1)
+    created = names.index("cuStreamSynchronize") + 3  # and the pop and the mode behind it
+    assert created > 35
+    for number in range(1, created + 1):
+        outcomes = run(install(fail=(1, number)))
+        (text,) = {text for _, text in outcomes}
+        assert "rank 1 of 2" in text
+        assert f"{names[number - 1]}(" in text
+        assert "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory; free some GPU memory" in text
+        assert outcomes[0][0] == "NoneType"
+
+
+def test_a_gpu_without_room_is_told_with_both_numbers(install):
+    whole = install()
+    run(whole)
+    number = names_of(whole, 1).index("cuMemCreate") + 1
+    for _, text in run(install(fail=(1, number))):
+        assert f"takes {2 * GRANULE} bytes in one piece" in text
+        assert f"cuda:1 has {3 << 30} free of {8 << 30}" in text
+        assert "memory_bytes" in text
+
+
+def close_with_failure(group, fake):
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    heap = Heap.create(group, 64)
+    fake.fail = (0, "cuMemFree")  # the wait before anything is given back
+    with pytest.raises(DriverError, match=r"cuMemFree\(\d+\) failed: CUDA_ERROR_OUT"):
+        heap.close()
+    heap.close()
+
+
+def test_a_failing_close_says_so_and_still_frees(install):
+    run(install(), close_with_failure, ranks=1)
+
+
+def let_go(group, fake, how):
+    """Let a heap go in a thread that captures; the driver's calls, and the thread's mode then."""
+    fake.rank.value = group.rank
+    group.device = torch.device("cuda", group.rank)
+    heap = Heap.create(group, 64)
+    views, done = [heap.tensor((8,), torch.uint8, rank=0) if how == "view" else None], []
+    close, ring = heap.close if how == "close" else None, list[object]()
+    if how == "cycle":
+        ring += [heap, ring]
+    if how == "view":
+        heap.close()
+    del heap
+    before = len(fake.log)
+
+    def elsewhere():
+        fake.rank.value = group.rank
+        fake.rank.mode = CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        views.clear()
+        if close is not None:
+            close()
+        done.append(fake.mode)
+
+    del ring
+    gc.collect()
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    return [name for rank, name in fake.log[before:] if rank == group.rank], done
+
+
+@pytest.mark.parametrize("how", ["close", "cycle", "view"])
+def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatch, how):
+    """By close, by the collector, with the last view; the thread's mode is what it was."""
+    fake = install()
+    monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
+    names, done = run(fake, let_go, how, ranks=1)[0]
+    assert done == [CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
+    frees = [n for n in names if n.startswith("cuMem") and n != "cuMemRelease"]
+    assert frees[0] == "cuMemFree"
+    assert frees.count("cuMemUnmap") == 1
+    assert "cuCtxSynchronize" not in names
+
+
+def cpu_tensor_at(address, count, device, keeper):
+    """A tensor that keeps its keeper, over memory that is there."""
+    return torch.frombuffer(cpu.buffer(PAGE_ADDRESS, count, keeper), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "text"),
+    [
+        ("VIRTUAL_MEMORY_MANAGEMENT", "has no virtual memory management"),
+        ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR", "has no POSIX file descriptor handles"),
+    ],
+)
+def test_what_gpus_cannot_do_is_said_on_every_rank(install, attribute, text):
+    lacks = Attributes[f"CU_DEVICE_ATTRIBUTE_{attribute}_SUPPORTED"]
+    for name, message in run(install(lacks=(lacks,))):
+        assert name == HandleUnsupported.__name__
+        assert f"cuda:0 (Test GPU) {text}" in message
+
+
+def test_gpus_that_cannot_reach_each_other_are_both_named(install):
+    results = run(install(peers=False))
+    assert [name for name, _ in results] == [PeerAccessDenied.__name__] * 2
+    for text in ("nvidia-smi topo -p2p r", "CUDA_VISIBLE_DEVICES"):
+        assert all(text in message for _, message in results)
+    assert f"cuda:0 (Test GPU) {'00' * 16}" in results[0][1]
+    assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in results[0][1]
+
+
+def test_a_gpu_that_is_not_visible_is_left_to_the_mapping(install):
+    assert run(install(peers=False, visible=0))[0][0] == 3 * GRANULE
+
+
+def test_fabric_handles_are_used_only_where_every_rank_can_make_them(install):
+    fake = install(fabric=True)
+    trial = ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"]
+
+    run(fake)
+    # Rank 1 has no IMEX channel: its first allocation, the trial, is refused.
+    first = names_of(fake, 1).index(trial[0]) + 1
+    half = install(fabric=True, fail=(1, first))
+    assert run(half)[0][0] == 3 * GRANULE
+    imports = [name for _, name in half.log if name == trial[2]]
+    assert len(imports) == 1 + 2  # rank 0's own trial, then one descriptor each
+
+
+def make_on_machines(group, fake):
+    group._machines = 2
+    return make(group, fake)
+
+
+def test_memory_of_several_machines_does_not_go_as_descriptors(install):
+    fake = install(fabric=True)
+    run(fake, make_on_machines)
+    first = names_of(fake, 1).index("cuMemCreate") + 1
+    for name, message in run(install(fabric=True, fail=(1, first)), make_on_machines):
+        assert name == "HandleUnsupported"
+        assert "rank 1 on cuda:1 (Test GPU) can no longer make fabric handles" in message
+
+
+def look(group, fake):
+    """Return which of ranks 0 and 1 reach each rank over NVLink."""
+    fake.rank.value = group.rank
+    device = torch.device("cuda", group.rank)
+    return cuda.reached(device, group.all_gather, [0, 1])
+
+
+NO_CHANNEL = ("cuMemExportToShareableHandle", [[0], []])  # there is nothing of rank 1 to map
+TOO_FAR = ("cuMemMap", [[0, 1], []])
+NO_ACCESS = ("cuMemSetAccess", [[0, 1], []])
+NOT_GIVEN_BACK = ("cuMemFreeHost", [[0, 1]] * 2)  # the other rank would wait for this one
+
+
+@pytest.mark.parametrize(("refused", "seen"), [NO_CHANNEL, TOO_FAR, NO_ACCESS, NOT_GIVEN_BACK])
+def test_machines_reach_each_other_where_both_map_the_others_memory(install, refused, seen):
+    assert run(install(fabric=True, fail=(1, refused)), look) == [seen] * 2
+
+
+@pytest.mark.parametrize(("fabric", "reached"), [(True, [0, 1]), (False, [])])
+def test_machines_with_fabric_handles_reach_each_other(install, fabric, reached):
+    assert run(install(fabric=fabric), look) == [[reached] * 2] * 2
+
+
+def test_a_gpu_says_whether_its_memory_can_leave_the_host(install):
+    for fabric in (False, True):
+        fake = install(fabric=fabric)
+        fake.rank.value = 0
+        assert cuda.fabric_works(torch.device("cuda:0")) is fabric
+        assert (fake.left(), fake.unsafe) == ({}, [])
+
+
+def test_a_missing_driver_or_package_is_named(monkeypatch):
+    class Absent:
+        def cuInit(self, flags):
+            raise RuntimeError("libcuda.so cannot be found")
+
+    monkeypatch.setattr(driver, "driver", lambda: Absent())
+    with pytest.raises(DriverError, match="cuInit: the NVIDIA driver was not found: libcuda"):
+        driver.call("cuInit", 0)
+    monkeypatch.undo()
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
+    driver.driver.cache_clear()
+    with pytest.raises(DriverError, match=r"\[gpu\]'"):
+        driver.driver()
+
+
+def test_the_names_and_enums_exist_in_cuda_bindings():
+    """Everything the fake driver stands for is there under the same name."""
+    real = pytest.importorskip("cuda.bindings.driver")
+    for name in dir(Driver):
+        if name.startswith("_cu"):
+            assert hasattr(real, name[1:]), name
+        elif name.startswith(("CU", "cu")):
+            assert hasattr(real, name), name
+    for ours, theirs in (
+        (Handles, real.CUmemAllocationHandleType),
+        (Attributes, real.CUdevice_attribute),
+        (CaptureModes, real.CUstreamCaptureMode),
+        (Results, real.CUresult),
+    ):
+        for member in ours:
+            assert getattr(theirs, member.name) == member.value
+    properties = real.CUmemAllocationProp()
+    properties.location.type = real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 3
+    assert properties.location.id == 3
+    fabric = real.CUmemFabricHandle()
+    fabric.data = bytes(range(64))
+    assert ctypes.string_at(int(fabric.getPtr()), 64) == bytes(range(64))
+    assert len(real.CUuuid().bytes) == 16
+    for name in ("CU_MEM_ACCESS_FLAGS_PROT_READWRITE",):
+        assert hasattr(real.CUmemAccess_flags, name)
+    assert hasattr(real.CUstream_flags, "CU_STREAM_NON_BLOCKING")
+    assert hasattr(real.CUmemAllocationType, "CU_MEM_ALLOCATION_TYPE_PINNED")
+    assert hasattr(real.CUmemAllocationGranularity_flags, "CU_MEM_ALLOC_GRANULARITY_MINIMUM")

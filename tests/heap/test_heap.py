@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heaps of CPU ranks: addresses, views, guards, failing creations, and what is given back."""
+
+import ctypes
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.baseline import die, raised, reserved, shares_mapped, state
+from tests.headers import HEADER_BYTES
+from tests.ranks import on_ranks
+from weft.cuda import dlpack
+from weft.errors import (
+    CreationFailed,
+    GeometryMismatch,
+    HandleUnsupported,
+    InvalidArgument,
+    OutOfOrder,
+    RankFailed,
+    RendezvousFailed,
+)
+from weft.group import pages
+from weft.heap import cpu
+from weft.heap.heap import Heap
+from weft.launcher.launch import launch
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("size", [64, PAGE, PAGE + 1])
+@on_ranks(3, "threads", "cpu")
+def test_every_rank_writes_into_every_share(group, size):
+    with Heap.create(group, size) as heap:
+        assert heap.stride == -(-size // PAGE) * PAGE + PAGE
+        assert heap.address(group.rank) - heap.base == group.rank * heap.stride
+        assert heap.generation == 1
+        assert not any(heap.tensor((size,), torch.uint8, rank=r).any() for r in range(3))
+        group.barrier()
+        for rank in range(3):
+            heap.tensor((1,), torch.uint8, offset=group.rank, rank=rank).fill_(group.rank + 1)
+        group.barrier()
+        assert heap.tensor((3,), torch.uint8).tolist() == [1, 2, 3]
+        heap.tensor((1,), torch.uint8, offset=size - 1).fill_(7)
+        group.barrier()
+
+
+@on_ranks(1, "threads")
+def test_views_lie_where_they_say_and_never_outside(group):
+    with Heap.create(group, 256) as heap:
+        heap.tensor((64,), torch.int32).copy_(torch.arange(64))
+        assert heap.tensor((2, 3), torch.int32, offset=8).tolist() == [[2, 3, 4], [5, 6, 7]]
+        strided = heap.tensor((2, 3), torch.int32, offset=4, stride=(16, 2))
+        assert strided.tolist() == [[1, 3, 5], [17, 19, 21]]
+        assert heap.tensor((2, 2), torch.int32, stride=(0, 1)).tolist() == [[0, 1], [0, 1]]
+        assert heap.tensor((), torch.int32, offset=12).item() == 3
+        assert heap.tensor((0, 5), torch.float32, offset=256).shape == (0, 5)
+        assert heap.tensor((32,), torch.bfloat16, offset=192).dtype is torch.bfloat16
+        assert heap.tensor((256,), torch.float8_e4m3fn).numel() == 256
+        assert heap.tensor((1,), torch.int64, offset=8).data_ptr() == heap.address(0) + 8
+        outside = "at byte|must not be|must be"
+        wrong: list[tuple[tuple[int, ...], str, dict[str, Any]]] = [
+            ((257,), "ends at byte 257 and the share has 256", {"dtype": torch.uint8}),
+            ((1,), outside, {"offset": 256}),
+            ((1,), outside, {"offset": -4}),
+            ((1,), "align the offset", {"offset": 2}),
+            ((2, 2), outside, {"stride": (62, 2)}),
+            ((2, 2), "stride", {"stride": (1,)}),
+            ((2,), "stride", {"stride": (-1,)}),
+            ((-1,), outside, {}),
+            ((1,), r"rank is 1; it must be an integer in 0\.\.0", {"rank": 1}),
+            ((1,), "rank is -1", {"rank": -1}),
+            ((1 << 62,), outside, {"dtype": torch.int64}),
+        ]
+        for sizes, text, options in wrong:
+            with pytest.raises(InvalidArgument, match=text):
+                heap.tensor(sizes, options.pop("dtype", torch.int32), **options)
+
+
+@on_ranks(1, "threads")
+def test_bytes_are_written_inside_the_share_alone(group):
+    with Heap.create(group, 4096) as heap:
+        heap.write(0, 4094, b"ab")
+        assert bytes(heap.tensor((2,), torch.uint8, offset=4094)) == b"ab"
+        wrong: list[tuple[Any, Any, Any, str]] = [
+            (0, 4095, b"ab", "end at byte 4097 and the share has 4096"),
+            (0, -1, b"a", "offset is -1"),
+            (0, 0, bytes(2049), "at most 2048"),  # a GPU stages them in half a page
+            (1, 0, b"a", "rank is 1"),
+            (0, 0, "a", "data is"),
+        ]
+        for rank, offset, data, text in wrong:
+            with pytest.raises(InvalidArgument, match=text):
+                heap.write(rank, offset, data)
+
+
+EDGES = (0, 1, 7, 8, 255, 256, 257, 2048, 1 << 31, 1 << 48, (1 << 63) - 1, 1 << 64)
+ODD = (None, True, 1.5, "3", *EDGES, *(-edge for edge in EDGES[1:]))
+DTYPES = tuple(each for each in vars(torch).values() if isinstance(each, torch.dtype))
+DATA: tuple[Any, ...] = (
+    b"", b"1", b"x" * 8, b"y" * 2048, b"z" * 2049, bytearray(3), memoryview(b"abcd")[::2],
+    None, "text", 3, torch.zeros(2),
+)  # fmt: skip
+
+
+@on_ranks(1, "threads")
+def test_every_access_is_inside_the_share_or_refused(group):
+    seed = Random().randrange(1 << 32)
+    print("seed", seed)
+    random, refused = Random(seed), 0
+    ranks: tuple[Any, ...] = (0, 0, 0, None, 1, 1 << 64, "a")
+
+    def number() -> Any:
+        return random.choice(ODD) if random.random() < 0.3 else random.randrange(300)
+
+    with Heap.create(group, 256) as heap, Heap.create(group, 256) as other:
+        start = heap.address(0)
+        for _ in range(3000):
+            sizes = [number() for _ in range(random.randrange(4))]
+            steps = random.choice((None, [number() for _ in sizes], [number()]))
+            offset, rank, dtype = number(), random.choice(ranks), random.choice(DTYPES)
+            try:
+                view = heap.tensor(sizes, dtype, offset=offset, rank=rank, stride=steps)
+                if view.numel():
+                    strides = zip(view.shape, view.stride(), strict=True)
+                    last = sum((n - 1) * step for n, step in strides)
+                    end = view.data_ptr() + (last + 1) * view.element_size()
+                    assert start <= view.data_ptr() < end <= start + 256
+            except InvalidArgument:
+                refused += 1
+            try:
+                heap.write(rank, number(), random.choice(DATA))
+            except InvalidArgument:
+                refused += 1
+        assert int(other.tensor((256,), torch.uint8).sum()) == 0
+    assert refused > 1000
+
+
+def overrun(group, rank):
+    heap = Heap.create(group, PAGE)
+    group.barrier()
+    if group.rank == 1:
+        ctypes.memset(heap.address(rank) + PAGE, 1, 1)
+    group.barrier()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_write_behind_a_share_faults(rank):
+    with pytest.raises(RankFailed, match="rank 1 of 3 died: .*SIGSEGV"):
+        launch(overrun, rank, ranks=3)
+
+
+@on_ranks(1, "threads")
+def test_a_closed_heap_refuses(group):
+    heap = Heap.create(group, HEADER_BYTES)
+    heap.close()
+    heap.close()
+    tensor, address = lambda: heap.tensor((1,), torch.uint8), lambda: heap.address(0)
+    for call in (tensor, address, heap.header, lambda: heap.mailbox):
+        with pytest.raises(OutOfOrder, match="the heap of generation 1 is closed"):
+            call()
+
+
+@on_ranks(1, "threads")
+def test_views_keep_the_memory_past_close(group):
+    gc.collect()  # a collection in the middle would free what is counted as there before
+    before = shares_mapped()  # of tests before this one in the same process
+    heap = Heap.create(group, 4 * PAGE)
+    view, page = heap.tensor((2, 8), torch.int32).T[1:], heap.mailbox.view()
+    heap.close()
+    view.fill_(5)
+    page[7] = 1
+    assert int(view.sum()) == 70
+    assert shares_mapped() == before + 1
+    del view
+    assert shares_mapped() == before + 1
+    del page
+    assert shares_mapped() == before
+
+
+@on_ranks(1, "threads")
+def test_the_mailbox_is_one_zeroed_page_of_host_memory(group):
+    with Heap.create(group, 64) as heap:
+        page = heap.mailbox.view()
+        assert (len(page), page.readonly, page.format) == (4096, False, "B")
+        assert bytes(page) == bytes(4096)
+        page[5] = 9
+        assert ctypes.c_uint8.from_address(heap.mailbox.host + 5).value == 9
+        assert heap.mailbox.host == heap.mailbox.device
+        assert heap.mailbox.host % 4096 == 0
+
+
+@on_ranks(2, "cpu", "cuda", dies=[1])
+def test_the_header_of_a_dead_rank_can_be_read(group):
+    heap = Heap.create(group, HEADER_BYTES + 1)
+    heap.tensor((HEADER_BYTES,), torch.uint8).fill_(group.rank + 1)
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+    group.barrier()
+    if group.rank == 1:
+        die()
+    with pytest.raises(RendezvousFailed):
+        group.barrier()
+    assert heap.header(1) == bytes([2]) * HEADER_BYTES
+    assert heap.header() == bytes([1]) * HEADER_BYTES
+
+
+@on_ranks(1, "threads")
+def test_a_share_without_room_for_a_header_says_so(group):
+    with (
+        Heap.create(group, HEADER_BYTES - 1) as heap,
+        pytest.raises(InvalidArgument, match=f"a header takes {HEADER_BYTES}"),
+    ):
+        heap.header()
+
+
+def create_and_close(group):
+    with Heap.create(group, 10_000) as heap:
+        heap.tensor((8,), torch.float32).fill_(1.0)
+        group.barrier()
+        return shares_mapped()
+
+
+@on_ranks(3, "cpu")
+def test_creating_and_closing_gives_everything_back(group):
+    for _ in range(3):  # what is imported, mapped and cached at first use
+        create_and_close(group)
+    before = state()
+    for _ in range(20):
+        assert create_and_close(group) == 3
+    dropped = Heap.create(group, 10_000)
+    del dropped
+    now = state()
+    assert now[:2] <= before[:2]
+    # The allocator maps a page of its own now and then; a share that stays would be twenty.
+    assert now[2] - before[2] < 10
+
+
+def test_threads_give_everything_back():
+    before = state()[:2]
+    launch(create_and_close, ranks=3, device="threads")
+    assert state()[:2] == before
+
+
+@on_ranks(2, "threads", "cpu")
+def test_a_share_lives_as_long_as_any_rank_maps_it(group):
+    """Closing never waits: the others still read and write the share that its owner gave up."""
+    heap = Heap.create(group, 64)
+    if group.rank == 0:
+        heap.tensor((1,), torch.int32).fill_(41)
+        heap.close()
+    group.barrier()
+    if group.rank == 1:
+        theirs = heap.tensor((1,), torch.int32, rank=0)
+        theirs += 1
+        assert int(theirs) == 42
+
+
+@on_ranks(2, "cpu")
+def test_a_forked_child_may_close_its_copy(group):
+    heap = Heap.create(group, 64)
+    child = os.fork()
+    if child == 0:
+        heap.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(heap.tensor((1,), torch.uint8).fill_(1)) == 1
+
+
+LEFT_OPEN = """
+import torch
+from weft.cuda.dlpack import tensor_at
+from weft.group.group import Group
+from weft.heap.heap import Heap
+from weft.group.meeting import Meeting
+
+cpu = torch.device("cpu")
+group = Group.from_meeting(Meeting.open(), rank=0, size=1, device=cpu, timeout=5.0)
+heap = Heap.create(group, 4096)
+view = heap.tensor((4,), torch.int32).fill_(1)
+page = heap.mailbox.view()
+other = tensor_at(heap.base, 64, cpu, heap)
+cycle = [heap, view, other]
+cycle.append(cycle)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_end_without_closing_anything():
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, "-W", "error", "-c", LEFT_OPEN]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@on_ranks(2, "threads")
+def test_generations_are_equal_on_all_ranks(group):
+    heaps = [Heap.create(group, 64) for _ in range(3)]
+    assert [heap.generation for heap in heaps] == [1, 2, 3]
+    with pytest.raises(InvalidArgument, match="size is 0"):
+        Heap.create(group, 0)
+    for heap in heaps:
+        heap.close()
+
+
+FAILED = "^creating a heap failed on rank 1 of 2: InvalidArgument: "
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "text"),
+    [
+        *(
+            ([64, size], CreationFailed, f"{FAILED}size is {size!r}; it must be an integer in 1..")
+            for size in (0, -1, 1.5, True, None)
+        ),
+        ([64, 65], GeometryMismatch, "rank 0 has size=64 and rank 1 has size=65"),
+        ([1 << 62] * 2, InvalidArgument, rf"size is {1 << 62}; .* in 1\.\.{1 << 48}"),
+    ],
+)
+@on_ranks(2, "threads")
+def test_sizes_that_no_heap_has_and_other_sizes_fail_on_every_rank(group, sizes, kind, text):
+    with pytest.raises(kind, match=text) as caught:
+        Heap.create(group, sizes[group.rank])
+    assert caught.type is kind
+
+
+def disturb(group, where, what, over):
+    """Let one step of a creation fail, die or stall on this rank."""
+    real = getattr(cpu.HostShares, where)
+
+    def disturbed(self, *args):
+        if what == "fail":
+            raise OSError(28, "no space left")
+        if what == "kill":
+            die()
+        while not all((over / str(r)).exists() for r in range(3) if r != group.rank):
+            time.sleep(0.01)
+        return real(self, *args)
+
+    setattr(cpu.HostShares, where, disturbed)
+
+
+def fail_in(group, victim, where, what, over):
+    before = state()[:2], reserved()  # the allocator may map pages of its own
+    if group.rank == victim:
+        disturb(group, where, what, over)
+    if what == "stall":
+        group.barrier()
+        group.timeout = 1.0
+    how = "of 3: OSError: [Errno 28] no space left" if what == "fail" else "(pid "
+    kind, text, seconds = raised(Heap.create, group, 5000)
+    assert (state()[:2], reserved()) == before
+    assert kind == "CreationFailed"
+    assert f"rank {victim} {how}" in text
+    assert seconds < 100.0
+    group.close()
+    (over / str(group.rank)).touch()  # a rank that stalls goes on when the others have left
+    return text
+
+
+@pytest.mark.parametrize(
+    ("victim", "where", "what"),
+    [
+        *((0, "allocate", "fail"), (2, "map", "fail"), (0, "map", "kill"), (2, "allocate", "kill")),
+        *((0, "map", "stall"), (2, "map", "stall")),
+    ],
+)
+def test_one_rank_that_fails_dies_or_stalls_fails_all(victim, where, what, tmp_path):
+    arguments = victim, where, what, tmp_path
+    texts = launch(fail_in, *arguments, ranks=3, tolerate_deaths=what == "kill")
+    assert [rank for rank, text in enumerate(texts) if text is None] == [victim] * (what == "kill")
+    assert what == "stall" or len({text for text in texts if text is not None}) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "seals", "text"),
+    [
+        (2 * PAGE, pages.SEALS, f"sent memory of {2 * PAGE} bytes where {PAGE} were agreed"),
+        (PAGE, 0, "it could shrink under its readers"),
+        (PAGE, fcntl.F_SEAL_SEAL, "it could shrink under its readers"),
+        (PAGE, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW, "it could shrink under its readers"),
+        (PAGE, None, "so no memfd"),
+    ],
+)
+def test_memory_that_a_peer_could_change_is_refused(tmp_path, size, seals, text):
+    if seals is None:
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if seals is not None:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    shares = cpu.HostShares(0, 1, 100)
+    try:
+        shares.allocate()
+        with pytest.raises(HandleUnsupported, match=text):
+            shares.map({0: fd})
+    finally:
+        os.close(fd)
+        shares.free()
+
+
+class Owner:
+    """Stands for what a view keeps alive."""
+
+
+def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():
+    memory, owner = (ctypes.c_ubyte * 64)(*range(64)), Owner()
+    gone, address = weakref.ref(owner), ctypes.addressof(memory)
+    tensor = dlpack.tensor_at(address, 64, torch.device("cpu"), owner)
+    assert tensor.dtype is torch.uint8
+    assert tensor.tolist() == list(range(64))
+    view = tensor[8:24].view(torch.int32)
+    view[0] = 0
+    assert list(memory[8:12]) == [0] * 4
+    assert tensor.data_ptr() == address
+    del owner, tensor
+    gc.collect()
+    assert gone() is not None
+    del view
+    assert gone() is None
+    assert not dlpack._alive
+
+
+def test_a_tensor_is_on_the_device_that_was_named():
+    structure = dlpack._Managed()
+    structure.tensor.device = dlpack._Device(dlpack._KINDS["cuda"], 3)
+    assert (structure.tensor.device.kind, structure.tensor.device.index) == (2, 3)
+    assert ctypes.sizeof(dlpack._Managed) == 64  # DLManagedTensor of DLPack 0.8

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""launch: results in order, the cause of a failure by name, and nothing left behind."""
+
+import glob
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+from tests.baseline import die, open_files, raises_soon
+from tests.group.test_replacement import fork
+from weft.errors import (
+    GeometryMismatch,
+    InvalidArgument,
+    PeerTimeout,
+    RankFailed,
+    RendezvousFailed,
+    SetupError,
+)
+from weft.group.group import Group
+from weft.launcher import processes
+from weft.launcher.launch import launch
+from weft.launcher.reports import Report, failure
+
+DEVICES = ("threads", "cpu")
+BOTH = pytest.mark.parametrize("device", DEVICES)
+
+
+def leftovers(temporary):
+    """Names that a job with this $TMPDIR could leave: directories, shared memory, sockets.
+
+    The fork server's own socket and its directory go when the server ends. An abstract address goes
+    with the last descriptor of it; other jobs of this machine have theirs.
+    """
+    with open("/proc/net/unix", encoding="ascii") as file:
+        sockets = [line.split()[-1] for line in file if "weft-" in line]
+    own = [name for name in sockets if str(temporary) in name]
+    return sorted([*own, *glob.glob(f"{temporary}/weft-*"), *glob.glob("/dev/shm/*weft-share*")])
+
+
+def children():
+    """Processes below this one, by the kernel's list."""
+    found, todo = [], [os.getpid()]
+    while todo:
+        pid = todo.pop()
+        try:
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                    kids = [int(kid) for kid in file.read().split()]
+                found += kids
+                todo += kids
+        except FileNotFoundError:
+            continue
+    return sorted(found)
+
+
+def rank_threads():
+    return sum(thread.name.startswith("weft-rank") for thread in threading.enumerate())
+
+
+def wait_until(there, *, what):
+    until = time.monotonic() + 600
+    while not there():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def describe(group, word, number):
+    told = group.size, str(group.device), word * number, os.environ.get("WEFT_TEST_NOW")
+    process = os.getpid(), torch.get_num_threads(), "tests.ready" in sys.modules
+    return torch.full((3,), group.rank), told, process
+
+
+@BOTH
+def test_results_come_in_rank_order_from_the_environment_of_the_call(device, monkeypatch):
+    for now in ("one", "two"):
+        monkeypatch.setenv("WEFT_TEST_NOW", now)
+        results = launch(describe, "ab", 2, ranks=3, device=device)
+        for rank, (tensor, told, (_, threads, ready)) in enumerate(results):
+            assert tensor.tolist() == [rank] * 3
+            assert told == (3, "cpu", "abab", now)
+            assert device == "threads" or (threads, ready) == (1, True), "preloaded"
+        pids = {pid for _, _, (pid, _, _) in results}
+        assert pids == {os.getpid()} if device == "threads" else len(pids - {os.getpid()}) == 3
+
+
+def test_launches_of_several_threads_leave_the_environment_alone(monkeypatch):
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: time.sleep(0.1))
+    before = dict(os.environ)
+    with ThreadPoolExecutor(3) as threads:
+        started = [threads.submit(processes.fork_server) for _ in range(2)]
+        time.sleep(0.05)
+        assert threads.submit(processes._environment).result() == before
+        for each in started:
+            each.result()
+    assert dict(os.environ) == before
+
+
+class OddError(Exception):
+    """Cannot be rebuilt from its pickle."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+ERRORS = {
+    "value": ValueError("boom 42"),
+    "weft": InvalidArgument("top_k is 9 and 8 are possible"),
+    "odd": OddError(1, 2),
+    "exit": SystemExit(3),
+}
+
+
+def fail(group, kind):
+    group.barrier()
+    if group.rank == 1:
+        raise ERRORS[kind]
+    group.barrier()  # ends because rank 1 goes
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ERRORS)
+def test_the_first_cause_is_reported_at_once_and_not_its_echo(device, kind, monkeypatch):
+    """Ranks that wait for it end by themselves, long before they would be ended."""
+    monkeypatch.setattr("weft.launcher.processes.GRACE", 1000.0)
+    monkeypatch.setitem(launch.__globals__, "GRACE", 1000.0)
+    error = ERRORS[kind]
+    with pytest.raises(RankFailed) as failed:
+        launch(fail, kind, ranks=3, device=device)
+    text = str(failed.value)
+    assert text.startswith(f"rank 1 of 3 raised {type(error).__name__}: {error}")
+    assert "Also failed: rank 0 (RendezvousFailed), rank 2 (RendezvousFailed)." in text
+    assert "in fail" in text  # the traceback
+    assert "still running" not in text
+    travels = device == "threads" or kind != "odd"
+    assert isinstance(failed.value.__cause__, type(error) if travels else type(None))
+
+
+def unpicklable(group):
+    return lambda: None
+
+
+def test_a_result_that_cannot_travel_is_an_error():
+    with pytest.raises(RankFailed, match="rank 0 of 1 raised .*(pickle|local)"):
+        launch(unpicklable, ranks=1)
+
+
+def end_process(group, number):
+    if group.rank == 2:
+        os.kill(os.getpid(), number) if number else os._exit(7)
+    group.barrier()
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (0, "exit code 7")],
+)
+def test_a_dead_rank_is_the_cause(number, how):
+    with raises_soon(RankFailed, f"rank 2 of 3 died: .*{how}") as caught:
+        launch(end_process, number, ranks=3)
+    assert "__main__" not in str(caught.value), "its function had begun"
+
+
+def from_daemon(results):
+    with pytest.raises(SetupError, match="is daemonic .* daemon=False, .* device=.threads"):
+        launch(sleep, {}, ranks=2)
+    results.put(launch(sleep, {}, ranks=2, device="threads"))
+
+
+def test_a_daemonic_process_launches_threads_alone():
+    context = processes.fork_server()
+    results = context.Queue()
+    context.Process(target=from_daemon, args=(results,), daemon=True).start()
+    assert results.get(timeout=100.0) == [0, 1]
+
+
+def sleep(group, seconds):
+    time.sleep(seconds.get(group.rank, 0.0))
+    return group.rank
+
+
+@BOTH
+def test_an_overrun_names_the_ranks_that_still_run(device):
+    seconds = 600.0 if device == "cpu" else 3.0  # threads cannot be ended
+    for timeout in (1, 20):  # processes take a while to start on a busy machine
+        with raises_soon(RankFailed, f"still ran after {timeout} s") as caught:
+            launch(sleep, {0: seconds, 2: seconds}, ranks=3, device=device, timeout=timeout)
+        if "rank 0, 1, 2 of 3" not in str(caught.value):
+            break
+    assert str(caught.value).startswith(f"rank 0, 2 of 3 still ran after {timeout} s")
+
+
+def wait_for_a_sleeper(group):
+    if group.rank == 1:
+        time.sleep(1.5)
+    group.barrier(timeout=600.0)  # longer than the launch: nobody else ends this wait
+
+
+def test_threads_that_wait_for_a_late_rank_are_woken():
+    with raises_soon(RankFailed, "rank 0, 1, 2 of 3 still ran after 0.5 s"):
+        launch(wait_for_a_sleeper, ranks=3, device="threads", timeout=0.5)
+
+
+def hang_beside_a_failure(group):
+    if group.rank == 0:
+        raise PeerTimeout("rank 1 is late")
+    time.sleep(60)
+
+
+def test_ranks_that_hang_beside_a_failure_are_ended(monkeypatch):
+    monkeypatch.setattr("weft.launcher.processes.GRACE", 0.5)
+    with raises_soon(RankFailed, "rank 0 of 2 raised PeerTimeout") as failed:
+        launch(hang_beside_a_failure, ranks=2)
+    assert "Ended while still running: rank 1." in str(failed.value)
+
+
+class DiesWhenUnpacked:
+    """Ends the process that receives it, before it meets the others."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __reduce__(self):
+        return die_as, (self.rank,)
+
+
+def die_as(rank):
+    if multiprocessing.current_process().name == f"weft-rank-{rank}":
+        die()
+    return rank
+
+
+def nothing(group, given):
+    return given
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_before_it_meets_ends_the_launch(victim, monkeypatch):
+    monkeypatch.setattr("weft.launcher.processes.GRACE_MEETING", 1000.0)
+    with pytest.raises(RankFailed, match=rf"rank {victim} of 3 died: .*SIGKILL") as failed:
+        launch(nothing, DiesWhenUnpacked(victim), ranks=3)
+    assert "still running" not in str(failed.value)  # they were told, and ended by themselves
+
+
+def test_a_thread_that_raises_before_it_meets_ends_the_launch(monkeypatch):
+    real = Group.from_meeting
+
+    def from_meeting(meeting, *, rank, **options):
+        if rank == 1:
+            raise MemoryError("no room")
+        return real(meeting, rank=rank, **options)
+
+    monkeypatch.setattr(Group, "from_meeting", from_meeting)
+    monkeypatch.setitem(launch.__globals__, "GRACE_MEETING", 1000.0)
+    with pytest.raises(RankFailed, match="rank 1 of 3 raised MemoryError: no room") as failed:
+        launch(nothing, 1, ranks=3, device="threads")
+    assert "still running" not in str(failed.value)
+
+
+def skip_a_call(group):
+    if group.rank != 1:
+        group.barrier()
+
+
+@BOTH
+def test_a_rank_that_returned_without_a_call_is_named(device):
+    with pytest.raises(RankFailed) as failed:
+        launch(skip_a_call, ranks=3, device=device)
+    text = str(failed.value)
+    assert re.search(r"rank [02] of 3 raised RendezvousFailed: rank 1 \(pid \d+\) closed", text)
+    assert re.search(r"\nRank 1 had returned from its function \d+\.\d\d s before: ", text)
+
+
+def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
+    reports = [
+        Report.raised(0, PeerTimeout("rank 0, dispatch: rank 2 did not publish epoch 1")),
+        Report(1, "returned"),
+        Report.raised(2, PeerTimeout("rank 2, dispatch: rank 1 did not publish epoch 1")),
+    ]
+    for rank, when in enumerate((20.0, 10.0, 30.0)):
+        reports[rank].when = when
+    text = str(failure(reports, 3, 1.0))
+    assert text.startswith("rank 2 of 3 raised PeerTimeout")
+    assert "Rank 1 had returned from its function 20.00 s before: every rank must" in text
+    reports[1].when = 40.0  # it returned after: that is no reason
+    assert "had returned" not in str(failure(reports, 3, 1.0))
+
+
+def test_ranks_that_differ_were_not_waited_for():
+    error = GeometryMismatch("hidden differs: rank 0 has 8 and rank 1 has 16")
+    assert Report.raised(0, error).blamed == ()
+    assert Report.raised(0, PeerTimeout("rank 0: rank 3 and rank 1 (rank 3)")).blamed == (3, 1)
+    assert Report.raised(0, ValueError("rank 1")).blamed == ()
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_an_error_that_follows_from_an_echo_is_an_echo(explicit):
+    late, error = PeerTimeout("rank 1 is late"), ValueError("no result")
+    error.__cause__, error.__context__ = late if explicit else None, late
+    error.__suppress_context__ = explicit
+    report, cause = Report.raised(0, error), Report.raised(1, KeyError("mine"))
+    assert cause.when >= report.when
+    assert "rank 1 of 2 raised KeyError" in str(failure([report, cause], 2, 1.0))
+
+
+def test_an_error_that_is_its_own_cause_is_reported():
+    first, second = KeyError("mine"), ValueError("mine")
+    first.__cause__ = first
+    assert Report.raised(0, first).echo == 0
+    first.__cause__, second.__cause__ = second, first
+    assert Report.raised(0, first).echo == 0
+
+
+def test_a_failure_prefers_causes_over_echoes_and_early_over_late():
+    echo = Report.raised(0, RendezvousFailed("rank 1 died"))
+    late, early = Report.raised(1, ValueError("late")), Report.raised(2, ValueError("early"))
+    early.when -= 10.0
+    reports = [echo, late, early, Report(3, "returned")]
+    assert "rank 2 of 4 raised ValueError: early" in str(failure(reports, 4, 1.0))
+    reports = [echo, Report(1, "returned")]
+    assert "rank 0 of 2 raised RendezvousFailed" in str(failure(reports, 2, 1.0))
+    assert failure([Report(0, "returned")], 1, 1.0) is None
+
+
+def test_functions_that_a_new_process_cannot_import_are_refused(monkeypatch):
+    def fn(group):
+        return group.rank
+
+    assert launch(fn, ranks=2, device="threads") == [0, 1]
+    with pytest.raises(InvalidArgument, match="cannot be sent to another process"):
+        launch(fn, ranks=1)
+    notebook = types.ModuleType("__main__")
+    notebook.__spec__ = None
+    vars(notebook)["fn"], fn.__module__, fn.__qualname__ = fn, "__main__", "fn"
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    with pytest.raises(InvalidArgument, match="move the function to a file and import it from the"):
+        launch(fn, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": 2.0}, "ranks is 2.0"),
+        ({"ranks": 73}, "ranks is 73.*72"),
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_anything_starts(options, text):
+    before = children()
+    with pytest.raises(InvalidArgument, match=text):
+        launch(describe, "a", 1, **options)
+    assert children() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(InvalidArgument, match='torch sees no GPU: use device="cpu"'):
+        launch(describe, "a", 1, ranks=1, device="cuda")
+
+
+def test_a_rank_of_torchrun_is_told_to_make_a_group(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InvalidArgument, match=r"rank 1 of the 4 .*Group\.from_torch\(\)"):
+        launch(describe, "a", 1, ranks=2)
+
+
+@BOTH
+def test_nothing_is_left_by_success_failure_or_overrun(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def once():
+        assert launch(sleep, {}, ranks=2, device=device) == [0, 1]
+        with pytest.raises(RankFailed):
+            launch(fail, "value", ranks=2, device=device)
+        with pytest.raises(RankFailed):
+            launch(sleep, {1: 0.4}, ranks=2, device=device, timeout=0.2)
+        # Threads of an overrun come back from their sleep.
+        wait_until(lambda: not rank_threads(), what="threads of ranks run")
+        return open_files(), children(), leftovers(tmp_path), rank_threads()
+
+    wait_until(lambda: not rank_threads(), what="threads of other tests run")
+    first = once()
+    assert first[2:] == ([], 0)
+    assert once() == first
+
+
+def stay(group, out):
+    heap = weft.Heap.create(group, 100_000)
+    group.barrier()
+    Path(out, f"{group.rank}.part").write_text(f"{os.getpid()} {os.getppid()}")
+    os.rename(f"{out}/{group.rank}.part", f"{out}/{group.rank}")
+    time.sleep(60)
+    heap.close()
+
+
+def launcher(_address, _rank, out):
+    """Launch ranks in a process of the fork server, which is then theirs as well."""
+    launch(stay, out, ranks=3)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+SCRIPT = f"""
+import sys
+from {__name__} import launcher
+if __name__ == "__main__":
+    launcher("", 0, sys.argv[1])
+"""
+
+
+def start_launcher(own_server, out, temporary):
+    """Start a launcher in a process of its own; return what kills it and what waits for it."""
+    environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(Path(__file__).parents[2])}
+    if own_server:
+        script = out / "job.py"
+        script.write_text(SCRIPT)
+        words = [sys.executable, str(script), str(out)]
+        job = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
+        return job.kill, job.wait
+    processes.fork_server()
+    process = fork(launcher, "", 0, str(out))
+    return process.kill, process.join
+
+
+@pytest.mark.parametrize("victims", ["launcher", pytest.param("all", marks=pytest.mark.slow)])
+def test_kill_9_leaves_no_process_and_no_name(victims, tmp_path):
+    """Of the launcher alone, or of its ranks and their fork server with it."""
+    # Sockets have short names: pytest's own folder may be too deep for them.
+    with tempfile.TemporaryDirectory(prefix="w") as temporary:
+        kill, wait = start_launcher(victims == "all", tmp_path, temporary)
+        try:
+            files = [tmp_path / str(rank) for rank in range(3)]
+            wait_until(lambda: all(file.exists() for file in files), what="ranks did not start")
+            pids = [[int(pid) for pid in file.read_text().split()] for file in files]
+            # The ranks run and their meeting is gone already.
+            assert leftovers(temporary) == []
+            for pid in {pid for each in pids for pid in each} if victims == "all" else ():
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            kill()
+            wait()
+        wait_until(lambda: not any(alive(pid) for pid, _ in pids), what=f"{pids} still run")
+        assert leftovers(temporary) == []
+
+
+PROGRAM = """
+import os, resource, sys
+import weft
+from weft.launcher.launch import files_of
+
+def where(group):
+    with weft.Heap.create(group, 4096):
+        group.barrier()
+        return weft.__file__
+
+if __name__ == "__main__":
+    for device in sys.argv[1:]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 4096))
+        try:
+            weft.launch(where, ranks=2, device=device)
+        except weft.errors.SetupError as error:
+            print(error)
+        need = len(os.listdir("/proc/self/fd")) + files_of(4, device)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, 4096))
+        print(weft.launch(where, ranks=4, device=device) == [weft.__file__] * 4)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_take_their_launchers_weft_and_the_files_that_it_checked_for(tmp_path):
+    """Not the weft of the working directory, which `python a/script.py` does not look into.
+
+    With as many open files as the check asks for, ranks meet, map each other's memory and return.
+    """
+    for folder, name, text in (("here/weft", "__init__", "1 / 0"), ("there", "script", PROGRAM)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / f"{name}.py").write_text(text)
+    words = [sys.executable, tmp_path / "there/script.py", *DEVICES]
+    done = subprocess.run(words, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert lines[1::2] == ["True", "True"], done.stderr
+    for refused in lines[::2]:
+        assert "2 ranks take " in refused
+        assert "its limit is 20: raise it (ulimit -n 1024)" in refused
+
+
+def forks(group, how):
+    """Rank 1 forks a helper that leaves the function; what each rank returns, and its exit code."""
+    child = os.fork() if group.rank == 1 else None
+    if child == 0:
+        if how == "raises":
+            raise ValueError("the helper's own")
+        if how == "exits":
+            sys.exit(3)
+        return "the helper's"
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+    group.barrier()
+    return code
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", 0), ("exits", 3), ("raises", 1)])
+def test_a_forked_child_does_not_report_for_its_rank(how, code):
+    assert launch(forks, how, ranks=2) == [None, code]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA driver calls, and GPU memory that several processes map."""

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
+
+Driver calls go through cuda.bindings, imported at the first of them. Allocations leave the
+process as POSIX file descriptors, or as fabric handles where every rank can make them: those reach
+the other hosts of an NVLink domain, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.cuda.dlpack import tensor_at
+from weft.cuda.driver import call, driver, fence, relaxed
+from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
+from weft.shape import MAILBOX_BYTES
+
+if TYPE_CHECKING:
+    from weft.group.group import Group
+
+_log = logging.getLogger(__name__)
+_REMEDY = (
+    "check `nvidia-smi topo -p2p r`, the IOMMU and PCIe ACS settings, that CUDA_VISIBLE_DEVICES "
+    "shows the GPUs of all ranks, and that a container has all GPUs and one IPC namespace"
+)
+
+
+class DeviceShares:
+    """Every rank's share of a heap on this rank's GPU: rank r's at `base + r * stride`.
+
+    `mailbox` is the host and device address of one page of pinned host memory.
+    """
+
+    def __init__(self, device: torch.device, rank: int, ranks: int, size: int) -> None:
+        self._torch_device = device
+        self._ordinal = device.index or 0
+        self._rank = rank
+        self._ranks = ranks
+        self._size = size
+        self._owner = os.getpid()
+        self._undo = contextlib.ExitStack()
+        self._device: Any = None
+        self._context: Any = None
+        self._stream: Any = None
+        self._own: Any = None  # the own allocation: to export it again, for a replacement
+        self.ranks: set[int] = set()  # whose shares are mapped
+        self._kind: Any = None
+        self._granule = 0
+        self._mapped = 0
+        self._fence = 0
+        self.stride = 0
+        self.base = 0
+        self.mailbox = (0, 0)
+
+    @property
+    def stream(self) -> int:
+        """A CUstream of this heap's own: torch's are shared by all who ask for one."""
+        return int(self._stream)
+
+    def open(self) -> dict[str, Any]:
+        """Retain the GPU's primary context; say what the peers need to know about this GPU."""
+        api = driver()
+        call("cuInit", 0)
+        device = call("cuDeviceGet", self._ordinal)
+        with relaxed(self._torch_device):
+            self._context = call("cuDevicePrimaryCtxRetain", device)
+            self._device = device
+        name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+        attributes = api.CUdevice_attribute
+        needed = {
+            "virtual memory management": (
+                attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+            ),
+            "POSIX file descriptor handles": (
+                attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            ),
+        }
+        for what, attribute in needed.items():
+            if not call("cuDeviceGetAttribute", attribute, device):
+                raise HandleUnsupported(
+                    f"cuda:{self._ordinal} ({name}) has no {what}: weft needs them to share "
+                    "memory; use a newer driver, or a GPU outside of vGPU and WSL"
+                )
+        kinds = api.CUmemAllocationHandleType
+        with self._current():
+            self._granule = call(
+                "cuMemGetAllocationGranularity",
+                self._properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+                api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            )
+            fabric = self._fabric_works()
+        return {
+            "uuid": bytes(call("cuDeviceGetUuid", device).bytes).hex(),
+            "name": f"cuda:{self._ordinal} ({name})",
+            "granule": self._granule,
+            "fabric": fabric,
+        }
+
+    def check(self, peers: Sequence[dict[str, Any] | None]) -> None:
+        """Compare what every rank said in open(). Raises PeerAccessDenied, HandleUnsupported."""
+        visible = {}
+        for ordinal in range(call("cuDeviceGetCount")):
+            device = call("cuDeviceGet", ordinal)
+            visible[bytes(call("cuDeviceGetUuid", device).bytes).hex()] = device
+        own = peers[self._rank]
+        assert own is not None  # this rank lives
+        for rank, peer in enumerate(peers):
+            if peer is None:
+                continue
+            if peer["granule"] != own["granule"]:
+                raise HandleUnsupported(
+                    f"rank {self._rank} on {own['name']} allocates in {own['granule']} bytes and "
+                    f"rank {rank} on {peer['name']} in {peer['granule']}; use GPUs of one kind"
+                )
+            # A GPU that this process does not see is left to the mapping itself to refuse.
+            device = visible.get(peer["uuid"])
+            if peer["uuid"] == own["uuid"] or device is None:
+                continue
+            if not call("cuDeviceCanAccessPeer", self._device, device):
+                raise PeerAccessDenied(
+                    f"rank {self._rank} on {own['name']} {own['uuid']} cannot reach the memory of "
+                    f"rank {rank} on {peer['name']} {peer['uuid']}: {_REMEDY}"
+                )
+
+    def allocate(self, *, fabric: bool) -> None:
+        """Make the own share, the address range, the mailbox and a stream."""
+        api = driver()
+        kinds = api.CUmemAllocationHandleType
+        self._kind = (
+            kinds.CU_MEM_HANDLE_TYPE_FABRIC
+            if fabric
+            else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
+        self._mapped = -(-self._size // self._granule) * self._granule
+        self.stride = self._mapped + self._granule  # the granule stays unmapped: overruns fault
+        with self._current():
+            self._own = self._create()
+            self._undo.callback(call, "cuMemRelease", self._own)
+            reserved = self._ranks * self.stride
+            self.base = int(call("cuMemAddressReserve", reserved, self._granule, 0, 0))
+            self._undo.callback(call, "cuMemAddressFree", self.base, reserved)
+            self._undo.callback(self._unmap_all)
+            self._stream = call("cuStreamCreate", api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._undo.callback(call, "cuStreamDestroy", self._stream)
+            flags = api.CU_MEMHOSTALLOC_PORTABLE | api.CU_MEMHOSTALLOC_DEVICEMAP
+            host = int(call("cuMemHostAlloc", MAILBOX_BYTES, flags))
+            self._undo.callback(call, "cuMemFreeHost", host)
+            ctypes.memset(host, 0, MAILBOX_BYTES)
+            self.mailbox = (host, int(call("cuMemHostGetDevicePointer", host, 0)))
+            self._fence = fence()
+
+    def share_fd(self) -> int:
+        """A new file descriptor of the own share, which belongs to the caller."""
+        with contextlib.ExitStack() as undo:
+            with self._current():
+                fd = int(self._export(self._own, self._kind))
+                undo.callback(os.close, fd)
+                os.set_inheritable(fd, False)
+            undo.pop_all()
+        return fd
+
+    def export_fabric(self) -> str:
+        """The own share as a fabric handle in hexadecimal."""
+        with self._current():
+            return bytes(self._export(self._own, self._kind).data).hex()
+
+    def map(self, shared: Mapping[int, int | str]) -> None:
+        """Map shares of ranks, each from its descriptor or fabric handle; zero the own one.
+
+        One of a process that has ended is unmapped first, when this GPU has done all its work.
+        """
+        with self._current():
+            if replaced := self.ranks.intersection(shared):
+                call("cuMemFree", self._fence)
+                self._fence = 0
+                try:
+                    for rank in replaced:
+                        self._unmap(rank)
+                finally:
+                    self._fence = fence()
+            for rank, each in shared.items():
+                try:
+                    self._map(rank, each)
+                except DriverError as error:
+                    if rank == self._rank:
+                        raise
+                    raise PeerAccessDenied(
+                        f"cuda:{self._ordinal} of rank {self._rank} cannot map the memory of rank "
+                        f"{rank}: {error}; {_REMEDY}"
+                    ) from error
+            if self._rank in shared:
+                own = self.base + self._rank * self.stride
+                call("cuMemsetD8Async", own, 0, self._mapped, self._stream)
+                call("cuStreamSynchronize", self._stream)
+
+    def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor [count] over `address` on this rank's GPU that keeps `keeper` alive."""
+        return tensor_at(address, count, self._torch_device, keeper)
+
+    def read(self, address: int, count: int) -> bytes:
+        """A copy of `count` bytes, taken while kernels may run."""
+        into = (ctypes.c_ubyte * count)()
+        with relaxed(self._torch_device), self._current():
+            call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
+            call("cuStreamSynchronize", self._stream)
+        return bytes(into)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Store `data` while kernels may run on every SM: by a copy engine.
+
+        At most 2048 bytes, from one thread at a time.
+        """
+        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, and after what kernels write
+        ctypes.memmove(staged, data, len(data))
+        with relaxed(self._torch_device), self._current():
+            call("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
+            call("cuStreamSynchronize", self._stream)
+
+    def free(self) -> None:
+        """Wait for this GPU's own work, whose kernels have deadlines, and give everything back.
+
+        At any moment, in any thread, whatever is being captured there or elsewhere: the wait is the
+        free of `fence`. A graph that holds kernels of this memory must not be replayed afterwards,
+        whether its capture has ended or not.
+
+        Idempotent. A forked child does nothing: the driver's state is its parent's.
+        Raises DriverError after having tried every step.
+        """
+        undo, self._undo = self._undo, contextlib.ExitStack()
+        device, self._device = self._device, None
+        if device is None or os.getpid() != self._owner:
+            return
+        with relaxed(self._torch_device), contextlib.ExitStack() as last:
+            last.callback(call, "cuDevicePrimaryCtxRelease", device)
+            with self._current(), undo:
+                if self._fence:  # before it was made, nothing ran in this memory
+                    undo.callback(call, "cuMemFree", self._fence)
+
+    def _create(self) -> Any:
+        try:
+            return call("cuMemCreate", self._mapped, self._properties(self._kind), 0)
+        except DriverError as error:
+            free, total = call("cuMemGetInfo")
+            raise DriverError(
+                f"{error}; a share takes {self._mapped} bytes in one piece, and cuda:"
+                f"{self._ordinal} has {free} free of {total}: `torch.cuda.empty_cache()` gives "
+                "back what torch only keeps, and the `memory_bytes` of what you build returns its "
+                "bytes before anything is allocated"
+            ) from error
+
+    def _map(self, rank: int, shared: int | str) -> None:
+        api = driver()
+        where = self.base + rank * self.stride
+        handle = self._own if rank == self._rank else self._import(shared)
+        try:
+            call("cuMemMap", where, self._mapped, 0, handle, 0)
+            self.ranks.add(rank)
+        finally:
+            if rank != self._rank:
+                call("cuMemRelease", handle)  # the mapping holds the memory
+        access = api.CUmemAccessDesc()
+        access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self._ordinal
+        access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call("cuMemSetAccess", where, self._mapped, [access], 1)
+
+    def _unmap(self, rank: int) -> None:
+        self.ranks.remove(rank)
+        call("cuMemUnmap", self.base + rank * self.stride, self._mapped)
+
+    def _unmap_all(self) -> None:
+        with contextlib.ExitStack() as each:
+            for rank in self.ranks.copy():
+                each.callback(self._unmap, rank)
+
+    def _import(self, shared: int | str) -> Any:
+        if isinstance(shared, int):
+            return call("cuMemImportFromShareableHandle", shared, self._kind)
+        fabric = driver().CUmemFabricHandle()
+        fabric.data = bytes.fromhex(shared)
+        return call("cuMemImportFromShareableHandle", fabric.getPtr(), self._kind)
+
+    def _export(self, handle: Any, kind: Any) -> Any:
+        try:
+            return call("cuMemExportToShareableHandle", handle, kind, 0)
+        except DriverError as error:
+            raise HandleUnsupported(
+                f"cuda:{self._ordinal} cannot export memory as {kind.name}: {error}; weft needs a "
+                "driver and a container that let processes share GPU memory"
+            ) from error
+
+    def _fabric_works(self) -> bool:
+        """Whether a fabric handle can be made and imported: the attribute alone says little."""
+        api = driver()
+        attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+        kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+        if not call("cuDeviceGetAttribute", attribute, self._device):
+            return False
+        with contextlib.ExitStack() as undo:
+            try:
+                handle = call("cuMemCreate", self._granule, self._properties(kind), 0)
+                undo.callback(call, "cuMemRelease", handle)
+                exported = self._export(handle, kind)
+                again = call("cuMemImportFromShareableHandle", exported.getPtr(), kind)
+                undo.callback(call, "cuMemRelease", again)
+            except SetupError:
+                return False  # no IMEX channel here: descriptors do
+        return True
+
+    def _properties(self, kind: Any) -> Any:
+        api = driver()
+        properties = api.CUmemAllocationProp()
+        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self._ordinal
+        properties.requestedHandleTypes = kind
+        return properties
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Within, this GPU's context is current, and the thread's capture mode is relaxed."""
+        with relaxed(self._torch_device):
+            call("cuCtxPushCurrent", self._context)
+            try:
+                yield
+            finally:
+                call("cuCtxPopCurrent")
+
+
+def create(group: Group, size: int) -> DeviceShares:
+    """The shares of `size` bytes of every rank. Collective. Raises CreationFailed on every rank."""
+    shares = DeviceShares(group.device, group.rank, group.size, size)
+    try:
+        peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
+        without = [rank for rank in group.living if not peers[rank]["fabric"]]
+
+        def check() -> None:
+            shares.check(peers)
+            if without and group.machines > group.hosts:
+                _refuse_descriptors(group, without[0], peers[without[0]]["name"])
+
+        group.together(check, doing="checking that GPUs reach each other")
+        fabric = not without
+        how = "fabric handles" if fabric else "POSIX file descriptors"
+        _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
+        group.together(
+            lambda: shares.allocate(fabric=fabric), doing=f"allocating {size} bytes of GPU memory"
+        )
+        _share(group, shares, fabric=fabric)
+    except BaseException:
+        shares.free()
+        raise
+    return shares
+
+
+def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
+    """Raises HandleUnsupported for a rank that could make fabric handles, and now cannot."""
+    raise HandleUnsupported(
+        f"rank {rank} on {name} can no longer make fabric handles, which alone reach the "
+        f"{group.machines} machines of this group: free some of its memory, and see in `weft "
+        "doctor` whether its IMEX channel is open"
+    )
+
+
+def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
+    doing = "mapping the GPU memory of every rank"
+    if not fabric:
+        group.map_shares(shares.share_fd, shares.map, doing=doing)
+        return
+
+    def exchange(group: Group, ranks: Collection[int]) -> None:
+        handles = group.all_gather(group.together(shares.export_fabric, doing="exporting memory"))
+        wanted = {rank: handles[rank] for rank in ranks}
+        group.together(lambda: shares.map(wanted), doing=doing)
+
+    group.noted(lambda group: exchange(group, group.joining), lambda: exchange(group, group.living))
+
+
+def reached(
+    device: torch.device, exchange: Callable[[Any], list[Any]], owners: Sequence[int]
+) -> list[list[int]]:
+    """Of every rank, those of `owners` whose GPU memory it can map by a fabric handle. Collective.
+
+    exchange: passes a value of each rank to all.
+    """
+    shares = DeviceShares(device, 0, 2, 1)  # its own share, and room for that of one other
+
+    def mapped(rank: int, handle: str | None) -> bool:
+        if handle is not None:
+            try:
+                shares.map({1: handle})
+                return True
+            except SetupError as error:
+                _log.info("no NVLink to rank %d: %s", rank, error)
+        return False
+
+    try:
+        handle = None
+        try:  # an error that matters is raised when a heap is made
+            if shares.open()["fabric"]:
+                shares.allocate(fabric=True)
+                handle = shares.export_fabric()
+        except SetupError as error:
+            _log.info("no fabric handle for the ranks of other machines: %s", error)
+        handles = exchange(handle)
+        mine = [rank for rank in owners if handle is not None and mapped(rank, handles[rank])]
+        return exchange(mine)  # nobody frees before all have tried
+    finally:
+        with contextlib.suppress(SetupError):  # as above; the others have what they wanted
+            shares.free()
+
+
+def fabric_works(device: torch.device) -> bool:
+    """Whether a GPU's memory can leave this host. Raises DriverError, HandleUnsupported."""
+    shares = DeviceShares(device, 0, 1, 1)
+    try:
+        return bool(shares.open()["fabric"])
+    finally:
+        shares.free()

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one job: rendezvous, control messages, liveness, recovery, hosts."""
+
+from weft.group.group import Group
+
+__all__ = ["Group"]

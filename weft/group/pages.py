@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory of CPU processes: sealed memfds, and mappings that a forked child lacks.
+
+A memfd has no name, so nothing outlives its processes. The seals keep a peer from shrinking it,
+which would turn the next access into SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+from weft.errors import HandleUnsupported
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+PROT_NONE = 0
+MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.restype = ctypes.c_int
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def sealed_memfd(name: str, size: int) -> int:
+    """A new memfd of `size` zero bytes that nobody can resize. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_sealed(rank: int, fd: int, size: int) -> None:
+    """Raise HandleUnsupported unless `fd`, of rank `rank`, is what `sealed_memfd` makes."""
+    found = os.fstat(fd).st_size
+    if found != size:
+        raise HandleUnsupported(
+            f"rank {rank} sent memory of {found} bytes where {size} were agreed"
+        )
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise HandleUnsupported(
+            f"rank {rank} sent a descriptor that cannot be sealed ({error.strerror}), so no memfd"
+        ) from error
+    if seals & SEALS != SEALS:
+        raise HandleUnsupported(
+            f"rank {rank} sent memory with seals {seals:#x} where {SEALS:#x} are needed: "
+            "it could shrink under its readers"
+        )
+
+
+def map_shared(fd: int, size: int, *, writable: bool) -> int:
+    """The address of a mapping of `fd`, which a forked child lacks. Raises OSError."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = map_memory(0, size, protection, mmap.MAP_SHARED, fd)
+    keep_from_children(address, size)
+    return address
+
+
+def unmap(address: int, size: int) -> None:
+    """Give a mapping back. Raises OSError."""
+    if _libc.munmap(address, size) != 0:
+        raise _error("munmap", size)
+
+
+def keep_from_children(address: int, size: int) -> None:
+    """Leave a mapping out of forked children. Raises OSError."""
+    if _libc.madvise(address, size, mmap.MADV_DONTFORK) != 0:
+        raise _error("madvise", size)
+
+
+def map_memory(address: int, size: int, protection: int, flags: int, fd: int) -> int:
+    """Return the address of a new mapping, at `address` unless it is 0. Raises OSError."""
+    where = _libc.mmap(address or None, size, protection, flags | _MAP_NORESERVE, fd, 0)
+    if where == _MAP_FAILED:
+        raise _error("mmap", size)
+    return int(where)
+
+
+def _error(call: str, size: int) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(
+        number, f"{call} of {size} bytes: {os.strerror(number)}; see `ulimit -v` and free memory"
+    )

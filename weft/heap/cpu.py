@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of CPU ranks: one sealed memfd a rank, mapped into one reservation in every process.
+
+A memfd has no name, so nothing outlives its processes. The seals keep a peer from shrinking it,
+which would turn our next access into SIGBUS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.group.pages import (
+    MAP_FIXED,
+    PROT_NONE,
+    check_sealed,
+    keep_from_children,
+    map_memory,
+    sealed_memfd,
+    unmap,
+)
+from weft.shape import MAILBOX_BYTES
+
+if TYPE_CHECKING:
+    from weft.group.group import Group
+
+
+class HostShares:
+    """Every rank's share of a heap in this process: rank r's at `base + r * stride`.
+
+    `mailbox` is the host and device address of one private page; on the CPU they are equal.
+    """
+
+    stream = 0  # there is none on a CPU
+
+    def __init__(self, rank: int, ranks: int, size: int) -> None:
+        page = mmap.PAGESIZE
+        self.ranks: set[int] = set()  # whose shares are mapped
+        self._ranks = ranks
+        self._mapped = -(-size // page) * page
+        self._fd = -1
+        self._owner = os.getpid()
+        self.stride = self._mapped + page  # the page stays unmapped: overruns fault at once
+        self._mailbox_bytes = -(-MAILBOX_BYTES // page) * page
+        self._reserved = ranks * self.stride + self._mailbox_bytes
+        self.base = 0
+        self.mailbox = (0, 0)
+
+    def allocate(self) -> None:
+        """Make the own share, zeroed by the kernel, and the reservation. Raises OSError."""
+        self._fd = sealed_memfd("weft-share", self._mapped)
+        self.base = map_memory(
+            0, self._reserved, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
+        )
+        mailbox = self.base + self._ranks * self.stride
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        map_memory(mailbox, self._mailbox_bytes, writable, private | MAP_FIXED, -1)
+        self.mailbox = (mailbox, mailbox)
+
+    def map(self, fds: Mapping[int, int]) -> None:
+        """Map the shares of ranks. Raises HandleUnsupported for what is no share."""
+        for rank, fd in fds.items():
+            check_sealed(rank, fd, self._mapped)
+            where = self.base + rank * self.stride
+            writable = mmap.PROT_READ | mmap.PROT_WRITE
+            map_memory(where, self._mapped, writable, mmap.MAP_SHARED | MAP_FIXED, fd)
+            # A forked child has no share of its own: what it wrote would count as its parent's.
+            keep_from_children(where, self._mapped)
+            self.ranks.add(rank)
+
+    def share_fd(self) -> int:
+        """A new descriptor of the own share, which belongs to the caller."""
+        return os.dup(self._fd)
+
+    def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
+        """uint8 tensor [count] over `address` that keeps `keeper` alive."""
+        return torch.frombuffer(buffer(address, count, keeper), dtype=torch.uint8)
+
+    def read(self, address: int, count: int) -> bytes:
+        """A copy of `count` bytes."""
+        return ctypes.string_at(address, count)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Store `data`; eight bytes at a multiple of eight by one store."""
+        if len(data) == 8 and address % 8 == 0:
+            ctypes.c_uint64.from_address(address).value = int.from_bytes(data, sys.byteorder)
+        else:
+            ctypes.memmove(address, data, len(data))
+
+    def free(self) -> None:
+        """Give everything back. Idempotent. Raises OSError.
+
+        A forked child only forgets: other memory may be there in its own address space.
+        """
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        base, self.base = self.base, 0
+        if base and os.getpid() == self._owner:
+            unmap(base, self._reserved)
+
+
+def create(group: Group, size: int) -> HostShares:
+    """The shares of `size` bytes of every rank. Collective. Raises CreationFailed on every rank."""
+    shares = HostShares(group.rank, group.size, size)
+    try:
+        group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
+        group.map_shares(shares.share_fd, shares.map, doing=f"mapping {size} bytes of every rank")
+    except BaseException:
+        shares.free()
+        raise
+    return shares
+
+
+def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
+    """`count` bytes at `address` for the buffer protocol; it keeps `keeper` alive."""
+    array = (ctypes.c_ubyte * count).from_address(address)
+    array.keeper = keeper  # type: ignore[attr-defined]
+    return array

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mirrors of the structs in device/header.cuh that the host reads or writes.
+
+Every generated source asserts their sizes and the offset of every field (runtime/layout.py), but no
+types: a field that changes its type and keeps its place is to be changed here by hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_uint8, c_uint32, c_uint64
+from typing import NamedTuple
+
+from weft.shape import MAX_RANKS, NARROW_RANKS
+
+ABI = 11
+RING_RECORDS = 256
+RING_TIMELINES = 64
+EPOCH_MASK = (1 << 40) - 1
+LAST_WORDS_BYTES = 512
+HOST_BITS = 63  # of a Mailbox.host_word: bit r % 63 of word r // 63 says that rank r has ended
+HOST_ASKS_TO_LEAVE = 1 << HOST_BITS  # in the first one
+
+
+class ErrorRecord(ctypes.Structure):
+    """What went wrong, as counters and ids only.
+
+    peer: the rank that it is about; for an abort, the rank that asked.
+    reported_by: rank + 1 of the peer that found it out, 0 if this rank did.
+    """
+
+    _fields_ = (
+        ("code", c_uint32),
+        ("rank", c_uint32),
+        ("peer", c_uint32),
+        ("phase", c_uint32),
+        ("wanted", c_uint64),
+        ("seen", c_uint64),
+        ("elapsed_ns", c_uint64),
+        ("token", c_uint32),
+        ("slot", c_uint32),
+        ("reported_by", c_uint32),
+        ("reserved", c_uint32),
+    )
+
+
+class Record(ctypes.Structure):
+    """One finished operation: times in nanoseconds of the device's clock."""
+
+    _fields_ = (
+        ("epoch", c_uint64),
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("phase", c_uint32),
+        ("tokens", c_uint32),
+    )
+
+
+class CallRecord(ctypes.Structure):
+    """What a call is, as runtime/identity.py packs it; a rank's latest one is in its header."""
+
+    _fields_ = (
+        ("hash", c_uint64),
+        ("what", c_uint64),
+        ("constants", c_uint64),
+        ("reserved", c_uint64),
+    )
+
+
+class Fault(ctypes.Structure):
+    """A planned disturbance, read only by kernels compiled with fault points."""
+
+    _fields_ = (
+        ("point", c_uint32),
+        ("action", c_uint32),
+        ("peer", c_uint32),
+        ("reserved", c_uint32),
+        ("epoch", c_uint64),
+        ("argument", c_uint64),
+    )
+
+
+class Site(ctypes.Structure):
+    """Where the shares are and which rank this is."""
+
+    _fields_ = (
+        ("base", c_uint64),
+        ("stride", c_uint64),
+        ("mailbox", c_uint64),
+        ("rank", c_uint32),
+        ("descriptor", c_uint32),
+    )
+
+
+class Mirrors(NamedTuple):
+    """The structs that hold something of each rank.
+
+    Mailbox: a page of host memory that kernels can write: errors out, notices of the host in.
+    Timeline: when a profiled operation did what, in nanoseconds of the device's clock.
+    Header: the first bytes of every share.
+    """
+
+    Mailbox: type[ctypes.Structure]
+    Timeline: type[ctypes.Structure]
+    Header: type[ctypes.Structure]
+
+
+def mirrors(ranks: int) -> Mirrors:
+    """The structs of a domain of so many ranks: one layout serves up to 32, another up to 72."""
+    return _mirrors(most_ranks(ranks))
+
+
+@functools.cache
+def _mirrors(most: int) -> Mirrors:
+    words, host_words = rank_words(most), -(-most // HOST_BITS)
+
+    class Mailbox(ctypes.Structure):
+        _fields_ = (
+            ("host_word", c_uint64 * host_words),
+            ("_pad0", c_uint8 * (128 - 8 * host_words)),
+            ("refusals", c_uint32),
+            ("_pad1", c_uint8 * 124),
+            ("broken_code", c_uint32),
+            ("_pad2", c_uint8 * 4),
+            ("broken", ErrorRecord),
+            ("_pad3", c_uint8 * 64),
+            ("refused", ErrorRecord * 8),
+            ("_pad4", c_uint8 * 64),
+        )
+
+    class Timeline(ctypes.Structure):
+        _fields_ = (
+            ("epoch", c_uint64),
+            ("start_ns", c_uint64),
+            ("sent_ns", c_uint64),
+            ("published_ns", c_uint64),
+            ("end_ns", c_uint64),
+            ("phase", c_uint32),
+            ("ctas", c_uint32),
+            ("arrived_ns", c_uint64 * most),
+        )
+
+    class Header(ctypes.Structure):
+        _fields_ = (
+            ("abi", c_uint32),
+            ("rank", c_uint32),
+            ("ranks", c_uint32),
+            ("generation", c_uint32),
+            ("share_bytes", c_uint64),
+            ("first_epoch", c_uint64),
+            ("deadline_ns", c_uint64),
+            ("first_deadline_ns", c_uint64),
+            ("_pad0", c_uint8 * 80),
+            ("epoch", c_uint64),
+            ("failed", c_uint32),
+            ("rows", c_uint32),
+            ("source_rows", c_uint32),
+            ("living", c_uint32 * words),
+            ("_pad1", c_uint8 * (108 - 4 * words)),
+            ("arrived", c_uint32),
+            ("refusing", c_uint32),
+            ("refusals", c_uint32),
+            ("sending", c_uint32),
+            ("reported", c_uint32 * words),
+            ("_pad2", c_uint8 * (112 - 4 * words)),
+            ("notices", c_uint64 * most),
+            ("_pad3", c_uint8 * (-8 * most % 128)),
+            ("waiting_ns", c_uint64),
+            ("looked", c_uint32),
+            ("_pad4", c_uint8 * 116),
+            ("call", CallRecord),
+            ("_pad5", c_uint8 * 96),
+            ("last_words", c_uint8 * LAST_WORDS_BYTES),
+            ("fault", Fault),
+            ("_pad6", c_uint8 * 96),
+            ("ring", Record * RING_RECORDS),
+            ("timelines", Timeline * RING_TIMELINES),
+        )
+
+    return Mirrors(Mailbox, Timeline, Header)
+
+
+def most_ranks(ranks: int) -> int:
+    """The ranks that the layout of a domain of so many has room for (max_ranks)."""
+    return NARROW_RANKS if ranks <= NARROW_RANKS else MAX_RANKS
+
+
+def rank_words(ranks: int) -> int:
+    """32-bit words that a set of ranks takes (RankSet)."""
+    return -(-most_ranks(ranks) // 32)
+
+
+def header_bytes(ranks: int) -> int:
+    """Bytes of a header."""
+    return ctypes.sizeof(mirrors(ranks).Header)
+
+
+def words_of(ranks: int, count: int) -> tuple[int, ...]:
+    """A set of ranks, bit r for rank r, as `count` words of 32 bits (RankSet)."""
+    return tuple(ranks >> 32 * i & 0xFFFFFFFF for i in range(count))
+
+
+PHASES = {1: "dispatch", 2: "combine", 3: "grouping", 4: "all-reduce"}

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that every rank of a group can address."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from weft.arguments import instance, integer, integers, refuse
+from weft.cuda import memory as cuda
+from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.group.group import Group
+from weft.heap import cpu
+from weft.heap.header import header_bytes
+from weft.heap.room import require_room
+from weft.shape import MAILBOX_BYTES
+
+_log = logging.getLogger(__name__)
+INT64 = -(1 << 63), (1 << 63) - 1
+MAX_BYTES = 1 << 48  # of a share: what a process can address
+MAX_WRITE = MAILBOX_BYTES // 2  # bytes of a write: GPUs stage them in half of the mailbox
+Shares: TypeAlias = cpu.HostShares | cuda.DeviceShares
+
+
+class _Keeper:
+    """What holds it keeps the heap's memory: the open heap, its mailbox and every view."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Mailbox:
+    """One page of host memory that this rank's device can write.
+
+    `host` and `device` are its address for either side; they are equal on the CPU.
+    """
+
+    def __init__(self, host: int, device: int, keeper: object) -> None:
+        self.host = host
+        self.device = device
+        self._keeper = keeper
+
+    def view(self) -> memoryview:
+        """The page as writable bytes [4096]; keeps the memory alive."""
+        return memoryview(cpu.buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
+
+
+class Heap:
+    """Symmetric memory: `size` bytes per rank that every rank of `group` can address.
+
+    Rank r's share is at `base + r * stride` in this process and is zero at first; after each share
+    a guard is left unmapped. `generation` is the same on every rank and differs from the group's
+    other heaps.
+    """
+
+    def __init__(self, group: Group, size: int, generation: int, shares: Shares) -> None:
+        self.group = group
+        self.size = size
+        self.stride = shares.stride
+        self.base = shares.base
+        self.generation = generation
+        self._shares: Shares | None = shares
+        self._keeper: _Keeper | None = _Keeper()
+        self._failures: list[Exception] = []
+        self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._keeper)
+        # Not at exit: then other threads may still be in the memory, and the system frees it.
+        weakref.finalize(self._keeper, _free, shares, self._failures).atexit = False
+
+    @classmethod
+    def create(cls, group: Group, size: int) -> Heap:
+        """Allocate a heap of `size` bytes per rank. Collective.
+
+        Raises:
+            InvalidArgument: the size is invalid or exceeds the memory of this host.
+            CreationFailed: a rank cannot do its part. Every rank raises it.
+            GeometryMismatch: the sizes differ.
+        """
+        instance("group", group, Group)
+        with group.creation() as creation:
+            heap = cls(group, size, *_make(group, size))
+            creation.add(heap)
+        return heap
+
+    @property
+    def closed(self) -> bool:
+        """Whether the heap is closed."""
+        return self._shares is None
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Page of host memory that this rank's kernels and the host both write."""
+        if self._mailbox is None:
+            raise self._closed()
+        return self._mailbox
+
+    @property
+    def stream(self) -> int:
+        """A CUstream of this heap, which is never captured; 0 on CPU ranks."""
+        return self._open().stream
+
+    def address(self, rank: int) -> int:
+        """Return the address of a rank's share in this process.
+
+        Raises:
+            InvalidArgument: there is no such rank.
+            OutOfOrder: the heap is closed.
+        """
+        shares = self._open()
+        rank = integer("rank", rank, 0, self.group.size - 1)
+        if rank not in shares.ranks:
+            raise InvalidArgument(f"rank {rank} was gone when this heap was made and has no share")
+        return self.base + rank * self.stride
+
+    def tensor(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        offset: int = 0,
+        rank: int | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Return a view of `dtype` at `offset` bytes into a rank's share (default: this rank's).
+
+        `stride` is in elements (default: contiguous). The view keeps the memory alive, also past
+        close().
+
+        Raises:
+            InvalidArgument: the view is not inside the share.
+            OutOfOrder: the heap is closed.
+        """
+        shares = self._open()
+        address = self.address(self.group.rank if rank is None else rank)
+        instance("dtype", dtype, torch.dtype)
+        shape, offset = integers("shape", shape, *INT64), integer("offset", offset, 0, MAX_BYTES)
+        steps = _contiguous(shape) if stride is None else integers("stride", stride, *INT64)
+        extent = _extent(tuple(shape), steps) * dtype.itemsize
+        if offset % dtype.itemsize != 0:
+            raise InvalidArgument(
+                f"offset is {offset} and {dtype} takes {dtype.itemsize} bytes: align the offset"
+            )
+        if offset + extent > self.size:
+            raise InvalidArgument(
+                f"a tensor of shape {tuple(shape)} of {dtype} at offset {offset} ends at byte "
+                f"{offset + extent} and the share has {self.size}; make the heap larger"
+            )
+        share = shares.view(address, self.size, self._keeper)
+        try:
+            return share[offset : offset + extent].view(dtype).as_strided(tuple(shape), steps)
+        except (RuntimeError, TypeError) as error:  # an empty tensor of sizes that overflow
+            raise InvalidArgument(
+                f"torch makes no tensor of shape {tuple(shape)} and stride {steps} of {dtype}: "
+                f"{error}"
+            ) from error
+
+    def header(self, rank: int | None = None) -> bytes:
+        """Return a copy of the header of a rank's share, also of a dead rank.
+
+        Raises:
+            InvalidArgument: the share is smaller than a header.
+            OutOfOrder: the heap is closed.
+        """
+        shares = self._open()
+        size = header_bytes(self.group.size)
+        if self.size < size:
+            raise InvalidArgument(
+                f"the heap has {self.size} bytes a rank and a header takes {size}"
+            )
+        where = self.address(self.group.rank if rank is None else rank)
+        return shares.read(where, size)
+
+    def write(self, rank: int, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Write up to 2048 bytes into a rank's share while kernels may run, and wait for it.
+
+        Eight bytes at a multiple of eight arrive whole. Raises InvalidArgument when the bytes do
+        not lie inside the share, OutOfOrder after close().
+        """
+        shares, address = self._open(), self.address(rank)
+        offset = integer("offset", offset, 0, MAX_BYTES)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            refuse("data", data, "bytes, a bytearray or a memoryview")
+        try:
+            content = bytes(data)
+        except (ValueError, TypeError, BufferError) as error:  # a memoryview that was released
+            raise InvalidArgument(f"data cannot be read: {error}; pass bytes") from error
+        if len(content) > MAX_WRITE:
+            raise InvalidArgument(
+                f"data has {len(content)} bytes, and a write takes at most {MAX_WRITE}: copy more "
+                "into a tensor of the share, Heap.tensor(..., rank=rank)"
+            )
+        if offset + len(content) > self.size:
+            raise InvalidArgument(
+                f"{len(content)} bytes at offset {offset} end at byte {offset + len(content)} and "
+                f"the share has {self.size}: write inside the share, or make the heap larger"
+            )
+        shares.write(address + offset, content)
+
+    def close(self) -> None:
+        """Free the memory once no view of it is left. Local and idempotent.
+
+        Never waits for a peer: what a peer still maps stays valid there.
+        """
+        self._shares = self._keeper = self._mailbox = None
+        if self._failures:
+            raise self._failures.pop(0)
+
+    def __enter__(self) -> Heap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Shares:
+        if self._shares is None:
+            raise self._closed()
+        return self._shares
+
+    def _closed(self) -> OutOfOrder:
+        return OutOfOrder(
+            f"the heap of generation {self.generation} is closed; make a new one with Heap.create"
+        )
+
+
+def _make(group: Group, size: int) -> tuple[int, Shares]:
+    """The generation and the shares of a new heap."""
+    began = time.monotonic()
+    try:
+        size = group.together(lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap")
+        group.agree({"size": size}, what="the heap's size")
+        require_room(group, size, what="a heap")
+        generation = group.next_generation()
+        create: Callable[[Group, int], Shares]
+        create = cuda.create if group.device.type == "cuda" else cpu.create
+        shares = create(group, size)
+        _log.info(
+            "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
+            *(generation, size, group.size, group.device.type, group.size * shares.stride),
+            time.monotonic() - began,
+        )
+    except RendezvousFailed as error:
+        raise CreationFailed(f"creating a heap failed: {error}") from error
+    return generation, shares
+
+
+def _free(shares: Shares, failures: list[Exception]) -> None:
+    """Runs when the last holder lets go. An exception would be lost here: close() raises it."""
+    try:
+        shares.free()
+    except Exception as error:
+        failures.append(error)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    steps, step = [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(steps))
+
+
+def _extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a strided tensor, both included."""
+    if len(shape) != len(steps):
+        raise InvalidArgument(f"stride {steps} has {len(steps)} entries and shape {shape} has not")
+    if min(shape, default=0) < 0 or min(steps, default=0) < 0:
+        raise InvalidArgument(f"shape {shape} and stride {steps} must not be negative")
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is there memory for what all CPU ranks of a group are about to allocate?
+
+A memfd takes no memory when it is made: its pages come as they are first written, some when a share
+is initialised, the others in the first calls that are large enough. Then it is too late to refuse:
+a page that cannot be had ends a process, and not always the one that asked. So a size is held
+against what the host has before anything is made, and as if every byte of it were used, for a
+workspace that cannot hold the calls that it is made for is not what was asked for.
+
+To refuse nothing that would fit, everything counts that the kernel could give: memory that is free
+or can be reclaimed, within every control group around a rank, and swap. What other processes, or
+weft's own earlier shares, have been promised and have not touched yet is not known and not counted.
+GPUs need none of this: they allocate at once, and the driver says what it lacks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from weft.group.group import Group
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
+
+
+def require_room(group: Group, bytes_each: int, *, what: str) -> None:
+    """Raise InvalidArgument, the same on every rank, where `bytes_each` of each rank cannot fit.
+
+    what: of each rank is so large. Collective. Ranks within one control group share its limit.
+    """
+    if group.device.type != "cpu":
+        return
+    place, bound = control_group()
+    swap, host = _meminfo("SwapFree"), _meminfo("MemAvailable")
+    said = group.all_gather([host + swap, place, None if bound is None else bound + swap])
+    gathered = {rank: said[rank] for rank in group.living}
+    ranks, total = len(gathered), len(gathered) * bytes_each
+    least = min(available for available, _, _ in gathered.values())
+    if total > least:
+        rank = next(r for r, (available, _, _) in gathered.items() if available == least)
+        raise InvalidArgument(
+            f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, {_size(total)} together; "
+            f"rank {rank} sees {_size(least)} available on this host (MemAvailable and SwapFree in "
+            f"/proc/meminfo): {_REMEDY}"
+        )
+    for rank, (_, where, limit) in gathered.items():
+        inside = sum(other == where for _, other, _ in gathered.values())
+        if limit is not None and inside * bytes_each > limit:
+            raise InvalidArgument(
+                f"{what} takes {_size(bytes_each)} on each of {ranks} ranks, "
+                f"{_size(inside * bytes_each)} together for the {inside} in the control group of "
+                f"rank {rank}, which has {_size(limit)} left ({where}): raise its memory limit, or "
+                f"{_REMEDY}"
+            )
+
+
+def control_group() -> tuple[str, int | None]:
+    """The tightest control group around this process: which, and the bytes it may still take.
+
+    None where no limit is known, as with control groups of the first version. A container may show
+    its own group at the root alone.
+    """
+    found: list[tuple[int, str]] = []
+    try:
+        lines = (PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return "", None
+    for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
+        folder = CGROUPS / path
+        for each in (folder, *folder.parents):
+            left = _left(each)
+            if left is not None:
+                found.append((left, str(each)))
+            if each == CGROUPS:
+                break
+    if not found:
+        return "", None
+    left, place = min(found)
+    return place, left
+
+
+def _left(folder: Path) -> int | None:
+    """Bytes that a control group may still take; None for one without a limit."""
+    try:
+        most = int((folder / "memory.max").read_text())
+        taken = int((folder / "memory.current").read_text())
+        stat = (folder / "memory.stat").read_text().split()
+    except (OSError, ValueError):  # "max", or not there
+        return None
+    held = dict(zip(stat[::2], stat[1::2], strict=False))
+    return max(0, most - taken + sum(int(held.get(name, 0)) for name in _RECLAIMABLE))
+
+
+def _meminfo(name: str) -> int:
+    for line in (PROC / "meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB ({count} bytes)"
+
+
+_REMEDY = (
+    "build it smaller (max_tokens, hidden, slots) or with fewer ranks; the `memory_bytes` of what "
+    "you build returns its bytes before anything is allocated"
+)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on every rank of a group of this host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from weft.arguments import flags, function, integer, one_of, seconds
+from weft.errors import InvalidArgument, SetupError
+from weft.group.group import Group
+from weft.group.meeting import Meeting
+from weft.launcher.processes import GRACE, GRACE_MEETING, Job, end_meeting, run_processes
+from weft.launcher.reports import Report, failure, report_of
+from weft.shape import MAX_RANKS
+
+T = TypeVar("T")
+_DEVICES = ("cpu", "cuda", "threads")
+_GROUP_TIMEOUT = 120.0  # seconds, for the group's control messages
+
+
+def launch(
+    fn: Callable[..., T],
+    *args: Any,
+    ranks: int = 4,
+    device: str = "cpu",
+    timeout: float = 600.0,
+    tolerate_deaths: bool = False,
+) -> list[T]:
+    """Run `fn(group, *args)` on several ranks of this machine and return their results.
+
+    If a rank fails, the error names the rank that failed first, with its traceback; its exception
+    is the `__cause__`. Ranks that wait for it in weft end at once; the others have 10 s and are
+    then killed.
+
+    Args:
+        fn: Function that a new process can import. It returns plain values or CPU tensors.
+        *args: Further arguments of `fn`.
+        ranks: Number of ranks.
+        device: "cpu" (processes with one torch thread each), "cuda" (processes, rank i on GPU i
+            modulo the number of GPUs) or "threads" (CPU ranks as threads of this process).
+        timeout: Seconds that all ranks may take.
+        tolerate_deaths: A process that dies after all have met ends nobody else. Its result is
+            None.
+
+    Returns:
+        Results in rank order.
+
+    Raises:
+        InvalidArgument: a new process cannot import `fn`, or this process is itself a rank.
+        SetupError: this process may not open enough files, or is daemonic.
+        RankFailed: a rank raised, died or ran longer than `timeout` seconds.
+    """
+    function("fn", fn, "which every rank calls with its group and args")
+    ranks = integer("ranks", ranks, 1, MAX_RANKS)
+    device = one_of("device", device, _DEVICES)
+    timeout = seconds("timeout", timeout)
+    flags(tolerate_deaths=tolerate_deaths)
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
+    _check_launches()
+    if device != "threads":
+        _check_has_children()
+    work = b"" if device == "threads" else _packed(fn, args)
+    _check_open_files(ranks, device)
+    meeting = Meeting.open()
+    try:
+        group_timeout = min(timeout, _GROUP_TIMEOUT)
+        if device == "threads":
+            reports = _run_threads(fn, args, meeting, ranks, timeout, group_timeout)
+        else:
+            job = Job(work, meeting, ranks, device, group_timeout, tolerate_deaths)
+            reports = run_processes(job, timeout)
+    finally:
+        meeting.close()
+    survivors = [report for report in reports if report.kind != "died"]
+    error = failure(survivors if tolerate_deaths and survivors else reports, ranks, timeout)
+    if error is not None:
+        raise error
+    return [report.value for report in reports]
+
+
+def _check_launches() -> None:
+    """Refuse to start ranks in a process that torchrun started as one: each would start a job."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is not None and size is not None:
+        raise InvalidArgument(
+            f"this process is rank {rank} of the {size} that torchrun (RANK, WORLD_SIZE) started, "
+            "and launch would start ranks of its own in each: call init_process_group and "
+            "weft.Group.from_torch() here, or run the script without torchrun"
+        )
+
+
+def _check_has_children() -> None:
+    """Raise SetupError in a daemonic process, which multiprocessing refuses children."""
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise SetupError(
+            f"this process, {process.name}, is daemonic (a worker of multiprocessing.Pool or of an "
+            "engine), and Python lets it start no ranks: start it with daemon=False, call launch "
+            'from the main process, or use device="threads"'
+        )
+
+
+def files_of(ranks: int, device: str) -> int:
+    """Descriptors that a launch may hold at once: sockets, pipes, and shares on their way."""
+    return 16 + (2 * ranks * (ranks + 1) if device == "threads" else 4 * ranks)
+
+
+def _check_open_files(ranks: int, device: str) -> None:
+    """Refuse what would end in the middle for want of descriptors, and name the limit."""
+    needed = files_of(ranks, device)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    used = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and used + needed > limit:
+        raise SetupError(
+            f"{ranks} ranks take {needed} open files; this process has {used}, and its limit is "
+            f"{limit}: raise it (ulimit -n {max(1024, used + needed)}), or launch fewer ranks"
+        )
+
+
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        work = pickle.dumps((fn, args))
+    except Exception as error:
+        raise InvalidArgument(
+            f"{fn!r} and its arguments cannot be sent to another process ({error}): give a "
+            'function at module level and plain arguments, or use device="threads"'
+        ) from error
+    # A rank runs the script's file again, where it has one, and finds `fn` there by its name.
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if main.__spec__ is None and (
+        b"__main__" in work if file is None else not os.path.isfile(file)
+    ):
+        raise InvalidArgument(
+            f"{fn!r} is called from a notebook, stdin or -c, where a new process of a rank cannot "
+            "import it: move the function to a file and import it from there (and what reads "
+            'stdin, too), or use device="threads"'
+        )
+    return work
+
+
+def _run_threads(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    meeting: Meeting,
+    ranks: int,
+    timeout: float,
+    group_timeout: float,
+) -> list[Report]:
+    """Run every rank in a thread; one report a rank. One that still runs at the end is left alone.
+
+    A thread cannot be killed: its group is broken, and it has a second to raise that.
+    """
+    groups: dict[int, Group] = {}
+    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+
+    def life(rank: int) -> None:
+        try:
+            group = groups[rank] = Group.from_meeting(
+                meeting,
+                rank=rank,
+                size=ranks,
+                device=torch.device("cpu"),
+                timeout=group_timeout,
+                threads=True,
+            )
+            report = report_of(rank, group, lambda: fn(group, *args))
+        except BaseException as error:
+            report = Report.raised(rank, error)
+            end_meeting(meeting, rank, report)
+        told.put(report)
+
+    deadline = time.monotonic() + timeout
+    threads = [
+        threading.Thread(target=life, args=(rank,), name=f"weft-rank-{rank}", daemon=True)
+        for rank in range(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    reports = [Report(rank, "running") for rank in range(ranks)]
+    waiting = set(range(ranks))
+    late: set[int] = set()  # what one raises when its group is broken says nothing of its own
+    broken = False
+    while waiting:
+        try:
+            report = told.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            if broken:
+                break
+            broken = True
+            if all(reports[rank].kind == "returned" for rank in set(range(ranks)) - waiting):
+                late = set(waiting)
+            for group in list(groups.values()):
+                group.abort("the launch ended this group: a rank failed or ran too long")
+            deadline = time.monotonic() + 1.0
+            continue
+        waiting.remove(report.rank)
+        if report.rank not in late:
+            reports[report.rank] = report
+        if report.kind == "raised" and not broken:
+            grace = GRACE if report.rank in groups else GRACE_MEETING
+            deadline = min(deadline, time.monotonic() + grace)
+    for rank in set(range(ranks)) - waiting - late:
+        threads[rank].join(1.0)
+    return reports

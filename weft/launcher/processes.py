@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as processes: forked by a fork server that has torch imported, ended without leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+
+import torch
+
+from weft import logs
+from weft.group.group import Group
+from weft.group.meeting import Meeting
+from weft.launcher.reports import Report, report_of
+
+GRACE = 10.0  # seconds for the other ranks to end after one failed
+GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
+_PRELOAD = ["torch", "weft.public", "weft.launcher.processes"]
+_ENVIRON = threading.Lock()  # held while os.environ is that of the fork server
+
+
+def _environment() -> dict[str, str]:
+    with _ENVIRON:
+        return dict(os.environ)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank gets. `work` is the pickled function and arguments."""
+
+    work: bytes
+    meeting: Meeting
+    ranks: int
+    device: str
+    group_timeout: float
+    tolerate_deaths: bool = False
+    environment: dict[str, str] = field(default_factory=_environment)
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: ForkServerProcess
+    pipe: Connection
+    met: bool = False
+    report: Report | None = None
+
+
+def run_processes(job: Job, timeout: float) -> list[Report]:
+    """Run every rank of `job` in a process of its own; one report a rank, in rank order."""
+    context = fork_server()
+    deadline = time.monotonic() + timeout
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(job.ranks):
+            ranks.append(_start(context, job, rank))
+        _watch(job, ranks, deadline)
+        return [
+            each.report or Report(rank, "running", name="ended", when=time.monotonic())
+            for rank, each in enumerate(ranks)
+        ]
+    finally:
+        _end(ranks)
+
+
+def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
+    """Return the fork server, which imports `_PRELOAD` and `more` when the first call starts it.
+
+    They come from where this process finds modules. CPython runs the server as `python -c` and
+    ignores this process's sys.path meanwhile, so a `weft` in the working directory would be taken
+    before the installed one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOAD, *more])
+    there = {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),
+    }
+    with _ENVIRON:
+        before = {name: os.environ.get(name) for name in there}
+        os.environ.update(there)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+    return context
+
+
+def _start(context: ForkServerContext, job: Job, rank: int) -> _Rank:
+    mine, theirs = context.Pipe(duplex=False)
+    if rank != job.meeting.hub:  # the listener is for that one alone
+        job = replace(job, meeting=Meeting.at(job.meeting.address))
+    process = context.Process(target=_child, args=(theirs, job, rank), name=f"weft-rank-{rank}")
+    try:
+        process.start()
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    return _Rank(process, mine)
+
+
+def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
+    """Collect reports until every rank has one, or the deadline or the grace is over."""
+    met = False  # one rank that has met shows that all have
+    while True:
+        waiting = {r: each for r, each in enumerate(ranks) if each.report is None}
+        left = deadline - time.monotonic()
+        if not waiting or left <= 0:
+            return
+        by_handle: dict[Any, int] = {}
+        for r, each in waiting.items():
+            by_handle[each.pipe] = by_handle[each.process.sentinel] = r
+        ready = multiprocessing.connection.wait(list(by_handle), timeout=left)
+        for r in sorted({by_handle[handle] for handle in ready}):
+            report = _hear(r, ranks[r])
+            met = met or ranks[r].met
+            if report is None or report.kind == "returned":
+                continue
+            if report.kind == "died" and met and job.tolerate_deaths:
+                continue
+            # Once all have met, the others may be in their functions.
+            grace = GRACE if ranks[r].met else GRACE_MEETING
+            deadline = min(deadline, time.monotonic() + grace)
+            if not ranks[r].met:
+                end_meeting(job.meeting, r, report)
+
+
+def end_meeting(meeting: Meeting, rank: int, report: Report) -> None:
+    """Tell the other ranks how one failed before all had met."""
+    if rank == meeting.hub:  # it tells nobody any more, unless it has done so already
+        meeting.close(report.line())
+    else:
+        meeting.end(report.line())
+
+
+def _hear(rank: int, each: _Rank) -> Report | None:
+    """Take what `rank` sent; a rank that ended without a report has died."""
+    try:
+        while each.report is None and each.pipe.poll():
+            message = each.pipe.recv_bytes()
+            if message == b"met":
+                each.met = True
+            else:
+                each.report = pickle.loads(message)
+    except (EOFError, OSError):
+        each.process.join(1.0)  # the pipe ends a moment before the process
+    if each.report is None and each.process.exitcode is not None:
+        each.report = Report(rank, "died", name="died", text=_exit(each), when=time.monotonic())
+    return each.report
+
+
+def _exit(rank: _Rank) -> str:
+    process, code = rank.process, rank.process.exitcode
+    if code is None or code >= 0:
+        text = f"process {process.pid} ended with exit code {code} before its function "
+        if rank.met:
+            return text + "returned: it ended itself (os._exit, or a library that does so)"
+        return text + (
+            'began; a script that calls launch needs `if __name__ == "__main__":` around the call'
+        )
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = "; the kernel may have run out of memory (see dmesg)" if name == "SIGKILL" else ""
+    return f"process {process.pid} was ended by {name}{hint}"
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Kill what still runs, take every process in, close every pipe."""
+    for each in ranks:
+        # A rank that has reported gets a moment to end by itself.
+        each.process.join(1.0 if each.report is not None else 0.0)
+        if each.process.exitcode is None:
+            each.process.kill()
+    for each in ranks:
+        each.process.join(10.0)
+        each.pipe.close()
+        if each.process.exitcode is not None:
+            each.process.close()
+
+
+def _child(pipe: Connection, job: Job, rank: int) -> None:
+    """One rank's whole life."""
+    process = os.getpid()
+    threading.Thread(target=_end_with_launcher, name="weft-launcher", daemon=True).start()
+    os.environ.clear()  # the server's is as old as the first launch
+    os.environ.update(job.environment)
+    try:
+        logs.set_up()
+        report = _work(pipe, job, rank)
+    except BaseException as error:
+        report = Report.raised(rank, error)
+    if os.getpid() != process:  # a child that `fn` forked: it reports for itself alone
+        if report.error is not None:
+            raise report.error
+        return
+    try:
+        message = report.packed()
+    except BaseException as error:  # what `fn` returned cannot travel
+        message = Report.raised(rank, error).packed()
+    with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody reads it
+        pipe.send_bytes(message)
+    pipe.close()
+
+
+def _end_with_launcher() -> None:
+    """End this rank when the launcher is gone: the fork server, its parent, would keep it."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        multiprocessing.connection.wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _work(pipe: Connection, job: Job, rank: int) -> Report:
+    device = torch.device("cpu")
+    if job.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    fn, args = pickle.loads(job.work)
+    group = Group.from_meeting(
+        job.meeting, rank=rank, size=job.ranks, device=device, timeout=job.group_timeout
+    )
+    pipe.send_bytes(b"met")
+    return report_of(rank, group, lambda: fn(group, *args))
