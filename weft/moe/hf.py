@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's config.json says of its MoE layers: each served family's names and rules."""
+"""Conversion of transformers configs to `MoEConfig` fields, for each supported model family."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DTYPES = {
     "float32": torch.float32,
 }
 Layer = dict[str, Any]
-# Fields that change how a layer chooses, weighs or gates, with the values that change nothing. A
-# family reads those that its layers have; any other one in its config is refused, not ignored.
+# Fields that affect routing or gating, with their neutral values. Each family reads the fields that
+# its layers use. If a config has another of these fields with any other value, it is refused.
 MEANINGFUL: Mapping[str, tuple[object, ...]] = {
     "scoring_func": (),
     "moe_router_activation_func": (),
@@ -43,11 +43,16 @@ MEANINGFUL: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (),
     "swiglu_alpha": (),
 }
-ALWAYS_DIVIDED = ("norm_topk_prob", "moe_renormalize")  # False has a meaning, too
+MEANINGFUL_IF_FALSE = ("norm_topk_prob", "moe_renormalize")
 
 
 class Fields:
-    """A config's fields by name; `where` is how an error names the config."""
+    """Checked access to a config's fields, which records the fields that were read.
+
+    Args:
+        where: Name of the config in errors.
+        family: Its model_type.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str, family: str) -> None:
         self._values, self._where, self._family = values, where, family
@@ -58,7 +63,7 @@ class Fields:
         return self._values.get(name)
 
     def get(self, *names: str) -> Any:
-        """The first of these fields that is there. Raises InvalidArgument where none is."""
+        """Return the first of these fields that is present. Raises InvalidArgument if none is."""
         for name in names:
             value = self._value(name)
             if value is not None:
@@ -69,70 +74,70 @@ class Fields:
         )
 
     def size(self, *names: str, least: int = 1) -> int:
-        """A field that is a whole number."""
-        return integer(self._named(names[0]), self.get(*names), least)
+        """Return an integer field."""
+        return integer(self._label(names[0]), self.get(*names), least)
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A field that is a number; `default` where configs may leave it out."""
+        """Return a numeric field, or `default` if it is missing."""
         missing = default is not None and self._value(name) is None
-        return real(self._named(name), default if missing else self.get(name))
+        return real(self._label(name), default if missing else self.get(name))
 
     def has(self, name: str) -> bool:
-        """Whether the field is there."""
+        """Whether the field is present."""
         return self._value(name) is not None
 
     def flag(self, *names: str) -> bool:
-        """A field that is True or False."""
+        """Return a boolean field."""
         value = self.get(*names)
-        flags(**{self._named(names[0]): value})
+        flags(**{self._label(names[0]): value})
         return bool(value)
 
     def choice(self, name: str, *allowed: str) -> str:
-        """A field that is one of these words."""
+        """Return a field that must have one of the allowed values."""
         value = self.get(name)
         if value not in allowed:
             raise InvalidArgument(
-                f"{self._named(name)} is {shown(value)}; weft serves model_type "
+                f"{self._label(name)} is {shown(value)}; weft serves model_type "
                 f"{self._family!r} with {listed(allowed)} only"
             )
         return str(value)
 
-    def require(self, **wanted: object) -> None:
-        """Refuse other values of fields that change the arithmetic; those left out are as wanted.
+    def require(self, **expected: object) -> None:
+        """Raise InvalidArgument if a field is present with another value; None allows no value.
 
-        0, False and null count as left out.
+        0, False and null count as missing.
         """
-        for name, only in wanted.items():
+        for name, only in expected.items():
             value = self._value(name)
             if value and value != only:
                 self._refuse(name, value, "without it" if only is None else f"with {only!r}")
 
     def leave(self, *names: str) -> None:
-        """Accept fields that the engine reads, not the layer."""
+        """Accept fields that only the engine uses."""
         self._read.update(names)
 
     def refuse_unread(self) -> None:
-        """Refuse fields of MEANINGFUL that the family did not read and that change something."""
+        """Raise InvalidArgument for an unread field of MEANINGFUL without a neutral value."""
         for name, neutral in MEANINGFUL.items():
             value = self._values.get(name)
-            counts = value is False if name in ALWAYS_DIVIDED else bool(value)
-            if name not in self._read and counts and value not in neutral:
-                serves = f"with {neutral[0]!r}" if neutral else "without it"
-                self._refuse(name, value, serves)
+            present = value is False if name in MEANINGFUL_IF_FALSE else bool(value)
+            if name not in self._read and present and value not in neutral:
+                condition = f"with {neutral[0]!r}" if neutral else "without it"
+                self._refuse(name, value, condition)
 
-    def _refuse(self, name: str, value: object, serves: str) -> NoReturn:
+    def _refuse(self, name: str, value: object, condition: str) -> NoReturn:
         raise InvalidArgument(
-            f"{self._named(name)} is {shown(value)}; weft serves model_type {self._family!r} "
-            f"{serves} only: write a MoEConfig by hand for another rule"
+            f"{self._label(name)} is {shown(value)}; weft serves model_type {self._family!r} "
+            f"{condition} only: write a MoEConfig by hand for another rule"
         )
 
-    def _named(self, name: str) -> str:
+    def _label(self, name: str) -> str:
         return f"{name} in {self._where}"
 
 
 def layer_of(config: object) -> Layer:
-    """The fields of `MoEConfig` that a model's config has; gating as the fields of a `Gating`."""
-    values, where = _values_of(config)
+    """Return the arguments of `MoEConfig` from a model's config; gating as a dict of its fields."""
+    values, where = _read_config(config)
     outer = values
     if isinstance(inner := values.get("text_config"), Mapping):
         values, where = inner, f"text_config of {where}"
@@ -146,37 +151,39 @@ def layer_of(config: object) -> Layer:
     fields = Fields(values, where, family)
     if family not in OWN_ACTIVATION:
         fields.require(hidden_act="silu")
-    found = (each.get(name) for each in (values, outer) for name in ("dtype", "torch_dtype"))
-    named = next((name for name in found if name is not None), "bfloat16")
-    dtype = DTYPES.get(str(named).removeprefix("torch."))
+    candidates = (c.get(key) for c in (values, outer) for key in ("dtype", "torch_dtype"))
+    dtype_name = next((name for name in candidates if name is not None), "bfloat16")
+    dtype = DTYPES.get(str(dtype_name).removeprefix("torch."))
     if dtype is None:
-        raise InvalidArgument(f"dtype in {where} is {shown(named)}; choose one of {listed(DTYPES)}")
+        raise InvalidArgument(
+            f"dtype in {where} is {shown(dtype_name)}; choose one of {listed(DTYPES)}"
+        )
     layer = {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
     fields.refuse_unread()
     return layer
 
 
-def _values_of(config: object) -> tuple[Mapping[str, Any], str]:
-    """A config's fields, and how an error names it."""
+def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
+    """Return a config's fields, and its name in errors."""
     if isinstance(config, Mapping):
         return config, "config"
     if isinstance(config, str | Path):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        found = read_json(path, "the model's config")
-        if not isinstance(found, dict):
-            raise InvalidArgument(f"config {path} holds {shown(found)}; it must be a JSON object")
-        return found, str(path)
-    # What transformers' configs offer; nothing of transformers is imported.
+        values = read_json(path, "the model's config")
+        if not isinstance(values, dict):
+            raise InvalidArgument(f"config {path} holds {shown(values)}; it must be a JSON object")
+        return values, str(path)
+    # A transformers config, without importing transformers.
     to_dict = getattr(config, "to_dict", None)
-    found = to_dict() if callable(to_dict) else None
-    if not isinstance(found, Mapping):
+    values = to_dict() if callable(to_dict) else None
+    if not isinstance(values, Mapping):
         refuse("config", config, "a dict, a config.json or its folder, or a config of transformers")
-    return found, type(config).__name__
+    return values, type(config).__name__
 
 
 def _deepseek(fields: Fields, score: Score, *, grouped: bool) -> Layer:
-    """Shared experts, and a choice by corrected scores, first of groups where `grouped`."""
+    """Return a layer with shared experts and a score correction; `grouped`: with expert groups."""
     fields.require(scoring_func=score, topk_method="noaux_tc")
     intermediate = fields.size("moe_intermediate_size")
     return {
@@ -204,7 +211,7 @@ def _deepseek_v3(fields: Fields) -> Layer:
 
 
 def _deepseek_v4(fields: Fields) -> Layer:
-    """Of all layers: the first ones are told their experts by token id, `weft.moe.weigh`."""
+    """The first layers choose experts by token id; the engine calls `weft.moe.weigh` for them."""
     fields.require(n_group=1, topk_group=1)
     layer = _deepseek(fields, "sqrtsoftplus", grouped=False)
     return layer | {"gating": {"limit": fields.real("swiglu_limit")}}
@@ -220,7 +227,7 @@ def _qwen3_moe(fields: Fields) -> Layer:
 
 
 def _mixtral(fields: Fields) -> Layer:
-    """Weights are always divided by their sum; Mixtral's configs have no field for it."""
+    """Mixtral always renormalises; its configs have no field for it."""
     fields.require(scoring_func="softmax")
     return {
         "intermediate": fields.size("intermediate_size"),
@@ -232,13 +239,13 @@ def _mixtral(fields: Fields) -> Layer:
 
 
 def _qwen3_next(fields: Fields) -> Layer:
-    """The shared expert has a gate of its own: `GatedExpert`."""
+    """The shared expert is a `GatedExpert`."""
     layer = _softmax_of_all(fields, renormalise=fields.flag("norm_topk_prob"))
     return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
 
 
 def _qwen3_5_moe(fields: Fields) -> Layer:
-    """As Qwen3-Next, but always divided by the sum: the config has no field for it."""
+    """Like Qwen3-Next, but always renormalises: the config has no field for it."""
     layer = _softmax_of_all(fields, renormalise=True)
     return layer | {"shared": fields.size("shared_expert_intermediate_size", least=0)}
 
@@ -273,8 +280,10 @@ def _gpt_oss(fields: Fields) -> Layer:
 
 
 def _kimi_linear(fields: Fields) -> Layer:
-    """Kimi-Linear, and Kimi-K3: its experts are as wide as the engine's latent projections make
-    their rows, and its shared experts, which read the tokens themselves, are the engine's.
+    """Kimi-Linear and Kimi-K3.
+
+    Kimi-K3's experts work on rows that the engine projects to a latent size. Its shared experts
+    read the unprojected tokens, so the engine runs them.
     """
     activation = fields.choice("hidden_act", "silu", "situ")
     fields.require(moe_router_activation_func="sigmoid", topk_method="noaux_tc")
@@ -308,8 +317,7 @@ def _minimax_m2(fields: Fields) -> Layer:
 
 
 def _minimax_m3(fields: Fields) -> Layer:
-    """The shared expert is gated as the others are."""
-    # transformers writes "silu", and gates by the numbers all the same.
+    # transformers writes "silu" here, but gates with the swiglu fields below.
     fields.choice("hidden_act", "swigluoai", "silu")
     fields.require(scoring_func="sigmoid", n_shared_experts=1)
     return _minimax(fields, scale=fields.real("routed_scaling_factor")) | {
@@ -370,5 +378,5 @@ FAMILIES: Mapping[str, Callable[[Fields], Layer]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
 }
-# Where hidden_act is not SiLU.
+# Families whose hidden_act need not be SiLU.
 OWN_ACTIVATION = ("kimi_linear", "minimax_m3_vl", "minimax_m3_vl_text")

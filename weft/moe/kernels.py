@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of routing: stateless, compiled once for each rule, launched on any stream."""
+"""Launchers of the stateless routing kernels, compiled once per routing rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.runtime.layout import assertions
 from weft.runtime.stream import current_stream, loading
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/route.cuh
-TOKENS = 4  # of a CTA: route_warps in moe/route.cuh
+TOKENS = 4  # per CTA: route_warps in moe/route.cuh
 ROUTE_THREADS = 32 * TOKENS
 NORMALIZE_THREADS = 128  # normalize_threads in moe/normalize_topk.cuh
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # DType in device/header.cuh
@@ -62,11 +62,13 @@ class NormalizeArgs(ctypes.Structure):
 
 
 class StatelessKernel(threading.local):
-    """Launchers of this thread by device and rule: a launcher serves one thread at a time.
+    """A kernel's launchers by device and rule, one set per thread: launchers are not thread-safe.
 
-    name: of the kernel, and of its files in the cache.   args: its one struct of arguments.
-    text: the entry of a rule, a C++ initialiser or nothing.
-    doing: how errors call it.
+    Args:
+        name: Name of the kernel and of its files in the cache.
+        args: Its only argument, a struct.
+        text: Returns the source of the kernel's entry for a rule (a C++ initialiser, or "").
+        doing: Name of the call in errors.
     """
 
     def __init__(
@@ -81,15 +83,16 @@ class StatelessKernel(threading.local):
         self._launchers: dict[tuple[int, str], Launcher] = {}
 
     def source(self, rule: str = "") -> str:
-        """The generated entry of one rule, with the layout of its arguments."""
+        """Return the source of a rule's entry, with assertions on the layout of its arguments."""
         return self._text(rule) + assertions((self.args,))
 
     def enqueue(
         self, rule: str, args: ctypes.Structure, device: torch.device, ctas: int, threads: int
     ) -> None:
-        """Launch a rule's kernel on a device's current stream; load it at the rule's first call.
+        """Launch a rule's kernel on a device's current stream; the first call loads it.
 
-        Raises OutOfOrder where that first call is being captured: loading is no part of a graph.
+        Raises:
+            OutOfOrder: the first call is being captured, and a graph cannot contain the loading.
         """
         current = torch.cuda.current_device()
         index = current if device.index is None else device.index
@@ -104,7 +107,7 @@ class StatelessKernel(threading.local):
         return None
 
     def _load(self, rule: str) -> Launcher:
-        """Compile and load for the current device; the module stays for as long as the process."""
+        """Compile and load for the current device; the module is never unloaded."""
         if torch.cuda.is_current_stream_capturing():
             raise OutOfOrder(
                 f"the first {self.doing} on a device loads its kernel, which a graph cannot hold; "

@@ -58,33 +58,34 @@ class MoE:
 
     The output is `sum over k of weights[k] * expert[ids[k]](x) + shared(x)`;
     `weft.reference.moe_layer` specifies it. The constructor allocates the workspace and is
-    collective. Every rank makes the same sequence of calls; a rank without tokens calls with zero
-    of them. A call waits for no host and may be captured in CUDA graphs.
+    collective. Every rank makes the same sequence of calls; a rank without tokens passes empty
+    tensors. A call does not synchronize with the host and may be captured in CUDA graphs.
 
     Args:
         group: Ranks of the job.
-        config: Sizes and rules of the layer, equal on all ranks; `weft.moe.MODELS` has some by
-            name.
-        weights: This rank's experts in the order of `local_experts`, or a function that makes them
-            from that tuple.
+        config: Sizes and rules of the layer, equal on all ranks, such as one of
+            `weft.moe.MODELS`.
+        weights: This rank's experts in the order of `local_experts`, or a function that returns
+            them for that tuple.
         max_tokens: Maximum tokens of one rank in one round, equal on all ranks.
-        shared: Shared expert, `[tokens, hidden]` to `[tokens, hidden]`, if the config has one.
+        shared: Shared expert, a function from `[tokens, hidden]` to `[tokens, hidden]`, if the
+            config has one.
         correction: float32 `[num_experts]`, if the routing has a correction.
         mode: "throughput" (AllToAll, any batch), "low_latency" (LowLatencyAllToAll, small batches,
             more memory) or "auto"; see `explain`.
-        overlap: "none"; "shared_expert": the shared expert runs beside dispatch and the routed
-            experts; "gemm_push": in addition, the down projection stores its rows at the tokens'
-            owners; "auto". All give the same bits.
+        overlap: "none"; "shared_expert": the shared expert runs concurrently with dispatch and the
+            routed experts; "gemm_push": in addition, the down projection stores its rows at the
+            tokens' owners; "auto". All give the same bits.
         gemm: "grouped" (weft.gemm), "torch" (any dtype and device) or "auto".
         max_rows: Rows for this rank's experts, as in ExpertGroups. Default: the worst case.
         expert_map: Rank of each expert. Default: contiguous blocks.
-        replicas: Placement with more physical than logical experts (EPLB), from `balance`. Ids of
-            calls are logical then. `relocate` changes the placement.
-        missing: What the layer does after a recovery if no living rank holds some experts. "error":
-            calls raise ExpertsLost until `relocate` restores them. "drop": their ids are dropped.
-        fp8: Tokens travel as FP8, and weights are FP8 with scales (`ExpertWeights.to_fp8`) or MXFP4
-            (`ExpertWeights.to_mxfp4`, on Hopper and CPUs).
-        quantize: As in AllToAll. Rows are widened before the GEMMs unless weights are FP8 too.
+        replicas: Placement with more physical than logical experts (EPLB), from `balance`. Calls
+            then take logical ids. `relocate` changes the placement.
+        missing: Behaviour after a recovery if no living rank holds some experts. "error": calls
+            raise ExpertsLost until `relocate` restores them. "drop": their ids are dropped.
+        fp8: Send tokens as FP8 and take weights in FP8 with scales (`ExpertWeights.to_fp8`) or
+            MXFP4 (`ExpertWeights.to_mxfp4`, on Hopper and CPUs).
+        quantize: As in AllToAll. Rows are widened before the GEMMs unless fp8 is set.
         combine_dtype: As in AllToAll. Excludes overlap="gemm_push".
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first round may take.
@@ -141,8 +142,8 @@ class MoE:
             group.agree(options.manifest(config), what="MoE layer")
             choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
             plan = plans[choice.mode, choice.overlap]
-            kind = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
-            self._workspace: LayerWorkspace[Any] = kind(group, config, options, plan, choice)
+            cls = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
+            self._workspace: LayerWorkspace[Any] = cls(group, config, options, plan, choice)
         self._workspace.creation = creation
         try:
             self._load(weights, shared, correction, replicas)
@@ -160,7 +161,7 @@ class MoE:
     ) -> MoE:
         """Return another layer of the same config in the same workspace. Collective.
 
-        Layers that run one after the other in one stream need one workspace only. It is freed when
+        Layers that run one after the other in one stream can share a workspace. It is freed when
         the last of them is closed.
 
         Args:
@@ -175,27 +176,29 @@ class MoE:
         Raises:
             CreationFailed: a rank cannot do its part. Every rank raises it.
         """
-        other = MoE.__new__(MoE)
-        own = self._replicas if replicas is None else replicas
-        other._workspace = self._workspace
+        sibling = MoE.__new__(MoE)
+        sibling._workspace = self._workspace
+        if replicas is None:
+            replicas = self._replicas
         with relaxed(self.exchange.group.device), plain_tensors():
-            other._load(weights, shared, correction, own)
-        return other
+            sibling._load(weights, shared, correction, replicas)
+        return sibling
 
     memory_bytes = staticmethod(memory_bytes)
 
     def relocate(self, replicas: Replicas, *, weights: ExpertWeights | None = None) -> int:
-        """Move experts to another placement; captured graphs stay valid. Collective, between calls.
+        """Move experts to another placement. Collective; call it between rounds.
 
-        All ranks wait for their devices and for each other. The layer's own tensors receive other
-        experts' weights, and the table that maps ids changes in place. If it fails after weights
-        began to move, every later call raises Aborted or PeerLeft on all ranks: call
-        `Group.recover` and then `relocate` with `weights`.
+        All ranks wait for their devices and for each other. The layer's weight tensors and the
+        table that maps ids are overwritten in place, so captured graphs stay valid. If the move
+        fails after weights began to change, every later call raises Aborted or PeerLeft on all
+        ranks: call `Group.recover` and then `relocate` with `weights`.
 
         Args:
             replicas: New placement, equal on all ranks, with as many physical experts.
-            weights: This rank's experts in the order of `replicas.local(rank)`, copied into the
-                layer's own. None: weights move between ranks through 64 MiB of symmetric memory.
+            weights: This rank's experts in the order of `replicas.local(rank)`, which are copied
+                into the layer's tensors. Default: weights move between ranks through 64 MiB of
+                symmetric memory per rank.
 
         Returns:
             Number of physical experts that became replicas of another logical one.
@@ -212,41 +215,41 @@ class MoE:
             def begin() -> None:
                 self._check_open()
                 self._check_replicas(replicas)
-                self._check_held(replicas, given=weights is not None)
+                self._check_available(replicas, with_weights=weights is not None)
                 if weights is not None:
                     fp8, local = workspace.options.fp8, len(replicas.local(group.rank))
                     weights.check(self.config, local, group.device, fp8=fp8)
-                    mine, theirs = self._weights.gate_up.dtype, weights.gate_up.dtype
-                    if theirs != mine:
+                    expected, dtype = self._weights.gate_up.dtype, weights.gate_up.dtype
+                    if dtype != expected:
                         raise InvalidArgument(
-                            f"weights are {theirs}, those of the layer {mine}: relocation copies "
-                            "them as they are"
+                            f"weights are {dtype}, those of the layer {expected}: relocation "
+                            "copies without conversion"
                         )
                 stack.enter_context(workspace.alone("relocate"))
 
             group.together(begin, doing="relocating experts")
             assert old is not None
-            # Without weights ranks must know equally where each expert is now.
+            # To move weights between ranks, all must have the same current placement.
             now = list(old.logical) if weights is None else None
             placement = {"logical": list(replicas.logical), "now": now}
             group.agree(placement, what="the placement of experts")
             synchronize_device(group.device)
-            staged = None
+            relocation = None
             if weights is None:
                 tensors, living = self._weights.tensors, self.exchange._living
-                staged = Relocation(group, tensors, old, replicas, living)
-                stack.enter_context(staged)
+                relocation = Relocation(group, tensors, old, replicas, living)
+                stack.enter_context(relocation)
             self._mixed = True
             try:
-                if staged is not None:
-                    staged.run()
+                if relocation is not None:
+                    relocation.run()
                 elif weights is not None:
-                    for mine, theirs in zip(self._weights.tensors, weights.tensors, strict=True):
-                        mine.copy_(theirs)
+                    for target, source in zip(self._weights.tensors, weights.tensors, strict=True):
+                        target.copy_(source)
                 self._replicas = replicas
                 self._fill_table(replicas)
                 synchronize_stream(group.device)
-                group.barrier()  # a call of any rank sends by the new table
+                group.barrier()  # peers may send by the new table from here on
                 self._mixed = False
             except BaseException as error:
                 self.exchange._leave(f"failed while relocating experts: {reason(error)}")
@@ -260,7 +263,7 @@ class MoE:
 
     @property
     def exchange(self) -> Exchange:
-        """The all-to-all of the layer, for its history and placement and for rounds of your own."""
+        """The all-to-all of the layer: its history, its placement, and custom rounds."""
         return self._workspace.exchange
 
     @property
@@ -291,7 +294,7 @@ class MoE:
         return self._workspace.plan.overlap
 
     def explain(self) -> LayerChoice:
-        """Return the mode and overlap of the layer, and the rule by which "auto" takes them."""
+        """Return the mode and overlap of the layer, and the rule by which "auto" selects them."""
         return self._workspace.choice
 
     @property
@@ -316,7 +319,7 @@ class MoE:
 
         Pass logits, or topk_ids with topk_weights. Invalid tensors are refused before anything is
         sent. If the shared expert or a GEMM raises in the middle of a round, the peers raise
-        PeerLeft with its text and later calls on this rank raise Aborted.
+        PeerLeft with the error's text, and later calls on this rank raise Aborted.
 
         Args:
             x: `[tokens, hidden]` of the config's dtype.
@@ -324,10 +327,10 @@ class MoE:
             topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none. See `normalize_topk` for other
                 forms.
             topk_weights: float32, bfloat16 or float16 `[tokens, top_k]`.
-            rows: Maximum tokens of any rank in this call, equal on all ranks. Above max_tokens the
-                call takes several rounds. Default: max_tokens.
-            num_tokens: int32 `[1]` on the device: rows from there on are padding. They are sent to
-                no expert and get the shared expert's result, or zeros.
+            rows: Maximum tokens of any rank in this call, equal on all ranks. If it exceeds
+                max_tokens, the call takes several rounds. Default: max_tokens.
+            num_tokens: int32 `[1]` on the device: rows from there on are padding. They are not
+                sent; their result is that of the shared expert, or zeros.
             out: `[tokens, hidden]` to write into; may be x. Default: a new tensor.
 
         Returns:
@@ -340,35 +343,42 @@ class MoE:
             ExpertsLost: no living rank holds some experts.
             GroupError: the group is broken.
         """
-        given = (logits, topk_ids, topk_weights)
+        routing = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
-            return moe_compile.traced_call(self, x, given, rows, num_tokens, out)
+            return moe_compile.traced_call(self, x, routing, rows, num_tokens, out)
         workspace = self._workspace
         if self._closed or self._lost or self._mixed:
-            self._check_served()
-        rounds = self._check_call(x, given, rows, num_tokens, out)
+            self._check_usable()
+        rounds = self._check_call(x, routing, rows, num_tokens, out)
         workspace.begin("a call")
         gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:
             self._check_shared()
-            routed = self._routed(given, num_tokens)
-            most_tokens = self.exchange.max_tokens if rows is None else rows
-            self.exchange._begin_round(self._number, most_tokens, 0)
+            routed = self._select(routing, num_tokens)
+            call_rows = self.exchange.max_tokens if rows is None else rows
+            self.exchange._begin_round(self._number, call_rows, 0)
             if rounds == 1:
                 return workspace.run(self._weights, self._shared, x, routed, num_tokens, rows, out)
             assert rows is not None
             out = torch.empty_like(x) if out is None else out
-            each = self.exchange.max_tokens
-            for index, start in enumerate(range(0, rows, each)):
+            step = self.exchange.max_tokens
+            for index, start in enumerate(range(0, rows, step)):
                 self.exchange._begin_round(self._number, rows, index)
-                # Padding has ids of -1 by now, so no count is needed.
-                part, most = slice(start, start + each), min(each, rows - start)
-                some = Routed(routed.ids[part], routed.weights[part])
-                workspace.run(self._weights, self._shared, x[part], some, None, most, out[part])
+                # The ids of padding are -1 now, so no count is needed.
+                part = slice(start, start + step)
+                workspace.run(
+                    self._weights,
+                    self._shared,
+                    x[part],
+                    Routed(routed.ids[part], routed.weights[part]),
+                    num_tokens=None,
+                    rows=min(step, rows - start),
+                    out=out[part],
+                )
             return out
         except GroupError:
-            raise  # peers have their own deadline, and the first error says most
+            raise  # the peers detect it themselves; a second report would hide the first error
         except BaseException as error:
             if workspace.mid_round and not capturing(workspace.group.device):
                 self.exchange._leave(reason(error))
@@ -379,8 +389,10 @@ class MoE:
             workspace.end()
 
     def _check_shared(self) -> None:
-        """Run the shared expert on one row, once, so that a result that combine cannot add is
-        refused before anything is sent. Raises InvalidArgument.
+        """Check the shared expert's result once, on one row, before anything is sent.
+
+        Raises:
+            InvalidArgument: combine cannot add such a result.
         """
         if self._shared is None or self._checked_shared or capturing(self.exchange.group.device):
             return
@@ -398,21 +410,21 @@ class MoE:
             num_tokens: int32 `[1]` on the device: rows from there on are padding.
 
         Returns:
-            Ids and weights `[tokens, top_k]`. With replicas the ids are those of physical experts,
-                as `exchange` takes them.
+            Ids and weights `[tokens, top_k]` for `exchange`. With replicas, the ids are those of
+                physical experts.
         """
         if torch.compiler.is_dynamo_compiling():
             return Routed(*moe_compile.traced_route(self, logits, num_tokens))
         check_route(self.config.routing, logits, self._correction, num_tokens)
-        return self._routed((logits, None, None), num_tokens)
+        return self._select((logits, None, None), num_tokens)
 
-    def _routed(
+    def _select(
         self,
-        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         num_tokens: torch.Tensor | None,
     ) -> Routed:
-        """Physical experts and weights as dispatch takes them, from checked tensors."""
-        logits, ids, weights = given
+        """Return physical experts and weights for dispatch, from checked tensors."""
+        logits, ids, weights = routing
         if logits is not None:
             routed = route_checked(self.config.routing, logits, self._correction, num_tokens)
             if self._table is None:
@@ -424,48 +436,49 @@ class MoE:
 
     @without_autocast
     def experts(self, received: Received | ExpertRows) -> torch.Tensor | None:
-        """Run this rank's experts on what a dispatch of `exchange` brought.
+        """Run this rank's experts on the rows that a dispatch of `exchange` returned.
 
-        Call it between dispatch and combine, in their stream. If max_rows is too small, entries
+        Call it between dispatch and combine, in the same stream. If max_rows is too small, rows
         that do not fit count as zero and `check` raises TokenOverflow.
 
         Args:
-            received: What `exchange.dispatch` returned.
+            received: Result of `exchange.dispatch`.
 
         Returns:
-            None in throughput mode, which writes `exchange.output()`. In low-latency mode
-                `[local_experts, rows, hidden]` for `exchange.combine`, valid until the next call;
-                None with "gemm_push".
+            In low-latency mode `[local_experts, rows, hidden]` for `exchange.combine`, valid until
+                the next call; None with "gemm_push". In throughput mode None; the result is in
+                `exchange.output()`.
 
         Raises:
             InvalidArgument: overlap is "gemm_push" in throughput mode, which has no output().
         """
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_experts(self, received)
-        self._check_served()
-        self._check_weights()
+        self._check_usable()
+        self._check_gradients()
         return self._workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
-        """Raise what the device has recorded since the last check; see `AllToAll.check`.
+        """Raise the error that the device has recorded since the last check; see `AllToAll.check`.
 
         Raises:
             UsageError: the device refused part of the input.
             ExpertsLost: no living rank holds some experts.
             GroupError: the group is broken.
         """
-        self._check_served()
+        self._check_usable()
         self.exchange.check()
 
     @property
     def broken(self) -> bool:
-        """Whether the group is broken, so that `check` raises `GroupError`. One read of host
-        memory.
+        """Whether the group is broken, so that `check` raises `GroupError`.
+
+        The property reads host memory and does not synchronize.
         """
         return self.exchange.broken
 
     def abort(self) -> None:
-        """Make the kernels of all ranks leave their waits; see `AllToAll.abort`."""
+        """Make the kernels of all ranks stop waiting; see `AllToAll.abort`."""
         self.exchange.abort()
 
     def history(self, rank: int | None = None) -> list[Record]:
@@ -484,14 +497,14 @@ class MoE:
             self.close()
             return
         self.exchange._tell_left(reason(error))
-        with suppress(WeftError):  # the caller has an error of its own
+        with suppress(WeftError):  # the caller's own error takes precedence
             self.close()
 
     def close(self) -> None:
-        """Free the workspace when no sibling is open. Idempotent.
+        """Close the layer; the last open sibling frees the workspace. Idempotent.
 
         Raises:
-            WeftError: what `check` would have raised and nobody has seen; the layer is closed then.
+            WeftError: an error that `check` would have raised. The layer is closed nevertheless.
         """
         if self._closed:
             return
@@ -514,34 +527,34 @@ class MoE:
         correction: torch.Tensor | None,
         replicas: Replicas | None,
     ) -> None:
-        """Take and check what makes this layer differ from its siblings; every rank votes."""
+        """Load what differs between siblings. Collective: it succeeds on all ranks or on none."""
         with self.exchange.group.creation(workspace=self._workspace.creation) as creation:
             creation.add(self)
             self._creation = creation
-            self._load_noted(weights, shared, correction, replicas)
+            self._load_recorded(weights, shared, correction, replicas)
 
-    def _load_noted(
+    def _load_recorded(
         self,
         weights: ExpertWeights | Callable[[tuple[int, ...]], ExpertWeights],
         shared: Shared | None,
         correction: torch.Tensor | None,
         replicas: Replicas | None,
     ) -> None:
-        """Do what `_load` does, while the group notes its control messages."""
+        """Do the work of `_load` while the group records its control messages."""
         group, device, config = self.exchange.group, self.exchange.group.device, self.config
         self._replicas, self._table = replicas, None
         self._lost: list[int] = []  # experts that no living rank holds
-        self._mixed = False  # weights of two placements, since moving them has failed
-        self.exchange._on_recovery(self._find_experts)
+        self._mixed = False  # a relocation failed, so weights belong to no one placement
+        self.exchange._on_recovery(self._restore_routing)
 
         def check() -> ExpertWeights:
             self.exchange._check_open()
             if replicas is not None:
                 self._check_replicas(replicas)
-            mine = weights(self.local_experts) if callable(weights) else weights
-            instance("weights", mine, ExpertWeights, "or a function that makes them")
-            mine.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
-            self._workspace.experts.prepare(mine)
+            local = weights(self.local_experts) if callable(weights) else weights
+            instance("weights", local, ExpertWeights, "or a function that makes them")
+            local.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
+            self._workspace.experts.prepare(local)
             if shared is not None:
                 function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
@@ -559,26 +572,24 @@ class MoE:
             empty = torch.empty(size, dtype=torch.float32, device=device)
             route(config.routing, empty, correction=correction)
             normalize_topk(empty.int(), empty.bfloat16())
-            return mine
+            return local
 
-        doing = "loading an MoE layer"
-        self._weights = group.together(check, doing=doing)
-        itself = weakref.ref(self)  # a group holds what it notes
-        group.noted(lambda group: group._agree(_placement(itself()), "the placement of experts"))
+        self._weights = group.together(check, doing="loading an MoE layer")
+        layer = weakref.ref(self)  # the group keeps the callback
+        group.noted(lambda group: group._agree(_placement(layer()), "the placement of experts"))
         if replicas is not None:
             experts, physical = config.routing.num_experts, len(replicas.logical)
-            # As wide as any placement of so many needs: graphs hold its address.
+            # Wide enough for every placement of this size, because graphs hold the table's address.
             width = 1 + physical - experts + 1
             self._table = torch.zeros((experts, width), dtype=torch.int32, device=device)
             self._fill_table(replicas)
             synchronize_stream(device)
         self._shared, self._correction = shared, correction
-        self._checked_shared = False  # whether combine can add what the shared expert returns
+        self._checked_shared = False
         names = (f.name for f in fields(ExpertWeights))
-        wanting = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
-        self._wants_gradient = next(wanting, "")
-        # By which ranks tell layers of a workspace apart.
-        self._number = self.exchange._next_layer()
+        trained = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
+        self._trained_field = next(trained, "")  # the first field that requires a gradient
+        self._number = self.exchange._next_layer()  # identifies the layer to other ranks
         self._order = library.order_of(device)
         self._handle = library.register(self, self._workspace.sizes())
         self._workspace.layers.add(self)
@@ -589,8 +600,8 @@ class MoE:
             raise OutOfOrder("this MoE layer was closed; make a new one")
         self.exchange._check_open()
 
-    def _check_served(self) -> None:
-        """Raise OutOfOrder after close, and ExpertsLost."""
+    def _check_usable(self) -> None:
+        """Raise OutOfOrder if the layer is closed, and ExpertsLost if experts are missing."""
         self._check_open()
         if self._mixed and not self.exchange.broken:
             raise ExpertsLost(
@@ -599,98 +610,103 @@ class MoE:
             )
         if self._lost and self._workspace.options.missing == "error":
             living = self.exchange._living
-            gone = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
+            dead = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
             raise ExpertsLost(
-                f"ranks {gone} are gone, and no other rank holds experts {self._lost}: relocate "
+                f"ranks {dead} are gone, and no other rank holds experts {self._lost}: relocate "
                 "them from a checkpoint (weights=), give experts replicas on other ranks, or build "
                 "the layer with missing='drop', which drops their ids"
             )
 
-    def _find_experts(self) -> None:
-        """The exchange has recovered: ids go to the experts of living ranks.
+    def _restore_routing(self) -> None:
+        """Route ids to living ranks after a recovery; changes the table in place.
 
-        Changes the table in place. Raises ExpertsLost.
+        Raises:
+            ExpertsLost: no living rank holds some experts.
         """
         if self._closed:
             return
         if self._replicas is not None:
             self._fill_table(self._replicas)
         else:
-            held = enumerate(self.exchange.placement.ranks)
-            self._lost = [e for e, rank in held if not self.exchange._living >> rank & 1]
-        self._check_served()
+            owners = enumerate(self.exchange.placement.ranks)
+            self._lost = [e for e, rank in owners if not self.exchange._living >> rank & 1]
+        self._check_usable()
 
     def _fill_table(self, replicas: Replicas) -> None:
         assert self._table is not None
         living = self.exchange._living
-        self._lost = [e for e, found in enumerate(replicas.on(living)) if not found]
+        self._lost = [e for e, physical in enumerate(replicas.on(living)) if not physical]
         counts, physical = replicas.table(self._table.device, living=living)
         self._table[:, 0] = counts
         self._table[:, 1 : 1 + physical.shape[1]] = physical
 
     def _check_replicas(self, replicas: Replicas) -> None:
-        """Raises InvalidArgument for a placement that this layer cannot take."""
+        """Raise InvalidArgument if the placement's sizes are not those of the layer."""
         instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
-        built = self._workspace.options.replicas
-        if built is None:
+        original = self._workspace.options.replicas
+        if original is None:
             raise InvalidArgument(
                 "replicas for a layer that was built without: pass replicas= to MoE as well"
             )
-        mine = (replicas.ranks, replicas.num_experts, len(replicas.logical))
-        ours = (built.ranks, built.num_experts, len(built.logical))
-        if mine != ours:
+        sizes = (replicas.ranks, replicas.num_experts, len(replicas.logical))
+        expected = (original.ranks, original.num_experts, len(original.logical))
+        if sizes != expected:
             raise InvalidArgument(
-                "replicas of {} ranks, {} experts and {} physical ones".format(*mine)
-                + "; this layer was built for {}, {} and {}".format(*ours)
+                "replicas of {} ranks, {} experts and {} physical ones".format(*sizes)
+                + "; this layer was built for {}, {} and {}".format(*expected)
             )
 
-    def _check_held(self, replicas: Replicas, *, given: bool) -> None:
-        """Raises InvalidArgument for a placement that living ranks cannot serve, or get.
-
-        given: are there weights for it?
-        """
+    def _check_available(self, replicas: Replicas, *, with_weights: bool) -> None:
+        """Raise InvalidArgument if living ranks cannot hold the placement or lack its weights."""
         assert self._replicas is not None
-        if self._mixed and not given and not self.exchange.broken:
+        if self._mixed and not with_weights and not self.exchange.broken:
             raise InvalidArgument(
                 "moving experts failed in the middle: no rank has their weights, pass weights="
             )
         living, drops = self.exchange._living, self._workspace.options.missing == "drop"
-        held, wanted = self._replicas.on(living), replicas.on(living)
-        away = [e for e, found in enumerate(wanted) if not found]
-        if away and not drops:
+        current, target = self._replicas.on(living), replicas.on(living)
+        unplaced = [e for e, physical in enumerate(target) if not physical]
+        if unplaced and not drops:
             raise InvalidArgument(
-                f"replicas place experts {away} on ranks that are gone alone; place them on ranks "
-                f"{[r for r in range(replicas.ranks) if living >> r & 1]}"
+                f"replicas place experts {unplaced} only on ranks that are gone; place them on "
+                f"ranks {[r for r in range(replicas.ranks) if living >> r & 1]}"
             )
-        unknown = [e for e, found in enumerate(wanted) if found and not held[e]]
-        if unknown and not given:
+        unavailable = [e for e, physical in enumerate(target) if physical and not current[e]]
+        if unavailable and not with_weights:
             raise InvalidArgument(
-                f"no living rank has weights of experts {unknown}: pass weights=, from a checkpoint"
+                f"no living rank has weights of experts {unavailable}: pass weights=, from a "
+                "checkpoint"
             )
 
     def _check_call(
         self,
         x: torch.Tensor,
-        given: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
         rows: int | None,
         num_tokens: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> int:
-        """The one check of a call's tensors; returns its rounds.
+        """Check the tensors of a call and return its number of rounds.
 
-        Raises InvalidArgument and TokenOverflow.
+        Args:
+            routing: logits, topk_ids and topk_weights.
+
+        Raises:
+            InvalidArgument: a tensor is invalid.
+            TokenOverflow: more tokens than max_tokens without `rows`.
         """
-        logits, topk_ids, topk_weights = given
-        config, device, each = self.config, self.exchange.group.device, self.exchange.max_tokens
+        logits, topk_ids, topk_weights = routing
+        config, device = self.config, self.exchange.group.device
+        max_tokens = self.exchange.max_tokens
         dtypes = (config.dtype,)
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
-        tokens = x.shape[0]  # while tracing, perhaps a symbol: not len()
+        tokens = x.shape[0]  # not len(): it may be symbolic while tracing
         if rows is None:
-            _check_one_round(tokens, each)
-        elif integer("rows", rows, 0, min(MAX_ROWS, each * MAX_ROUNDS)) < tokens:
+            _check_one_round(tokens, max_tokens)
+        elif integer("rows", rows, 0, min(MAX_ROWS, max_tokens * MAX_ROUNDS)) < tokens:
             raise InvalidArgument(
-                f"rows is {rows}, but this rank has {tokens} tokens: pass the most that any rank "
-                "has, on all ranks the same"
+                f"rows is {rows}, but this rank has {tokens} tokens: pass the maximum tokens of "
+                "any rank, equal on all ranks"
             )
         if (topk_ids is None) == (logits is None) or (topk_ids is None) != (topk_weights is None):
             raise InvalidArgument(
@@ -714,19 +730,19 @@ class MoE:
                     "of the same tokens, [tokens, num_experts]"
                 )
         if out is not None:
-            row = config.hidden * config.dtype.itemsize
-            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row)
-            read = {"x": x, "logits": logits, "topk_ids": topk_ids, "topk_weights": topk_weights}
-            check_apart("out", out, read | {"num_tokens": num_tokens}, exact="x")
-        self._check_weights()
-        return 1 if rows is None else max(1, -(-rows // each))
+            row_bytes = config.hidden * config.dtype.itemsize
+            check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row_bytes)
+            inputs = {"x": x, "logits": logits, "topk_ids": topk_ids, "topk_weights": topk_weights}
+            check_apart("out", out, inputs | {"num_tokens": num_tokens}, exact="x")
+        self._check_gradients()
+        return 1 if rows is None else max(1, -(-rows // max_tokens))
 
-    def _check_weights(self) -> None:
-        """Raise InvalidArgument for weights whose gradient a caller would miss."""
-        if self._wants_gradient and torch.is_grad_enabled():
+    def _check_gradients(self) -> None:
+        """Raise InvalidArgument if the caller would expect gradients of the weights."""
+        if self._trained_field and torch.is_grad_enabled():
             raise InvalidArgument(
-                f"weights.{self._wants_gradient} requires a gradient, and weft makes none: call "
-                "under torch.no_grad(), or make the layer with weights that are detached"
+                f"weights.{self._trained_field} requires a gradient, and weft computes none: call "
+                "under torch.no_grad(), or build the layer with detached weights"
             )
 
 
@@ -734,12 +750,12 @@ def _check_one_round(tokens: int, max_tokens: int) -> None:
     if tokens > max_tokens:
         raise TokenOverflow(
             f"x has {tokens} tokens, and one round of this layer takes max_tokens={max_tokens}: "
-            "pass rows=, the most tokens that any rank has in this call, on every rank, and the "
-            "layer takes several rounds; or build it with a larger max_tokens"
+            "pass rows=, the maximum tokens of any rank in this call, on every rank, for several "
+            "rounds; or build the layer with a larger max_tokens"
         )
 
 
 def _placement(layer: MoE | None) -> dict[str, list[int] | None]:
-    """Return what ranks compare of a layer's current placement."""
+    """Return the layer's current placement in the form that ranks compare."""
     replicas = None if layer is None else layer.replicas
     return {"logical": None if replicas is None else list(replicas.logical)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mode="low_latency": LowLatencyAllToAll brings rows by expert, and sends each back by itself."""
+"""mode="low_latency": expert-major rows from LowLatencyAllToAll, returned one by one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weft.moe.router import Routed
 from weft.moe.torch_experts import RowsByExpert, torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
-# Tokens of a rank from which on the first GEMM lets the shared expert begin before it. A GEMM that
-# waits on the SMs while dispatch runs is there first and keeps them, so the shared expert's two
-# GEMMs run after the others' two. With 8 and 16 tokens that takes 15 us less, with 32 it takes
-# 12 us more, from 64 on 2 to 6 (DeepSeek-V3, 4 x H200, 2026-11-22).
+# Tokens per rank from which the first GEMM starts late, so that the shared expert can start before
+# it. A GEMM that starts while dispatch runs occupies the SMs and waits on them, so the shared
+# expert's two GEMMs run after the routed experts' two. An early start takes 15 us less at 8 and 16
+# tokens, 12 us more at 32, and 2 to 6 us more from 64 on (DeepSeek-V3, 4 x H200, 2026-11-22).
 YIELDS_FROM = 32
 
 
 def packs(plan: LayerPlan, device: torch.device) -> bool:
-    """Do the experts take the blocks as one?"""
+    """Whether the experts take all blocks as one packed tensor."""
     return plan.gemm == "torch" and torch_layout(device) == "contiguous"
 
 
 class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
-    """Results stay where the GEMMs wrote them, or are pushed to their owners as they are made."""
+    """Workspace on LowLatencyAllToAll. Combine reads results in place, or the GEMM pushes them."""
 
     exchange: LowLatencyAllToAll
 
@@ -54,25 +54,24 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         return self.exchange.combine(y, ids, scale, received.handle, out=out, add=add)
 
     def run_experts(self, weights: ExpertWeights, received: ExpertRows) -> torch.Tensor | None:
-        """`[local_experts, rows, hidden]`: what combine takes; overwritten by the next call.
+        """Return `[local_experts, rows, hidden]` for combine, or None if the rows were pushed.
 
-        None where the rows were pushed.
+        The next call overwrites the result.
         """
         instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
-        yields = self.side_stream.busy and self._tokens >= YIELDS_FROM
-        rows = self._blocks(received)
-        self.experts.up(weights, rows, tokens=self._tokens, early=not yields)
+        late = self.side_stream.busy and self._tokens >= YIELDS_FROM
+        rows = self._rows_by_expert(received)
+        self.experts.up(weights, rows, tokens=self._tokens, early=not late)
         if received.dst_addr is not None:
             self.experts.push(weights)
             return None
         return self.experts.down(weights).view(*received.x.shape[:2], self.config.hidden)
 
-    def _blocks(self, received: ExpertRows) -> RowsByExpert:
-        """Nothing is copied: blocks follow each other."""
+    def _rows_by_expert(self, received: ExpertRows) -> RowsByExpert:
         scales = () if received.scales is None else (received.scales,)
         rows: tuple[torch.Tensor, ...] = (received.x, *scales)
         if self._packed:
-            rows = tuple(part.flatten(0, 1) for part in rows)
+            rows = tuple(part.flatten(0, 1) for part in rows)  # views: blocks are contiguous
         dst_addr = None if received.dst_addr is None else received.dst_addr.view(-1)
         return RowsByExpert(rows, self._offsets, received.counts, dst_addr, received.abort_flag)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer allocates, before anything is: the sizes of its workspace's parts."""
+"""Prediction of the memory that a layer's workspace allocates."""
 
 from __future__ import annotations
 
@@ -25,35 +25,41 @@ from weft.shape import MAX_RANKS
 def _memory(query: MemoryQuery) -> Memory:
     ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
     device = default_device(query.device)
-    found, refused = [], []
+    sizes, errors = [], []
     for (_, overlap), plan in plans_of(query.config, query, device).items():
         if query.overlap in (AUTO, overlap):
             try:
-                found.append(_memory_of(query.config, query, plan, ranks, device))
+                sizes.append(_plan_memory(query.config, query, plan, ranks, device))
             except InvalidArgument as error:
-                refused.append(error)
-    if not found:
-        raise refused[0]
-    return max(found, key=lambda memory: memory.total)
+                errors.append(error)
+    if not sizes:
+        raise errors[0]
+    return max(sizes, key=lambda memory: memory.total)
 
 
 memory_bytes = sizes_of(
     MemoryQuery,
     _memory,
-    """Bytes that a workspace takes on the rank with most experts, before it is allocated.
+    """Return the bytes that a workspace will allocate on the rank with the most experts.
 
-    Without the weights, and without what loading kernels takes. Layers that are siblings share one
-    workspace. Arguments are the constructor's; for "auto" the largest of its choices.
-    device: of the ranks, such as "cuda". Raises InvalidArgument.
+    Weights and loaded kernels are not included. Sibling layers share one workspace. Arguments are
+    those of the constructor; for "auto" the result is the maximum over its choices.
+
+    Args:
+        ranks: Number of ranks.
+        device: Device of the ranks, such as "cuda".
+
+    Raises:
+        InvalidArgument: an argument is invalid.
     """,
 )
 
 
-def _memory_of(
+def _plan_memory(
     config: MoEConfig, options: LayerOptions, plan: LayerPlan, ranks: int, device: torch.device
 ) -> Memory:
-    weighed = options.max_tokens if config.routing.weigh == "input" else 0
-    ordinary = weighed * config.hidden * config.dtype.itemsize
+    weighed_rows = options.max_tokens if config.routing.weigh == "input" else 0
+    ordinary = weighed_rows * config.hidden * config.dtype.itemsize
     sizes = exchange_sizes(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
@@ -70,6 +76,8 @@ def _memory_of(
         grouping = by_expert(exchange, experts, options.max_rows, 1, layout)
         ordinary += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)
-    made = make_experts(config, options, plan, rows, experts, ranks, torch.device("meta"))
-    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in made.buffers)
+    buffers = make_experts(
+        config, options, plan, rows, experts, ranks, torch.device("meta")
+    ).buffers
+    ordinary += sum(tensor.numel() * tensor.itemsize for tensor in buffers)
     return Memory(shared, ordinary)

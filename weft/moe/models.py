@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoE layers of models by name: their sizes, and how they route."""
+"""Configs of MoE layers: gating, sizes and routing, and those of known models by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -24,7 +23,7 @@ MAX_COLUMNS = largest(Shape, "hidden")
 
 @dataclass(frozen=True, slots=True)
 class Gating(GateNumbers):
-    """Describe the gating: `g * sigmoid(alpha * gate) * (u + offset)` with optional limits.
+    """An expert's activation: `g * sigmoid(alpha * gate) * (u + offset)` with optional limits.
 
     Attributes:
         alpha: Factor inside the sigmoid; 1 gives SwiGLU.
@@ -39,12 +38,14 @@ class Gating(GateNumbers):
     """
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `[..., intermediate]` for `[..., 2 * intermediate]`, gate first. Overwrites
-        gate_up.
+        """Apply the gating, which overwrites gate_up. Each step is rounded to gate_up's dtype.
 
         Args:
-            gate_up: bfloat16, float16 or float32, contiguous.
-            out: Where to write, or None for a new tensor. Each step is rounded to gate_up's dtype.
+            gate_up: bfloat16, float16 or float32 `[..., 2 * intermediate]`, gate first, contiguous.
+            out: `[..., intermediate]` to write to. Default: a new tensor.
+
+        Returns:
+            `[..., intermediate]`.
 
         Raises:
             InvalidArgument: a tensor has the wrong shape, dtype, device or layout, or out overlaps
@@ -57,12 +58,11 @@ class Gating(GateNumbers):
             raise InvalidArgument(
                 f"gate_up has shape {list(gate_up.shape)}; it must be [..., 2 * intermediate]"
             )
-        like: dict[str, Any] = {"dtypes": (*DTYPE_NAMES,), "device": gate_up.device}
-        check_tensor("gate_up", gate_up, shape=gate_up.shape, **like)
+        dtypes, device = (*DTYPE_NAMES,), gate_up.device
+        check_tensor("gate_up", gate_up, shape=gate_up.shape, dtypes=dtypes, device=device)
         gate, up = gate_up.chunk(2, dim=-1)
         if out is not None:
-            like["dtypes"] = (gate_up.dtype,)
-            check_tensor("out", out, shape=gate.shape, **like)
+            check_tensor("out", out, shape=gate.shape, dtypes=(gate_up.dtype,), device=device)
             check_apart("out", out, {"gate_up": gate_up})
         else:
             out = torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -91,14 +91,14 @@ class MoEConfig:
     """Sizes and rules of one layer, equal on all ranks.
 
     Attributes:
-        hidden: Columns of a token.
-        intermediate: Columns of an expert between its two products.
+        hidden: Hidden size of a token.
+        intermediate: Intermediate size of an expert.
         routing: How experts are chosen and weighed.
-        gating: How gate and up become one row.
-        shared: Intermediate size of the shared expert, 0 for none; `dataclasses.replace(c,
-            shared=0)` if you compute it elsewhere.
-        biased: The experts' products have biases.
-        dtype: Of tokens, weights and results: bfloat16, float16 or float32.
+        gating: How gate and up are combined.
+        shared: Intermediate size of the shared expert, 0 for none. Use
+            `dataclasses.replace(c, shared=0)` if you compute it elsewhere.
+        biased: Whether the experts' projections have biases.
+        dtype: Dtype of tokens, weights and results: bfloat16, float16 or float32.
 
     Raises:
         InvalidArgument: a size or a rule is invalid.
@@ -113,7 +113,7 @@ class MoEConfig:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no tensor has."""
+        """Check and normalise the fields."""
         instance("routing", self.routing, Routing)
         instance("gating", self.gating, Gating)
         instance("dtype", self.dtype, torch.dtype)
@@ -129,26 +129,28 @@ class MoEConfig:
     def from_hf(cls, config: object) -> MoEConfig:
         """Return the config of a model's MoE layers from its transformers config.
 
-        Serves the model types of docs/user/models.md. A config without a dtype is bfloat16;
-        `dataclasses.replace(c, dtype=...)` changes it. Which of a model's layers are MoE layers is
-        not told here, nor what the engine does around them: Kimi-K3's hidden is that of the rows
-        between its latent projections, without the shared experts.
+        Supports the model types of docs/user/models.md. Without a dtype in the config, the result
+        is bfloat16; `dataclasses.replace(c, dtype=...)` changes it.
+
+        The result does not say which of the model's layers are MoE layers. It describes only what
+        the MoE layer computes: Kimi-K3's hidden size is that of the rows between the engine's
+        latent projections, and its shared experts are left to the engine.
 
         Args:
-            config: What config.json holds as a dict, its path or that of its folder, or a config
-                object of transformers. A text_config inside is taken, where there is one.
+            config: The content of config.json as a dict, its path or that of its folder, or a
+                config object of transformers. If it contains a text_config, that is used.
 
         Raises:
-            InvalidArgument: a field is missing, or needs arithmetic that weft lacks. The text names
-                it.
+            InvalidArgument: a field is missing, or requires arithmetic that weft does not support.
+                The text names it.
         """
-        found = layer_of(config)
-        gating = Gating(**found.pop("gating", {}))
-        return cls(**found, gating=gating)
+        kwargs = layer_of(config)
+        gating = Gating(**kwargs.pop("gating", {}))
+        return cls(**kwargs, gating=gating)
 
 
 class _Models(dict[str, MoEConfig]):
-    """Layers by name; a name that is none of them is refused with the nearest one."""
+    """Configs by model name. An unknown name raises InvalidArgument that suggests a similar one."""
 
     def __missing__(self, name: object) -> MoEConfig:
         return self[one_of("model", name, self)]
@@ -225,7 +227,7 @@ MODELS: Mapping[str, MoEConfig] = _Models(
             gating=CLAMPED_SWIGLU,
             routing=Routing(num_experts=128, top_k=4, score="sigmoid", correction=True, scale=2.0),
         ),
-        # Between the engine's latent projections; its shared experts read the tokens themselves.
+        # The rows between the engine's latent projections. The engine runs the shared experts.
         "kimi-k3": MoEConfig(
             hidden=3584,
             intermediate=3072,

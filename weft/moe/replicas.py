@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EPLB, expert-parallel load balancing: which experts get replicas, where, and how they move."""
+"""EPLB (expert-parallel load balancing): placement of expert replicas, and their relocation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_RANKS, Shape
 
 EXPERTS = largest(Shape, "experts")
-STAGING_BYTES = 64 << 20  # symmetric memory of each rank while experts move
-MIN_GAIN_OF_SWAP = 1e-4  # of a rank's load: below it, swaps take longer than they are good for
+STAGING_BYTES = 64 << 20  # symmetric memory per rank during a relocation
+MIN_GAIN_OF_SWAP = 1e-4  # relative to a rank's load; smaller gains are not worth the search
 
 
 class ReplicaTable(NamedTuple):
     """Tensors that map logical experts to physical ones.
 
     Attributes:
-        counts: int32 `[num_experts]`, how many replicas each expert has.
-        physical: int32 `[num_experts, max_replicas]`, which they are, rising; -1 beyond counts.
+        counts: int32 `[num_experts]`, number of replicas of each expert.
+        physical: int32 `[num_experts, max_replicas]`, their physical ids, ascending; -1 beyond
+            counts.
     """
 
     counts: torch.Tensor
@@ -42,10 +43,10 @@ class Replicas:
     """A placement: the logical expert of each physical expert.
 
     Attributes:
-        logical: The logical expert of each physical one; each of 0..num_experts - 1 is there at
-            least once.
-        ranks: Each has equally many: physical expert p on rank `p // (len(logical) / ranks)`, as in
-            `Placement.blocks(len(logical), ranks)`.
+        logical: Logical expert of each physical one. Each of 0..num_experts - 1 occurs at least
+            once.
+        ranks: Number of ranks, which hold equally many physical experts: expert p is on rank
+            `p // (len(logical) / ranks)`, as in `Placement.blocks(len(logical), ranks)`.
 
     Raises:
         InvalidArgument: the placement is invalid.
@@ -55,7 +56,7 @@ class Replicas:
     ranks: int
 
     def __post_init__(self) -> None:
-        """Refuse what is no placement."""
+        """Check and normalise the fields."""
         logical = integers("logical", self.logical, 0, EXPERTS - 1)
         ranks = integer("ranks", self.ranks, 1, MAX_RANKS)
         if not logical or len(logical) % ranks:
@@ -77,10 +78,10 @@ class Replicas:
         """Return the physical experts of a logical one, ascending.
 
         Raises:
-            InvalidArgument: the argument is invalid.
+            InvalidArgument: there is no such expert.
         """
         expert = integer("expert", expert, 0, self.num_experts - 1)
-        return tuple(p for p, held in enumerate(self.logical) if held == expert)
+        return tuple(p for p, logical in enumerate(self.logical) if logical == expert)
 
     def local(self, rank: int) -> tuple[int, ...]:
         """Return the logical expert of each of a rank's physical experts, in order.
@@ -88,30 +89,33 @@ class Replicas:
         Raises:
             InvalidArgument: there is no such rank.
         """
-        rank, each = integer("rank", rank, 0, self.ranks - 1), self._each
-        return self.logical[rank * each : (rank + 1) * each]
+        rank, per_rank = integer("rank", rank, 0, self.ranks - 1), self._per_rank
+        return self.logical[rank * per_rank : (rank + 1) * per_rank]
 
     def imbalance(self, loads: Sequence[float] | torch.Tensor) -> float:
-        """Return the largest load of a rank divided by the mean; replicas share a load equally.
+        """Return the largest load of a rank divided by the mean, if replicas share loads equally.
 
         Args:
-            loads: `[num_experts]`, as in `balance`. 1.0 is perfect; so is no load at all.
+            loads: `[num_experts]`, as in `balance`.
+
+        Returns:
+            1.0 for a perfect balance, or if all loads are 0.
         """
-        known = _loads(loads)
-        if len(known) != self.num_experts:
+        loads = _parse_loads(loads)
+        if len(loads) != self.num_experts:
             raise InvalidArgument(
-                f"loads has {len(known)} entries; these are replicas of {self.num_experts} experts"
+                f"loads has {len(loads)} entries; these are replicas of {self.num_experts} experts"
             )
-        count = [len(found) for found in self.on()]
+        counts = [len(physical) for physical in self.on()]
         by_rank = [
-            math.fsum(known[expert] / count[expert] for expert in self.local(rank))
+            math.fsum(loads[expert] / counts[expert] for expert in self.local(rank))
             for rank in range(self.ranks)
         ]
         mean = math.fsum(by_rank) / self.ranks
         return max(by_rank) / mean if mean else 1.0
 
     def on(self, living: int | None = None) -> list[list[int]]:
-        """Return the replicas of each logical expert on some ranks, ascending.
+        """Return the replicas of each logical expert on the living ranks, ascending.
 
         Args:
             living: Mask with bit r for rank r. Default: all ranks.
@@ -119,205 +123,219 @@ class Replicas:
         Raises:
             InvalidArgument: the mask is invalid.
         """
-        every, each = (1 << self.ranks) - 1, self._each
-        living = every if living is None else integer("living", living, 1, every)
+        all_ranks = (1 << self.ranks) - 1
+        living = all_ranks if living is None else integer("living", living, 1, all_ranks)
         physical: list[list[int]] = [[] for _ in range(self.num_experts)]
         for p, expert in enumerate(self.logical):
-            if living >> p // each & 1:
+            if living >> p // self._per_rank & 1:
                 physical[expert].append(p)
         return physical
 
     def table(self, device: torch.device, *, living: int | None = None) -> ReplicaTable:
-        """Return the number of replicas of each expert, and which, as tensors.
+        """Return the map from logical to physical experts as tensors.
 
         Args:
             device: Device of the tensors.
-            living: As in `on`. An expert without a replica there gets -1, so that its ids are
-                dropped.
+            living: As in `on`. An expert without a living replica has one entry of -1, so that its
+                ids are dropped.
         """
         instance("device", device, torch.device)
-        physical = [found or [-1] for found in self.on(living)]
-        count = [len(found) for found in physical]
-        most = max(count)
-        padded = [found + [-1] * (most - len(found)) for found in physical]
+        physical = [replicas or [-1] for replicas in self.on(living)]
+        counts = [len(replicas) for replicas in physical]
+        width = max(counts)
+        padded = [replicas + [-1] * (width - len(replicas)) for replicas in physical]
         return ReplicaTable(
-            torch.tensor(count, dtype=torch.int32, device=device),
+            torch.tensor(counts, dtype=torch.int32, device=device),
             torch.tensor(padded, dtype=torch.int32, device=device),
         )
 
     @property
-    def _each(self) -> int:
-        """Physical experts of a rank."""
+    def _per_rank(self) -> int:
+        """Number of physical experts per rank."""
         return len(self.logical) // self.ranks
 
 
 def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0) -> Replicas:
-    """Place one layer's experts and their replicas so that ranks are equally loaded (EPLB).
+    """Place one layer's experts and their replicas so that ranks have equal loads (EPLB).
 
-    Replicas go one by one to the expert with the most load per replica, which minimises the largest
-    such load. Then the replicas, the most loaded first, go to the least loaded rank with a free
-    place that has none of that expert, and swaps between the most loaded rank and another end the
-    search. Equal loads give equal placements on every rank.
+    The algorithm has three steps. Equal loads give equal placements on every rank.
 
-    DeepSeek's EPLB (github.com/deepseek-ai/EPLB) has the first two steps. It goes by groups and
-    nodes too, which one NVLink domain has no use for; here an expert has one replica on a rank at
-    most, since a second one would take no load off the rank, and the last step is ours. The current
-    placement does not count.
+    1. Replicas are assigned one by one to the expert with the highest load per replica, which
+       minimises the maximum load per replica.
+    2. Replicas, the most loaded first, are placed on the least loaded rank that has a free slot and
+       no other replica of that expert.
+    3. Experts of the most loaded rank are swapped with those of other ranks while that helps.
+
+    DeepSeek's EPLB (github.com/deepseek-ai/EPLB) has the first two steps. It also balances expert
+    groups and nodes, which one NVLink domain does not need. Unlike there, a rank holds at most one
+    replica of an expert, because a second one would not reduce its load. The current placement is
+    not taken into account.
 
     Args:
-        loads: `[num_experts]`, how much each expert has to do, such as its tokens on all ranks
-            together (`weft.reference.expert_load`, summed over ranks); finite and 0 or more.
+        loads: `[num_experts]`, load of each expert, such as its number of tokens over all ranks
+            (`weft.reference.expert_load`, summed over ranks); finite and not negative.
         ranks: Number of ranks.
-        replicas: Physical experts beyond one for each logical one, at most `num_experts * (ranks -
-            1)`; with the experts a multiple of ranks.
+        replicas: Number of additional physical experts, at most `num_experts * (ranks - 1)`. The
+            sum of num_experts and replicas must be a multiple of ranks.
 
     Raises:
         InvalidArgument: an argument is invalid.
     """
-    known = _loads(loads)
+    loads = _parse_loads(loads)
     ranks = integer("ranks", ranks, 1, MAX_RANKS)
     replicas = integer("replicas", replicas, 0, EXPERTS)
-    physical = len(known) + replicas
-    if replicas > len(known) * (ranks - 1):
+    physical = len(loads) + replicas
+    if replicas > len(loads) * (ranks - 1):
         raise InvalidArgument(
-            f"replicas is {replicas} for {len(known)} experts on {ranks} ranks; with "
-            f"{len(known) * (ranks - 1)} each rank has every expert"
+            f"replicas is {replicas} for {len(loads)} experts on {ranks} ranks; with "
+            f"{len(loads) * (ranks - 1)} each rank has every expert"
         )
     if physical % ranks:
         raise InvalidArgument(
             f"replicas is {replicas}: {physical} physical experts for {ranks} ranks, which hold "
             f"equally many; use {replicas + -physical % ranks}"
         )
-    count = _replicate(known, ranks, replicas)
-    share = [load / n for load, n in zip(known, count, strict=True)]
-    held = _pack(share, count, ranks)
-    _swap(share, held)
-    return Replicas(tuple(expert for rank in held for expert in sorted(rank)), ranks)
+    counts = _count_replicas(loads, ranks, replicas)
+    share = [load / count for load, count in zip(loads, counts, strict=True)]
+    by_rank = _pack(share, counts, ranks)
+    _swap(share, by_rank)
+    return Replicas(tuple(expert for experts in by_rank for expert in sorted(experts)), ranks)
 
 
-def _loads(loads: Sequence[float] | torch.Tensor) -> list[float]:
-    """Loads as numbers. Raises InvalidArgument naming the first that is none."""
-    wanted = "a sequence of finite numbers, 0 or more: [num_experts] of one layer"
+def _parse_loads(loads: Sequence[float] | torch.Tensor) -> list[float]:
+    """Return the loads as floats. Raises InvalidArgument that names the first invalid one."""
+    expected = "a sequence of finite numbers, 0 or more: [num_experts] of one layer"
     values: Iterable[object]
     if isinstance(loads, torch.Tensor):
         if loads.dim() != 1 or loads.is_meta or loads.is_complex() or loads.dtype == torch.bool:
-            refuse("loads", loads, wanted)
+            refuse("loads", loads, expected)
         values = loads.tolist()
     elif isinstance(loads, str | bytes | dict) or not isinstance(loads, Iterable):
-        refuse("loads", loads, wanted)
+        refuse("loads", loads, expected)
     else:
         values = loads
-    known = [real(f"loads[{i}]", value, least=0.0) for i, value in enumerate(values)]
-    if not 1 <= len(known) <= EXPERTS:
-        raise InvalidArgument(f"loads has {len(known)} entries; it must have 1..{EXPERTS}")
-    if not math.isfinite(sum(known)):
-        raise InvalidArgument(f"loads add up to {sum(known)}; divide them by the largest")
-    return known
+    numbers = [real(f"loads[{i}]", value, least=0.0) for i, value in enumerate(values)]
+    if not 1 <= len(numbers) <= EXPERTS:
+        raise InvalidArgument(f"loads has {len(numbers)} entries; it must have 1..{EXPERTS}")
+    if not math.isfinite(sum(numbers)):
+        raise InvalidArgument(f"loads add up to {sum(numbers)}; divide them by the largest")
+    return numbers
 
 
-def _replicate(loads: list[float], ranks: int, replicas: int) -> list[int]:
-    """How many replicas each expert has: one, and those that bring its load per replica down."""
-    count = [1] * len(loads)
-    # Among equal loads the one with the fewest replicas is next, so that zeros are spread too.
-    waiting = [(-load, 1, expert) for expert, load in enumerate(loads)]
-    heapq.heapify(waiting)
+def _count_replicas(loads: list[float], ranks: int, replicas: int) -> list[int]:
+    """Return the number of replicas of each expert that minimises the maximum load per replica."""
+    counts = [1] * len(loads)
+    # Ties go to the expert with the fewest replicas, so that zero loads are spread, too.
+    heap = [(-load, 1, expert) for expert, load in enumerate(loads)]
+    heapq.heapify(heap)
     for _ in range(replicas):
-        *_, expert = heapq.heappop(waiting)
-        count[expert] += 1
-        if count[expert] < ranks:
-            heapq.heappush(waiting, (-loads[expert] / count[expert], count[expert], expert))
-    return count
+        *_, expert = heapq.heappop(heap)
+        counts[expert] += 1
+        if counts[expert] < ranks:
+            heapq.heappush(heap, (-loads[expert] / counts[expert], counts[expert], expert))
+    return counts
 
 
-def _pack(share: list[float], count: list[int], ranks: int) -> list[set[int]]:
-    """The experts of each rank: longest processing time first, equally many on each rank."""
-    each = sum(count) // ranks
-    held: list[set[int]] = [set() for _ in range(ranks)]
+def _pack(share: list[float], counts: list[int], ranks: int) -> list[set[int]]:
+    """Return each rank's experts, equally many per rank, by longest-processing-time-first."""
+    per_rank = sum(counts) // ranks
+    by_rank: list[set[int]] = [set() for _ in range(ranks)]
     loads = [0.0] * ranks
 
-    def move(expert: int, away: int | None, to: int) -> None:
-        if away is not None:
-            held[away].remove(expert)
-            loads[away] -= share[expert]
-        held[to].add(expert)
-        loads[to] += share[expert]
+    def move(expert: int, source: int | None, target: int) -> None:
+        if source is not None:
+            by_rank[source].remove(expert)
+            loads[source] -= share[expert]
+        by_rank[target].add(expert)
+        loads[target] += share[expert]
 
     for expert in sorted(range(len(share)), key=lambda e: (-share[e], e)):
-        for _ in range(count[expert]):
-            free = [rank for rank in range(ranks) if len(held[rank]) < each]
-            without = [rank for rank in free if expert not in held[rank]]
-            if not without:
-                # Every rank with a free place has this expert. A full rank without it holds more
-                # experts than a rank that is not full, so one of them can make room there.
+        for _ in range(counts[expert]):
+            free = [rank for rank in range(ranks) if len(by_rank[rank]) < per_rank]
+            candidates = [rank for rank in free if expert not in by_rank[rank]]
+            if not candidates:
+                # Every rank with a free slot has this expert. A full rank without it holds more
+                # experts than a rank that is not full, so one of them can move there.
                 _, other, source, target = min(
                     (max(loads[s] - share[o] + share[expert], loads[t] + share[o]), o, s, t)
                     for s in range(ranks)
-                    if expert not in held[s]
+                    if expert not in by_rank[s]
                     for t in free
-                    for o in held[s] - held[t]
+                    for o in by_rank[s] - by_rank[t]
                 )
                 move(other, source, target)
-                without = [source]
-            move(expert, None, min(without, key=lambda rank: (loads[rank], rank)))
-    return held
+                candidates = [source]
+            move(expert, None, min(candidates, key=lambda rank: (loads[rank], rank)))
+    return by_rank
 
 
-def _swap(share: list[float], held: list[set[int]]) -> None:
-    """Swap an expert of the most loaded rank for a lighter one elsewhere while that helps both."""
+def _swap(share: list[float], by_rank: list[set[int]]) -> None:
+    """Swap experts of the most loaded rank for lighter ones of others while the maximum falls."""
     while True:
-        loads = [math.fsum(share[expert] for expert in rank) for rank in held]
-        top = max(range(len(held)), key=lambda rank: (loads[rank], -rank))
-        best, found = MIN_GAIN_OF_SWAP * loads[top], None
-        for rank, experts in enumerate(held):
+        loads = [math.fsum(share[expert] for expert in experts) for experts in by_rank]
+        top = max(range(len(by_rank)), key=lambda rank: (loads[rank], -rank))
+        best_gain, best_swap = MIN_GAIN_OF_SWAP * loads[top], None
+        for rank, experts in enumerate(by_rank):
             gap = loads[top] - loads[rank]
-            lighter = sorted(experts - held[top])
-            for out in sorted(held[top] - experts):
-                for back in lighter:
-                    less = share[out] - share[back]
-                    # The larger of both ranks' loads falls by so much.
-                    if min(less, gap - less) > best:
-                        best, found = min(less, gap - less), (rank, out, back)
-        if found is None:
+            replacements = sorted(experts - by_rank[top])
+            for expert in sorted(by_rank[top] - experts):
+                for replacement in replacements:
+                    difference = share[expert] - share[replacement]
+                    # The larger of both ranks' loads falls by this much.
+                    gain = min(difference, gap - difference)
+                    if gain > best_gain:
+                        best_gain, best_swap = gain, (rank, {expert, replacement})
+        if best_swap is None:
             return
-        rank, out, back = found
-        held[top] ^= {out, back}
-        held[rank] ^= {out, back}
+        rank, swapped = best_swap
+        by_rank[top] ^= swapped
+        by_rank[rank] ^= swapped
 
 
 class Move(NamedTuple):
-    """The weights of one physical expert become those of another, on the same rank or not."""
+    """A copy of weights between two physical experts, on one rank or across ranks."""
 
     source: int
     target: int
 
 
 def moves(old: Replicas, new: Replicas, living: int | None = None) -> list[Move]:
-    """Where each physical expert that changes gets its weights: on its own rank where one is, else
-    from the rank that has least to send so far. Equal on every rank.
+    """Return a move for each physical expert that changes. Equal on every rank.
 
-    living: the ranks that give and get, as in `Replicas.on`; default all. Each holds what it gets.
+    The source is on the same rank if possible, else on the rank with the fewest sends so far.
+
+    Args:
+        living: Mask of the ranks that send and receive, as in `Replicas.on`. Default: all ranks.
+            Every expert that they receive must have a replica on one of them.
     """
-    each = len(old.logical) // old.ranks
+    per_rank = len(old.logical) // old.ranks
     living = (1 << old.ranks) - 1 if living is None else living
-    held = old.on(living)
+    replicas = old.on(living)
     sends = [0] * old.ranks
-    found: list[Move] = []
+    result: list[Move] = []
     for target, expert in enumerate(new.logical):
-        if old.logical[target] == expert or not living >> target // each & 1:
+        target_rank = target // per_rank
+        if old.logical[target] == expert or not living >> target_rank & 1:
             continue
-        here = [p for p in held[expert] if p // each == target // each]
-        source = min(here or held[expert], key=lambda p: (sends[p // each], p))
-        sends[source // each] += source // each != target // each
-        found.append(Move(source, target))
-    return found
+        local = [p for p in replicas[expert] if p // per_rank == target_rank]
+        source = min(local or replicas[expert], key=lambda p: (sends[p // per_rank], p))
+        sends[source // per_rank] += source // per_rank != target_rank
+        result.append(Move(source, target))
+    return result
 
 
 class Relocation:
-    """Fills this rank's `tensors`, each `[local_experts, ...]`, with the experts of `new`.
+    """Move weights between ranks from one placement to another. Collective; a context manager.
 
-    A piece of every expert that moves is copied out by its rank before any rank copies one in, so
-    any permutation works with STAGING_BYTES of symmetric memory on each rank, which are allocated
-    here. Collective. A context manager.
+    Works in pieces: each rank copies out a piece of every expert that moves before any rank copies
+    one in. Any permutation therefore works with STAGING_BYTES of symmetric memory per rank, which
+    the constructor allocates.
+
+    Args:
+        tensors: This rank's weights, each `[local_experts, ...]`, overwritten in place.
+        old: Placement of the weights now.
+        new: Placement to establish.
+        living: Mask of the living ranks.
     """
 
     def __init__(
@@ -328,29 +346,32 @@ class Relocation:
         new: Replicas,
         living: int,
     ) -> None:
-        self._group, self._each = group, len(old.logical) // old.ranks
+        self._group, self._per_rank = group, len(old.logical) // old.ranks
         self._moves = moves(old, new, living)
-        self._rows = [tensor.reshape(self._each, -1).view(torch.uint8) for tensor in tensors]
-        # The experts that each rank copies out, in the order of their slots in its staging memory.
+        self._rows = [tensor.reshape(self._per_rank, -1).view(torch.uint8) for tensor in tensors]
+        # The experts that each rank copies out, in the order of its staging memory.
         self._sources = [
-            sorted({m.source for m in self._moves if m.source // self._each == rank})
+            sorted({m.source for m in self._moves if m.source // self._per_rank == rank})
             for rank in range(old.ranks)
         ]
         self._heap: Heap | None = None
         if self._moves:
-            slots = max(map(len, self._sources))
-            widest = max(row.shape[1] for row in self._rows)
-            self._piece = max(16, min(widest, STAGING_BYTES // slots) // 16 * 16)
-            self._heap = Heap.create(group, slots * self._piece)
+            experts = max(map(len, self._sources))
+            row_bytes = max(row.shape[1] for row in self._rows)
+            self._piece = max(16, min(row_bytes, STAGING_BYTES // experts) // 16 * 16)
+            self._heap = Heap.create(group, experts * self._piece)
             self._staging = {
-                rank: self._heap.tensor((slots, self._piece), torch.uint8, rank=rank)
+                rank: self._heap.tensor((experts, self._piece), torch.uint8, rank=rank)
                 for rank in group.living
             }
 
     def run(self) -> None:
-        """Move them; waits for the device and for all ranks.
+        """Move the weights; waits for the device and for all ranks.
 
-        A failure leaves weights of neither placement. Raises CreationFailed on all ranks.
+        After a failure the weights belong to neither placement.
+
+        Raises:
+            CreationFailed: a rank failed. Every rank raises it.
         """
         for row in self._rows if self._moves else ():
             for begin in range(0, row.shape[1], self._piece):
@@ -359,20 +380,20 @@ class Relocation:
                     self._group.together(partial(copy, part), doing="relocating experts")
 
     def _copy_out(self, part: torch.Tensor) -> None:
-        """This rank's piece of every expert that moves, into its staging memory."""
+        """Copy the pieces of all experts that this rank sends to its staging memory."""
         rank, width = self._group.rank, part.shape[1]
-        for slot, source in enumerate(self._sources[rank]):
-            self._staging[rank][slot, :width].copy_(part[source % self._each])
+        for index, source in enumerate(self._sources[rank]):
+            self._staging[rank][index, :width].copy_(part[source % self._per_rank])
         synchronize_stream(self._group.device)
 
     def _copy_in(self, part: torch.Tensor) -> None:
-        """The piece of every expert that this rank gets, from its source's staging memory."""
+        """Copy the pieces of all experts that this rank receives from their owners' memory."""
         width = part.shape[1]
         for source, target in self._moves:
-            if target // self._each == self._group.rank:
-                owner = source // self._each
-                slot = self._sources[owner].index(source)
-                part[target % self._each].copy_(self._staging[owner][slot, :width])
+            if target // self._per_rank == self._group.rank:
+                owner = source // self._per_rank
+                index = self._sources[owner].index(source)
+                part[target % self._per_rank].copy_(self._staging[owner][index, :width])
         synchronize_stream(self._group.device)
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers: from logits, or from what a caller chose, to the ids and weights of dispatch."""
+"""Routing: expert ids and weights for dispatch, from logits or from the caller's top-k."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_dense, check_gradient, check_tensor, refuse_tensor
 from weft.shape import Shape
 
-SMALLEST_SUM = 1e-20  # keeps weights whose scores are all 0 at 0; any other sum swallows it
+SMALLEST_SUM = 1e-20  # avoids 0 / 0 if all scores are 0; too small to change any other sum
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 INT64 = -(1 << 63), (1 << 63) - 1
@@ -44,8 +44,9 @@ EXPERTS = largest(Shape, "experts")
 class Routed(NamedTuple):
     """Experts and weights of a batch.
 
-    ids: int32 `[tokens, top_k]`, -1 for padding.
-    weights: float32 `[tokens, top_k]`.
+    Attributes:
+        ids: int32 `[tokens, top_k]`, -1 for padding.
+        weights: float32 `[tokens, top_k]`.
     """
 
     ids: torch.Tensor
@@ -54,24 +55,24 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Describe how a layer chooses and weighs experts.
+    """How a layer chooses and weighs experts.
 
     Attributes:
         num_experts: Number of experts.
         top_k: Experts per token.
-        score: "softmax", "sigmoid" or "sqrtsoftplus" of all logits, the last sqrt(log(1 +
-            exp(logit))); "softmax-chosen": softmax of the chosen ones only.
+        score: "softmax", "sigmoid" or "sqrtsoftplus" (sqrt(log(1 + exp(logit)))) of all logits, or
+            "softmax-chosen": softmax over the chosen logits only.
         renormalise: Divide the chosen scores by their sum.
-        correction: A bias `[num_experts]` is added to the scores for choosing, never for weighing.
+        correction: Add a bias `[num_experts]` to the scores for choosing, not for weighing.
         groups: Number of equal contiguous groups of experts.
-        top_groups: Number of groups, the best ones, from which experts may be chosen.
-        group_best: A group is as good as the sum of its 1 or 2 best experts.
-        scale: Every weight is multiplied by it at the end.
-        weigh: "output": an expert's result is multiplied by its weight; "input": its input is,
-            which serves top_k 1 only.
+        top_groups: Number of best groups from which experts are chosen.
+        group_best: Number of best experts, 1 or 2, whose sum is the score of a group.
+        scale: Factor of every weight, applied last.
+        weigh: "output": weights multiply the experts' results; "input": they multiply their inputs,
+            which requires top_k 1.
 
     Raises:
-        InvalidArgument: a field is invalid. The text names it and what it may be.
+        InvalidArgument: a field is invalid. The text names it and its valid values.
     """
 
     num_experts: int
@@ -86,7 +87,7 @@ class Routing:
     weigh: Weigh = "output"
 
     def __post_init__(self) -> None:
-        """Refuse what no router can do."""
+        """Check and normalise the fields."""
         experts = integer("num_experts", self.num_experts, 1, EXPERTS)
         groups = integer("groups", self.groups, 1, EXPERTS)
         top_k = integer("top_k", self.top_k, 1, EXPERTS)
@@ -106,11 +107,11 @@ class Routing:
 
     def literal(self) -> str:
         """Return the C++ initialiser that specialises the kernel."""
-        flags = {name: str(getattr(self, name)).lower() for name in ("renormalise", "correction")}
+        renormalise, correction = str(self.renormalise).lower(), str(self.correction).lower()
         return (
             f"weft::Routing{{.experts = {self.num_experts}, .top_k = {self.top_k}, "
             f".score = weft::Score::{self.score.replace('-', '_')}, "
-            f".renormalise = {flags['renormalise']}, .correction = {flags['correction']}, "
+            f".renormalise = {renormalise}, .correction = {correction}, "
             f".groups = {self.groups}, .top_groups = {self.top_groups}, "
             f".group_best = {self.group_best}}}"
         )
@@ -150,25 +151,27 @@ def route(
 ) -> Routed:
     """Return each token's experts, best first, and their weights.
 
-        choice  = logits, or score(logits) + correction where there are a correction or groups
-        ids     = the top_k of choice, those outside the top_groups groups being -inf
+        choice  = logits, or score(logits) + correction with a correction or groups
+        ids     = the top_k of choice, with -inf outside the top_groups groups
         weights = score[ids] / (sum of score[ids] + 1e-20) * scale
 
-    Equal choices are taken by the lowest id (torch.topk may take another: to keep the choice of a
-    router of your own, pass its topk_ids), equal groups by the lowest group. A NaN logit counts as
-    larger than any number, so its expert is chosen and weighs NaN: the token's own output is NaN,
-    and no other token is touched. Waits for no device, and its shapes depend on sizes alone, so it
-    may be captured; on a GPU, where it is one kernel without a gradient, a rule's first call loads
-    that kernel and may not.
+    Ties go to the lowest expert id and to the lowest group. torch.topk may break ties differently:
+    to keep your own router's choice, pass its topk_ids. A NaN logit counts as larger than any
+    number, so its expert is chosen with weight NaN. Only that token's output becomes NaN.
+
+    The call does not synchronize and may be captured. On a GPU it is one kernel without a gradient.
+    A rule's first call loads that kernel and must not be captured.
 
     Args:
-        logits: `[tokens, num_experts]`, float32, bfloat16 or float16; all arithmetic is in float32.
-        correction: float32 `[num_experts]`; needed where the rule has one, refused where not.
-        num_tokens: int32 `[1]` on the device: rows from there on are padding, ids -1 and weights 0.
+        routing: The rule.
+        logits: float32, bfloat16 or float16 `[tokens, num_experts]`; all arithmetic is in float32.
+        correction: float32 `[num_experts]`, exactly if the rule has one.
+        num_tokens: int32 `[1]` on the device: rows from there on are padding, with ids -1 and
+            weights 0.
 
     Raises:
         InvalidArgument: an argument is invalid.
-        OutOfOrder: the call comes at the wrong time, or the object is closed.
+        OutOfOrder: a rule's first call is being captured.
     """
     check_route(routing, logits, correction, num_tokens)
     return route_checked(routing, logits, correction, num_tokens)
@@ -180,7 +183,7 @@ def route_checked(
     correction: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> Routed:
-    """`route` of checked tensors."""
+    """Run `route` on checked tensors."""
     if not _has_kernel(routing, logits):
         return route_in_torch(routing, logits, correction, num_tokens)
     size, device = (len(logits), routing.top_k), logits.device
@@ -204,7 +207,7 @@ def route_args(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> RouteArgs:
-    """The struct of one call; all tensors were checked."""
+    """Return the kernel's arguments for checked tensors."""
     return RouteArgs(
         logits=logits.data_ptr(),
         correction=0 if correction is None else correction.data_ptr(),
@@ -225,19 +228,19 @@ def route_in_torch(
     correction: torch.Tensor | None = None,
     num_tokens: torch.Tensor | None = None,
 ) -> Routed:
-    """`route` of checked tensors in torch's operations, on any device: what its kernel must do."""
+    """Run `route` on checked tensors with torch operations: the specification of the kernel."""
     logits = logits.float()
     scores = _scores(routing, logits)
-    # A monotone score would only add ties to what the logits say. -0 becomes +0, which it equals:
-    # sorts look at bits.
+    # Scores are monotone in the logits but have more ties. Adding 0 turns -0 into +0, because a
+    # sort orders the two.
     choice = scores if routing.correction or routing.groups > 1 else logits + 0.0
     if correction is not None:
         choice = choice + correction
     if routing.groups > 1:
-        choice = _within_groups(routing, choice)
-    places = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
-    weights = _weights(routing, scores, places)
-    ids = places.to(torch.int32, memory_format=torch.contiguous_format)
+        choice = _mask_groups(routing, choice)
+    indices = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = _weights(routing, scores, indices)
+    ids = indices.to(torch.int32, memory_format=torch.contiguous_format)
     if num_tokens is not None:
         rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)
         padding = (rows >= num_tokens)[:, None]
@@ -247,16 +250,16 @@ def route_in_torch(
 
 @without_autocast
 def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Routed:
-    """Return the weights of experts that something other than the logits chose.
+    """Return the weights of `route` for given experts, with the ids in the form for dispatch.
 
-    DeepSeek-V4's first layers take `topk_ids = tid2eid[input_ids]`. The result is the ids as
-    dispatch takes them and the weights of `route` for them. Uses torch operations only and waits
-    for no device.
+    DeepSeek-V4's first layers use it with `topk_ids = tid2eid[input_ids]`. The call uses torch
+    operations only and does not synchronize.
 
     Args:
+        routing: The rule.
         logits: `[tokens, num_experts]`, as for `route`.
-        topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none, which weighs 0. Others outside of
-            0..num_experts - 1 weigh 0, too, and stay outside, for dispatch to refuse and to report.
+        topk_ids: int32 or int64 `[tokens, top_k]`, -1 for none. The weight of -1 and of invalid ids
+            is 0. Invalid ids stay invalid, so that dispatch refuses and reports them.
 
     Raises:
         InvalidArgument: an argument is invalid.
@@ -265,16 +268,16 @@ def weigh(routing: Routing, logits: torch.Tensor, topk_ids: torch.Tensor) -> Rou
     size, device = (len(logits), routing.top_k), logits.device
     check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device, aligned=1)
     ids, experts = topk_ids.long(), routing.num_experts
-    unknown = (ids < 0) | (ids >= experts)
-    nothing = -math.inf if routing.score == "softmax-chosen" else 0.0
-    scores = torch.nn.functional.pad(_scores(routing, logits.float()), (0, 1), value=nothing)
-    weights = _weights(routing, scores, ids.masked_fill(unknown, experts))
-    ids = torch.where(unknown & (ids != -1), NO_SUCH_EXPERT, ids)
-    return Routed(ids.int(), weights.masked_fill(unknown, 0.0))
+    invalid = (ids < 0) | (ids >= experts)
+    padding = -math.inf if routing.score == "softmax-chosen" else 0.0
+    scores = torch.nn.functional.pad(_scores(routing, logits.float()), (0, 1), value=padding)
+    weights = _weights(routing, scores, ids.masked_fill(invalid, experts))
+    ids = torch.where(invalid & (ids != -1), NO_SUCH_EXPERT, ids)
+    return Routed(ids.int(), weights.masked_fill(invalid, 0.0))
 
 
 def _has_kernel(routing: Routing, logits: torch.Tensor) -> bool:
-    """Has this call a kernel of its own? Compiled graphs take what the compiler can see through."""
+    """Whether the kernel serves this call. Compiled graphs trace the torch operations instead."""
     return (
         logits.device.type == "cuda"
         and routing.num_experts <= MAX_EXPERTS
@@ -289,10 +292,13 @@ def router_logits(
 ) -> torch.Tensor:
     """Return float32 logits `[tokens, num_experts]`: `x @ gate.T + bias`.
 
-    In bf16 two experts often tie, and which of them wins would depend on the rounding.
+    Float32 avoids ties, which are frequent in bfloat16 and would make the choice depend on
+    rounding.
 
     Args:
-        gate: `[num_experts, hidden]`, kept in float32 it is not converted in every call.
+        x: `[tokens, hidden]`.
+        gate: `[num_experts, hidden]`. Keep it in float32 to avoid a conversion in every call.
+        bias: `[num_experts]`, or None.
 
     Raises:
         InvalidArgument: an argument is invalid.
@@ -312,8 +318,8 @@ def router_logits(
         raise InvalidArgument(
             f"bias is {list(bias.shape)} on {bias.device}; it must be [{len(gate)}] on {x.device}"
         )
-    wide = None if bias is None else bias.float()
-    return torch.nn.functional.linear(x.float(), gate.float(), wide)
+    bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), gate.float(), bias)
 
 
 def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
@@ -328,8 +334,8 @@ def _scores(routing: Routing, logits: torch.Tensor) -> torch.Tensor:
             return logits
 
 
-def _weights(routing: Routing, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    weights = scores.gather(-1, places)
+def _weights(routing: Routing, scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    weights = scores.gather(-1, indices)
     if routing.score == "softmax-chosen":
         weights = weights.softmax(dim=-1)
     elif routing.renormalise:
@@ -337,23 +343,23 @@ def _weights(routing: Routing, scores: torch.Tensor, places: torch.Tensor) -> to
     return weights if routing.scale == 1.0 else weights * routing.scale
 
 
-def _within_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
-    """`choice`, with -inf for the experts of all but the best groups."""
+def _mask_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
+    """Return `choice` with -inf for the experts outside the best groups."""
     sizes = (len(choice), routing.groups, routing.num_experts // routing.groups)
     by_group = choice.reshape(sizes)
     best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1)
     order = best.sort(dim=-1, descending=True, stable=True).indices
-    # -inf is for experts of other groups. Those that a correction of -inf shuts come last, but
-    # before all of these.
-    shut = torch.finfo(torch.float32).min
-    by_group = torch.where(by_group == -torch.inf, shut, by_group)
-    lost = torch.ones_like(best, dtype=torch.bool)
-    lost.scatter_(-1, order[:, : routing.top_groups], False)
-    return by_group.masked_fill(lost.unsqueeze(-1), -torch.inf).view(choice.shape)
+    # Within the best groups, experts with a correction of -inf rank last, but still above all
+    # experts of other groups.
+    lowest = torch.finfo(torch.float32).min
+    by_group = torch.where(by_group == -torch.inf, lowest, by_group)
+    masked = torch.ones_like(best, dtype=torch.bool)
+    masked.scatter_(-1, order[:, : routing.top_groups], False)
+    return by_group.masked_fill(masked.unsqueeze(-1), -torch.inf).view(choice.shape)
 
 
 def check_logits(routing: Routing, logits: torch.Tensor) -> None:
-    """Raises InvalidArgument for logits that are not of such a layer."""
+    """Raise InvalidArgument if the logits do not fit the routing."""
     experts = instance("routing", routing, Routing).num_experts
     if not isinstance(logits, torch.Tensor):
         refuse_tensor("logits", logits)
@@ -373,7 +379,7 @@ def check_route(
     correction: torch.Tensor | None,
     num_tokens: torch.Tensor | None,
 ) -> None:
-    """Raises InvalidArgument naming the tensor, what it is and what it must be."""
+    """Raise InvalidArgument if an argument of `route` is invalid."""
     check_logits(routing, logits)
     experts = routing.num_experts
     if correction is not None and not isinstance(correction, torch.Tensor):
@@ -412,37 +418,37 @@ def normalize_topk(
     replicas: torch.Tensor | None = None,
     rank: int = 0,
 ) -> Routed:
-    """Return ids and weights as dispatch takes them: int32 with -1 for no expert, and float32.
+    """Return ids and weights in the form for dispatch: int32 with -1 for no expert, and float32.
 
-    Ids outside of their range stay outside, for dispatch to refuse and to report. One kernel on a
-    GPU, and none where nothing is to do; waits for no device and may be captured, but for the first
-    call on a device, which loads the kernel.
+    Invalid ids stay invalid, so that dispatch refuses and reports them. On a GPU the call is at
+    most one kernel. It does not synchronize and may be captured, except for the first call on a
+    device, which loads the kernel.
 
     Args:
         topk_ids: int32 or int64 `[tokens, top_k]`.
         topk_weights: float32, bfloat16 or float16 `[tokens, top_k]`.
-        padding_id: An id that names no expert, beside -1; engines also use num_experts.
+        padding_id: An id besides -1 that means no expert; some engines use num_experts.
         skip_zero_weights: Treat entries of weight 0 as no expert, so that padding is not sent.
         num_tokens: int32 `[1]` on the device: rows from there on are padding.
-        replicas: int32 `[num_experts, width]` on the device: how many physical experts a logical
-            one has, then which: both tensors of `Replicas.table` side by side. Ids are logical
-            experts then and become physical ones: token t of this rank takes replica `(t + rank) %
-            count`. The table is read when the kernel runs, so it may change between replays of a
-            graph.
+        replicas: int32 `[num_experts, 1 + max_replicas]` on the device: `counts` and `physical` of
+            `Replicas.table` side by side. It maps logical ids to physical ones: token t of this
+            rank takes replica `(t + rank) % count`. The kernel reads the table, so it may change
+            between replays of a graph.
+        rank: This rank, for the choice of replicas.
 
     Raises:
         InvalidArgument: an argument is invalid.
-        OutOfOrder: the call comes at the wrong time, or the object is closed.
+        OutOfOrder: the first call on a device is being captured.
     """
     flags(skip_zero_weights=skip_zero_weights)
     padding_id = integer("padding_id", padding_id, *INT64)
     rank = integer("rank", rank, 0, MAX_EP_SIZE - 1)
     check_topk(topk_ids, topk_weights, num_tokens)
     if replicas is not None:
-        size, whole, device = (None, None), (torch.int32,), topk_ids.device
-        check_tensor("replicas", replicas, shape=size, dtypes=whole, device=device, aligned=1)
+        size, dtypes, device = (None, None), (torch.int32,), topk_ids.device
+        check_tensor("replicas", replicas, shape=size, dtypes=dtypes, device=device, aligned=1)
     return normalize_checked(
-        *(topk_ids, topk_weights, num_tokens, replicas, rank), padding_id, skip_zero_weights
+        topk_ids, topk_weights, num_tokens, replicas, rank, padding_id, skip_zero_weights
     )
 
 
@@ -455,18 +461,18 @@ def normalize_checked(
     padding_id: int = -1,
     skip_zero_weights: bool = False,
 ) -> Routed:
-    """`normalize_topk` of checked arguments."""
+    """Run `normalize_topk` on checked arguments."""
     device = topk_ids.device
-    as_they_are = (
+    unchanged = (
         padding_id == -1
         and not skip_zero_weights
         and num_tokens is None
         and replicas is None
         and topk_weights.dtype == torch.float32
     )
-    if as_they_are:
+    if unchanged:
         return Routed(topk_ids, topk_weights)
-    if device.type != "cuda":  # what the kernel must do
+    if device.type != "cuda":  # the specification of the kernel
         ids, weights = topk_ids.long(), topk_weights.float()
         token = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None]
         none = (ids == -1) | (ids == padding_id)
@@ -475,13 +481,13 @@ def normalize_checked(
         if num_tokens is not None:
             none |= token >= num_tokens
         if replicas is None:
-            known = ids == ids.int()
+            valid = ids == ids.int()
         else:
-            known = (ids >= 0) & (ids < len(replicas))
-            row = torch.where(known, ids, 0)
-            turn = 1 + (token + rank) % replicas[row, 0]
-            ids = replicas[row, turn].long()
-        ids = torch.where(none, -1, torch.where(known, ids, NO_SUCH_EXPERT))
+            valid = (ids >= 0) & (ids < len(replicas))
+            row = torch.where(valid, ids, 0)
+            column = 1 + (token + rank) % replicas[row, 0]
+            ids = replicas[row, column].long()
+        ids = torch.where(none, -1, torch.where(valid, ids, NO_SUCH_EXPERT))
         return Routed(ids.int(), torch.where(none, 0.0, weights))
     ids = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
     weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=device)
@@ -510,12 +516,12 @@ def normalize_checked(
 def check_topk(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_tokens: torch.Tensor | None
 ) -> None:
-    """Raises InvalidArgument for a routing that no caller can mean."""
+    """Raise InvalidArgument if the caller's ids and weights are invalid."""
     device = topk_ids.device if isinstance(topk_ids, torch.Tensor) else torch.device("cpu")
     size = (None, None)
     check_tensor("topk_ids", topk_ids, shape=size, dtypes=INTEGERS, device=device, aligned=1)
-    name, like = "topk_weights", topk_ids.shape
-    check_tensor(name, topk_weights, shape=like, dtypes=FLOATS, device=device, aligned=1)
+    name, shape = "topk_weights", topk_ids.shape
+    check_tensor(name, topk_weights, shape=shape, dtypes=FLOATS, device=device, aligned=1)
     if topk_ids.numel() >= 1 << 31:
         raise InvalidArgument(f"topk_ids has {topk_ids.numel()} entries; pass fewer than 2^31")
     _check_count(num_tokens, device)
@@ -523,5 +529,5 @@ def check_topk(
 
 def _check_count(num_tokens: torch.Tensor | None, device: torch.device) -> None:
     if num_tokens is not None:
-        name, whole = "num_tokens", (torch.int32,)
-        check_tensor(name, num_tokens, shape=(1,), dtypes=whole, device=device, aligned=1)
+        name, dtypes = "num_tokens", (torch.int32,)
+        check_tensor(name, num_tokens, shape=(1,), dtypes=dtypes, device=device, aligned=1)

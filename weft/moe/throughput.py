@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mode="throughput": AllToAll brings rows by source rank, ExpertGroups packs them by expert."""
+"""mode="throughput": rows by source rank from AllToAll, regrouped by expert with ExpertGroups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weft.moe.workspace import LayerWorkspace, Shared
 
 
 def layout_of(plan: LayerPlan, device: torch.device) -> Layout:
-    """How the GEMM wants rows by expert."""
+    """Return the layout of rows by expert that the GEMM takes."""
     return "contiguous" if plan.gemm == "grouped" else torch_layout(device)
 
 
 class ThroughputWorkspace(LayerWorkspace[Received]):
-    """Every overlap, and everything that AllToAll can carry."""
+    """Workspace on AllToAll, with every overlap and every format that AllToAll supports."""
 
     exchange: AllToAll
     _groups: ExpertGroups
@@ -40,13 +40,13 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     ) -> torch.Tensor:
         exchange, experts = self.exchange, self.experts
         if out is not None:
-            exchange._check_outside("out", out)  # combine would, when tokens are away
+            exchange._check_outside("out", out)  # before anything is sent, unlike in combine
         sent, scale = self._sent(x, routed.weights)
         self._tokens = len(x)
         self._mark(shared)
-        # On one host stores go to tokens' slots, so few tokens cost no more with max_tokens.
-        most = None if rows is None or self.group.hosts == 1 else max(rows, 1)
-        received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=most)
+        # On one host the cost of dispatch does not depend on `rows`, only on the tokens sent.
+        max_rows = None if rows is None or self.group.hosts == 1 else max(rows, 1)
+        received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=max_rows)
         add = self._run_shared(shared, x)
         experts.up(weights, self._gather(received), tokens=len(x))
         if self.plan.gemm_push:
@@ -58,23 +58,23 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         return exchange.combine_recv(out=out, add=add)
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
-        """Write the exchange's output: every row's weighted sum over this rank's experts."""
+        """Write each row's weighted sum over this rank's experts to the exchange's output."""
         instance("received", received, Received, "pass what dispatch of layer.exchange returned")
         self.experts.up(weights, self._gather(received), tokens=self._tokens)
         self._groups.scatter(self.experts.down(weights))
 
     def _gather(self, received: Received) -> RowsByExpert:
-        found = self._groups.gather(received)
-        return RowsByExpert(found.rows, found.offsets, found.counts, found.dst_addr)
+        grouped = self._groups.gather(received)
+        return RowsByExpert(grouped.rows, grouped.offsets, grouped.counts, grouped.dst_addr)
 
     def close(self) -> None:
-        if hasattr(self, "_groups"):  # else opening it failed
+        if hasattr(self, "_groups"):  # not set if the constructor failed early
             self._groups.close()
         super().close()
 
     def _open_exchange(self) -> AllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
-        # Halves, because sends are calls of their own.
+        # ExpertGroups.send replaces the sending half of combine, so combine must be split.
         return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
 
     def _open_rows(self) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps between calls, in either mode: all-to-all, experts' buffers, a stream."""
+"""Workspace of an MoE layer, common to both modes: all-to-all, experts' buffers, side stream."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Rows = TypeVar("Rows", Received, ExpertRows)
 
 
 class SideStream:
-    """A stream beside the caller's; on CPU ranks there is one stream only, and this is it.
+    """A stream that runs concurrently with the caller's. On CPU ranks it does nothing.
 
-    Memory that is allocated within and used by the caller after `join` is not handed out again
-    before the caller has used it: all later use of the stream begins after the caller's.
+    The caller may use memory that was allocated on this stream after `join`: later work on this
+    stream starts after a mark in the caller's, so the allocator cannot reuse the memory too early.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,17 +50,17 @@ class SideStream:
             self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
-        """What is enqueued within `after_mark` comes after all that the caller's stream holds."""
+        """Record the point in the caller's stream after which `after_mark` work may start."""
         if self._stream is not None:
             self._mark.record(torch.cuda.current_stream(self._device))
 
     @property
     def busy(self) -> bool:
-        """Has something been enqueued here since the last `join`? Never on CPU ranks."""
+        """Whether work has been enqueued since the last `join`; always False on CPU ranks."""
         return self._busy
 
     def after_mark(self) -> AbstractContextManager[object]:
-        """Enqueue here what may run beside all that the caller has enqueued since `mark`."""
+        """Return a context that enqueues work on this stream, to start after the mark."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_event(self._mark)
@@ -68,10 +68,8 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """The caller's stream goes on after all that was enqueued here since the last `join`.
-
-        Nothing was: then there is nothing to wait for, which a capture would even refuse.
-        """
+        """Make the caller's stream wait for the work enqueued here since the last `join`."""
+        # Without such work there is nothing to wait for, and a capture would refuse the wait.
         if self._stream is not None and self._busy:
             self._busy = False
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -86,7 +84,7 @@ def make_experts(
     ranks: int,
     device: torch.device,
 ) -> Experts:
-    """A rank's experts, with buffers for so many rows."""
+    """Create a rank's experts with buffers for `rows`."""
     if plan.gemm == "torch":
         return TorchExperts(config, rows, quantize=plan.quantize, device=device)
     return GroupedExperts(
@@ -103,13 +101,13 @@ def make_experts(
 
 
 class LayerWorkspace(ABC, Generic[Rows]):
-    """Serves one layer after the other: nothing in it outlives a call.
+    """Memory and streams of a layer, shared by its siblings; no state outlives a call.
 
-    A mode says what it opens and how a call runs; all else is here. Raises CreationFailed and
-    GeometryMismatch on every rank alike.
+    A subclass per mode opens the exchange and runs the rounds. The constructor raises
+    CreationFailed and GeometryMismatch on every rank.
     """
 
-    creation: Creation  # of this workspace, set by the layer that makes it
+    creation: Creation  # set by the layer that creates the workspace
     exchange: Exchange
     side_stream: SideStream
     experts: Experts
@@ -125,9 +123,9 @@ class LayerWorkspace(ABC, Generic[Rows]):
     ) -> None:
         self.group, self.config, self.options = group, config, options
         self.plan, self.choice = plan, choice
-        self.layers: WeakSet[object] = WeakSet()  # that are open
-        self._busy = threading.Lock()  # taken by a call of a layer, and by a relocation
-        self._tokens = options.max_tokens  # of the latest call: what the experts are planned for
+        self.layers: WeakSet[object] = WeakSet()  # the open layers
+        self._busy = threading.Lock()  # held during a layer's call or relocation
+        self._tokens = options.max_tokens  # of the latest call; selects the GEMM plans
         self.exchange = self._open_exchange()
         try:
             group.together(self._open_buffers, doing="preparing an MoE layer's experts")
@@ -136,7 +134,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             raise
 
     def sizes(self) -> dict[str, JSON]:
-        """What distinguishes this workspace from others: rules, and the sizes of the all-to-all."""
+        """Return the rules of the layer and the sizes of the all-to-all."""
         rules = self.options.manifest(self.config)
         return {
             **rules,
@@ -147,17 +145,17 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the experts' buffers and of rows by expert on this rank, in ordinary memory."""
+        """Bytes of ordinary memory on this rank for rows by expert and the experts' buffers."""
         return self._rows_bytes() + sum(t.numel() * t.element_size() for t in self.buffers)
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The experts' own memory."""
+        """The experts' buffers."""
         return (*self.experts.buffers, self._weighed)
 
     @property
     def mid_round(self) -> bool:
-        """Has something been sent whose sums have not come back?"""
+        """True between dispatch and combine."""
         return self.exchange._mid_round
 
     @abstractmethod
@@ -171,21 +169,26 @@ class LayerWorkspace(ABC, Generic[Rows]):
         rows: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """One round of a layer with these experts: dispatch, experts, combine; arguments checked.
+        """Run one round of a layer: dispatch, experts, combine. The arguments must be checked.
 
-        routed: of physical experts; rows from num_tokens on have ids of -1.
-        rows: the most tokens that any rank has, or None for max_tokens.
+        Args:
+            routed: Ids of physical experts, -1 from row num_tokens on, and weights.
+            rows: Maximum tokens of any rank. Default: max_tokens.
         """
 
     @abstractmethod
     def run_experts(self, weights: ExpertWeights, received: Rows) -> torch.Tensor | None:
-        """The experts' results, where combine takes a tensor of them."""
+        """Run the experts; return their results if combine takes them as a tensor, else None."""
 
     def begin(self, doing: str) -> None:
-        """A call begins; `end` must follow.
+        """Begin a call; `end` must follow.
 
-        Raises OutOfOrder while another one runs or a round of the exchange is not combined, and
-        what broke the group.
+        Args:
+            doing: Name of the call in errors.
+
+        Raises:
+            OutOfOrder: another call is running, or a round of the exchange is not combined.
+            GroupError: the group is broken.
         """
         if not self._busy.acquire(blocking=False):
             raise OutOfOrder(
@@ -202,12 +205,12 @@ class LayerWorkspace(ABC, Generic[Rows]):
             raise
 
     def end(self) -> None:
-        """The call that began is over."""
+        """End the call."""
         self._busy.release()
 
     @contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Inside, neither a layer nor the exchange makes a call. Raises OutOfOrder within one."""
+        """Exclude calls of all layers and of the exchange. Raises OutOfOrder if one is running."""
         self.begin(doing)
         try:
             self.exchange._begin(doing)
@@ -219,7 +222,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             self.end()
 
     def close(self) -> None:
-        """Give everything back; waits for this rank's own work only. Idempotent."""
+        """Free everything; waits only for this rank's own work. Idempotent."""
         try:
             self.exchange.close()
         finally:
@@ -229,21 +232,21 @@ class LayerWorkspace(ABC, Generic[Rows]):
     def _sent(
         self, x: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is sent of x, and the weights of combine.
+        """Return the rows to send and the weights for combine.
 
-        `round(x * weights)`, and none, for rules that weigh the input.
+        If the routing weighs inputs, these are `round(x * weights)` and None.
         """
         if self.config.routing.weigh != "input":
             return x, weights
         return torch.mul(x, weights, out=self._weighed[: len(x)]), None
 
     def _mark(self, shared: Shared | None) -> None:
-        """From here on, what the side stream makes may run beside the caller's stream."""
+        """Let the shared expert start from this point of the caller's stream."""
         if shared is not None and self.plan.overlap != "none":
             self.side_stream.mark()
 
     def _run_shared(self, shared: Shared | None, x: torch.Tensor) -> torch.Tensor | None:
-        """The shared expert's rows; with an overlap, made in the side stream from its mark on."""
+        """Return the shared expert's result; with an overlap, it runs on the side stream."""
         if shared is None:
             return None
         if self.plan.overlap == "none":
@@ -253,15 +256,15 @@ class LayerWorkspace(ABC, Generic[Rows]):
 
     @abstractmethod
     def _open_exchange(self) -> Exchange:
-        """The all-to-all of the plan. Collective."""
+        """Create the all-to-all of the plan. Collective."""
 
     @abstractmethod
     def _open_rows(self) -> tuple[int, ...]:
-        """Sizes of the experts' rows, `[rows]` or `[local_experts, rows]`."""
+        """Allocate rows by expert; return their sizes, `[rows]` or `[local_experts, rows]`."""
 
     @abstractmethod
     def _rows_bytes(self) -> int:
-        """Bytes of ordinary memory for rows by expert, as they come."""
+        """Return the bytes of ordinary memory for the received rows by expert."""
 
     def _open_buffers(self) -> None:
         config, plan, options, device = self.config, self.plan, self.options, self.group.device
@@ -269,7 +272,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         experts, ranks = self.exchange.num_local_experts, self.exchange.ep_size
         self.experts = make_experts(config, options, plan, rows, experts, ranks, device)
         self.side_stream = SideStream(device)
-        weighs = config.routing.weigh == "input"
-        held = (options.max_tokens if weighs else 0, config.hidden)
-        self._weighed = torch.empty(held, dtype=config.dtype, device=device)
+        weighed_rows = options.max_tokens if config.routing.weigh == "input" else 0
+        size = (weighed_rows, config.hidden)
+        self._weighed = torch.empty(size, dtype=config.dtype, device=device)
         synchronize_stream(device)
