@@ -86,7 +86,7 @@ class Layers:
     ) -> None:
         self.group, self.case, self.modes = group, case, modes
         self._stack = contextlib.ExitStack()
-        options = {"timeout": 600.0, "max_tokens": MOST_TOKENS, **options}
+        options = {"timeout": 600.0, "max_tokens": MOST_TOKENS, "mode": "throughput", **options}
 
         def opened(given: dict[str, Any]) -> weft.MoE:
             return self._stack.enter_context(case.open(group, **options, **given))
