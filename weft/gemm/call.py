@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One grouped GEMM: its tensors, and their one check."""
+"""The tensors of a grouped GEMM, and their validation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.runtime.check import Pair, extent, overlap, refuse_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
-OUT, OUT_SCALE = 2, 3  # in GemmCall.tensors
+OUT, OUT_SCALE = 2, 3  # indices in GemmCall.tensors
 NAMES = (
     *("a_scale", "b_scale", "out", "the scales of out", "dst_addr", "abort_flag"),
     *("bias", "counts", "offsets", "a", "b"),
@@ -34,12 +34,12 @@ Out = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 @dataclass(frozen=True, slots=True)
 class GemmCall:
-    """Tensors of one grouped GEMM that was checked; rows are flat, `[rows, ...]`, masked ones
-    expert after expert.
+    """Checked tensors of one grouped GEMM, with rows flattened to `[rows, ...]`.
 
-    starts: int32, each expert's first row, or None where expert e's is `e * max_rows`.
-    max_rows: the most rows of an expert; a larger count is cut to it.
-    prefetch_weights: as in `grouped_gemm`.
+    Attributes:
+        starts: int32, first row of each expert. None: expert e starts at `e * max_rows`.
+        max_rows: Maximum rows of an expert; larger counts are clamped.
+        prefetch_weights: As in `grouped_gemm`.
     """
 
     a: torch.Tensor
@@ -58,7 +58,7 @@ class GemmCall:
 
     @property
     def gated(self) -> bool:
-        """Whether the columns of `a @ b.T` are a gate and an up."""
+        """Whether the columns of `a @ b.T` are gate and up."""
         return isinstance(self.epilogue, Gated)
 
     @property
@@ -74,7 +74,7 @@ class GemmCall:
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All of them, in the order of `GemmArgs`; then a and b, which its tensor maps describe."""
+        """All tensors: first in the order of `GemmArgs`, then a and b, which have tensor maps."""
         push = self.epilogue if isinstance(self.epilogue, Push) else None
         return (
             *(self.a_scale, self.b_scale, self.out, self.out_scale),
@@ -85,25 +85,23 @@ class GemmCall:
 
     @property
     def addresses(self) -> list[int]:
-        """Where `tensors` are; 0 for None."""
+        """Addresses of `tensors`; 0 for None."""
         return [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
 
-    def pairs(self, *, made: bool) -> tuple[Pair, ...]:
-        """Pairs of `tensors` that must not overlap: each given result and all others.
-
-        made: the results are new memory, which overlaps nothing.
-        """
-        bytes_of = {i: _span(t) for i, t in enumerate(self.tensors) if t is not None}
-        results = () if made else (i for i in (OUT, OUT_SCALE) if i in bytes_of)
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Pairs of `tensors` that must not overlap: each result and every other tensor."""
+        sizes = {i: _size_in_memory(t) for i, t in enumerate(self.tensors) if t is not None}
         return tuple(
-            (result, bytes_of[result], other, size, False)
-            for result in results
-            for other, size in bytes_of.items()
+            (result, sizes[result], other, size, False)
+            for result in (OUT, OUT_SCALE)
+            if result in sizes
+            for other, size in sizes.items()
             if other != result
         )
 
     def check_apart(self, pairs: tuple[Pair, ...]) -> None:
-        """Raise InvalidArgument, naming both tensors, if two of `pairs` overlap."""
+        """Raise InvalidArgument that names both tensors of a pair if they overlap."""
         pair = overlap(self.addresses, pairs)
         if pair is not None:
             raise InvalidArgument(
@@ -112,7 +110,7 @@ class GemmCall:
             )
 
 
-def _span(tensor: torch.Tensor) -> int:
+def _size_in_memory(tensor: torch.Tensor) -> int:
     start, end = extent(tensor)
     return end - start
 
@@ -130,7 +128,7 @@ def checked_call(
     epilogue: Epilogue,
     prefetch_weights: bool = False,
 ) -> GemmCall:
-    """Check a call's tensors, and make the results that were not given. Raises InvalidArgument."""
+    """Check a call's tensors and allocate missing results. Raises InvalidArgument."""
     _check_operands(a, b)
     _check_groups(a, len(b), counts, offsets)
     _check_scales(a, b, a_scale, b_scale)
@@ -141,7 +139,7 @@ def checked_call(
     columns = n // 2 if isinstance(epilogue, Gated) else n
     _check_epilogue(a, n, columns, epilogue)
     result, scales = _results(a, columns, epilogue, out)
-    if a_scale is not None:  # the experts follow each other equally spaced
+    if a_scale is not None:  # _check_scales has checked that experts are equally spaced
         a_scale = a_scale.as_strided((rows, k // BLOCK_N), a_scale.stride()[-2:])
     return GemmCall(
         a=a.view(-1, k),
@@ -251,7 +249,7 @@ def _dtype(a: torch.Tensor, epilogue: Epilogue) -> torch.dtype:
 def _results(
     a: torch.Tensor, columns: int, epilogue: Epilogue, out: Out
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tensors to write, given and checked, or new."""
+    """Return the checked or new tensors to write."""
     size = (*a.shape[:-1], columns)
     if isinstance(epilogue, Push):
         if out is not None:
@@ -267,7 +265,7 @@ def _results(
             return torch.empty(size, dtype=FP8, device=a.device), scales
         if not isinstance(out, tuple) or len(out) != 2:
             raise InvalidArgument(
-                f"out is {shown(out)}; with GatedQuant it must be a pair, numbers and scales"
+                f"out is {shown(out)}; with GatedQuant it must be a pair, values and scales"
             )
         check_like("out[0]", out[0], a, size, (FP8,), aligned=16)
         check_like("out[1]", out[1], a, blocks, (torch.float32,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a grouped GEMM does with its sums (epilogues), and its tiles (plans), as measured."""
+"""Epilogues and plans (tile sizes) of the grouped GEMM, and the choice of the fastest plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weft.errors import InvalidArgument
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (FP8, torch.bfloat16, torch.float16)
-MXFP4 = torch.uint8  # of weights that `pack_mxfp4` packed, which FP8 rows are multiplied with
+MXFP4 = torch.uint8  # dtype of weights packed by `pack_mxfp4`; their rows are FP8
 WEIGHT_DTYPES = (*DTYPES, MXFP4)
 DTYPES_16BIT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 MAX_SIZE = 2**31 - 1
-BLOCK_N = 128  # weight rows that one accumulator covers, and a block of their scales
+BLOCK_N = 128  # weight rows per accumulator and per block of scales
 
-# Of WgmmaPlan; the C++ side is gemm/shape.cuh.
+# For WgmmaPlan; gemm/shape.cuh has the same constants.
 BLOCK_MS = (32, 64, 96, 128, 160, 192, 256)
 FP8_BLOCK_MS = (32, 64, 96, 128, 160, 256)
 MXFP4_BLOCK_MS = (32, 64, 96, 128, 160)
@@ -30,35 +30,40 @@ CLUSTER_N = 2 * BLOCK_N
 MAX_EXPERTS = 1024
 MAX_STAGES = 10
 MXFP4_MAX_STAGES = 16  # its stages are smaller
-MXFP4_CTAS = {32: 3, 96: 2}  # that share an SM, by the highest block_m
+MXFP4_CTAS = {32: 3, 96: 2}  # CTAs per SM by the largest block_m that allows them
 UNIT_PAIR_BYTES = 9 * 1024
-SHARED_BYTES = (227 * 1024, 113 * 1024, 75 * 1024)  # of a CTA alone on its SM, of each of two, ...
+SHARED_BYTES = (227 * 1024, 113 * 1024, 75 * 1024)  # per CTA, with one, two and three per SM
 
-# One H200, 2026-11-21: with one expert, tiles of 128 rows beat 160, and 64 or 128 beat 96, at any
-# number of rows; those of 256 take 1 % less from 4096 rows on.
+# With one expert, tiles of 128 rows are faster than 160, and 64 or 128 faster than 96, at any
+# number of rows; tiles of 256 take 1 % less time from 4096 rows on (one H200, 2026-11-21).
 ONE_EXPERT_BLOCK_MS = (128, 64, 32)
-# Of 32 experts in FP8 whose rows vary by chance: the largest mean for which a block_m is fastest.
-# For those of up to 96 rows it follows from the rows that nearly every expert fits into.
+# Largest mean for which a block_m is fastest, for 32 experts in FP8 with random numbers of rows.
+# Up to 96 rows the limit follows from the number of rows that nearly every expert fits into.
 FP8_MAX_MEAN = {128: 120, 160: 136}
 COARSE_ROWS = 768  # from this mean on, a plan changes only at multiples of 64 rows
-ONE_EXPERT_M_BLOCKS = 4  # to aim at with GemmPlan, where one expert must fill many SMs
+ONE_EXPERT_M_BLOCKS = 4  # target of GemmPlan, so that one expert fills many SMs
 FULL_CLUSTERS = 60  # clusters that nearly fill a GPU of 132 SMs
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Epilogue: store `round(a[row] @ b[e].T + bias[e])`, `[*rows, n]`."""
+    """Epilogue: store `round(a[row] @ b[e].T + bias[e])` as `[*rows, n]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateNumbers:
-    """The numbers of `g * sigmoid(alpha * gate) * (u + offset)`; limit of gate and up, or None.
+    """Parameters of the gating `g * sigmoid(alpha * gate) * (u + offset)`.
 
-    beta, linear_beta: SiTU: g is `beta * tanh(gate / beta)`, u `linear_beta * tanh(up /
-        linear_beta)`. None, both of them: g is gate, and u is up.
+    Attributes:
+        alpha: Factor inside the sigmoid.
+        offset: Added to u.
+        limit: Clamps gate to at most limit and up to -limit..limit first. None: no limit.
+        beta: With SiTU, g is `beta * tanh(gate / beta)`. None: g is gate.
+        linear_beta: With SiTU, u is `linear_beta * tanh(up / linear_beta)`. None: u is up.
 
-    Raises InvalidArgument for a number that is not finite, a limit or a beta that is not positive,
-    and one beta without the other.
+    Raises:
+        InvalidArgument: a number is not finite, a limit or beta is not positive, or only one beta
+            is set.
     """
 
     alpha: float = 1.0
@@ -68,7 +73,7 @@ class GateNumbers:
     linear_beta: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that would spoil every row."""
+        """Check and normalise the fields."""
         limit = None if self.limit is None else real("limit", self.limit, above=0.0)
         alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
         adopt(self, alpha=alpha, offset=offset, limit=limit)
@@ -83,24 +88,30 @@ class GateNumbers:
 
     @property
     def situ(self) -> bool:
-        """Whether there are betas."""
+        """Whether the gating is SiTU."""
         return self.beta is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Gated(GateNumbers):
-    """Epilogue: `gate * sigmoid(alpha * gate) * (up + offset)`, `[*rows, n / 2]`.
+    """Epilogue: store `g * sigmoid(alpha * gate) * (u + offset)` as `[*rows, n / 2]`.
 
-    The gate is columns 0..n/2 of `a @ b.T`, clamped to at most `limit`; up is the others, clamped
-    to -limit..limit. The result is rounded once.
+    Gate is the first n / 2 columns of `a @ b.T`, up the others. All arithmetic is in fp32 with one
+    rounding at the end.
 
-    alpha 1 and offset 0 give SwiGLU; 1.702, 1 and limit 7 that of GPT-OSS; beta 4 and linear_beta
-    25 SiTU of Kimi-K3, which squashes gate and up by tanh (`GateNumbers`). Everything is fp32 until
-    the result.
+    The defaults give SwiGLU. GPT-OSS has alpha 1.702, offset 1 and limit 7. Kimi-K3 has SiTU with
+    beta 4 and linear_beta 25.
+
+    Attributes:
+        alpha: Factor inside the sigmoid.
+        offset: Added to u.
+        limit: Clamps gate to at most limit and up to -limit..limit first. None: no limit.
+        beta: With SiTU, g is `beta * tanh(gate / beta)`. None: g is gate.
+        linear_beta: With SiTU, u is `linear_beta * tanh(up / linear_beta)`. None: u is up.
 
     Raises:
         InvalidArgument: a number is not finite, a limit or beta is not positive, or only one beta
-            is given.
+            is set.
     """
 
 
@@ -108,26 +119,25 @@ class Gated(GateNumbers):
 class GatedQuant(Gated):
     """Epilogue: `Gated`, quantised to FP8 in blocks of 128 columns.
 
-    The scales are `[*rows, n / 256]`. Rule and bits are those of `weft.reference.quantize(x,
-    "fp8")`, applied to the fp32 result of the gating.
+    The scales are `[*rows, n / 256]`. The result is bitwise equal to
+    `weft.reference.quantize(x, "fp8")` of the gating's fp32 result.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Epilogue: store each row of `Store` at its own address; nothing is returned.
+    """Epilogue: store each row of `Store` at its own address, possibly in a peer's memory.
 
     Attributes:
-        dst_addr: int64 `[rows]`, where the row's n numbers go, a multiple of 16; 0 for nowhere.
-            Rows are flat, also where they are masked. The address may lie in a peer's memory. The
-            stores are weak: signal the peer after this call in stream order.
-        dtype: Of the numbers there: bfloat16, float16 or float32; None for bfloat16 from FP8, else
-            a's.
+        dst_addr: int64, one address per row of a (flattened if a is masked), a multiple of 16; 0
+            skips the row. The stores are weak: signal the peer after this call in stream order.
+        dtype: Dtype of the stored values: bfloat16, float16 or float32. Default: bfloat16 for FP8,
+            else a's dtype.
         flag_in_data: The data is its own flag. Stores are relaxed, at system scope, in words of 4
-            bytes of which none is all ones (a NaN never has all bits set), so an owner that has
-            filled a row with ones may poll it. On GPUs this needs a WgmmaPlan.
-        abort_flag: int32 `[1]` on the device; where it is not 0 when a tile begins, the tile's rows
-            are not stored. With `flag_in_data` only.
+            bytes, and no word is all ones (a NaN never has all bits set). An owner that has filled
+            a row with ones can therefore poll it. On GPUs this needs a WgmmaPlan.
+        abort_flag: int32 `[1]` on the device. If it is not 0 when a tile begins, the tile's rows
+            are not stored. Needs flag_in_data.
     """
 
     dst_addr: torch.Tensor
@@ -137,7 +147,7 @@ class Push:
     abort_flag: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse other types; tensors are checked by the call that gets them."""
+        """Check the flag and the dtype; `grouped_gemm` checks the tensors."""
         flags(flag_in_data=self.flag_in_data)
         if self.dtype is not None:
             instance("dtype", self.dtype, torch.dtype)
@@ -153,15 +163,14 @@ class GemmPlan:
 
     Attributes:
         block_m: Rows of a tile: 16, 32, 64 or 128.
-        block_n: Rows of the weights per tile: 128 or 256. With gating it must be 256, half of it
-            up.
-        block_k: Columns of k per pipeline stage, 64 or 128; 128 for FP8.
-        swap: A and B are swapped, the weights are the first operand, so few rows waste no work;
-            needs at most 64 rows.
-        stages: Pipeline stages.
-        warps: 4, 8 or 16.
-        ctas_per_sm: Of the persistent grid.
-        flatten: Loads of the next tile start before this one is stored.
+        block_n: Rows of the weights per tile: 128 or 256; with gating 256, half gate and half up.
+        block_k: Columns of k per pipeline stage: 64 or 128; 128 for FP8.
+        swap: Swap A and B, so that the weights are the first operand and few rows waste no work.
+            Needs at most 64 rows.
+        stages: Number of pipeline stages.
+        warps: Warps per CTA: 4, 8 or 16.
+        ctas_per_sm: CTAs per SM of the persistent grid.
+        flatten: Start loading the next tile before the current one is stored.
 
     Raises:
         InvalidArgument: a number is out of range.
@@ -177,7 +186,7 @@ class GemmPlan:
     flatten: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what the kernel has no tile for."""
+        """Check and normalise the fields."""
         choices: dict[str, Collection[object]] = {
             "block_m": (16, 32, 64, 128),
             "block_n": (BLOCK_N, 2 * BLOCK_N),
@@ -204,16 +213,16 @@ class GemmPlan:
 
 @dataclass(frozen=True, slots=True)
 class WgmmaPlan:
-    """Tiles of the CUDA kernel for Hopper: weights are read once for each block of rows.
+    """Tiles of the CUDA kernel for Hopper. The plan does not change the results.
 
-    The plan does not change the results.
+    The kernel reads an expert's weights once per tile. An expert with at most block_m rows is one
+    tile, padded to a multiple of 16; above 160 rows, to a multiple of 32 or, in FP8, to 256. In
+    FP8, an expert with more rows is split into tiles of block_m rows (128 if block_m is 160) and
+    one with the rest. In other dtypes it is split into tiles of equal height.
 
     Attributes:
-        block_m: Most rows of a tile: 32, 64, 96, 128, 160 or 256; for bfloat16 and float16 192,
-            too; with MXFP4 weights up to 160. An expert with no more rows is one tile, padded to a
-            multiple of 16, above 160 of 32 or, in FP8, to 256. One with more is cut: in FP8 into
-            tiles of block_m (of 128, where that is 160) and one with the rest, else into tiles of
-            equal height.
+        block_m: Maximum rows of a tile: 32, 64, 96, 128, 160 or 256; also 192 for bfloat16 and
+            float16; at most 160 for MXFP4 weights.
 
     Raises:
         InvalidArgument: a number is out of range.
@@ -222,7 +231,7 @@ class WgmmaPlan:
     block_m: int
 
     def __post_init__(self) -> None:
-        """Refuse what the kernel has no tile for."""
+        """Check and normalise the field."""
         adopt(self, block_m=one_of("block_m", self.block_m, BLOCK_MS))
 
     def ctas_per_sm(self, operand: str = "fp8") -> int:
@@ -242,13 +251,13 @@ class WgmmaPlan:
             operand: "fp8", "bf16", "fp16" or "mxfp4".
         """
         m = self.block_m
-        spare = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
+        reserved = 10 * 1024 + 512 + 16 * experts + 28 * m  # GemmShared
         scales = 8 * m if operand in ("fp8", "mxfp4") else 0
-        weights, most = 128 * BLOCK_N, MAX_STAGES
+        weights, max_stages = 128 * BLOCK_N, MAX_STAGES
         if operand == "mxfp4":
-            weights, most = UNIT_PAIR_BYTES, MXFP4_MAX_STAGES
+            weights, max_stages = UNIT_PAIR_BYTES, MXFP4_MAX_STAGES
         shared = SHARED_BYTES[self.ctas_per_sm(operand) - 1]
-        return min(most, (shared - spare) // (weights + 128 * m + scales + 32))
+        return min(max_stages, (shared - reserved) // (weights + 128 * m + scales + 32))
 
     def max_m_blocks(self, rows: int, experts: int) -> int:
         """Return the largest number of row blocks for `rows` rows of `experts` experts."""
@@ -266,7 +275,7 @@ def plan(
 ) -> GemmPlan:
     """Return the Triton plan for a mean of `rows_per_expert` rows.
 
-    Any plan serves any number of rows.
+    Every plan works for any number of rows.
 
     Args:
         experts: Number of experts.
@@ -283,9 +292,9 @@ def plan(
     _, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
     flags(gated=gated)
     block_k = 128 if dtype == FP8 else 64
-    few_k_blocks = k <= 32 * block_k  # a tile is short: its end is worth hiding
+    few_k_blocks = k <= 32 * block_k  # tiles are short, so overlapping their epilogues pays off
     tile = _gated_tile(rows) if gated else _tile(rows, few_k_blocks)
-    if not gated and n % tile.block_n:  # half of the last tile would lie beyond n
+    if not gated and n % tile.block_n:  # half of the last tile would be beyond n
         tile = replace(tile, block_n=BLOCK_N, stages=6)
     return replace(tile, block_k=block_k)
 
@@ -305,19 +314,21 @@ def fastest_plan(
 ) -> GemmPlan | WgmmaPlan:
     """Return the fastest plan for a mean of `rows_per_expert` rows.
 
+    On Hopper this is a WgmmaPlan if the kernel supports the call; for a single expert only in FP8
+    or with flag_in_data. Otherwise it is the plan of `weft.gemm.plan`. A single expert gets tiles
+    that are low enough to fill the GPU. Both kernels compute equal bits.
+
     Args:
         experts: Number of experts.
         rows_per_expert: Mean number of rows of an expert.
         n: Rows of the weights `[experts, n, k]`.
         k: Columns of the weights.
+        dtype: Dtype of the weights; uint8 for MXFP4, which only WgmmaPlans support.
         gated: Whether the epilogue gates.
-        dtype: Dtype of the weights: uint8 for MXFP4, which has WgmmaPlans only.
-        biased: A bias is added.
-        out: Dtype of what is stored, if it is not FP8.
-        flag_in_data: As in Push; a WgmmaPlan wherever there is one.
-        device: Where it will run. On Hopper that is a WgmmaPlan wherever there is one, with one
-            expert alone only in FP8; elsewhere what `plan` says. The tiles of one expert are low
-            enough to fill the GPU. Either kernel computes equal bits.
+        biased: Whether a bias is added.
+        out: Dtype of the result, unless it is FP8.
+        flag_in_data: As in Push.
+        device: Device of the call. Default: a CPU.
 
     Raises:
         InvalidArgument: an argument is invalid.
@@ -331,19 +342,19 @@ def fastest_plan(
     if dtype == MXFP4:
         _check_mxfp4(device)
     else:
-        served = not wgmma_lacks(experts, n, dtype, gated=gated, biased=biased, out=out)
-        measured = dtype == FP8 or experts > 1  # one expert alone was measured only in FP8
-        if not is_hopper(device) or not served or not (measured or flag_in_data):
+        supported = not wgmma_lacks(experts, n, dtype, gated=gated, biased=biased, out=out)
+        measured = dtype == FP8 or experts > 1  # a single expert was measured only in FP8
+        if not is_hopper(device) or not supported or not (measured or flag_in_data):
             mean = -(-rows // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows
             return plan(experts, mean, n, k, dtype, gated=gated)
     if experts == 1:
         return WgmmaPlan(_one_expert_block_m(rows, -(-n // CLUSTER_N)))
-    # Most experts have fewer rows than three deviations above the mean: they are one tile.
-    fullest = rows + 3 * math.sqrt(rows)
+    # Nearly all experts have fewer rows than this (three deviations above the mean).
+    max_rows = rows + 3 * math.sqrt(rows)
     max_mean = FP8_MAX_MEAN if dtype == FP8 else {}
     heights = {FP8: FP8_BLOCK_MS, MXFP4: MXFP4_BLOCK_MS}.get(dtype, BLOCK_MS)
     for block_m in heights:
-        if rows <= max_mean[block_m] if block_m in max_mean else fullest <= block_m:
+        if rows <= max_mean[block_m] if block_m in max_mean else max_rows <= block_m:
             return WgmmaPlan(block_m)
     return WgmmaPlan(heights[-1])
 
@@ -358,7 +369,7 @@ def _checked_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, i
 
 
 def _check_mxfp4(device: torch.device | None) -> None:
-    """Raises InvalidArgument for a GPU that has no kernel for MXFP4 weights."""
+    """Raise InvalidArgument if the GPU has no kernel for MXFP4 weights."""
     if device is not None and device.type == "cuda" and not is_hopper(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise InvalidArgument(
@@ -370,7 +381,7 @@ def _check_mxfp4(device: torch.device | None) -> None:
 def wgmma_lacks(
     experts: int, n: int, dtype: torch.dtype, *, gated: bool, biased: bool, out: torch.dtype
 ) -> str:
-    """Why the kernel for Hopper does not serve weights of these sizes and dtype, or ""."""
+    """Return why the Hopper kernel does not support the call, or an empty string."""
     if dtype == FP8 and n % CLUSTER_N:
         return f"takes n in multiples of {CLUSTER_N} for FP8; it is {n}"
     if experts > MAX_EXPERTS:
@@ -384,25 +395,25 @@ def wgmma_lacks(
 
 @functools.cache
 def is_hopper(device: torch.device | None) -> bool:
-    """Whether the device has the instructions that WgmmaPlan's kernel is made of."""
+    """Whether the device is a Hopper GPU, which WgmmaPlan needs."""
     if device is None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _one_expert_block_m(rows: int, n_blocks: int) -> int:
-    """The highest tiles that are still enough to fill the GPU; the lowest, if none are."""
+    """Return the largest block_m with enough tiles to fill the GPU, else the smallest."""
     return next(
         (m for m in ONE_EXPERT_BLOCK_MS if -(-rows // m) * n_blocks >= FULL_CLUSTERS),
         ONE_EXPERT_BLOCK_MS[-1],
     )
 
 
-# Near the fastest on one H200 for FP8 and 32 experts of DeepSeek-V3 whose rows vary by chance about
-# the mean, each plan with six drawings of rows, 2026-11-21. A tile holds more than the mean, so
-# that most experts are one M-block: 16 x 32 tiles then are just below whole waves of the grid,
-# and a few second M-blocks would cost a wave (at a mean of 32, tiles of 32 rows took 282 us in a
-# layer, not 247). BF16 has the same tiles in bytes, and was not measured for this.
+# Close to the fastest for FP8 and 32 experts of DeepSeek-V3 with random numbers of rows around the
+# mean (six samples per plan, one H200, 2026-11-21). A tile holds more rows than the mean, so that
+# most experts are one M-block. Their 16 x 32 tiles are just below a whole number of waves, and a
+# few second M-blocks would cost one wave more: at a mean of 32, a layer took 282 us with tiles of
+# 32 rows, and 247 us with these. BF16 uses the same tile sizes in bytes and was not measured.
 def _tile(rows: int, few_k_blocks: bool) -> GemmPlan:
     if rows <= 8:
         return GemmPlan(16, swap=True, stages=3, ctas_per_sm=3, flatten=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernel for Hopper's tensor cores, on the host: its source, its arguments, its launch."""
+"""Host side of the Hopper kernel: its generated source, its arguments and its launch."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from weft.runtime.stream import current_stream, loading
 
 NAME, SHARED = "weft_grouped_gemm", "weft_gemm_shared"
 THREADS = 384
-ROW_BOXES = 4  # of 8, 16, 32 and 64 rows
+ROW_BOXES = 4  # TMA boxes of 8, 16, 32 and 64 rows
 BLOCK_M_GRANULARITY, MAX_SWAP_AB_M = 16, 160
 BLOCK_K_BYTES = 128
-SPLIT_M = 256  # rows of an FP8 tile that the CTAs of a cluster share out
+SPLIT_M = 256  # rows of an FP8 tile that the two CTAs of a cluster divide
 COMPILE_THREADS = 4
-# The constants of gemm/shape.cuh that Python computes with; the generated source asserts them.
+# Constants of gemm/shape.cuh that Python uses, too; the generated source asserts them.
 NUMBERS = (
     ("weft::gemm_threads", THREADS),
     ("weft::row_boxes", ROW_BOXES),
@@ -62,10 +62,11 @@ NUMBERS = (
 )
 OPERANDS = {FP8: "fp8", MXFP4: "mxfp4"} | DTYPES_16BIT  # by dtype of the weights
 BIASES = DTYPES_16BIT | {torch.float32: "fp32"}
-# Of a CUtensorMap: words of 8 bytes, and the alignment that the driver insists on.
+# Size of a CUtensorMap in words of 8 bytes, and the alignment that the driver requires.
 MAP_WORDS, MAP_ALIGNMENT = 16, 64
-# From cuda.h: bytes, no interleaving, 128-byte swizzle, 128-byte promotion to L2, zeros outside.
-_BYTES, _PLAIN, _SWIZZLE_128, _PROMOTE_128, _ZEROS = 0, 0, 3, 2, 0
+# Values of cuda.h for elements of one byte, no interleaving, 128-byte swizzle, 128-byte L2
+# promotion and zero fill outside the tensor.
+_UINT8, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_128B, _FILL_ZEROS = 0, 0, 3, 2, 0
 
 SOURCE = """\
 #include <weft/gemm/wgmma.cuh>
@@ -80,17 +81,17 @@ extern "C" __global__ void __launch_bounds__({threads}, {ctas_per_sm})
 {name}(const __grid_constant__ weft::GemmArgs a) {{ weft::grouped_gemm<S>(a); }}
 """
 
-# For 32 bytes of k of each operand dtype, in PTX: how many numbers and their type, and what follows
-# the predicate: signs and, for 16-bit numbers, that both operands are K-major.
+# PTX of a wgmma over 32 bytes of k for each operand dtype: shape and types, and the operands after
+# the predicate (signs and, for 16-bit dtypes, K-major layout of A and B).
 INSTRUCTIONS = {
     "fp8": ("k32.f32.e4m3.e4m3", "1, 1"),
     "bf16": ("k16.f32.bf16.bf16", "1, 1, 0, 0"),
     "fp16": ("k16.f32.f16.f16", "1, 1, 0, 0"),
-    "mxfp4": ("k32.f32.e4m3.e4m3", "1, 1"),  # by then FP8, in registers
+    "mxfp4": ("k32.f32.e4m3.e4m3", "1, 1"),  # expanded to FP8 in registers
 }
 
-# `wgmma` of gemm/wgmma.cuh. NVRTC wants an instruction's text in one piece, so there is one
-# function for each N, with a register for each accumulator; A is a descriptor or registers.
+# Definition of `wgmma` in gemm/wgmma.cuh. NVRTC requires an instruction's text as one literal, with
+# a register per accumulator, so each N has its own function. A is a descriptor or registers.
 INSTRUCTION = """\
 template <> WEFT_FN void wgmma<Operand::{operand}, {n}>(float (&acc)[{count}], {a_type}, u64 b,
                                                        bool accumulate) {{
@@ -137,14 +138,14 @@ _POINTERS = struct.Struct("=10Q")  # row_scales to weights
 
 
 def wgmma_ns(block_m: int) -> list[int]:
-    """The N of a kernel's wgmma instructions: heights of its swapped tiles, and 128 of weights."""
+    """Return the N of a kernel's wgmma instructions: its swapped tiles' heights, and block_n."""
     step = BLOCK_M_GRANULARITY
     fine = range(step, min(block_m, MAX_SWAP_AB_M) + 1, step)
     return [*fine, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
 
 
 def instruction(n: int, operand: str) -> str:
-    """`wgmma` for 64 rows of the A operand and n of the B operand."""
+    """Return the C++ definition of `wgmma` for 64 rows of A and n rows of B."""
     count = n // 2
     types, flags = INSTRUCTIONS[operand]
     a_type, a, inputs = "u64 a", f"%{count}", ['"l"(a)']
@@ -169,7 +170,10 @@ def instruction(n: int, operand: str) -> str:
 
 
 def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
-    """Why the kernel does not serve a call by its plan, or "". Knows nothing of the GPU."""
+    """Return why the kernel does not support a call with a plan, or an empty string.
+
+    The GPU is not considered.
+    """
     experts, n, _ = call.sizes
     fp8, mxfp4 = call.a.dtype == FP8, call.b.dtype == MXFP4
     block_ms = MXFP4_BLOCK_MS if mxfp4 else FP8_BLOCK_MS
@@ -183,21 +187,24 @@ def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
 
 
 def check_plan(call: GemmCall, plan: WgmmaPlan) -> None:
-    """Refuse a plan that does not fit the call. Raises InvalidArgument."""
-    if why := unsupported(call, plan):
-        other = "use one that does" if call.b.dtype == MXFP4 else "use a GemmPlan"
-        raise InvalidArgument(f"WgmmaPlan {why}: {other}, or leave plan out")
+    """Raise InvalidArgument if the plan does not fit the call."""
+    if reason := unsupported(call, plan):
+        fix = "use one that does" if call.b.dtype == MXFP4 else "use a GemmPlan"
+        raise InvalidArgument(f"WgmmaPlan {reason}: {fix}, or leave plan out")
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """What a kernel is compiled for; mirrors `weft::GemmShape` in gemm/shape.cuh.
+    """Compile-time parameters of a kernel: a mirror of `weft::GemmShape` in gemm/shape.cuh.
 
-    epilogue: "store", "push", "gated" or "gated_fp8".   out_dtype: of 16-bit results, "bf16" or
-        "fp16".
-    operand: dtype of a and b, "fp8", "bf16" or "fp16"; "mxfp4" where a is FP8 and b MXFP4.
-    bias: "none", "bf16", "fp16" or "fp32".
-    prefetch_weights: as in `grouped_gemm`.   flag_in_data: as in `Push`.   situ: gating has betas.
+    Attributes:
+        epilogue: "store", "push", "gated" or "gated_fp8".
+        out_dtype: Dtype of 16-bit results: "bf16" or "fp16".
+        operand: Dtype of a and b: "fp8", "bf16" or "fp16"; "mxfp4" for FP8 rows and MXFP4 weights.
+        bias: "none", "bf16", "fp16" or "fp32".
+        prefetch_weights: As in `grouped_gemm`.
+        flag_in_data: As in `Push`.
+        situ: Whether the gating is SiTU.
     """
 
     experts: int
@@ -214,11 +221,13 @@ class GemmShape:
 
     @classmethod
     def of(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
-        """The shape of the kernel that serves a call."""
+        """Return the shape for a call and its plan."""
         push = call.epilogue if isinstance(call.epilogue, Push) else None
         gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
         return cls(
-            *(*call.sizes, plan, gated if call.gated else "push" if push else "store"),
+            *call.sizes,
+            plan,
+            epilogue=gated if call.gated else "push" if push else "store",
             out_dtype=DTYPES_16BIT.get(call.out_dtype, "bf16"),
             operand=OPERANDS[call.b.dtype],
             bias="none" if call.bias is None else BIASES[call.bias.dtype],
@@ -229,21 +238,20 @@ class GemmShape:
 
     @property
     def literal(self) -> str:
-        """`weft::GemmShape`, as C++."""
+        """The C++ initialiser of `weft::GemmShape`."""
         block_m, stages = self.plan.block_m, self.plan.stages(self.experts, self.operand)
         sizes = f"{self.experts}, {self.n}, {self.k}, {block_m}, {stages}"
-        enums = {"Epilogue": self.epilogue, "DType": self.out_dtype, "Operand": self.operand}
-        words = [f"weft::{kind}::{word}" for kind, word in (enums | {"Bias": self.bias}).items()]
+        enums = f"weft::Epilogue::{self.epilogue}, weft::DType::{self.out_dtype}, "
+        enums += f"weft::Operand::{self.operand}, weft::Bias::{self.bias}"
         flags = self.prefetch_weights, self.flag_in_data, self.situ
-        last = ", ".join(str(flag).lower() for flag in flags)
-        return f"{{{sizes}, {', '.join(words)}, {last}}}"
+        return f"{{{sizes}, {enums}, {', '.join(str(flag).lower() for flag in flags)}}}"
 
     @property
     def source(self) -> str:
-        """The generated entry."""
-        names = wgmma_ns(self.plan.block_m)
+        """The generated source of the kernel's entry."""
+        ns = wgmma_ns(self.plan.block_m)
         return SOURCE.format(
-            instructions="".join(instruction(n, self.operand) for n in names),
+            instructions="".join(instruction(n, self.operand) for n in ns),
             shape=self.literal,
             layout=assertions((GemmArgs,), NUMBERS),
             name=NAME,
@@ -253,32 +261,35 @@ class GemmShape:
         )
 
     def compile(self, arch: str) -> bytes:
-        """The kernel's cubin; needs no GPU. Raises CompileError showing the entry."""
+        """Return the kernel's cubin; needs no GPU. Raises CompileError."""
         return compile_cubin(self.source, name="grouped_gemm", arch=arch, options=CUDA_OPTIONS)
 
 
-_functions: dict[tuple[int, GemmShape], Function] = {}  # by device; of all threads
+_functions: dict[tuple[int, GemmShape], Function] = {}  # by device and shape, for all threads
 
 
 def load(shape: GemmShape) -> Function:
-    """The kernel of a shape on the current device; compiled and loaded at the first call.
+    """Return the kernel of a shape on the current device; the first call compiles and loads it.
 
-    The module stays as long as the process, and serves all threads. Raises InvalidArgument on
-    another GPU than Hopper, OutOfOrder if that first call is being captured.
+    All threads share the module, which is never unloaded.
+
+    Raises:
+        InvalidArgument: the GPU is no Hopper.
+        OutOfOrder: the first call is being captured.
     """
     device = torch.cuda.current_device()
     function = _functions.get((device, shape))
     if function is None:
-        # Two threads may both come here; then one's module stays unused. No lock: its holder's
-        # load could wait for kernels that wait for the other thread.
+        # Two threads may both load; one module is then unused. A lock could deadlock: its holder's
+        # load may wait for kernels that wait for the other thread.
         function = _functions.setdefault((device, shape), _load(shape))
     return function
 
 
 class Arguments:
-    """The kernel's arguments of one kind of call, for tensors anywhere.
+    """Kernel arguments of calls that differ only in their tensors' addresses.
 
-    A tensor map is encoded only where it describes another address than in the last call.
+    A tensor map is encoded again only if its address differs from that of the last call.
     """
 
     def __init__(self, call: GemmCall) -> None:
@@ -295,26 +306,31 @@ class Arguments:
         experts, n, _ = call.sizes
         self._rows, self._weights = (rows, row_bytes), (experts, n, row_bytes, call.gated)
         self._fp8, self._mxfp4 = call.a.dtype == FP8, call.b.dtype == MXFP4
-        self._at = ctypes.addressof(args)
-        self._a = self._b = -1  # the addresses that its maps describe
+        self._struct_address = ctypes.addressof(args)
+        self._a = self._b = -1  # addresses in the tensor maps
 
     def at(self, addresses: Sequence[int]) -> GemmArgs:
-        """With tensors at the addresses of `GemmCall.tensors`; the same struct for every call."""
+        """Return the arguments for tensors at the given addresses; every call reuses the struct.
+
+        Args:
+            addresses: As `GemmCall.addresses`.
+        """
         *pointers, a, b = addresses
         if a != self._a:
             maps = rows_maps(a, *self._rows)
-            ctypes.memmove(self._at + GemmArgs.rows_map.offset, maps, len(maps))
+            ctypes.memmove(self._struct_address + GemmArgs.rows_map.offset, maps, len(maps))
             self._a = a
         if b != self._b and not self._mxfp4:
-            words = weights_map(b, *self._weights, fp8=self._fp8)
-            ctypes.memmove(self._at + GemmArgs.weights_map.offset, words, len(words))
+            encoded = weights_map(b, *self._weights, fp8=self._fp8)
+            offset = GemmArgs.weights_map.offset
+            ctypes.memmove(self._struct_address + offset, encoded, len(encoded))
             self._b = b
         _POINTERS.pack_into(self._struct, GemmArgs.row_scales.offset, *pointers, b)
         return self._struct
 
 
 class HopperLaunch:
-    """Launches one kind of call on the current device, in one thread; `load`s its kernel."""
+    """Launcher of calls that differ only in addresses, for one device and one thread."""
 
     def __init__(
         self, call: GemmCall, plan: WgmmaPlan, num_sms: int | None, programmatic: bool
@@ -326,18 +342,18 @@ class HopperLaunch:
         self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
         self._arguments = Arguments(call)
         clusters = plan.max_m_blocks(rows, experts) * -(-n // CLUSTER_N)
-        # Another CTA on an SM may get another SM: with num_sms there are no more CTAs than SMs.
-        most = num_sms or _sms(self._device) * plan.ctas_per_sm(shape.operand)
-        self._grid = min(max(most, 2) // 2, clusters) * 2, 1, 1
+        # CTAs that could share an SM may be placed on different ones, so num_sms limits the CTAs.
+        max_ctas = num_sms or _num_sms(self._device) * plan.ctas_per_sm(shape.operand)
+        self._grid = min(max(max_ctas, 2) // 2, clusters) * 2, 1, 1
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
-        """Enqueue the kernel in the current stream. Raises DriverError."""
+        """Launch the kernel on the current stream. Raises DriverError."""
         args = self._arguments.at(addresses)
         self._launcher(args, self._grid, THREADS, current_stream(self._device))
 
 
 def rows_maps(address: int, rows: int, row_bytes: int) -> bytes:
-    """The tensor maps of the rows: boxes of 8, 16, 32 and 64 of them."""
+    """Return the tensor maps of the rows, with boxes of 8, 16, 32 and 64 rows."""
     sizes, strides = (row_bytes, rows), (row_bytes,)
     boxes = ((BLOCK_K_BYTES, 8 << box) for box in range(ROW_BOXES))
     return b"".join(tensor_map(address, sizes, strides, box) for box in boxes)
@@ -346,55 +362,61 @@ def rows_maps(address: int, rows: int, row_bytes: int) -> bytes:
 def weights_map(
     address: int, experts: int, n: int, row_bytes: int, gated: bool, *, fp8: bool
 ) -> bytes:
-    """The tensor map of the weights: boxes of 128 rows of one expert.
+    """Return the tensor map of the weights, with boxes of 128 rows of one expert.
 
-    Gated FP8: of 64 rows, gate or up. Other gated dtypes: eight rows of gate, eight of up, and so
-    on; these strides do not ascend, which the driver and the copy engine accept.
+    Gated FP8 has boxes of 64 rows, of gate or of up. Other gated dtypes have boxes that alternate
+    eight rows of gate and eight of up; their strides do not ascend, which TMA supports.
     """
-    row, half = row_bytes, n // 2
+    half = n // 2
     if fp8 or not gated:
-        n_box = BLOCK_N // 2 if gated else BLOCK_N
-        return tensor_map(address, (row, experts * n), (row,), (BLOCK_K_BYTES, n_box))
-    sizes, box = (row, 8, 2, half // 8, experts), (BLOCK_K_BYTES, 8, 2, 8, 1)
-    return tensor_map(address, sizes, (row, half * row, 8 * row, n * row), box)
+        box = BLOCK_K_BYTES, BLOCK_N // 2 if gated else BLOCK_N
+        return tensor_map(address, (row_bytes, experts * n), (row_bytes,), box)
+    sizes = row_bytes, 8, 2, half // 8, experts
+    strides = row_bytes, half * row_bytes, 8 * row_bytes, n * row_bytes
+    return tensor_map(address, sizes, strides, (BLOCK_K_BYTES, 8, 2, 8, 1))
 
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
-    """The CUtensorMap of a tensor of bytes, whose boxes go to rows of 128 swizzled bytes.
+    """Return the CUtensorMap of a tensor of bytes, swizzled in rows of 128 bytes.
 
-    sizes: in bytes and then in rows, the fastest first.   strides: bytes from one to the next, of
-    all dimensions but the first.   box: sizes of what one load brings; 128 first. A pure function
-    of its arguments: the memory is not looked at. Raises DriverError.
+    Encoding does not access the memory, so results can be cached.
+
+    Args:
+        sizes: Size of each dimension, innermost first: bytes of a row, then rows.
+        strides: Strides of all dimensions but the first, in bytes.
+        box: Sizes of the box that one load copies; the first is 128.
+
+    Raises:
+        DriverError: the driver refuses the map.
     """
-    room = (ctypes.c_uint64 * (MAP_WORDS + MAP_ALIGNMENT // 8))()
-    start = ctypes.addressof(room)
-    place = -(-start // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    buffer = (ctypes.c_uint64 * (MAP_WORDS + MAP_ALIGNMENT // 8))()
+    aligned = -(-ctypes.addressof(buffer) // MAP_ALIGNMENT) * MAP_ALIGNMENT
     rank = len(sizes)
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place),
-        ctypes.c_int(_BYTES),
+        ctypes.c_void_p(aligned),
+        ctypes.c_int(_UINT8),
         ctypes.c_uint32(rank),
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*sizes),
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
-        *map(ctypes.c_int, (_PLAIN, _SWIZZLE_128, _PROMOTE_128, _ZEROS)),
+        *map(ctypes.c_int, (_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_128B, _FILL_ZEROS)),
     )
     if status:
         raise DriverError(
             f"cuTensorMapEncodeTiled refused (error {status}) a tensor at {address:#x} of sizes "
             f"{sizes}, strides {strides}, box {box}; addresses and strides are multiples of 16"
         )
-    return ctypes.string_at(place, 8 * MAP_WORDS)
+    return ctypes.string_at(aligned, 8 * MAP_WORDS)
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    # Not through cuda.bindings: its CUtensorMap is in a Python object, which need not be aligned.
+    # cuda.bindings keeps a CUtensorMap in a Python object, which need not be aligned.
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -404,19 +426,20 @@ def _driver() -> ctypes.CDLL:
 
 
 def preload(shapes: Iterable[GemmShape]) -> None:
-    """`load` all of them, compiled several at a time, so that no call has to.
+    """Compile kernels in parallel and load them, so that calls need not.
 
-    Raises OutOfOrder while a graph is being captured, and what `load` raises.
+    Raises:
+        OutOfOrder: a graph is being captured. Errors of `load` are raised too.
     """
     device = torch.cuda.current_device()
-    wanted = [shape for shape in shapes if (device, shape) not in _functions]
-    if not wanted:
+    missing = [shape for shape in shapes if (device, shape) not in _functions]
+    if not missing:
         return
     with loading(device):
         arch = current_arch()
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        list(pool.map(lambda shape: shape.compile(arch), wanted))
-    for shape in wanted:
+        list(pool.map(lambda shape: shape.compile(arch), missing))
+    for shape in missing:
         load(shape)
 
 
@@ -424,10 +447,10 @@ def _load(shape: GemmShape) -> Function:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         mxfp4 = shape.operand == "mxfp4"
-        what = "MXFP4 weights need" if mxfp4 else "WgmmaPlan is for"
-        other = "FP8 weights" if mxfp4 else "a GemmPlan, or leave plan out"
+        feature = "MXFP4 weights need" if mxfp4 else "WgmmaPlan is for"
+        alternative = "FP8 weights" if mxfp4 else "a GemmPlan, or leave plan out"
         raise InvalidArgument(
-            f"{what} compute capability 9.0, this GPU has {major}.{minor}: use {other}"
+            f"{feature} compute capability 9.0, this GPU has {major}.{minor}: use {alternative}"
         )
     if torch.cuda.is_current_stream_capturing():
         raise OutOfOrder(
@@ -441,5 +464,5 @@ def _load(shape: GemmShape) -> Function:
 
 
 @functools.cache
-def _sms(device: int) -> int:
+def _num_sms(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 weights: their rounding, and the units that `grouped_gemm` takes them in.
+"""MXFP4 weights: quantisation, and packing into the units that `grouped_gemm` reads.
 
-A number is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign), two to a byte, the lower nibble first;
-each 32 columns of a row share a power of two (UE8M0). The layout of a unit is said in
-gemm/expand.cuh: what a lane of a warp multiplies is in one place, so nothing is permuted later.
+A value is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign). A byte holds two, the lower nibble
+first. Each 32 columns of a row share a power-of-two scale (UE8M0). gemm/expand.cuh documents the
+layout of a unit: the values that a lane multiplies are adjacent, so the kernel need not permute
+them.
 """
 
 from __future__ import annotations
@@ -15,46 +16,46 @@ from weft.errors import InvalidArgument
 from weft.gemm.config import BLOCK_N, DTYPES_16BIT, MXFP4
 from weft.runtime.check import check_tensor, refuse_tensor
 
-BLOCK = 32  # columns that share a power of two
+BLOCK = 32  # columns per scale
 PACKED = (torch.uint8, torch.int8)
 SCALES = (torch.uint8, torch.float8_e8m0fnu)
 UNIT_N, UNIT_K = 64, 128
 VALUE_BYTES = UNIT_N * UNIT_K // 2
 UNIT_BYTES = VALUE_BYTES + UNIT_N * UNIT_K // BLOCK
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_EXPONENT = 2  # of its largest numbers
+E2M1_EXPONENT = 2  # exponent of the largest values
 NAN, BIAS = 255, 127  # of UE8M0
-# 2^-8 to 2^6 times any number of E2M1 is a number of E4M3. Stored is how far the table of these
-# numbers is from that of 2^-8, eight bytes each.
+# Every E2M1 value times 2^-8 to 2^6 is an E4M3 value. A unit stores, for each exponent, the byte
+# offset of its table of values; a table has eight bytes.
 LOWEST, HIGHEST = -8, 6
 _TABLE_BYTES = 8
 MIN_EXPONENT, MAX_EXPONENT = -126, 127  # of normal float32 numbers
-# In a unit: warps of 16 rows, of which a lane has two, eight apart; of each 32 columns it has four,
-# and four more sixteen further on.
-_WARPS, _HALVES, _ROWS, _LANES, _EACH = 4, 2, 8, 4, 4
+# A unit's four warps have 16 rows each. A lane has two rows, eight apart, and of each 32 columns
+# four, and four more 16 columns further on.
+_WARPS, _HALVES, _ROWS, _LANES, _COLUMNS = 4, 2, 8, 4, 4
 
 
 def weight_sizes(b: torch.Tensor) -> tuple[int, int, int]:
-    """Experts, n and k of the weights of a grouped GEMM of any dtype."""
+    """Return experts, n and k of the weights of a grouped GEMM."""
     experts, n, k = b.shape[:3]
     return (experts, n * UNIT_N, k * UNIT_K) if b.dtype == MXFP4 else (experts, n, k)
 
 
 def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `[experts, n, k]` to MXFP4 values and scales.
+    """Quantise weights to MXFP4 values and scales.
 
-    By the OCP rule, the power of two of a block is that of its largest |x| divided by 4. x is
-    rounded to nearest even and saturates at 6. A block with an Inf or a NaN has the scale 255, a
-    NaN.
+    By the OCP rule, the scale of a block is the power of two of its largest |x|, divided by 4.
+    Values are rounded to nearest even and saturate at 6. A block with an Inf or a NaN has the scale
+    255 (NaN).
 
     Args:
-        weights: float32, bfloat16 or float16; k a multiple of 32.
+        weights: float32, bfloat16 or float16 `[experts, n, k]`; k must be a multiple of 32.
 
     Returns:
         Values uint8 `[experts, n, k / 2]` and scales uint8 `[experts, n, k / 32]`.
 
     Raises:
-        InvalidArgument: weights have another shape or dtype.
+        InvalidArgument: weights have the wrong shape or dtype.
     """
     wide = (torch.float32, *DTYPES_16BIT)
     check_like("weights", weights, weights, ("experts", "n", "k"), wide)
@@ -69,11 +70,12 @@ def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _, exponent = torch.frexp(largest)  # largest = m * 2^exponent, m in [0.5, 1)
         power = (exponent - 1 - E2M1_EXPONENT).clamp(-BIAS, BIAS)
         power = torch.where((largest == 0) | broken, 0, power)
-        # In float64, where 2^127 is a factor, too.
+        # float64 represents every power of two that occurs as a factor.
         x = torch.ldexp(blocks.double().nan_to_num(0.0, 0.0, 0.0), -power.unsqueeze(-1)).abs()
         code = (x > 0.25).byte()
-        for low, even in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True)):
-            code += (x >= low) if even else (x > low)
+        # The midpoints between values; at a midpoint, x rounds up if the upper code is even.
+        for midpoint, up in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True)):
+            code += (x >= midpoint) if up else (x > midpoint)
         code += x > 5
         code |= blocks.signbit().byte() << 3
         pairs = code.view(n, k // 2, 2)
@@ -83,30 +85,28 @@ def quantize_mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 `[..., k]` of values `[..., k / 2]` and scales `[..., k / 32]`, both uint8."""
+    """Return float32 `[..., k]` of uint8 values `[..., k / 2]` and scales `[..., k / 32]`."""
     codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
-    numbers = torch.tensor(E2M1 + tuple(-x for x in E2M1), device=values.device)[codes.int()]
+    elements = torch.tensor(E2M1 + tuple(-x for x in E2M1), device=values.device)[codes.int()]
     powers = scales.int() - BIAS
-    blocks = torch.ldexp(numbers.unflatten(-1, (-1, BLOCK)), powers.unsqueeze(-1))  # type: ignore[no-untyped-call]
+    blocks = torch.ldexp(elements.unflatten(-1, (-1, BLOCK)), powers.unsqueeze(-1))  # type: ignore[no-untyped-call]
     return torch.where(scales.eq(NAN).unsqueeze(-1), torch.nan, blocks).flatten(-2)
 
 
 def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack MXFP4 values and scales as `grouped_gemm` takes them.
-
-    Nothing is rounded. Waits for the device.
+    """Pack MXFP4 values and scales for `grouped_gemm`, without rounding. Synchronizes.
 
     Args:
-        values: uint8 or int8 `[experts, n, k / 2]`.
-        scales: uint8 or float8_e8m0fnu `[experts, n, k / 32]`. n a multiple of 128, k of 32.
+        values: uint8 or int8 `[experts, n, k / 2]`; n must be a multiple of 128, k of 32.
+        scales: uint8 or float8_e8m0fnu `[experts, n, k / 32]`.
 
     Returns:
-        uint8 `[experts, n / 64, ceil(k / 128), 4352]` and float32 `[experts, n]`: units of 64 x 128
-            numbers with zeros after k, and a power of two for each row.
+        uint8 `[experts, n / 64, ceil(k / 128), 4352]`: units of 64 x 128 values, with zeros after
+            k. float32 `[experts, n]`: a power of two for each row.
 
     Raises:
-        InvalidArgument: a scale is NaN, or the scales of a row's non-zero blocks are more than 2^14
-            apart. The text names the expert and the row.
+        InvalidArgument: a scale is NaN, or the scales of a row's non-zero blocks differ by more
+            than 2^14. The text names the expert and the row.
     """
     check_like("values", values, values, ("experts", "n", "k / 2"), PACKED)
     device = values.device
@@ -119,61 +119,60 @@ def pack_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     units, k_blocks = n // UNIT_N, -(-k // UNIT_K)
     b = torch.empty((experts, units, k_blocks, UNIT_BYTES), dtype=torch.uint8, device=device)
     b_scale = torch.empty((experts, n), dtype=torch.float32, device=device)
-    for expert in range(experts):
-        pack_matrix(
-            *(values[expert], scales[expert], b[expert], b_scale[expert]), at=f"expert {expert}"
-        )
+    for e in range(experts):
+        pack_matrix(values[e], scales[e], b[e], b_scale[e], at=f"expert {e}")
     return b, b_scale
 
 
 def pack_matrix(
     values: torch.Tensor, scales: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *, at: str
 ) -> None:
-    """Write one matrix, `[n, k / 2]` and `[n, k / 32]`, as `pack_mxfp4` does, into b and b_scale.
+    """Pack one matrix, values `[n, k / 2]` and scales `[n, k / 32]`, into b and b_scale.
 
-    at: what an error calls the matrix.
+    Args:
+        at: Name of the matrix in errors.
     """
-    exponents, power = _relative(at, values, scales)
-    missing = b.shape[1] * UNIT_K - values.shape[1] * 2
-    values = functional.pad(values, (0, missing // 2))
-    exponents = functional.pad(exponents, (0, missing // BLOCK))  # of zeros
-    b[..., :VALUE_BYTES] = _values_of_units(values).flatten(2)
-    b[..., VALUE_BYTES:] = _exponents_of_units(exponents).flatten(2)
-    b_scale.copy_(torch.ldexp(torch.ones_like(power, dtype=torch.float32), power))
+    exponents, row_power = _split_exponents(at, values, scales)
+    padding = b.shape[1] * UNIT_K - values.shape[1] * 2
+    values = functional.pad(values, (0, padding // 2))
+    exponents = functional.pad(exponents, (0, padding // BLOCK))
+    b[..., :VALUE_BYTES] = _pack_values(values).flatten(2)
+    b[..., VALUE_BYTES:] = _pack_exponents(exponents).flatten(2)
+    b_scale.copy_(torch.ldexp(torch.ones_like(row_power, dtype=torch.float32), row_power))
 
 
 def unpack_mxfp4(b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of packed weights as float32 `[experts, n, k]`.
+    """Return the values of packed weights as float32 `[experts, n, k]`.
 
     Args:
-        b: Units, as `pack_mxfp4` returns them.
-        b_scale: Row scales, as `pack_mxfp4` returns them.
+        b: Units from `pack_mxfp4`.
+        b_scale: Row scales from `pack_mxfp4`.
 
     Raises:
-        InvalidArgument: a tensor has another shape or dtype.
+        InvalidArgument: a tensor has the wrong shape or dtype.
     """
     check_like("b", b, b, ("experts", "n / 64", "k / 128", UNIT_BYTES), (MXFP4,))
     experts, n, k = weight_sizes(b)
     check_like("b_scale", b_scale, b, (experts, n), (torch.float32,))
     units, k_blocks = n // UNIT_N, k // UNIT_K
-    words_a_lane = VALUE_BYTES // (_WARPS * _HALVES * _ROWS * _LANES * 4)
+    words_per_lane = VALUE_BYTES // (_WARPS * _HALVES * _ROWS * _LANES * 4)
     words = b[..., :VALUE_BYTES].reshape(
-        experts, units, k_blocks, _WARPS, _HALVES, _ROWS, _LANES, words_a_lane, 2, 2
+        experts, units, k_blocks, _WARPS, _HALVES, _ROWS, _LANES, words_per_lane, 2, 2
     )
-    # A word's bytes, in pairs: [..., 2 second or first, 2]; a byte's nibbles are two neighbours.
+    # A word has two pairs of bytes, one for each 16 columns. A byte's nibbles are two neighbours.
     magnitudes = torch.stack((words & 7, words >> 4 & 7), dim=-1).flatten(-2)
     signs = torch.stack((words >> 7, words >> 3 & 1), dim=-1).flatten(-3, -2).transpose(-2, -1)
-    numbers = torch.tensor(E2M1, device=b.device)[magnitudes.int()]
-    numbers = torch.where(signs.bool(), -numbers, numbers)
-    # experts, units, k_blocks, warps, halves, rows, lanes, blocks, sixteens, each
+    elements = torch.tensor(E2M1, device=b.device)[magnitudes.int()]
+    elements = torch.where(signs.bool(), -elements, elements)
+    # experts, units, k_blocks, warps, halves, rows, lanes, blocks, sixteens, columns
     order = (0, 1, 3, 4, 5, 2, 7, 8, 6, 9)
-    numbers = numbers.permute(order).reshape(experts, n, k // BLOCK, BLOCK)
+    elements = elements.permute(order).reshape(experts, n, k // BLOCK, BLOCK)
     powers = b[..., VALUE_BYTES:].reshape(
         experts, units, k_blocks, _WARPS, _ROWS, _HALVES, UNIT_K // BLOCK
     )
     powers = powers.permute(0, 1, 3, 5, 4, 2, 6).reshape(experts, n, k // BLOCK, 1)
-    numbers = torch.ldexp(numbers, powers.int() // _TABLE_BYTES + LOWEST)
-    return (numbers * b_scale.view(experts, n, 1, 1)).flatten(2)
+    elements = torch.ldexp(elements, powers.int() // _TABLE_BYTES + LOWEST)
+    return (elements * b_scale.view(experts, n, 1, 1)).flatten(2)
 
 
 def check_like(
@@ -186,10 +185,10 @@ def check_like(
     strided: bool = False,
     aligned: int = 1,
 ) -> None:
-    """`check_tensor`, on the device of `like`, which is a CPU or a GPU."""
-    for given in (tensor, like):
-        if not isinstance(given, torch.Tensor):
-            refuse_tensor(name, given)
+    """Run `check_tensor` with the device of `like`, which must be a CPU or a GPU."""
+    for value in (tensor, like):
+        if not isinstance(value, torch.Tensor):
+            refuse_tensor(name, value)
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"{name} is on {tensor.device}; it must be on cpu or cuda")
     device = like.device
@@ -203,20 +202,20 @@ def _check_columns(k: int) -> None:
         raise InvalidArgument(f"k is {k}; it must be a positive multiple of {BLOCK}")
 
 
-def _relative(
+def _split_exponents(
     at: str, values: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stored exponents of a matrix's blocks `[n, k / 32]`, and its rows' powers, int32 `[n]`.
+    """Split scales into stored exponents `[n, k / 32]` and a power per row, int32 `[n]`.
 
-    The highest block of a row has the highest exponent, so the fewest numbers are subnormal.
+    A row's largest scale gets the highest exponent, so that the fewest values are subnormal.
     """
     n, blocks = scales.shape
     power = scales.int() - BIAS
-    some = (values.view(n, blocks, -1) & 0x77).ne(0).any(dim=-1)
-    high = torch.where(some, power, -BIAS).amax(dim=1)
-    low = torch.where(some, power, BIAS).amin(dim=1)
-    row = (high - HIGHEST).clamp(min=MIN_EXPONENT)
-    bad = (low < row + LOWEST) & some.any(dim=1) | scales.eq(NAN).any(dim=1)
+    nonzero = (values.view(n, blocks, -1) & 0x77).ne(0).any(dim=-1)
+    high = torch.where(nonzero, power, -BIAS).amax(dim=1)
+    low = torch.where(nonzero, power, BIAS).amin(dim=1)
+    row_power = (high - HIGHEST).clamp(min=MIN_EXPONENT)
+    bad = (low < row_power + LOWEST) & nonzero.any(dim=1) | scales.eq(NAN).any(dim=1)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
         at = f"{at}, row {first}"
@@ -224,28 +223,28 @@ def _relative(
             raise InvalidArgument(f"{at} has a scale of {NAN}, which is NaN; weights are finite")
         raise InvalidArgument(
             f"{at} has blocks with scales of 2^{int(low[first])} and of 2^{int(high[first])}; in a "
-            f"row they are at most {HIGHEST - LOWEST} powers apart, blocks of zeros aside: round "
-            "the smaller blocks anew, or use FP8 weights"
+            f"row they are at most {HIGHEST - LOWEST} powers apart, blocks of zeros aside: "
+            "requantise the smaller blocks, or use FP8 weights"
         )
-    exponents = torch.where(some, power - row.unsqueeze(1) - LOWEST, HIGHEST - LOWEST)
-    return exponents.byte() * _TABLE_BYTES, row
+    exponents = torch.where(nonzero, power - row_power.unsqueeze(1) - LOWEST, HIGHEST - LOWEST)
+    return exponents.byte() * _TABLE_BYTES, row_power
 
 
-def _values_of_units(values: torch.Tensor) -> torch.Tensor:
-    """The words of units, in their order, of `[n, k / 2]`."""
+def _pack_values(values: torch.Tensor) -> torch.Tensor:
+    """Return the words of units for values `[n, k / 2]`."""
     n, k = values.shape[0], values.shape[1] * 2
     codes = torch.stack((values & 15, values >> 4), dim=-1)
-    sizes = (n // UNIT_N, _WARPS, _HALVES, _ROWS, k // UNIT_K, UNIT_K // BLOCK, 2, _LANES, _EACH)
-    # units, k_blocks, warps, halves, rows, lanes, blocks, sixteens, each
+    sizes = (n // UNIT_N, _WARPS, _HALVES, _ROWS, k // UNIT_K, UNIT_K // BLOCK, 2, _LANES, _COLUMNS)
+    # units, k_blocks, warps, halves, rows, lanes, blocks, sixteens, columns
     codes = codes.view(sizes).permute(0, 4, 1, 2, 3, 7, 5, 6, 8)
     magnitudes, signs = codes & 7, codes >> 3
     words = (magnitudes[..., ::2] | magnitudes[..., 1::2] << 4).flatten(-2)
     return words | signs[..., 0, :] << 7 | signs[..., 1, :] << 3
 
 
-def _exponents_of_units(exponents: torch.Tensor) -> torch.Tensor:
-    """The exponents of units, in their order, of `[n, k / 32]`."""
+def _pack_exponents(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of units for exponents `[n, k / 32]`."""
     n, blocks = exponents.shape
-    each = UNIT_K // BLOCK
-    sizes = (n // UNIT_N, _WARPS, _HALVES, _ROWS, blocks // each, each)
+    unit_blocks = UNIT_K // BLOCK
+    sizes = (n // UNIT_N, _WARPS, _HALVES, _ROWS, blocks // unit_blocks, unit_blocks)
     return exponents.reshape(sizes).permute(0, 4, 1, 3, 2, 5).contiguous()

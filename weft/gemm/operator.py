@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grouped_gemm`: every expert's rows times its own weights, in one launch; and `quantize_rows`.
+"""`grouped_gemm`, the product of each expert's rows and weights in one launch; `quantize_rows`.
 
-An engine makes the same few calls for every step: other addresses, equal in everything else. What a
-checked call needs for its launch is kept, and an equal one goes to the launch at once.
+An engine repeats the same few calls in every step, with other addresses only. The launch of a
+checked call is therefore cached, and a call that differs only in addresses skips the checks.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from weft.runtime.ambient import without_autocast
 from weft.runtime.check import Pair, check_tensor, overlap, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
-MOST_PREPARED = 512  # kinds of calls that a thread keeps; each takes about 2 KiB
-QUANTIZE_ROWS = 8  # of a CTA, which is one warp
+MOST_PREPARED = 512  # cached launches per thread; each takes about 2 KiB
+QUANTIZE_ROWS = 8  # per CTA, which is one warp
 Launch = Callable[[Sequence[torch.Tensor | None], Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One kind of call that was checked: its launch, and the results that it makes.
+    """The cached launch of a checked call.
 
-    made: shape and dtype of the result, then of its scales, where the caller gave none.
-    apart: pairs of tensors that must not overlap.
+    Attributes:
+        results: Shape and dtype of the result and of its scales, if the call allocates them.
+        disjoint: Pairs of tensors that must not overlap.
     """
 
     device: torch.device
     launch: Launch
-    made: tuple[tuple[torch.Size, torch.dtype], ...]
-    apart: tuple[Pair, ...]
+    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    disjoint: tuple[Pair, ...]
 
 
 class _Calls(threading.local):
-    """Calls of this thread, the oldest first: a launch serves one thread at a time."""
+    """Prepared calls of this thread, oldest first. A launch is not thread-safe."""
 
     def __init__(self) -> None:
         self.prepared: dict[object, Prepared] = {}
@@ -87,29 +88,32 @@ def grouped_gemm(
 ) -> Out:
     """Compute `out[row] = epilogue(a[row] @ b[e].T + bias[e])` for the rows of each expert e.
 
-    The call allocates only `out` and may be captured in a graph. In FP8 each 128 columns of k are
-    summed by the tensor cores, scaled, and added in fp32 in order of k.
+    The call allocates only `out` and may be captured in a graph. In FP8, the tensor cores sum each
+    128 columns of k; these sums are scaled and added in fp32 in ascending order of k.
 
     Args:
-        a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or `[experts, max_rows,
-            k]`.
-        b: The same dtype, `[experts, n, k]`; or for float8_e4m3fn, on Hopper and on CPUs, MXFP4:
-            uint8 `[experts, n / 64, k / 128, 4352]`, from `weft.gemm.pack_mxfp4`.
-        counts: int32 `[experts]`, rows of each expert.
-        offsets: int32 `[experts + 1]` or `[experts]`, where each expert's rows begin; gaps are not
-            touched. Both are read on the device.
-        a_scale: float32 `[*rows, k / 128]`, in any strides.
-        b_scale: `[experts, n / 128, k / 128]`; with MXFP4 `[experts, n]`.
+        a: float8_e4m3fn, bfloat16 or float16, `[rows, k]` with offsets, or
+            `[experts, max_rows, k]` without.
+        b: `[experts, n, k]` of a's dtype. For float8_e4m3fn on Hopper and on CPUs also MXFP4: uint8
+            `[experts, n / 64, k / 128, 4352]` from `weft.gemm.pack_mxfp4`.
+        counts: int32 `[experts]`, number of rows of each expert, on the device.
+        offsets: int32 `[experts + 1]` or `[experts]`, first row of each expert, on the device. Rows
+            between experts are neither read nor written.
+        a_scale: float32 `[*rows, k / 128]`, with any strides.
+        b_scale: float32 `[experts, n / 128, k / 128]`; with MXFP4 `[experts, n]`.
         bias: `[experts, n]`, bfloat16, float16 or float32; added in fp32.
-        out: Where to write, or None for new tensors (bfloat16 for FP8, else a's dtype; rows of no
-            expert are then undefined). A pair with GatedQuant, None with Push.
-        plan: Default `weft.gemm.fastest_plan` for as many rows as a has, spread evenly; where most
-            of a is unused, pass the plan for the mean.
-        num_sms: SMs that the grid may fill; default all.
-        programmatic_launch: PDL: start while the previous kernel ends, and let the next one start;
-            every later kernel that was launched so must wait for this one, as weft's do.
-        prefetch_weights: Counts, offsets and weights were written before the previous kernel lets
-            this one start: with PDL, a WgmmaPlan then loads weights while that kernel ends.
+        out: Tensor to write to, or with GatedQuant a pair of values and scales; None with Push.
+            Default: new tensors, bfloat16 for FP8, else a's dtype; rows of no expert are undefined.
+        plan: Tiles of the kernel. Default: `weft.gemm.fastest_plan` for a's rows divided by the
+            number of experts. If most rows of a are unused, pass the plan for the mean.
+        epilogue: What to do with the sums: Store, Gated, GatedQuant or Push.
+        num_sms: SMs that the grid may fill. Default: all.
+        programmatic_launch: Use programmatic dependent launch (PDL): start while the previous
+            kernel ends, and let the next one start. Every later kernel that is launched with PDL
+            must wait for this one, as weft's do.
+        prefetch_weights: With PDL and a WgmmaPlan, load weights while the previous kernel ends.
+            Counts, offsets and weights must have been written before that kernel lets this one
+            start.
 
     Returns:
         out.
@@ -126,22 +130,23 @@ def grouped_gemm(
     if num_sms is not None:
         num_sms = integer("num_sms", num_sms, 1, 1 << 16)
     flags(programmatic_launch=programmatic_launch, prefetch_weights=prefetch_weights)
-    # This is the path of every call: no more than it needs.
+    # The path of every call, so it does the least possible work.
     pair = isinstance(out, tuple) and len(out) == 2
-    numbers: Any
-    numbers, scales = out if pair else (out, None)  # type: ignore[misc]
+    values: Any
+    values, scales = out if pair else (out, None)  # type: ignore[misc]
     push = epilogue if isinstance(epilogue, Push) else None
     dst_addr, abort_flag = (push.dst_addr, push.abort_flag) if push else (None, None)
-    tensors: list[torch.Tensor | None] = [a_scale, b_scale, numbers, scales, dst_addr, abort_flag]
-    tensors += (bias, counts, offsets, a, b)  # as GemmCall.tensors
+    tensors: list[torch.Tensor | None] = [a_scale, b_scale, values, scales, dst_addr, abort_flag]
+    tensors += (bias, counts, offsets, a, b)  # the order of GemmCall.tensors
     kind, addresses = tensors_key(tensors)
-    stored = epilogue if push is None else (push.dtype, push.flag_in_data)
-    key = kind, pair, plan, stored, num_sms, programmatic_launch, prefetch_weights
+    epilogue_key = epilogue if push is None else (push.dtype, push.flag_in_data)
+    key = kind, pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
     prepared = None if kind is None else _calls.prepared.get(key)
-    if prepared is not None and overlap(addresses, prepared.apart) is None:
+    if prepared is not None and overlap(addresses, prepared.disjoint) is None:
         return _run(prepared, out, tensors, addresses)
     call = checked_call(
-        *(a, b),
+        a,
+        b,
         counts=counts,
         offsets=offsets,
         a_scale=a_scale,
@@ -151,8 +156,8 @@ def grouped_gemm(
         epilogue=epilogue,
         prefetch_weights=prefetch_weights and programmatic_launch,
     )
-    apart = call.pairs(made=out is None)
-    call.check_apart(apart)
+    disjoint = () if out is None else call.pairs
+    call.check_apart(disjoint)
     plan = plan or _default_plan(call)
     if isinstance(plan, WgmmaPlan):
         kernels.check_plan(call, plan)
@@ -161,7 +166,7 @@ def grouped_gemm(
     if not _on_gpu(call.a.device):
         reference.compute(call, plan)
     elif len(call.a) and len(call.b):
-        prepared = _prepare(call, plan, num_sms, programmatic_launch, apart)
+        prepared = _prepare(call, plan, num_sms, programmatic_launch, disjoint)
         _launch(prepared, call.tensors, call.addresses)
         if kind is not None:
             if len(_calls.prepared) >= MOST_PREPARED:
@@ -173,12 +178,12 @@ def grouped_gemm(
 def _run(
     prepared: Prepared, out: Out, tensors: list[torch.Tensor | None], addresses: list[int]
 ) -> Out:
-    """A call of a known kind. The results that it makes need no check."""
-    for index, (shape, dtype) in enumerate(prepared.made, OUT):
-        tensors[index] = made = torch.empty(shape, dtype=dtype, device=prepared.device)
-        addresses[index] = made.data_ptr()
+    """Launch a prepared call, after allocating its results if necessary."""
+    for index, (shape, dtype) in enumerate(prepared.results, OUT):
+        tensors[index] = result = torch.empty(shape, dtype=dtype, device=prepared.device)
+        addresses[index] = result.data_ptr()
     _launch(prepared, tensors, addresses)
-    if not prepared.made:
+    if not prepared.results:
         return out
     return _result(tensors[OUT], tensors[OUT_SCALE])
 
@@ -202,9 +207,9 @@ def _prepare(
     plan: GemmPlan | WgmmaPlan,
     num_sms: int | None,
     programmatic: bool,
-    apart: tuple[Pair, ...],
+    disjoint: tuple[Pair, ...],
 ) -> Prepared:
-    results = () if apart else (call.out, call.out_scale)
+    results = () if disjoint else (call.out, call.out_scale)
     with torch.cuda.device(call.a.device):
         launch: Launch
         if isinstance(plan, WgmmaPlan):
@@ -212,7 +217,7 @@ def _prepare(
         else:
             launch = triton_launch.TritonLaunch(call, plan, num_sms, programmatic)
     return Prepared(
-        call.a.device, launch, tuple((t.shape, t.dtype) for t in results if t is not None), apart
+        call.a.device, launch, tuple((t.shape, t.dtype) for t in results if t is not None), disjoint
     )
 
 
@@ -239,18 +244,18 @@ def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
 def quantize_rows(
     x: torch.Tensor, *, programmatic_launch: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows `[rows, k]` to FP8 with one scale for each 128 columns, in one launch.
+    """Quantise rows to FP8 with one scale per 128 columns, in one launch.
 
     Args:
-        x: bfloat16, float16 or float32, contiguous; k a multiple of 128.
+        x: bfloat16, float16 or float32 `[rows, k]`, contiguous; k must be a multiple of 128.
         programmatic_launch: As in grouped_gemm.
 
     Returns:
-        float8_e4m3fn `[rows, k]` and float32 scales `[rows, k / 128]`, with the bits of
+        float8_e4m3fn `[rows, k]` and float32 scales `[rows, k / 128]`, bitwise equal to
             `weft.reference.quantize(x, "fp8")`.
 
     Raises:
-        InvalidArgument: x has another shape or dtype.
+        InvalidArgument: x has the wrong shape, dtype, device or layout.
     """
     flags(programmatic_launch=programmatic_launch)
     if not isinstance(x, torch.Tensor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a grouped GEMM means, in plain torch: the CPU's implementation, and the tests' oracle."""
+"""Reference of the grouped GEMM in plain torch, which is also its CPU implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ extern "C" void push_rows(const weft::u64* dst_addr, const weft::u8* from, weft:
 
 
 def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
-    """Store what the kernels would with any plan, expert by expert; reads counts on the host."""
+    """Compute a call expert by expert, for any plan; reads counts on the host."""
     counts = call.counts.clamp(min=0, max=call.max_rows)
     starts = None if call.starts is None else call.starts.tolist()
     for expert, count in enumerate(counts.tolist()):
@@ -38,7 +38,7 @@ def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
 
 
 def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tensor:
-    """`a @ b.T + bias` of one expert in fp32."""
+    """Return `a @ b.T + bias` of one expert in fp32."""
     rows = slice(first, first + count)
     x, w = call.a[rows], call.b[expert]
     if call.a_scale is not None and call.b_scale is not None:
@@ -53,15 +53,15 @@ def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tens
 
 
 def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
-    """`g * sigmoid(alpha * gate) * (u + offset)` in fp32; `GateNumbers` says what g and u are."""
-    first, up = y.chunk(2, dim=-1)
+    """Return the gating of `GateNumbers` in fp32."""
+    g, u = y.chunk(2, dim=-1)
     if gating.limit is not None:
-        first, up = first.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
-    sigmoid = torch.sigmoid(gating.alpha * first)
+        g, u = g.clamp(max=gating.limit), u.clamp(-gating.limit, gating.limit)
+    sigmoid = torch.sigmoid(gating.alpha * g)
     if gating.beta is not None and gating.linear_beta is not None:
-        first = gating.beta * torch.tanh(first / gating.beta)
-        up = gating.linear_beta * torch.tanh(up / gating.linear_beta)
-    return first * sigmoid * (up + gating.offset)
+        g = gating.beta * torch.tanh(g / gating.beta)
+        u = gating.linear_beta * torch.tanh(u / gating.linear_beta)
+    return g * sigmoid * (u + gating.offset)
 
 
 def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
@@ -82,10 +82,10 @@ def _store(call: GemmCall, y: torch.Tensor, first: int) -> None:
     flat[rows] = y.to(out.dtype)
 
 
-def _push(push: Push, where: slice, rows: torch.Tensor) -> None:
+def _push(push: Push, indices: slice, rows: torch.Tensor) -> None:
     if rows.device.type != "cpu":
         raise InvalidArgument(f"rows on {rows.device}: the reference pushes on a CPU only")
-    rows, dst_addr = rows.contiguous(), push.dst_addr[where]
+    rows, dst_addr = rows.contiguous(), push.dst_addr[indices]
     if push.flag_in_data:
         push_rows(dst_addr, rows, push.abort_flag)
         return
@@ -96,9 +96,12 @@ def _push(push: Push, where: slice, rows: torch.Tensor) -> None:
 
 
 def push_rows(dst_addr: torch.Tensor, rows: torch.Tensor, abort_flag: torch.Tensor | None) -> None:
-    """Store rows `[rows, columns]` at dst_addr, int64 `[rows]`, as Push with flag_in_data does.
+    """Store rows as Push with flag_in_data does.
 
-    columns: as many as fill whole words of 8 bytes.
+    Args:
+        dst_addr: int64 `[rows]`; 0 skips the row.
+        rows: `[rows, columns]`; a row must be a multiple of 8 bytes.
+        abort_flag: As in Push.
     """
     rows, dst_addr = rows.contiguous(), dst_addr.contiguous()
     size = rows.element_size()

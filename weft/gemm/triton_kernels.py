@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMM as one persistent Triton kernel, and rows to FP8 as another.
+"""Triton kernels: the persistent grouped GEMM, and the quantisation of rows to FP8.
 
-`weft_grouped_gemm` loops over tiles: `locate` says which tile comes next, the inner loop is the
-mainloop, `epilogue` stores. The compiler sees the loop over tiles and the loop over k as one
-(`flatten`), so loads of the next tile run while this one is stored.
+`weft_grouped_gemm` loops over tiles: `locate` finds the next tile, the inner loop is the mainloop,
+`epilogue` stores. With `flatten` the compiler fuses the loops over tiles and over k, so loads of
+the next tile overlap the epilogue of the current one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ def weft_grouped_gemm(
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
-    """`out[row] = epilogue(a[row] @ b[expert of row].T)`; operator.py says what each pointer is.
+    """Compute `out[row] = epilogue(a[row] @ b[expert].T + bias[expert])`; see `grouped_gemm`.
 
-    A tile is a block of one expert's rows times one block of its weights, or two (DUAL_N): a gate
-    and its up, else neighbours.
+    A tile is a block of one expert's rows times one or (DUAL_N) two blocks of its weights: gate and
+    up if GATED, else adjacent blocks. STEP: columns from one tile to the next. OTHER: weight rows
+    from the first block to the second. WIDTH: columns of the result.
     """
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
-    STEP: tl.constexpr = BLOCK_N if GATED or not DUAL_N else 2 * BLOCK_N  # from tile to tile
-    OTHER: tl.constexpr = (
-        N // 2 if GATED else BLOCK_N
-    )  # from the first block of weights to the other
-    WIDTH: tl.constexpr = N // 2 if GATED else N  # columns of the result
+    STEP: tl.constexpr = BLOCK_N if GATED or not DUAL_N else 2 * BLOCK_N
+    OTHER: tl.constexpr = N // 2 if GATED else BLOCK_N
+    WIDTH: tl.constexpr = N // 2 if GATED else N
     N_BLOCKS: tl.constexpr = (WIDTH + STEP - 1) // STEP
     if PROGRAMMATIC:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     ends = m_block_ends(counts, max_rows, EXPERTS, PADDED, BLOCK_M)
     tiles = tl.max(ends) * N_BLOCKS
-    here = tl.arange(0, BLOCK_M)
+    m_offsets = tl.arange(0, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         expert, n_block, row, valid = locate(
             tile, ends, counts, starts, max_rows, rows, N_BLOCKS, BLOCK_M
@@ -51,7 +50,7 @@ def weft_grouped_gemm(
         row_scale = a_scale
         block_scale = b_scale
         if SCALED:
-            row_scale += (row + here).to(tl.int64) * row_scale_stride
+            row_scale += (row + m_offsets).to(tl.int64) * row_scale_stride
             block_scale += (first // 128) * (K // 128)
         zeros = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
         acc, other = zeros, zeros
@@ -59,7 +58,7 @@ def weft_grouped_gemm(
             x = a.load([row, k * BLOCK_K])
             w = b.load([first, k * BLOCK_K])
             if SCALED:
-                s = tl.load(row_scale + k * k_scale_stride, mask=here < valid, other=0.0)
+                s = tl.load(row_scale + k * k_scale_stride, mask=m_offsets < valid, other=0.0)
                 t = tl.load(block_scale + k)
                 acc = promote(dot(x, w, zeros, SWAP), s * t, acc, SWAP)
             else:
@@ -82,10 +81,10 @@ def weft_grouped_gemm(
 def m_block_ends(
     counts, max_rows, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """The inclusive prefix sum of the experts' M-blocks; int32 `[PADDED]`, a power of two.
+    """Return the inclusive prefix sum of the experts' M-blocks, int32 `[PADDED]`.
 
-    No table of tiles is built: every CTA keeps these sums, and finds its tiles by counting. Empty
-    experts have no M-block. max_rows: the most rows of an expert; a larger count is cut to it.
+    Every CTA keeps these sums and finds its tiles in them, so no table of tiles is needed. Counts
+    are clamped to 0..max_rows. PADDED is a power of two.
     """
     expert = tl.arange(0, PADDED)
     count = tl.load(counts + expert, mask=expert < EXPERTS, other=0)
@@ -96,9 +95,9 @@ def m_block_ends(
 def locate(
     tile, ends, counts, starts, max_rows, rows, N_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """(expert, N-block, first row, valid rows) of a tile.
+    """Return expert, N-block, first row and number of valid rows of a tile.
 
-    Tiles go by (expert, N-block, M-block): the M-blocks that share weights run together.
+    Tiles are ordered by (expert, N-block, M-block), so M-blocks that share weights run together.
     """
     passed = ends * N_BLOCKS <= tile
     expert = tl.sum(passed.to(tl.int32))
@@ -119,7 +118,7 @@ def locate(
 
 @triton.jit
 def dot(x, w, acc, SWAP: tl.constexpr):
-    """`acc + x @ w.T`, swapped: transposed."""
+    """Return `acc + x @ w.T`; with SWAP its transpose."""
     if SWAP:
         return tl.dot(w, x.T, acc)
     else:
@@ -128,7 +127,7 @@ def dot(x, w, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def promote(part, scale, acc, SWAP: tl.constexpr):
-    """`acc + part * scale`, rounded once. Scales belong to rows, swapped to columns."""
+    """Return `acc + part * scale`, rounded once. Scales are per row, with SWAP per column."""
     scale = scale[None, :] if SWAP else scale[:, None]
     return tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
 
@@ -141,41 +140,43 @@ def epilogue(
     ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile. Rows from `valid` on are padding and are not stored; nor are columns beyond the
-    result's, which only the last tile has, and only where RAGGED."""
+    """Store a tile, except for rows from `valid` on and for columns beyond the result.
+
+    Only the last tile has such columns, and only if RAGGED.
+    """
     GATED: tl.constexpr = EPILOGUE == "gated" or EPILOGUE == "quant"
-    WIDTH: tl.constexpr = N // 2 if GATED else N  # columns of a row of the result
-    here = tl.arange(0, BLOCK_M)
-    mask = here < valid
-    at = (row + here).to(tl.int64)
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    m_offsets = tl.arange(0, BLOCK_M)
+    mask = m_offsets < valid
+    rows = (row + m_offsets).to(tl.int64)
     acc = with_bias(acc, bias, expert * N + column, N - column, BLOCK_N, SWAP)
     if GATED:
         other = with_bias(other, bias, expert * N + WIDTH + column, WIDTH - column, BLOCK_N, SWAP)
         acc = gate(acc, other, ALPHA, OFFSET, LIMIT, BETA, LINEAR_BETA)
     if EPILOGUE == "quant":
         acc, scale = quantize(acc)
-        tl.store(out_scale + at * (WIDTH // 128) + column // 128, scale, mask=mask)
+        tl.store(out_scale + rows * (WIDTH // 128) + column // 128, scale, mask=mask)
     if EPILOGUE == "push":
-        address = tl.load(dst_addr + at, mask=mask, other=0)
+        address = tl.load(dst_addr + rows, mask=mask, other=0)
         mask = mask & (address != 0)
-        to = tl.multiple_of(address.to(tl.pointer_type(OUT_DTYPE)), 16)
+        row_ptrs = tl.multiple_of(address.to(tl.pointer_type(OUT_DTYPE)), 16)
     else:
-        to = tl.multiple_of(out + at * WIDTH, 16)
-    store(to, mask, column, WIDTH, acc.to(OUT_DTYPE), RAGGED, BLOCK_N)
+        row_ptrs = tl.multiple_of(out + rows * WIDTH, 16)
+    store(row_ptrs, mask, column, WIDTH, acc.to(OUT_DTYPE), RAGGED, BLOCK_N)
     if DUAL_N and not GATED:
         column += BLOCK_N
         other = with_bias(other, bias, expert * N + column, N - column, BLOCK_N, SWAP)
-        store(to, mask, column, WIDTH, other.to(OUT_DTYPE), RAGGED, BLOCK_N)
+        store(row_ptrs, mask, column, WIDTH, other.to(OUT_DTYPE), RAGGED, BLOCK_N)
 
 
 @triton.jit
 def with_bias(acc, bias, first, left, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
-    """Sums as rows of the result, with the expert's bias if there is one."""
+    """Return the sums in row-major order, plus the bias of `left` columns from `first` on."""
     if SWAP:
         acc = acc.T
     if bias is not None:
-        at = tl.arange(0, BLOCK_N)
-        acc += tl.load(bias + first + at, mask=at < left, other=0.0).to(tl.float32)[None, :]
+        n = tl.arange(0, BLOCK_N)
+        acc += tl.load(bias + first + n, mask=n < left, other=0.0).to(tl.float32)[None, :]
     return acc
 
 
@@ -184,7 +185,7 @@ def gate(
     gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """`g * sigmoid(ALPHA * gate) * (u + OFFSET)`, clamped to LIMIT before; NaN stays NaN."""
+    """Return the gating of `GateNumbers`; NaN stays NaN."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -197,31 +198,32 @@ def gate(
 
 @triton.jit
 def tanh(x):
-    """As tanh_fast of gemm/epilogue_gated.cuh: by exp(-2 |x|), and by the series near 0."""
+    """Return tanh(x) from exp(-2 |x|), near 0 from a series, as gemm/epilogue_gated.cuh does."""
     square = x * x
     t = tl.exp2(tl.abs(x) * -2.88539008)
     series = (((square * (-17.0 / 315.0) + 2.0 / 15.0) * square - 1.0 / 3.0) * square + 1.0) * x
-    far = (1.0 - t) / (1.0 + t)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -far, far))
+    magnitude = (1.0 - t) / (1.0 + t)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -magnitude, magnitude))
 
 
 @triton.jit
 def store(
-    to, mask, column, WIDTH: tl.constexpr, values, RAGGED: tl.constexpr, BLOCK_N: tl.constexpr
+    row_ptrs, mask, column, WIDTH: tl.constexpr, values, RAGGED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store a block of columns of every row, 16 bytes at a time."""
-    at = column + tl.arange(0, BLOCK_N)
+    """Store a block of columns of each row in vectors of 16 bytes."""
+    columns = column + tl.arange(0, BLOCK_N)
     mask = mask[:, None]
     if RAGGED:
-        mask = mask & (at < WIDTH)[None, :]
-    tl.store(to[:, None] + at[None, :], values, mask=mask)
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(row_ptrs[:, None] + columns[None, :], values, mask=mask)
 
 
 @triton.jit
 def quantize(x):
-    """A tile of one block of columns -> (numbers before their rounding to e4m3, scale by row).
+    """Return the scaled values of a block of 128 columns, not yet rounded to e4m3, and row scales.
 
-    The bits of weft.reference.quantize. (docs/user/quantisation.md)
+    Bitwise equal to weft.reference.quantize (docs/user/quantisation.md).
     """
     amax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)
     broken = amax == float("inf")
@@ -238,15 +240,15 @@ def weft_quantize_rows(
     x, out, out_scale, rows,
     K: tl.constexpr, BLOCK_M: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
-    """A block of BLOCK_M rows and 128 columns to FP8."""
+    """Quantise a block of BLOCK_M rows and 128 columns to FP8."""
     if PROGRAMMATIC:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * 128 + tl.arange(0, 128)
     mask = row < rows
-    at = row.to(tl.int64)[:, None] * K + column[None, :]
-    numbers = tl.load(x + at, mask=mask[:, None], other=0.0).to(tl.float32)
-    numbers, scale = quantize(numbers)
-    tl.store(out + at, numbers.to(out.dtype.element_ty), mask=mask[:, None])
+    offsets = row.to(tl.int64)[:, None] * K + column[None, :]
+    values = tl.load(x + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
+    values, scale = quantize(values)
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask[:, None])
     tl.store(out_scale + row.to(tl.int64) * (K // 128) + tl.program_id(1), scale, mask=mask)

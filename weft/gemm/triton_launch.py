@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel, on the host: descriptors, constants and the grid of one launch."""
+"""Host side of the Triton kernel: descriptors, constants and grid of a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.gemm.config import BLOCK_N, FP8, MXFP4, Gated, GatedQuant, GemmPlan, P
 
 
 def check_plan(call: GemmCall, plan: GemmPlan) -> None:
-    """Refuse a plan that does not fit the call. Raises InvalidArgument."""
+    """Raise InvalidArgument if the plan does not fit the call."""
     if call.b.dtype == MXFP4:
         raise InvalidArgument(f"{plan} has no MXFP4 weights: use a WgmmaPlan, or leave plan out")
     if call.a.dtype == FP8 and plan.block_k != 128:
@@ -39,7 +39,10 @@ def check_plan(call: GemmCall, plan: GemmPlan) -> None:
 
 
 class TritonLaunch:
-    """Launches one kind of call on the current device. Raises InvalidArgument without Triton."""
+    """Launcher of calls that differ only in addresses, for one device.
+
+    The constructor raises InvalidArgument without Triton.
+    """
 
     def __init__(
         self, call: GemmCall, plan: GemmPlan, num_sms: int | None, programmatic: bool
@@ -59,12 +62,12 @@ class TritonLaunch:
         }
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
-        """Enqueue the kernel in the current stream."""
+        """Launch the kernel on the current stream."""
         self._kernel(*self._arguments.of(tensors, self._descriptor), **self._constants)
 
 
 class Arguments:
-    """The kernel's arguments of one kind of call, up to its constants."""
+    """Arguments of the kernel that are not constants, for calls that differ only in addresses."""
 
     def __init__(self, call: GemmCall, plan: GemmPlan) -> None:
         rows, k = call.a.shape
@@ -75,9 +78,11 @@ class Arguments:
         self._sizes = (call.max_rows, rows, *strides)
 
     def of(self, tensors: Sequence[torch.Tensor | None], descriptor: Any) -> tuple[Any, ...]:
-        """tensors: `GemmCall.tensors`.
+        """Return the arguments for a call.
 
-        descriptor: makes a TMA descriptor of (tensor, shape, strides, block).
+        Args:
+            tensors: As `GemmCall.tensors`.
+            descriptor: Returns a TMA descriptor for (tensor, shape, strides, block).
         """
         a_scale, b_scale, out, out_scale, dst_addr, _, bias, counts, starts, a, b = tensors
         return (
@@ -88,7 +93,7 @@ class Arguments:
 
 @functools.cache
 def installed() -> Any:
-    """Triton, with its descriptors. Raises InvalidArgument that says what to install."""
+    """Return the triton module; raise InvalidArgument with installation advice if it is missing."""
     try:
         triton = importlib.import_module("triton")
         importlib.import_module("triton.tools.tensor_descriptor")
@@ -100,7 +105,7 @@ def installed() -> Any:
 
 
 def is_installed() -> bool:
-    """Whether there is a Triton that the grouped GEMM can use."""
+    """Whether a Triton that the grouped GEMM can use is installed."""
     try:
         installed()
     except InvalidArgument:
@@ -110,12 +115,12 @@ def is_installed() -> bool:
 
 @functools.cache
 def grouped_kernel() -> Any:
-    """The kernel; its module needs Triton, so it is not imported before the first call."""
+    """Return the kernel. Its module imports Triton, so the import is deferred to the first call."""
     return importlib.import_module("weft.gemm.triton_kernels").weft_grouped_gemm
 
 
 def kernel_constants(call: GemmCall, plan: GemmPlan, programmatic: bool = False) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Return the kernel's compile-time constants."""
     experts, n, k = call.b.shape
     epilogue = call.epilogue
     gating = epilogue if isinstance(epilogue, Gated) else Gated()
