@@ -100,7 +100,7 @@ MOE, LOW, REDUCE, LAYER = (["bench", name] for name in ("moe", "lowlatency", "al
     [
         ("moe --model gpt-9", "choose one of deepseek-v3"),
         ("moe --device tpu", "'tpu': choose one of auto, cpu, cuda"),
-        ("moe --tokens many", "'many' is no size"),
+        ("moe --tokens many", "'many' is not a size"),
         ("moe --ranks 99", "ranks is 99"),
         ("moe --ranks -1", "--ranks"),
         ("moe --dtype fp64", "'fp64': choose one of bf16, fp16, fp32"),

@@ -143,7 +143,7 @@ def test_ranks_of_gpus(monkeypatch, gpus, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert demo.checked(None, "auto") == found
     if gpus < 4:
-        with pytest.raises(InvalidArgument, match=f"--device cuda has room for {gpus}"):
+        with pytest.raises(InvalidArgument, match=f"--device cuda supports at most {gpus}"):
             demo.checked(4, "cuda")
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `weft`, also as `python -m weft`. Its version loads none of the others."""
+"""The command `weft`, also `python -m weft`. `--version` imports none of the other commands."""
 
 import sys
 
 
 def main() -> None:
-    """Answer `weft --version`, or run the command line."""
+    """Print the version for `weft --version`; otherwise run the command line."""
     if sys.argv[1:] == ["--version"]:
         from weft.cli.version import version_text
 

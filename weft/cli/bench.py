@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `weft bench`: from options to a case, a report, and its files."""
+"""The commands of `weft bench`: parse options, run a case, and write its report."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ bench = typer.Typer(
 )
 
 
-# What several commands have.
+# Options shared by several commands.
 Tokens = Annotated[str, typer.Option(help="tokens per rank: 1,8,64 or 1..512 (doubling)")]
-Model = Annotated[str, choice(tuple(MODELS), "whose sizes; options given beside it win")]
+Model = Annotated[str, choice(tuple(MODELS), "whose sizes are the defaults")]
 Hidden = Annotated[int | None, typer.Option(help="elements of a row [the model's]")]
 TopK = Annotated[int | None, typer.Option(help="experts per token [the model's]")]
 Experts = Annotated[int | None, typer.Option(min=1, help="experts on all ranks [the model's]")]
-Dtype = Annotated[str, choice(tuple(DTYPES), "of rows that come back")]
-CombineDtype = Annotated[str | None, choice(("fp8",), "of rows on their way back")]
-Quantize = Annotated[str | None, choice(("fp8", "mxfp8"), "dispatch quantises its rows")]
+Dtype = Annotated[str, choice(tuple(DTYPES), "of combined rows")]
+CombineDtype = Annotated[str | None, choice(("fp8",), "of rows that combine sends")]
+Quantize = Annotated[str | None, choice(("fp8", "mxfp8"), "quantization by dispatch")]
 NumSms = Annotated[int | None, typer.Option(min=1, help="SMs that the kernels may fill")]
 Routing = Annotated[str, typer.Option(help=f"{', '.join(ROUTINGS)} or zipf:EXPONENT")]
 Peers = Annotated[bool, typer.Option("--peers", help="also measure installed libraries")]
@@ -68,7 +68,7 @@ def bench_moe(
     dtype: Dtype = "bf16",
     routing: Routing = "uniform",
     payload: Annotated[str, choice(("bf16", "fp8"), "rows of --dtype, or fp8 and scales")] = "bf16",
-    combine: Annotated[str | None, choice(("pull", "push"), "who moves rows back")] = None,
+    combine: Annotated[str | None, choice(("pull", "push"), "who moves combined rows")] = None,
     combine_dtype: CombineDtype = None,
     quantize: Quantize = None,
     num_sms: NumSms = None,
@@ -84,10 +84,10 @@ def bench_moe(
     plot: Plot = None,
     trace: Trace = None,
 ) -> None:
-    """Time dispatch and combine of an MoE layer, after checking every byte of them."""
-    given = locals()
-    options = _of(given, "routing", "payload", "combine", "quantize")
-    _run(moe.MoECase(**_pairs(given), **options), given, rivals.PAIRS if peers else ())
+    """Time dispatch and combine of an MoE layer, after checking every byte."""
+    args = locals()
+    options = _select(args, "routing", "payload", "combine", "quantize")
+    _run(moe.MoECase(**_pair_options(args), **options), args, rivals.PAIRS if peers else ())
 
 
 @bench.command("lowlatency")
@@ -100,7 +100,7 @@ def bench_lowlatency(
     experts: Experts = None,
     dtype: Dtype = "bf16",
     routing: Routing = "perfect",
-    quantize: Annotated[str, choice(("none", "fp8"), "rows out")] = "fp8",
+    quantize: Annotated[str, choice(("none", "fp8"), "dispatched rows")] = "fp8",
     scale: Annotated[str, choice(SCALES, "layout of scales")] = "fp32_row",
     reduce: Annotated[str, choice(REDUCES, "who adds a token's rows")] = "receiver",
     combine_dtype: CombineDtype = None,
@@ -116,11 +116,11 @@ def bench_lowlatency(
     plot: Plot = None,
     trace: Trace = None,
 ) -> None:
-    """Time the low-latency all-to-all, after checking every bit of it."""
-    given = locals()
+    """Time the low-latency all-to-all, after checking every bit."""
+    args = locals()
     quantized = None if quantize == "none" else quantize
-    options = _of(given, "routing", "scale", "reduce")
-    _run(lowlatency.LowCase(**_pairs(given), **options, quantize=quantized), given)
+    options = _select(args, "routing", "scale", "reduce")
+    _run(lowlatency.LowCase(**_pair_options(args), **options, quantize=quantized), args)
 
 
 @bench.command("allreduce")
@@ -142,22 +142,20 @@ def bench_allreduce(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Time the fused all-reduce, after checking every bit of it."""
-    given = locals()
-    options = _of(given, "hidden", "dtype", "epilogue")
-    case = allreduce.ReduceCase(**_settings(given), **options, backends=words(backend))
-    _run(case, given, rivals.REDUCES if peers else ())
+    """Time the fused all-reduce, after checking every bit."""
+    args = locals()
+    options = _select(args, "hidden", "dtype", "epilogue")
+    case = allreduce.ReduceCase(**_case_options(args), **options, backends=words(backend))
+    _run(case, args, rivals.REDUCES if peers else ())
 
 
 @bench.command("layer")
 def bench_layer(
     *,
     tokens: Tokens = "8,64,128",
-    model: Annotated[
-        str, choice(layer.LAYER_MODELS, "on CPU ranks its rules with few numbers")
-    ] = "deepseek-v3",
+    model: Annotated[str, choice(layer.LAYER_MODELS, "scaled down on CPU ranks")] = "deepseek-v3",
     dtype: Annotated[str, choice(layer.WEIGHT_DTYPES, "of the experts' weights")] = "bf16",
-    overlap: Annotated[str, choice(OVERLAPS, "all if not given", several=True)] = "",
+    overlap: Annotated[str, choice(OVERLAPS, "default: all", several=True)] = "",
     mode: Annotated[str, choice(MODES, "rank-major or expert-major rows")] = "throughput",
     routing: Annotated[str, typer.Option(help="uniform, zipf or zipf:EXPONENT")] = "uniform",
     experts: Experts = None,
@@ -177,10 +175,10 @@ def bench_layer(
     plot: Plot = None,
 ) -> None:
     """Time whole MoE layers, from router logits to output, after checking them."""
-    given = locals()
+    args = locals()
     names = ("model", "dtype", "mode", "routing", "experts", "shared", "gemm", "quantize")
-    options = _of(given, *names, "combine_dtype", "num_sms")
-    _run(layer.LayerCase(**_settings(given), **options, overlaps=words(overlap)), given)
+    options = _select(args, *names, "combine_dtype", "num_sms")
+    _run(layer.LayerCase(**_case_options(args), **options, overlaps=words(overlap)), args)
 
 
 @bench.callback(invoke_without_command=True)
@@ -190,31 +188,31 @@ def bench_default(context: typer.Context) -> None:
         bench_moe()
 
 
-def _of(given: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: given[name] for name in names}
+def _select(args: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: args[name] for name in names}
 
 
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    """What every case has."""
-    where = chosen_device(given["device"])
+def _case_options(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of every case."""
+    device = chosen_device(args["device"])
     return {
-        "ranks": given["ranks"] or (torch.cuda.device_count() if where == "cuda" else 4),
-        "device": where,
-        "tokens": parse_sizes(given["tokens"]),
-        "samples": given["iters"] or (15 if where == "cuda" else 20),
-        "programmatic_launch": given["pdl"],
-        **_of(given, "graph", "seed"),
+        "ranks": args["ranks"] or (torch.cuda.device_count() if device == "cuda" else 4),
+        "device": device,
+        "tokens": parse_sizes(args["tokens"]),
+        "samples": args["iters"] or (15 if device == "cuda" else 20),
+        "programmatic_launch": args["pdl"],
+        **_select(args, "graph", "seed"),
     }
 
 
-def _pairs(given: dict[str, Any]) -> dict[str, Any]:
-    """What both all-to-alls have, with the sizes of the model where none were given."""
-    config = MODELS[given["model"]]
+def _pair_options(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of both all-to-alls; sizes default to the model's."""
+    config = MODELS[args["model"]]
     sizes = {"hidden": config.hidden, "top_k": config.routing.top_k}
     sizes["experts"] = config.routing.num_experts
-    sizes = {name: size if given[name] is None else given[name] for name, size in sizes.items()}
+    sizes = {name: size if args[name] is None else args[name] for name, size in sizes.items()}
     names = ("model", "dtype", "combine_dtype", "num_sms")
-    return {**_settings(given), **sizes, **_of(given, *names)}
+    return {**_case_options(args), **sizes, **_select(args, *names)}
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -226,7 +224,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", part)
         if match is None:
-            raise InvalidArgument(f"{part!r} is no size; write 1,8,64 or 1..4096")
+            raise InvalidArgument(f"{part!r} is not a size; write 1,8,64 or 1..4096")
         size, last = int(match[1]), int(match[2] or match[1])
         if match[2] and (size < 1 or last < size):
             raise InvalidArgument(f"{part!r} is empty; write e.g. 1..4096")
@@ -236,27 +234,27 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _run(case: Case, given: dict[str, Any], others: Sequence[rivals.Rival] = ()) -> None:
-    """Measure, print, and write what was asked for: the samples first, so that none are lost."""
-    json, picture, timeline = given["json"], given["plot"], given.get("trace")
+def _run(case: Case, args: dict[str, Any], libraries: Sequence[rivals.Rival] = ()) -> None:
+    """Run a case, and print and write its report. Samples are written first, so none are lost."""
+    json, picture, timeline = args["json"], args["plot"], args.get("trace")
     _check_outputs(json, picture, timeline)
-    report = run(case, quiet=given["quiet"])
-    _stop_at(report.problem)
+    report = run(case, quiet=args["quiet"])
+    _exit_on(report.problem)
     if json and json != STDOUT:
         write_json(json, as_json(report))
-    found = rivals.measure_rivals(case, others)
-    if json and (found or json == STDOUT):
-        write_json(json, as_json(report, found))
-    print_report(wide_console(stderr=json == STDOUT), report, found)
+    runs = rivals.measure_rivals(case, libraries)
+    if json and (runs or json == STDOUT):
+        write_json(json, as_json(report, runs))
+    print_report(wide_console(stderr=json == STDOUT), report, runs)
     if picture:
-        plot(picture, rows_of(report, found), case.title(), report.machine)
+        plot(picture, rows_of(report, runs), case.title(), report.machine)
     if timeline:
         assert isinstance(case, moe.MoECase | lowlatency.LowCase)
-        _stop_at(trace(timeline, case))
+        _exit_on(trace(timeline, case))
 
 
 def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | None) -> None:
-    """Refuse now what would be lost after the run. Raises InvalidArgument."""
+    """Raise InvalidArgument before the run if an output cannot be written."""
     for path in (json, picture, timeline):
         if path is None or path == STDOUT:
             continue
@@ -278,8 +276,8 @@ def _check_outputs(json: Path | None, picture: Path | None, timeline: Path | Non
         matplotlib_pyplot()
 
 
-def _stop_at(problem: str | None) -> None:
-    """Say what a check found wrong, if anything, and leave with exit code 1."""
+def _exit_on(problem: str | None) -> None:
+    """Exit with code 1 after printing a failed check's problem, if any."""
     if problem is not None:
         Console(stderr=True).print(Text(f"check failed, nothing timed: {problem}", "red"))
         raise typer.Exit(1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `weft`: bench, doctor, demo, cache.
 
-Commands import what they need when they run: help and completion are to be quick.
+Commands import their modules when they run, so that help and completion are quick.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.errors import InvalidArgument, RankFailed, TorchTooOld, WeftError
 
 
 class _Commands(TyperGroup):
-    """Replaces bench by what `weft.cli.bench` has of it when it is run."""
+    """Loads the commands of `weft.cli.bench` when bench is run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -44,9 +44,9 @@ app.add_typer(cache, name="cache")
 
 
 def main() -> None:
-    """Run the command line; a WeftError becomes its text in red.
+    """Run the command line and print a WeftError in red.
 
-    Exit codes: 2 for what was asked for wrongly, before any rank was started; 1 for all else.
+    Exit codes: 2 for invalid arguments, detected before any rank is started; 1 for other errors.
     """
     try:
         app(prog_name="weft")
@@ -54,10 +54,10 @@ def main() -> None:
         from rich.console import Console
         from rich.text import Text
 
-        # What a rank refused says more than that the rank failed, and needs no traceback.
+        # The rank's own error is more specific than RankFailed, and needs no traceback.
         cause = error.__cause__ if isinstance(error, RankFailed) else None
-        shown = cause if isinstance(cause, WeftError) else error
-        Console(stderr=True).print(Text(f"{type(shown).__name__}: {shown}", style="red"))
+        printed = cause if isinstance(cause, WeftError) else error
+        Console(stderr=True).print(Text(f"{type(printed).__name__}: {printed}", style="red"))
         sys.exit(2 if isinstance(error, InvalidArgument) else 1)
 
 
@@ -68,7 +68,7 @@ def options(
         bool, typer.Option("--version", help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """`weft --version`, which `weft.__main__` answers sooner where it is the only word."""
+    """Handle `weft --version`; `weft.__main__` handles it faster if it is the only argument."""
     if version:
         from weft.cli.version import version_text
 
@@ -78,7 +78,7 @@ def options(
     if error is not None and not (
         isinstance(error, TorchTooOld) and ctx.invoked_subcommand == "doctor"
     ):
-        raise error  # the doctor reports a torch that is too old among all else
+        raise error  # the doctor reports an old torch together with its other findings
 
 
 @app.command("bench")
@@ -86,7 +86,7 @@ def bench() -> None:
     """Check, then time, weft's operations."""
 
 
-_REPORT = "write what a bug report needs here (- for stdout, .json for JSON); it names nobody"
+_REPORT = "write a bug report's contents here (- for stdout, .json for JSON), without private names"
 
 
 @app.command("doctor")
@@ -94,7 +94,7 @@ def doctor_command(
     json: Annotated[bool, typer.Option("--json", help="machine-readable")] = False,
     report: Annotated[str | None, typer.Option(help=_REPORT)] = None,
 ) -> None:
-    """Say whether this machine has what weft needs, and what to do where it has not."""
+    """Report whether this machine meets weft's requirements, and how to fix what it lacks."""
     from weft.cli.findings import (
         examine_without_torch,
         print_findings,
@@ -124,43 +124,43 @@ def doctor_command(
 @app.command()
 def demo(
     ranks: Annotated[
-        int | None, typer.Option(help="2 or 4; default: 4, or as many GPUs as that")
+        int | None, typer.Option(help="2 or 4; default: 4, or fewer with fewer GPUs")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     kill: Annotated[int | None, typer.Option(help="a rank to kill while the model writes")] = None,
-    hosts: Annotated[int, typer.Option(help="ranks count as ranks of so many hosts")] = 1,
+    hosts: Annotated[int, typer.Option(help="split ranks into this many hosts")] = 1,
 ) -> None:
-    """Let a trained mixture of experts answer on several ranks, and compare with one process."""
+    """Run a trained mixture of experts on several ranks, and compare with one process."""
     from weft.arguments import integer
     from weft.cli import demo as cli_demo
     from weft.cli import demo_kill
     from weft.cli.options import wide_console
 
-    count, where = cli_demo.checked(ranks, device)
+    count, device = cli_demo.checked(ranks, device)
     cli_demo.check_hosts(hosts, count, kill=kill is not None)
     console = wide_console()
     spread = f" of {hosts} hosts" if hosts > 1 else ""
     console.print(
-        f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks{spread} ({where}).",
+        f"[bold]weft demo[/]  A trained mixture of experts on {count} ranks{spread} ({device}).",
         highlight=False,
     )
     if hosts > 1:
         links = "share its loopback"
-        if cli_demo.linked(hosts, where):
+        if cli_demo.uses_namespaces(hosts, device):
             links = "have a network namespace each, joined by veth"
         console.print(f"Hosts are of this machine and {links}.", highlight=False)
     if kill is None:
-        good = cli_demo.show(console, cli_demo.run(count, where, hosts=hosts))
+        good = cli_demo.show(console, cli_demo.run(count, device, hosts=hosts))
     else:
         victim = integer("kill", kill, 0, count - 1)
-        good = demo_kill.show(console, demo_kill.run(count, where, victim), victim)
+        good = demo_kill.show(console, demo_kill.run(count, device, victim), victim)
     if not good:
         raise typer.Exit(1)
 
 
 @cache.command("list")
 def cache_list() -> None:
-    """Show what was compiled, newest last."""
+    """List compiled code, newest last."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -169,12 +169,12 @@ def cache_list() -> None:
 
     store = Cache()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("name", "kind", "arch", "KiB", "made", "key"):
+    for name in ("name", "kind", "arch", "KiB", "created", "key"):
         table.add_column(name, justify="right" if name == "KiB" else "left")
     entries = store.entries()
     for entry in entries:
-        made, size = _clock(entry.created), f"{entry.bytes / 1024:.1f}"
-        table.add_row(entry.name, entry.kind, entry.arch, size, made, entry.key[:12])
+        created, size = _clock(entry.created), f"{entry.bytes / 1024:.1f}"
+        table.add_row(entry.name, entry.kind, entry.arch, size, created, entry.key[:12])
     console = Console()
     if entries:
         console.print(table)
@@ -184,7 +184,7 @@ def cache_list() -> None:
 
 @cache.command("clear")
 def cache_clear() -> None:
-    """Remove every entry."""
+    """Remove all entries."""
     from rich.console import Console
 
     from weft.jit.cache import Cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft demo`: a trained mixture of experts answers on several ranks and in one process."""
+"""`weft demo`: compares a trained mixture of experts on several ranks with one process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from weft.group import Group
 from weft.launcher import launch
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
-RANKS = (2, 4)  # that can share the checkpoint's heads and experts
+RANKS = (2, 4)  # divisors of the checkpoint's heads and experts
 QUESTIONS = 200
 NEW_TOKENS = 48
-OLDEST = (5, 23)  # of transformers: the first whose expert parallelism takes implementations
-PORT = 29572  # of the store, in the first host's namespace
-LATE = 600.0  # seconds that a layer waits for a peer: a machine may be slow to read or compile
+OLDEST = (5, 23)  # transformers version that introduced expert-parallel implementations
+PORT = 29572  # port of the store, in the first host's namespace
+LATE = 600.0  # timeout of layers in seconds: a machine may be slow to read or compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +49,27 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """The text before the answer."""
+        """The prompt: the question without its answer."""
         return f"Question: {self.question}\nAnswer:"
 
     def is_right(self, text: str) -> bool:
-        """Whether a generated text ends in this question's number."""
+        """Whether a generated text ends in the expected number."""
         return "####" in text and text.split("####")[-1].split() == self.answer.split()[-1:]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a JSONL file with "question" and "answer" in every line."""
+    """Read the questions of a JSONL file with "question" and "answer" on every line."""
     return [Question(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one rank, or one process, generated.
+    """Texts that one rank, or one process, generated.
 
-    texts: one for each of its questions.  tokens: generated.  seconds: for all of them.
+    Attributes:
+        texts: One per question.
+        tokens: Number of generated tokens.
+        seconds: Total time.
     """
 
     texts: list[str]
@@ -76,9 +79,9 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The whole demo: `alone` is one process, `ranks` has each rank's part of the same questions.
+    """Result of the demo: `alone` is one process, `ranks` has each rank's part of the questions.
 
-    Rank r of n answered questions r, r + n, r + 2n and so on.
+    Rank r of n answers questions r, r + n, r + 2n and so on.
     """
 
     asked: list[Question]
@@ -87,21 +90,21 @@ class Verdict:
 
     @property
     def texts(self) -> list[str]:
-        """What the ranks answered, in the order of the questions."""
+        """The ranks' texts in the order of the questions."""
         size = len(self.ranks)
-        return [self.ranks[at % size].texts[at // size] for at in range(len(self.asked))]
+        return [self.ranks[i % size].texts[i // size] for i in range(len(self.asked))]
 
     @property
     def equal(self) -> int:
-        """Texts of the ranks that are identical to those of one process."""
+        """Number of the ranks' texts that are identical to those of one process."""
         return sum(a == b for a, b in zip(self.texts, self.alone.texts, strict=True))
 
 
 def checked(ranks: int | None, device: str) -> tuple[int, str]:
-    """The number of ranks and the device, "cpu" or "cuda". ranks: None for 4, or fewer GPUs.
+    """Validate the number of ranks (None: 4, or fewer GPUs), and the device; return both.
 
-    "auto" takes GPUs only where there are several. Raises InvalidArgument where GPUs or packages
-    are missing, and for another number of ranks.
+    "auto" selects GPUs only if there are several. Raises InvalidArgument for an unsupported number
+    of ranks, and for missing GPUs or packages.
     """
     fix = install_hint("transformers")
     for name in ("transformers", "accelerate", "safetensors"):
@@ -112,73 +115,75 @@ def checked(ranks: int | None, device: str) -> tuple[int, str]:
         oldest = ".".join(map(str, OLDEST))
         raise InvalidArgument(f"transformers is {version}; the demo needs {oldest} or newer: {fix}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    where = "cpu" if device == "auto" and gpus < min(RANKS) else chosen_device(device)
-    most = gpus if where == "cuda" else max(RANKS)
-    fits = [each for each in RANKS if each <= most]
-    found = max(fits, default=0) if ranks is None else ranks
-    if found not in fits:
+    device_type = "cpu" if device == "auto" and gpus < min(RANKS) else chosen_device(device)
+    most = gpus if device_type == "cuda" else max(RANKS)
+    supported = [each for each in RANKS if each <= most]
+    count = max(supported, default=0) if ranks is None else ranks
+    if count not in supported:
         raise InvalidArgument(
             f"the demo runs on {' or '.join(map(str, RANKS))} ranks; --ranks is "
-            f"{'not given' if ranks is None else ranks}, and --device {where} has room for {most}: "
-            "choose others, or --device cpu"
+            f"{'not given' if ranks is None else ranks}, and --device {device_type} supports at "
+            f"most {most}: choose others, or --device cpu"
         )
-    return found, where
+    return count, device_type
 
 
 def check_hosts(hosts: int, ranks: int, *, kill: bool) -> None:
-    """Raises InvalidArgument for hosts of unequal size, and for a death, which ends them all."""
+    """Raise InvalidArgument for hosts of unequal size, and for --kill with several hosts."""
     integer("hosts", hosts, 1, ranks)
     if ranks % hosts:
         raise InvalidArgument(
-            f"--hosts is {hosts} with {ranks} ranks: every host has as many; choose a divisor"
+            f"--hosts is {hosts} with {ranks} ranks, but hosts must be of equal size: choose a "
+            "divisor"
         )
     if hosts > 1 and kill:
         raise InvalidArgument(
-            f"--kill with --hosts {hosts}: ranks of one host go on without a dead one, several "
-            "hosts do not; leave one of the two out"
+            f"--kill with --hosts {hosts}: recovery from a dead rank works within one host only; "
+            "leave one of the two out"
         )
 
 
-def linked(hosts: int, device: str) -> bool:
-    """Do hosts get network namespaces of their own, where this machine lets them be made?
+def uses_namespaces(hosts: int, device: str) -> bool:
+    """Whether hosts get their own network namespaces, which this machine must allow.
 
-    GPUs of one machine reach each other past any network.
+    GPUs of one machine communicate without the network.
     """
     return hosts > 1 and device == "cpu" and allowed()
 
 
 def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) -> Verdict:
-    """Answer on ranks, then in this process. Raises what `weft.launch` raises.
+    """Answer the questions on ranks, then in this process. Raises errors of `weft.launch`.
 
-    hosts: what the ranks are told apart as; between them rows travel by torch.distributed.
+    `hosts` is the number of hosts that ranks are split into; between hosts, rows are sent by
+    torch.distributed.
     """
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
-    with Namespaces(hosts) if linked(hosts, device) else nullcontext() as network:
+    with Namespaces(hosts) if uses_namespaces(hosts, device) else nullcontext() as network:
         names = [] if network is None else [network.of(host) for host in range(hosts)]
-        if names:  # torch warns of every connection that such addresses have no names
+        if names:  # torch logs a warning for every connection to an address without a name
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        found = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
-    return Verdict(asked, answer_alone(asked, device), found)
+            parts = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
+        return Verdict(asked, answer_alone(asked, device), parts)
 
 
 def answer_alone(asked: list[Question], device: str) -> Answers:
     """Answer all questions in this process."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # a busy core would delay all others
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # leave cores to other processes
     return _answers(load_model().to(device), asked)
 
 
 def rank_body(
     group: Group, asked: list[Question], hosts: int = 1, names: Sequence[str] = ()
 ) -> Answers:
-    """What every rank does: load its share of the model, answer its part of the questions.
+    """Load this rank's share of the model, and answer its part of the questions.
 
-    names: the network namespace of each host, where they have one.
+    `names` are the hosts' network namespaces, if they have any.
     """
     from transformers.distributed import DistributedConfig
 
     from weft.plugins import transformers as plugin
 
-    # transformers finds the ranks as it finds those of torchrun, and takes GPUs where it sees some.
+    # transformers reads torchrun's variables, and uses GPUs if it sees any.
     os.environ |= (
         {"CUDA_VISIBLE_DEVICES": ""}
         if group.device.type == "cpu"
@@ -210,7 +215,7 @@ def rank_body(
 
 
 def load_model(**options: Any) -> Any:
-    """The checkpoint's model in float32, quietly."""
+    """Load the checkpoint's model in float32, without log output."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -220,30 +225,31 @@ def load_model(**options: Any) -> Any:
 
 
 def _answers(model: Any, asked: list[Question], group: Group | None = None) -> Answers:
-    """Answer, greedily, this rank's part, or all of it. Collective on ranks."""
+    """Answer this rank's part of the questions greedily, or all of them. Collective on ranks."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
-    mine = asked if group is None else asked[group.rank :: group.size]
+    part = asked if group is None else asked[group.rank :: group.size]
 
     def generate(questions: list[Question], most: int = NEW_TOKENS) -> list[list[int]]:
         prompts = [each.prompt for each in questions]
         batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        with torch.no_grad():  # under inference_mode FSDP could not keep the weights it gathers
+        with torch.no_grad():  # FSDP cannot keep gathered weights under inference_mode
             out = model.generate(
                 **batch.to(model.device),
                 max_new_tokens=most,
                 do_sample=False,
-                synced_gpus=group is not None,  # a rank that is done goes on: others need it
+                synced_gpus=group
+                is not None,  # finished ranks must continue, because others need them
             )
         new = out[:, batch["input_ids"].shape[1] :].tolist()
         return [[token for token in row if token != tokenizer.pad_token_id] for row in new]
 
-    generate(mine[:1], 2)  # compiles and allocates
+    generate(part[:1], 2)  # compile and allocate
     if group is not None:
         group.barrier(timeout=LATE)
     start = time.perf_counter()
-    rows = generate(mine)
+    rows = generate(part)
     return Answers(
         texts=tokenizer.batch_decode(rows, skip_special_tokens=True),
         tokens=sum(map(len, rows)),
@@ -252,14 +258,14 @@ def _answers(model: Any, asked: list[Question], group: Group | None = None) -> A
 
 
 def show(console: Console, verdict: Verdict) -> bool:
-    """Print answers and how the texts compare; return whether all agree."""
-    say = partial(console.print, highlight=False)
+    """Print answers and a comparison of the texts; return whether all are identical."""
+    write = partial(console.print, highlight=False)
     count, ranks = len(verdict.asked), len(verdict.ranks)
-    say("Each rank answers a question by experts of all ranks; weft carries the tokens:\n")
+    write("Each rank answers a question with experts of all ranks; weft sends the tokens:\n")
     for rank, each in enumerate(verdict.ranks):
         question, text = verdict.asked[rank].question, each.texts[0].strip()
-        say(Text.assemble((f"rank {rank}  ", "dim"), f"{question}  ", (text, "bold")))
-    say(f"\n{count} questions that training never saw:")
+        write(Text.assemble((f"rank {rank}  ", "dim"), f"{question}  ", (text, "bold")))
+    write(f"\n{count} questions that were not in the training data:")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "right", "tokens/s", "seconds", "equal texts"):
         table.add_column(name, justify="left" if not name else "right")
@@ -271,8 +277,8 @@ def show(console: Console, verdict: Verdict) -> bool:
         seconds = max(each.seconds for each in parts)
         rate = sum(each.tokens for each in parts) / seconds
         table.add_row(name, f"{right} of {count}", f"{rate:.0f}", f"{seconds:.1f}", equal)
-    say(table)
-    good = verdict.equal == count
-    mark = ("right  ", "bold green") if good else ("WRONG  ", "bold red")
-    say(Text.assemble(mark, "all texts are identical" if good else "texts DIFFER"))
-    return good
+    write(table)
+    identical = verdict.equal == count
+    mark = ("right  ", "bold green") if identical else ("WRONG  ", "bold red")
+    write(Text.assemble(mark, "all texts are identical" if identical else "texts DIFFER"))
+    return identical

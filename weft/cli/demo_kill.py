@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft demo --kill R`: a rank dies while the model writes, and the survivors write on.
+"""`weft demo --kill R`: a rank dies during generation, and the survivors continue.
 
-Every rank has the whole model but for the experts, of which each is on two ranks. A rank that loses
-a peer in the middle of a token recovers with the others, goes back to the last token that all of
-them finished, and goes on in the same memory. Then the survivors answer the dead rank's questions.
+Every rank has the whole model except for the experts; each expert is on two ranks. A rank that
+loses a peer during a token recovers with the others, returns to the last token that all of them
+completed, and continues in the same memory. Then the survivors answer the dead rank's questions.
 """
 
 from __future__ import annotations
@@ -41,17 +41,21 @@ from weft.group import Group
 from weft.launcher import launch
 from weft.moe import ExpertWeights, MoEConfig, balance
 
-WRITTEN = 10  # tokens of each sentence that the dying rank writes
+WRITTEN = 10  # number of tokens after which the victim is killed
 
 
 @dataclass(slots=True)
 class Survivor:
-    """What one rank wrote.
+    """Results of one surviving rank.
 
-    texts: by the question's number.   tokens: written.
-    stopped: tokens of each sentence that were kept when the survivors had agreed.
-    begun: the first sentence's text then.
-    recovery, pause: seconds of `group.recover`, and from one token to the next across it.
+    Attributes:
+        texts: Texts by question number.
+        tokens: Number of generated tokens.
+        stopped: Tokens per sentence that were kept by the recovery.
+        begun: The first sentence's text at that point.
+        dead: Dead ranks.
+        recovery: Seconds of `group.recover`.
+        pause: Seconds between two tokens across the recovery.
     """
 
     texts: dict[int, str] = field(default_factory=dict)
@@ -65,7 +69,7 @@ class Survivor:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The whole demo. `ranks` has None for the rank that died."""
+    """Result of the demo. `ranks` has None for the dead rank."""
 
     asked: list[Question]
     alone: Answers
@@ -73,55 +77,55 @@ class Outcome:
 
     @property
     def living(self) -> list[Survivor]:
-        """The survivors' parts."""
+        """Results of the survivors."""
         return [each for each in self.ranks if each is not None]
 
     @property
     def texts(self) -> list[str | None]:
-        """What the survivors answered, in the order of the questions."""
-        found = {at: text for each in self.living for at, text in each.texts.items()}
-        return [found.get(at) for at in range(len(self.asked))]
+        """The survivors' texts in the order of the questions."""
+        texts = {number: text for each in self.living for number, text in each.texts.items()}
+        return [texts.get(number) for number in range(len(self.asked))]
 
     @property
     def equal(self) -> int:
-        """Texts that are identical to those of one process."""
+        """Number of texts that are identical to those of one process."""
         return sum(a == b for a, b in zip(self.texts, self.alone.texts, strict=True))
 
 
 def run(ranks: int, device: str, victim: int, questions: int = QUESTIONS) -> Outcome:
     """Answer on ranks of which `victim` dies, then in this process."""
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
-    found = launch(
+    parts = launch(
         rank_body, asked, victim, ranks=ranks, device=device, timeout=3600, tolerate_deaths=True
     )
-    return Outcome(asked, answer_alone(asked, device), found)
+    return Outcome(asked, answer_alone(asked, device), parts)
 
 
 def rank_body(group: Group, asked: list[Question], victim: int) -> Survivor:
-    """What every rank does: answer its part, then its share of a dead rank's part."""
+    """Answer this rank's part of the questions, then its share of a dead rank's part."""
     writer = Writer(group, asked, victim)
     try:
-        everything = range(len(asked))
-        writer.write([everything[rank :: group.size] for rank in range(group.size)])
-        if writer.found.dead:
-            left = [at for rank in writer.found.dead for at in everything[rank :: group.size]]
+        numbers = range(len(asked))
+        writer.write([numbers[rank :: group.size] for rank in range(group.size)])
+        if writer.result.dead:
+            unanswered = [i for rank in writer.result.dead for i in numbers[rank :: group.size]]
             living = group.living
             parts: list[Sequence[int]] = [()] * group.size
             for place, rank in enumerate(living):
-                parts[rank] = left[place :: len(living)]
+                parts[rank] = unanswered[place :: len(living)]
             writer.write(parts)
-        return writer.found
+        return writer.result
     finally:
         writer.close()
 
 
 class Writer:
-    """A rank's model, its layers on weft, and the greedy writing of batches in step with others."""
+    """A rank's model with layers on weft, which generates batches in step with other ranks."""
 
     def __init__(self, group: Group, asked: list[Question], victim: int) -> None:
         from transformers import AutoTokenizer
 
-        self.group, self.victim, self.found = group, victim, Survivor()
+        self.group, self.victim, self.result = group, victim, Survivor()
         self._tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
         self._prompts = [each.prompt for each in asked]
         self._lengths = [len(ids) for ids in self._tokenizer(self._prompts)["input_ids"]]
@@ -147,164 +151,164 @@ class Writer:
                 )
             self._layers.append(layer)
             block.mlp.experts = _Experts(layer, self)
-        self.rows = 0  # of the rank with most, in this step
-        self._offset = 0  # steps since the last recovery before the first of this batch
+        self.rows = 0  # largest row count over all ranks in this step
+        self._offset = 0  # steps between the last recovery and the start of this batch
 
     def close(self) -> None:
-        """Give the layers' memory back."""
+        """Free the layers' memory."""
         for layer in self._layers:
             layer.close()
 
     def write(self, parts: Sequence[Sequence[int]]) -> None:
-        """Answer the questions `parts[rank]`, one token of each in a step, all ranks in step.
+        """Answer the questions `parts[rank]` with one token per step, all ranks in step.
 
-        A rank without any writes the first answer again, for its experts are needed.
+        A rank without questions generates the first answer again, because its experts are needed.
         """
-        mine = parts[self.group.rank]
-        numbers = list(mine) or [0]
-        batches = [[self._lengths[at] for at in part] or [self._lengths[0]] for part in parts]
+        part = parts[self.group.rank]
+        numbers = list(part) or [0]
+        batches = [[self._lengths[i] for i in each] or [self._lengths[0]] for each in parts]
         widest = max(len(each) * max(each) for each in batches)
-        sentences = _Sentences(self._tokenizer, [self._prompts[at] for at in numbers], self._model)
+        sentences = _Sentences(self._tokenizer, [self._prompts[i] for i in numbers], self._model)
         before = time.perf_counter()
-        lost: float | None = None
+        broken_at: float | None = None
         while len(sentences.written) < NEW_TOKENS:
             self.rows = max(map(len, batches)) if sentences.written else widest
             if self.group.rank == self.victim and len(sentences.written) == WRITTEN:
-                # Somewhere within the next tokens, not at a place that suits the others.
+                # Kill at a random time within the next tokens, not at a convenient place.
                 delay = random.uniform(0.0, 2 * (time.perf_counter() - before) / WRITTEN)
                 threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
             try:
                 step = sentences.step()
-                self._layers[0].check()  # on a GPU a broken round shows here
+                self._layers[0].check()  # on a GPU, a broken round is reported here
             except GroupError:
-                lost = lost or before
+                broken_at = broken_at or before
                 self._recover(sentences)
                 continue
             sentences.written.append(step)
             before = time.perf_counter()
-            if lost is not None:
-                self.found.pause, lost = max(self.found.pause, before - lost), None
+            if broken_at is not None:
+                self.result.pause, broken_at = max(self.result.pause, before - broken_at), None
         self._offset += NEW_TOKENS
         texts = sentences.texts()
-        if mine:
-            self.found.texts |= dict(zip(mine, texts, strict=True))
-            self.found.tokens += NEW_TOKENS * len(texts)
+        if part:
+            self.result.texts |= dict(zip(part, texts, strict=True))
+            self.result.tokens += NEW_TOKENS * len(texts)
 
     def _recover(self, sentences: _Sentences) -> None:
         recovery = self.group.recover()
         finished = min(recovery.finished.values()) // len(self._layers)
-        # A rank may be one step ahead of another: all go back to what all have.
+        # A rank may be one step ahead of another, so all return to what all have completed.
         sentences.back_to(finished - self._offset)
         self._offset = -len(sentences.written)
-        self.found.dead = tuple(sorted({*self.found.dead, *recovery.dead}))
-        self.found.recovery = max(self.found.recovery, recovery.seconds)
-        self.found.stopped = len(sentences.written)
-        self.found.begun = sentences.texts()[0] if sentences.written else ""
+        self.result.dead = tuple(sorted({*self.result.dead, *recovery.dead}))
+        self.result.recovery = max(self.result.recovery, recovery.seconds)
+        self.result.stopped = len(sentences.written)
+        self.result.begun = sentences.texts()[0] if sentences.written else ""
 
 
 class _Sentences:
-    """A batch of sentences, and the model's cache of them."""
+    """A batch of sentences with the model's cache."""
 
     def __init__(self, tokenizer: Any, prompts: list[str], model: Any) -> None:
-        given = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
         self._tokenizer, self._model = tokenizer, model
-        self._ids = given["input_ids"].to(model.device)
-        self._mask = given["attention_mask"].to(model.device)
-        takes = inspect.signature(model.forward).parameters
-        self._cache_is = "cache" if "cache" in takes else "past_key_values"  # transformers 5.23
+        self._ids = batch["input_ids"].to(model.device)
+        self._mask = batch["attention_mask"].to(model.device)
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # 5.23
         self.written: list[torch.Tensor] = []
         self.back_to(0)
 
     def step(self) -> torch.Tensor:
-        """The next token of each sentence."""
+        """Return the next token of each sentence."""
         done = len(self.written)
         new = self.written[-1][:, None] if done else self._ids
         mask = torch.cat([self._mask, self._mask.new_ones(len(new), done)], dim=1)
-        place = (mask.cumsum(1) - 1).clamp_min(0)[:, -new.shape[1] :]
+        position = (mask.cumsum(1) - 1).clamp_min(0)[:, -new.shape[1] :]
         with torch.inference_mode():
             logits = self._model(
                 input_ids=new,
                 attention_mask=mask,
-                position_ids=place,
+                position_ids=position,
                 logits_to_keep=1,
-                **{self._cache_is: self._cache},
+                **{self._cache_name: self._cache},
             ).logits
-            chosen: torch.Tensor = logits[:, -1].argmax(-1)
-            return chosen
+            next_ids: torch.Tensor = logits[:, -1].argmax(-1)
+            return next_ids
 
     def back_to(self, step: int) -> None:
-        """Forget what was written from this step on."""
+        """Drop the tokens of this step and later ones."""
         from transformers import DynamicCache
 
         del self.written[step:]
         if step == 0:
             self._cache = DynamicCache(config=self._model.config)
         else:
-            kept = self._ids.shape[1] + step - 1
-            for layer in self._cache.layers:  # the broken step has come to some of them
-                if (more := layer.get_seq_length() - kept) > 0:
-                    layer.crop(-more)
+            length = self._ids.shape[1] + step - 1
+            for layer in self._cache.layers:  # some of them already ran the broken step
+                if (surplus := layer.get_seq_length() - length) > 0:
+                    layer.crop(-surplus)
 
     def texts(self) -> list[str]:
-        """What was written, up to the end of each sentence."""
+        """Return the texts, up to the end of each sentence."""
         ends = set(self._model.generation_config.eos_token_id)
         rows = torch.stack(self.written, dim=1).tolist()
-        last = [next((at for at, token in enumerate(r) if token in ends), len(r)) for r in rows]
-        cut = [row[: at + 1] for row, at in zip(rows, last, strict=True)]
+        ends_at = [next((i for i, token in enumerate(r) if token in ends), len(r)) for r in rows]
+        cut = [row[: end + 1] for row, end in zip(rows, ends_at, strict=True)]
         return list(self._tokenizer.batch_decode(cut, skip_special_tokens=True))
 
 
 class _Experts(nn.Module):
-    """In the place of the model's experts: the same call, by weft."""
+    """Replaces the model's experts: the same call, run by weft."""
 
     def __init__(self, layer: weft.MoE, writer: Writer) -> None:
         super().__init__()
         self._layer, self._writer = layer, writer
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`[tokens, hidden]` of this rank -> `[tokens, hidden]`."""
-        given = {"topk_ids": ids.contiguous(), "topk_weights": weights.float().contiguous()}
-        return self._layer(x.contiguous(), **given, rows=self._writer.rows)
+        """Run the experts on this rank's `[tokens, hidden]`."""
+        routing = {"topk_ids": ids.contiguous(), "topk_weights": weights.float().contiguous()}
+        return self._layer(x.contiguous(), **routing, rows=self._writer.rows)
 
 
 def _weights(experts: Any, device: torch.device, local: tuple[int, ...]) -> ExpertWeights:
-    at = torch.tensor(local, device=device)
-    return ExpertWeights(experts.gate_up_proj.detach()[at], experts.down_proj.detach()[at])
+    ids = torch.tensor(local, device=device)
+    return ExpertWeights(experts.gate_up_proj.detach()[ids], experts.down_proj.detach()[ids])
 
 
 def show(console: Console, outcome: Outcome, victim: int) -> bool:
-    """Print a sentence that went on, the times and how the texts compare; return if all agree."""
-    say = partial(console.print, highlight=False)
+    """Print a recovered sentence, times and a comparison of the texts; return if all agree."""
+    write = partial(console.print, highlight=False)
     count, living = len(outcome.asked), outcome.living
-    alone = outcome.ranks[victim] is None and all(each.dead == (victim,) for each in living)
-    if alone:
+    as_planned = outcome.ranks[victim] is None and all(each.dead == (victim,) for each in living)
+    if as_planned:
         rank, first = next((r, each) for r, each in enumerate(outcome.ranks) if each is not None)
-        at = min(first.texts)
-        begun, rest = first.begun, first.texts[at].removeprefix(first.begun)
-        say(
+        number = min(first.texts)
+        begun, rest = first.begun, first.texts[number].removeprefix(first.begun)
+        write(
             Text.assemble(
                 (f"rank {rank}  ", "dim"),
-                f"{outcome.asked[at].question} ",
+                f"{outcome.asked[number].question} ",
                 (begun.strip(), "bold"),
                 (f" [rank {victim} is killed] ", "red"),
                 (rest.rstrip(), "bold"),
             )
         )
         recovery, pause = (max(getattr(e, n) for e in living) for n in ("recovery", "pause"))
-        say(
+        write(
             f"\nRank {victim} was killed after token {first.stopped} of each sentence. The others "
             f"recovered in {recovery * 1e3:.0f} ms,\nwrote the next token {pause * 1e3:.0f} ms "
             "after the one before, and answered its questions, too."
         )
     else:
-        gone = sorted({rank for each in living for rank in each.dead})
-        say(f"\nRank {victim} was to die, and these did: {gone}")
+        dead = sorted({rank for each in living for rank in each.dead})
+        write(f"\nRank {victim} was to be killed, but these died: {dead}")
     right = sum(
         text is not None and q.is_right(text)
         for q, text in zip(outcome.asked, outcome.texts, strict=True)
     )
-    say(f"{right} of {count} answers are right, {outcome.equal} texts are those of one process.")
-    good = alone and outcome.equal == count
-    mark = ("right  ", "bold green") if good else ("WRONG  ", "bold red")
-    say(Text.assemble(mark, "all texts are identical" if good else "texts DIFFER"))
-    return good
+    write(f"{right} of {count} answers are right, {outcome.equal} texts are those of one process.")
+    identical = as_planned and outcome.equal == count
+    mark = ("right  ", "bold green") if identical else ("WRONG  ", "bold red")
+    write(Text.assemble(mark, "all texts are identical" if identical else "texts DIFFER"))
+    return identical

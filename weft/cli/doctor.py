@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft doctor`: does this machine have what weft needs, and what to do where it has not."""
+"""`weft doctor`: checks whether this machine meets weft's requirements."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from weft.launcher import launch
 from weft.shape import MAX_RANKS
 
 GPU_TORCH = (2, 11)
-MIN_FILES = 1024  # open files: sockets and handles of 72 ranks, with room for torch's own
+MIN_FILES = 1024  # open files: sockets and handles of 72 ranks, and torch's own
 
 
 def examine() -> list[Finding]:
-    """Look at everything; a "fail" means that ranks on the devices found here will not run."""
+    """Run all checks. "fail" means that ranks on this machine's devices will not run."""
     findings: list[Finding] = []
-    for section, look in (("software", _software), ("GPUs", _gpus), ("system", _system)):
-        try:  # what was found before a failure stays
-            findings.extend(Finding(section, *found) for found in look())
-        except Exception as error:  # a doctor that dies of what it finds is of no use
+    for section, run in (("software", _software), ("GPUs", _gpus), ("system", _system)):
+        try:  # findings before a failure are kept
+            findings.extend(Finding(section, *each) for each in run())
+        except Exception as error:  # the doctor must report broken installations, not crash
             text = f"{type(error).__name__}: {error}"
             findings.append(Finding(section, "examination", "fail", text, "report this text"))
     return findings
 
 
-def _tried(name: str, attempt: Callable[[], str], bad: Status, remedy: str = "") -> Line:
-    """From something that is really done; weft's own errors name their remedy."""
+def _try(name: str, attempt: Callable[[], str], bad: Status, remedy: str = "") -> Line:
+    """Return the result of running `attempt`. weft's own errors name their remedy."""
     try:
         return name, "ok", attempt(), ""
-    except (WeftError, OSError, RuntimeError) as error:  # the last: torch's own
+    except (WeftError, OSError, RuntimeError) as error:  # torch raises RuntimeError
         return name, bad, str(error), remedy
 
 
 def gpu_count() -> int:
-    """GPUs that torch sees."""
+    """Return the number of GPUs that torch sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def devices() -> str:
-    """Return what ranks would run on here, for the verdict."""
+    """Return the devices that ranks would run on, for the verdict."""
     return f"{gpu_count()} GPUs" if gpu_count() else "CPU ranks"
 
 
@@ -66,7 +66,7 @@ def _software() -> Iterator[Line]:
     yield from basic_lines()
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     detail = f"{torch.__version__}, built for CUDA {torch.version.cuda or '(none)'}"
-    enough = version >= GPU_TORCH or not gpu_count()  # an older one, `import weft` refuses
+    enough = version >= GPU_TORCH or not gpu_count()  # `import weft` refuses versions without GPUs
     yield line("torch", enough, detail, "GPU ranks: pip install 'torch>=2.11'")
     try:
         yield "cuda-bindings", "ok", importlib.metadata.version("cuda-bindings"), ""
@@ -81,21 +81,21 @@ def _software() -> Iterator[Line]:
             answer = compile_shared(entry, name="doctor", cache=trial).weft_doctor()
             return f"{identity}; trial code answers {answer}"
 
-        # CPU ranks need it; a machine with GPUs runs without them.
-        yield _tried("C++ compiler", compile_cpp, "warn" if gpu_count() else "fail")
+        # CPU ranks need a compiler; a machine with GPUs runs without CPU ranks.
+        yield _try("C++ compiler", compile_cpp, "warn" if gpu_count() else "fail")
         for arch in sorted({"sm_90a", *map(_arch, range(gpu_count()))}):
 
             def compile_cuda(arch: str = arch) -> str:
                 entry = 'extern "C" __global__ void weft_doctor(int* p) { *p = 42; }'
                 cubin = compile_cubin(entry, name="doctor", arch=arch, cache=trial)
                 devices = [device for device in range(gpu_count()) if _arch(device) == arch]
-                for device in devices:  # a driver older than NVRTC refuses its code only now
+                for device in devices:  # an old driver refuses NVRTC's code only at load time
                     with torch.cuda.device(device):
-                        torch.cuda.synchronize()  # makes the context for the module
+                        torch.cuda.synchronize()  # creates the context for the module
                         CudaModule(cubin, name=f"trial kernel on cuda:{device}").unload()
                 return f"{nvrtc_version()}; trial kernel loads on {len(devices)} GPUs"
 
-            yield _tried(f"NVRTC {arch}", compile_cuda, on_gpus)
+            yield _try(f"NVRTC {arch}", compile_cuda, on_gpus)
 
 
 def _arch(device: int) -> str:
@@ -140,7 +140,7 @@ def _gpus() -> Iterator[Line]:
 
 
 def _nvlink(topology: str | None) -> Line:
-    """Whether every two GPUs of `nvidia-smi topo -m` have NVLink between them."""
+    """Check for NVLink between every two GPUs in the output of `nvidia-smi topo -m`."""
     rows = [row.split() for row in (topology or "").splitlines() if re.match(r"GPU\d+\s", row)]
     paths = {
         f"{row[0]}-{rows[place][0]}": row[1 + place]
@@ -151,16 +151,16 @@ def _nvlink(topology: str | None) -> Line:
         return "NVLink", "warn", "unknown: nvidia-smi topo -m does not say", "run it by hand"
     others = [f"{pair} ({path})" for pair, path in paths.items() if not path.startswith("NV")]
     detail = f"none between {', '.join(others)}" if others else ", ".join({*paths.values()})
-    remedy = "over PCIe weft works, far below the speeds in docs/results/index.md"
+    remedy = "weft works over PCIe, far below the speeds in docs/results/index.md"
     return line("NVLink", not others, detail, remedy, "warn")
 
 
 def _exports(device: int) -> bool:
     """Whether a GPU's memory can be exported as a file descriptor."""
     kinds = driver().CUdevice_attribute
-    wanted = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+    attribute = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
     call("cuInit", 0)
-    return bool(call("cuDeviceGetAttribute", wanted, call("cuDeviceGet", device)))
+    return bool(call("cuDeviceGetAttribute", attribute, call("cuDeviceGet", device)))
 
 
 def _system() -> Iterator[Line]:
@@ -168,20 +168,20 @@ def _system() -> Iterator[Line]:
     enough = files == resource.RLIM_INFINITY or files >= MIN_FILES
     remedy = f"ulimit -n {MIN_FILES}: many ranks need more"
     yield line("open files", enough, str(files), remedy, "warn")
-    yield _tried("NVLink domain", _domain, "warn")
-    yield _tried("cache", _cache, "fail")
-    yield _tried("CPU ranks", _two_ranks, "warn" if gpu_count() else "fail")
+    yield _try("NVLink domain", _domain, "warn")
+    yield _try("cache", _cache, "fail")
+    yield _try("CPU ranks", _two_ranks, "warn" if gpu_count() else "fail")
 
 
 def _domain() -> str:
-    """Fabric handles reach other hosts; not every GPU has them, nor every machine a channel."""
-    where = "one host"
+    """Report the hosts that fabric handles reach. Not every GPU and machine supports them."""
+    reach = "one host"
     if gpu_count():
         if fabric_works(torch.device("cuda:0")):
-            where = "all hosts that it joins"
+            reach = "all hosts that it joins"
         else:
-            where += ": no fabric handle can be made here, which takes an IMEX channel"
-    return f"up to {MAX_RANKS} ranks, of {where}"
+            reach += ": no fabric handle can be created here, which needs an IMEX channel"
+    return f"up to {MAX_RANKS} ranks, of {reach}"
 
 
 def _cache() -> str:
@@ -191,7 +191,7 @@ def _cache() -> str:
 
 
 def _two_ranks() -> str:
-    """What every job does first: start processes, meet, share sealed memory."""
+    """Start two ranks that meet and share sealed memory, as every job does."""
     launch(_share, ranks=2, device="cpu", timeout=60)
     return "two met and shared memory"
 

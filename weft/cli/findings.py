@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `weft doctor` finds: its lines, how they are shown, and those that need no torch."""
+"""Findings of `weft doctor`: their output, and the checks that need no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TORCH = "pip install 'torch>=2.8'"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, its state, and how to fix it ("" where nothing is wrong)."""
+    """Result of one check, with a remedy unless nothing is wrong."""
 
     section: str
     name: str
@@ -37,15 +37,15 @@ class Finding:
 
 
 def line(name: str, good: bool, detail: str, remedy: str, bad: Status = "fail") -> Line:
-    """Return a line; its status is `bad`, and its remedy shown, where it is not good."""
+    """Return a line. If not good, it has status `bad` and the remedy."""
     return name, "ok" if good else bad, detail, "" if good else remedy
 
 
 def basic_lines() -> Iterator[Line]:
-    """Yield what is found without torch: Python, and whose `weft` is installed."""
-    here = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    """Yield the checks without torch: Python, and which project's `weft` is installed."""
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     good = sys.version_info[:2] >= MIN_PYTHON and platform.system() == "Linux"
-    yield line("python", good, here, "weft needs Linux and Python 3.11 or newer")
+    yield line("python", good, version, "weft needs Linux and Python 3.11 or newer")
     foreign = foreign_parts()
     if foreign:
         detail = f"of another project: {', '.join(foreign)}"
@@ -57,11 +57,11 @@ def basic_lines() -> Iterator[Line]:
 
 
 def torch_problem() -> Line | None:
-    """Return why this torch cannot be used, or None. Imports it."""
+    """Import torch, and return why it cannot be used, or None."""
     try:
         check_torch()
         torch = importlib.import_module("torch")
-        # Of an installation that was cut short often only the folder is left.
+        # An interrupted installation often leaves only the folder.
         for name in ("__version__", "Tensor", "cuda", "distributed"):
             getattr(torch, name)
     except TorchTooOld as error:
@@ -70,7 +70,7 @@ def torch_problem() -> Line | None:
         if error.name == "torch":
             return "torch", "fail", "not installed", _TORCH
         return _broken_torch(error)
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         return _broken_torch(error)
     return None
 
@@ -82,7 +82,7 @@ def _broken_torch(error: Exception) -> Line:
 
 
 def require_torch() -> None:
-    """Raise SetupError, or TorchTooOld, with one line where torch cannot be used."""
+    """Raise SetupError or TorchTooOld, with one line, if torch cannot be used."""
     check_torch()
     problem = torch_problem()
     if problem is not None:
@@ -91,7 +91,7 @@ def require_torch() -> None:
 
 
 def examine_without_torch(problem: Line) -> list[Finding]:
-    """Return what can be found where torch cannot be used."""
+    """Return the findings of a machine where torch cannot be used."""
     return [Finding("software", *each) for each in (*basic_lines(), problem)]
 
 
@@ -103,7 +103,7 @@ def to_json(findings: list[Finding]) -> str:
 
 
 def print_findings(console: Console, findings: list[Finding], devices: str) -> None:
-    """Print one line each, remedies below what they fix, and a verdict for these devices."""
+    """Print one line per finding, with remedies below, and a verdict for these devices."""
     table = Table(box=None, pad_edge=False, show_header=False)
     section = ""
     for finding in findings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts on one machine: network namespaces on one switch, joined by veth links."""
+"""Emulates hosts on one machine: network namespaces on one switch, joined by veth links."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import os
 import re
 import subprocess
 
-ADDRESS = "10.77.0.{}"  # of a host, counted from 1
+ADDRESS = "10.77.0.{}"  # address of a host, counted from 1
 CLONE_NEWNET = 0x40000000
 
 
 def ip(*words: str) -> str:
-    """`ip WORDS`, which must succeed."""
+    """Run `ip WORDS` and return its output. Raises CalledProcessError if it fails."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 @functools.cache
 def allowed() -> bool:
-    """May this process make network namespaces, and links between them?"""
+    """Whether this process may create network namespaces and links between them."""
     name = f"weft-{os.getpid()}-try"
     try:
         ip("netns", "add", name)
@@ -35,7 +35,7 @@ def allowed() -> bool:
 
 
 class Namespaces:
-    """So many hosts with addresses `ADDRESS`, on eth0 of each; a context manager."""
+    """A context manager of hosts with addresses `ADDRESS` on eth0."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -44,11 +44,11 @@ class Namespaces:
     def __enter__(self) -> Namespaces:
         remove_abandoned()
         try:
-            self._make("switch")
+            self._create("switch")
             ip("-n", self.of("switch"), "link", "add", "bridge", "type", "bridge")
             ip("-n", self.of("switch"), "link", "set", "bridge", "up")
             for host in range(self.hosts):
-                self._make(host)
+                self._create(host)
                 self._connect(host)
         except BaseException:
             self.__exit__()
@@ -61,10 +61,10 @@ class Namespaces:
                 ip("netns", "delete", name)
 
     def of(self, which: int | str) -> str:
-        """The name of a host's namespace, or of the "switch", as `ip netns` knows it."""
+        """Return the name of a host's namespace, or of the "switch", as `ip netns` uses it."""
         return f"{self._name}-{which}"
 
-    def _make(self, which: int | str) -> None:
+    def _create(self, which: int | str) -> None:
         ip("netns", "add", self.of(which))
         ip("-n", self.of(which), "link", "set", "lo", "up")
 
@@ -79,9 +79,9 @@ class Namespaces:
 def remove_abandoned() -> None:
     """Delete the namespaces of processes that were killed."""
     for name in _namespaces():
-        made = re.fullmatch(r"weft-(\d+)-(switch|\d+|try)", name)
-        if made is not None and not os.path.exists(f"/proc/{made[1]}"):
-            with contextlib.suppress(subprocess.CalledProcessError):  # another process was faster
+        match = re.fullmatch(r"weft-(\d+)-(switch|\d+|try)", name)
+        if match is not None and not os.path.exists(f"/proc/{match[1]}"):
+            with contextlib.suppress(subprocess.CalledProcessError):  # another process deleted it
                 ip("netns", "delete", name)
 
 
@@ -90,7 +90,7 @@ def _namespaces() -> list[str]:
 
 
 def enter(name: str) -> None:
-    """Move this thread, and threads that it starts, to a namespace. Raises OSError."""
+    """Move this thread, and threads that it starts later, to a namespace. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}", "rb") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands ask for: known words, a device, and a console for tables."""
+"""Options shared by commands: words from a list, a device, and a console for tables."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def choice(allowed: Sequence[str], text: str, *, several: bool = False) -> Any:
-    """An option whose words are known: completed, named in its help, refused with exit code 2.
+    """Return an option restricted to `allowed` words, with completion and help.
 
-    several: some of them, with commas between.
+    Other words are refused with exit code 2. With `several`, words are separated by commas.
     """
 
     def check(value: str | None) -> str | None:
         for word in words(value or "") if several else [value]:
             if value is not None and word not in allowed:
-                some = "some" if several else "one"
-                raise typer.BadParameter(f"{word!r}: choose {some} of {', '.join(allowed)}")
+                number = "some" if several else "one"
+                raise typer.BadParameter(f"{word!r}: choose {number} of {', '.join(allowed)}")
         return value
 
     def complete(incomplete: str) -> list[str]:
@@ -37,7 +37,7 @@ def choice(allowed: Sequence[str], text: str, *, several: bool = False) -> Any:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words between commas, each once."""
+    """Split at commas, without duplicates."""
     return tuple(dict.fromkeys(word for word in text.replace(" ", "").split(",") if word))
 
 
@@ -46,13 +46,13 @@ def chosen_device(device: str) -> str:
 
     Raises InvalidArgument for another name, or for cuda where torch sees no GPU.
     """
-    import torch  # help and the doctor do without
+    import torch  # not needed for help and for the doctor
 
     if device not in DEVICES:
         raise InvalidArgument(f"device is {device!r}; choose one of {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
-            f"device is 'cuda', and torch {torch.__version__} sees no GPU; "
+            f"device is 'cuda', but torch {torch.__version__} sees no GPU; "
             "use --device cpu, or run `weft doctor`"
         )
     if device == "auto":
@@ -61,7 +61,7 @@ def chosen_device(device: str) -> str:
 
 
 def wide_console(*, stderr: bool = False) -> Console:
-    """A console for tables: as wide as the terminal, and wide enough where there is none."""
+    """Return a console for tables, at least 120 columns wide if it is not a terminal."""
     console = Console(stderr=stderr)
     if not console.is_terminal:
         console.width = max(console.width, 120)

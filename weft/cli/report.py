@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bug report needs, from `weft doctor --report`; none of it needs torch.
+"""Contents of a bug report, from `weft doctor --report`; they need no torch.
 
-A report names nobody: of the environment it shows the variables of one list, secrets among them
-masked, and in every text it replaces user, host and home.
+A report contains no private names: of the environment it has the variables of one list, with
+private values masked, and in every text the user, host and home are replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.bench.machine import ask_nvidia_smi, cpu_name, describe_code
 from weft.cli.findings import Finding, torch_problem
 from weft.errors import InvalidArgument
 
-# Every variable that weft reads, or that its dependencies read for it: docs/user/environment.md.
+# All variables that weft or its dependencies read: docs/user/environment.md.
 VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CXX", "GLOO_SOCKET_IFNAME", "LD_LIBRARY_PATH", "LOCAL_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "NVSHMEM_QP_DEPTH", "RANK", "TMPDIR"),
@@ -34,14 +34,14 @@ VARIABLES = (
     *("WEFT_VLLM_COMBINE_DTYPE", "WEFT_VLLM_DECODE", "WEFT_VLLM_OVERLAP"),
     *("WEFT_VLLM_PREFILL_TOKENS", "WEFT_VLLM_TIMEOUT", "WORLD_SIZE", "XDG_CACHE_HOME"),
 )
-MASKED = ("MASTER_ADDR",)  # mostly a host name
+MASKED = ("MASTER_ADDR",)  # usually a host name
 PACKAGES = re.compile(
     r"cuda[-_]|nvidia[-_]|(torch|triton|numpy|sglang|vllm|transformers|flashinfer.*|deep[-_]ep)$"
 )
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:
-    """Everything a bug report needs, as JSON values: section -> name -> value."""
+    """Return a bug report as JSON values: section -> name -> value."""
     topology = ask_nvidia_smi("topo", "-m") or "none"
     packages = {
         each.metadata["Name"]: each.version
@@ -75,7 +75,7 @@ def report(findings: list[Finding]) -> dict[str, Any]:
     }
     words = _private_words()
     return {
-        section: {name: _without(value, words) for name, value in values.items()}
+        section: {name: _redact(value, words) for name, value in values.items()}
         for section, values in sections.items()
     }
 
@@ -83,7 +83,7 @@ def report(findings: list[Finding]) -> dict[str, Any]:
 def write_report(path: str, findings: list[Finding], *, as_json: bool) -> None:
     """Write the report to a file, or to stdout for "-". A file that ends in .json holds JSON.
 
-    Raises InvalidArgument where the file cannot be written.
+    Raises InvalidArgument if the file cannot be written.
     """
     sections = report(findings)
     lines: list[str] = []
@@ -106,22 +106,22 @@ def _read(path: str) -> str:
 
 
 def _private_words() -> dict[str, str]:
-    """Patterns that must not be printed -> what is printed instead; the longest first."""
+    """Return patterns of private words with their replacements, the longest first."""
     home, host = os.path.expanduser("~"), socket.gethostname()
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name
+    except (KeyError, OSError):  # the user has no name
         user = ""
     words = {re.escape(each): "~" for each in {home, os.path.realpath(home)} - {"/"}}
     names = {user: "(user)", host: "(host)", host.partition(".")[0]: "(host)"}
-    for name, instead in names.items():  # may be parts of other words, and root is nobody's name
+    for name, replacement in names.items():  # as whole words; root identifies nobody
         if name not in ("", "root", "localhost"):
-            words[rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"] = instead
+            words[rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"] = replacement
     return dict(sorted(words.items(), key=lambda each: -len(each[0])))
 
 
-def _without(value: Any, words: dict[str, str]) -> Any:
+def _redact(value: Any, words: dict[str, str]) -> Any:
     if isinstance(value, str):
-        for word, instead in words.items():
-            value = re.sub(word, instead, value, flags=re.IGNORECASE)
+        for word, replacement in words.items():
+            value = re.sub(word, replacement, value, flags=re.IGNORECASE)
     return value
