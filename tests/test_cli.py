@@ -30,7 +30,7 @@ def test_bench_moe_with_every_option(weft_command, threads, tmp_path):
         *("--json", str(full), "--plot", str(picture), "--trace", str(timeline)),
     )
     assert (code, err) == (0, "")
-    wire = "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    wire = "mxfp8 + scales out, quantized by dispatch, fp8 + scales back (pushed)"
     shown = " ".join(out.split())
     for text in (wire, "no programmatic launch", "bit by bit", "FlashInfer: not installed."):
         assert text in shown, text
@@ -42,7 +42,7 @@ def test_bench_moe_with_every_option(weft_command, threads, tmp_path):
     assert data["machine"]["weft"] == describe_code(), "of what code these figures are"
     peers = {run["name"]: run["status"] for run in data["peers"]}
     assert peers["FlashInfer"] == "not installed"
-    assert peers["torch all-gather"] == "has nothing like it", "mxfp8"
+    assert peers["torch all-gather"] == "has no equivalent", "mxfp8"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(timeline.read_text())["metadata"]["tokens_per_rank"] == 8
 

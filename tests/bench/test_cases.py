@@ -198,7 +198,7 @@ def check_all(group, case):
         ("scales", r"bytes of payload 1 from rank \d of token"),
         ("ids", r"ids from rank \d of token"),
         ("weights", r"weights from rank \d of token"),
-        ("counts", r"counts are \[6, 5\], every rank sent 5"),
+        ("counts", r"counts are \[6, 5\], but every rank sent 5"),
         ("stale", "slots beyond 5 tokens still hold ids"),
         ("combine", r"combined row of token 2 of 5 is \[0.125\] in columns \[7\]"),
     ],
@@ -251,9 +251,9 @@ def test_the_check_of_a_layer_catches(ranks):
         spoiled_layer, replace(LAYER, tokens=(6,))
     ):
         assert good is None
-        assert "off the reference by 0.1" in total
+        assert "error against the reference is 0.1" in total
         assert "not finite" in silence
-        assert "off the reference" in experts
+        assert "error against the reference" in experts
 
 
 def spoiled_rows(group: weft.Group) -> tuple[str | None, str | None, str | None]:
@@ -294,7 +294,7 @@ SAMPLED = {"samples": 11}
         (REDUCE, {"tokens": (0, 4)}, "0 tokens"),
         (REDUCE, {"samples": 0}, "0 samples"),
         (REDUCE, {"num_sms": 8}, "num_sms is 8 on cpu ranks"),
-        (REDUCE, {"device": "cuda", "samples": 10}, "at least 11 are needed"),
+        (REDUCE, {"device": "cuda", "samples": 10}, "needs at least 11"),
         (REDUCE, {"backends": ()}, "nothing to measure"),
         (REDUCE, {"ranks": 73}, "all-reduce of 73 ranks; it takes 1 to 72"),
         (REDUCE, {"hidden": 100}, "multiple of 8"),
@@ -343,7 +343,7 @@ def test_bytes_of_rows():
     both = replace(MOE, quantize="mxfp8", combine_dtype="fp8")
     assert (both.sent_bytes, both.returned_bytes) == (256 + 8, 256 + 2 * 4)
     assert replace(MOE, combine="push").returned_bytes == 512
-    assert both.wire == "mxfp8 + scales out, quantised by dispatch, fp8 + scales back (pushed)"
+    assert both.wire == "mxfp8 + scales out, quantized by dispatch, fp8 + scales back (pushed)"
 
 
 @pytest.mark.parametrize("routing", ["uniform", "perfect", "zipf", "one-hot"])

@@ -140,7 +140,7 @@ def test_a_row_that_differs_is_said_with_both_values():
     assert unlike_row("sum", 1, got, want) is None
     got[2, 5] = 7
     assert unlike_row("sum", 1, got, want) == (
-        "rank 1: sum of token 2 of 3 is [7.0] in columns [5], the reference says [21.0]"
+        "rank 1: sum of token 2 of 3 is [7.0] in columns [5], but the reference is [21.0]"
     )
     poisoned = want.clone()
     poison(poisoned)

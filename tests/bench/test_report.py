@@ -93,7 +93,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     shown = " ".join(text.getvalue().split())
     for piece in (
         *("deepseek-v3", "8x NVIDIA H200", "x floor", "340 GB/s", "Loom 0.8", "52.0"),
-        "fp8 + scales out, quantised by dispatch, bf16 back",
+        "fp8 + scales out, quantized by dispatch, bf16 back",
         "A row is 7392 bytes out and 14336 bytes back; other libraries' rows come back as bf16.",
         "Refused: onesided, 9 tokens: too odd",
         "Loom 0.8: measured in this run, by hand;",

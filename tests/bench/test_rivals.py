@@ -88,7 +88,7 @@ def test_a_library_is_checked_before_it_is_timed(installed):
     for spoil in (1.0, float("nan")):
         installed.setattr(_Library, "spoil", spoil)
         (found,) = measure_rivals(SIZES, [LOOM])
-        assert found.status.startswith("check failed, 3 tokens: rank 1: a number is off by")
+        assert found.status.startswith("check failed, 3 tokens: rank 1: the largest error is")
         assert found.samples_us == {}
 
 
@@ -107,12 +107,12 @@ def test_what_cannot_be_measured_is_a_status(installed):
         return found.status
 
     assert "no such GPU" in status(SIZES, make=no_gpu)
-    assert status(replace(SIZES, tokens=(1, 9))) == "serves none of these sizes"
+    assert status(replace(SIZES, tokens=(1, 9))) == "supports none of these sizes"
     ours = replace(SIZES, quantize="fp8", combine_dtype="fp8")
     assert status(ours, refuses=refuses) == "too few"
     assert asked == [("fp8", None, None)], "others are asked for what is like ours"
     assert status(SIZES, module="absent") == "not installed"
-    assert status(replace(SIZES, quantize="mxfp8")) == "has nothing like it"
+    assert status(replace(SIZES, quantize="mxfp8")) == "has no equivalent"
 
 
 def test_what_they_refuse():
@@ -130,9 +130,9 @@ def test_what_they_refuse():
     assert refused(one, REDUCE) == "needs GPUs"
     assert refused(one, REDUCE, device="cuda") is None
     assert refused("torch all_reduce", REDUCE) is None
-    assert refused(one, REDUCE, device="cuda", ranks=3) == "serves 2, 4, 8 ranks, not 3"
+    assert refused(one, REDUCE, device="cuda", ranks=3) == "supports 2, 4, 8 ranks, not 3"
     assert refused("torch symm_mem one-shot", REDUCE, device="cuda", ranks=3) is None
-    assert refused(one, REDUCE, epilogue="fp8-token") == "not compared with epilogue fp8-token"
+    assert refused(one, REDUCE, epilogue="fp8-token") == "is not compared with epilogue fp8-token"
     sizes = replace(REDUCE, tokens=(1, 8, 512, 1024))
     assert NAMED[one].sizes(sizes) == [1, 8, 512]
     assert NAMED[two].sizes(sizes) == [512, 1024], "more than ranks"
@@ -207,7 +207,7 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
     for found in ranks(2, "threads")(rival_body, SIZES, NAMED["FlashInfer"]):
-        assert found["status"].startswith("check failed, 3 tokens: rank 0: a number is off by")
+        assert found["status"].startswith("check failed, 3 tokens: rank 0: the largest error is")
 
 
 @pytest.fixture

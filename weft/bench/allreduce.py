@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft bench allreduce`: the fused all-reduce.
 
-Inputs are normally distributed. Every backend promises the bits of `weft.reference`, so whatever
-is written is compared byte by byte, over memory that was poisoned before.
+Inputs are normally distributed. Every backend guarantees the bits of `weft.reference`, so outputs
+are compared byte by byte, over memory that was poisoned before.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from weft.runtime.identity import BACKENDS as BUILT
 
 AUTO = "auto"
 BACKENDS = (*BUILT, AUTO)
-GROUP = 128  # columns that share a scale in fp8-group
+GROUP = 128  # columns per scale in fp8-group
 EPS = 1e-6
-SCALE = 0.02  # of fp8-static: normalised numbers reach 4, the largest e4m3 number is 448
+SCALE = 0.02  # for fp8-static: normalized values reach 4, and the largest e4m3 value is 448
 EPILOGUES = {
     "none": "sum",
     "norm": "sum + residual + RMSNorm",
     "fp8-static": "sum + residual + RMSNorm + fp8, one scale",
-    "fp8-token": "sum + residual + RMSNorm + fp8, a scale for each token",
-    "fp8-group": f"sum + residual + RMSNorm + fp8, a scale for each {GROUP} columns",
+    "fp8-token": "sum + residual + RMSNorm + fp8, a scale per token",
+    "fp8-group": f"sum + residual + RMSNorm + fp8, a scale per {GROUP} columns",
 }
 _OUTPUTS = {
     "out": "out",
@@ -52,15 +52,17 @@ _OUTPUTS = {
     "norm": "norm_out",
     "quant": "quant_out",
     "scale": "scale_out",
-}  # a field of the result, and the argument that says where to write it
+}  # fields of the result, with the arguments that set where to write them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceCase(RowsCase):
-    """Fused all-reduces; every rank brings as many tokens.
+    """Fused all-reduces with equal numbers of tokens on all ranks.
 
-    epilogue: "none" sums; "norm" adds a residual and takes RMSNorm; the others quantise what that
-    gives, and write no norm.
+    Attributes:
+        epilogue: "none" only sums; "norm" adds a residual and applies RMSNorm; the others quantize
+            the norm without writing it.
+        backends: Backends to measure.
     """
 
     operator: ClassVar[str] = "allreduce"
@@ -74,10 +76,10 @@ class ReduceCase(RowsCase):
         if not self.backends:
             raise InvalidArgument("nothing to measure: pass at least one backend")
         sizes: dict[str, Any] = {"ranks": self.ranks, "max_tokens": self.capacity}
-        ReduceConfig.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # refuses what cannot be
+        ReduceConfig.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # validates sizes
         if self.epilogue == "fp8-group" and self.hidden % GROUP:
             raise InvalidArgument(
-                f"hidden is {self.hidden} and fp8-group has a scale for each {GROUP} columns: "
+                f"hidden is {self.hidden}, but fp8-group has a scale per {GROUP} columns: "
                 f"choose a multiple of {GROUP}"
             )
 
@@ -92,7 +94,7 @@ class ReduceCase(RowsCase):
         return f"{self.ranks} ranks, hidden {self.hidden}, {self.dtype}, {what}{early}"
 
     def trials(self, group: Group) -> Trials:
-        """One all-reduce for all backends and sizes; inputs and reference of one size at a time."""
+        """Yield a trial per size and backend. All use one operator; inputs exist for one size."""
         reduce = weft.AllReduce(
             group,
             max_tokens=self.capacity,
@@ -107,19 +109,19 @@ class ReduceCase(RowsCase):
                 for backend in self.backends:
                     try:
                         trial.prepare(backend)
-                    except UsageError as error:  # of equal sizes: all ranks refuse
+                    except UsageError as error:  # all ranks raise it
                         yield Refused(backend, tokens, str(error))
                         continue
                     yield trial
 
-    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
-        """One rank's rows, and what the backend that ran sends off a rank."""
-        payload = found.tokens * self.row_bytes
-        return payload, wire_bytes(found.facts["chosen"], payload, self.ranks)
+    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+        """Return the bytes of a rank's rows, and the bytes that the backend sends from a rank."""
+        payload = measured.tokens * self.row_bytes
+        return payload, wire_bytes(measured.facts["chosen"], payload, self.ranks)
 
-    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """The faster of one way through the links and of two."""
-        return allreduce_floor_us(found.tokens * self.row_bytes, self.ranks, gpus)
+    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+        """Return the lesser floor of one-shot and two-shot."""
+        return allreduce_floor_us(measured.tokens * self.row_bytes, self.ranks, gpus)
 
     def floor_text(self) -> str:
         speed = f"{link_rate(self.ranks):g} GB/s"
@@ -128,25 +130,26 @@ class ReduceCase(RowsCase):
             f"{speed} + {TWO_WAY_FIXED_US:g} us"
         )
 
-    def columns(self, found: Measured) -> dict[str, float | str]:
-        """What "auto" took."""
-        return {"chosen": found.facts["chosen"]} if found.variant == AUTO else {}
+    def columns(self, measured: Measured) -> dict[str, float | str]:
+        """Return the backend that "auto" selected."""
+        return {"chosen": measured.facts["chosen"]} if measured.variant == AUTO else {}
 
-    def notes(self, found: Sequence[Measured]) -> list[str]:
-        """The memory, and what "auto" chose by."""
-        memory = f"{found[0].facts['memory_bytes'] / (1 << 20):.1f} MiB a rank" if found else "none"
-        why = dict.fromkeys(each.facts["why"] for each in found if each.facts["why"])
+    def notes(self, measured: Sequence[Measured]) -> list[str]:
+        """Return the workspace's memory, and the reason for the choice of "auto"."""
+        bytes_ = measured[0].facts["memory_bytes"] if measured else 0
+        memory = f"{bytes_ / (1 << 20):.1f} MiB per rank" if measured else "none"
+        why = dict.fromkeys(each.facts["why"] for each in measured if each.facts["why"])
         return [f"Memory of the workspace: {memory} for {self.capacity} tokens.", *[*why][:1]]
 
 
 def wire_bytes(backend: str, payload: int, ranks: int) -> float:
-    """Bytes that a rank sends to reduce `payload` bytes, spread evenly over the owners."""
+    """Return the bytes that a rank sends to reduce `payload` bytes, evenly spread over owners."""
     return (ranks - 1) * payload if backend == "oneshot" else 2 * (ranks - 1) / ranks * payload
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One rank's call: rows `[tokens, hidden]`; residual and weight are the same on all ranks."""
+    """Inputs of one rank: x `[tokens, hidden]`; residual and weight are equal on all ranks."""
 
     x: torch.Tensor
     residual: torch.Tensor
@@ -154,7 +157,7 @@ class Rows:
 
 
 def make_rows(case: ReduceCase, tokens: int, rank: int, device: torch.device) -> Rows:
-    """Return what a rank brings. Every rank can make every other rank's rows, on its own device."""
+    """Return a rank's inputs. Every rank can generate every other rank's, on its own device."""
     dtype, number = case.out_dtype, case.seed_of(tokens, 0)
 
     def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -169,22 +172,22 @@ def make_rows(case: ReduceCase, tokens: int, rank: int, device: torch.device) ->
 
 
 def arguments_of(case: ReduceCase, rows: Rows) -> dict[str, Any]:
-    """What `fused` gets besides x for the epilogue of the case."""
+    """Return the case's epilogue arguments of `fused`."""
     if case.epilogue == "none":
         return {}
-    given: dict[str, Any] = {"residual": rows.residual, "weight": rows.weight, "eps": EPS}
+    arguments: dict[str, Any] = {"residual": rows.residual, "weight": rows.weight, "eps": EPS}
     device = rows.x.device
     if case.epilogue == "fp8-static":
-        given["quant"] = weft.FP8Static(torch.full((1,), SCALE, device=device))
+        arguments["quant"] = weft.FP8Static(torch.full((1,), SCALE, device=device))
     elif case.epilogue == "fp8-token":
-        given["quant"] = weft.FP8Token()
+        arguments["quant"] = weft.FP8Token()
     elif case.epilogue == "fp8-group":
-        given["quant"] = weft.FP8Group(GROUP, scale="ue8m0")
-    return given
+        arguments["quant"] = weft.FP8Group(GROUP, scale="ue8m0")
+    return arguments
 
 
 class ReduceTrial(Trial):
-    """An all-reduce with one set of rows; `prepare` chooses the backend."""
+    """An all-reduce with one set of inputs; `prepare` selects the backend."""
 
     def __init__(self, group: Group, case: ReduceCase, reduce: weft.AllReduce, tokens: int) -> None:
         self.group, self.case, self.reduce, self.tokens = group, case, reduce, tokens
@@ -197,7 +200,7 @@ class ReduceTrial(Trial):
         self.variant = AUTO
 
     def prepare(self, backend: str) -> None:
-        """Make the outputs, by a first call that allocates them. Raises what `fused` raises."""
+        """Allocate the outputs by a first call. Raises errors of `fused`."""
         self.variant = backend
         result = self.reduce.fused(self.rows.x, **self.arguments, backend=backend)
         self._written = outputs_of(result)
@@ -205,22 +208,24 @@ class ReduceTrial(Trial):
         settle(self.group)
 
     def calls(self) -> Calls:
-        """The backend into static outputs."""
-        given: dict[str, Any] = {_OUTPUTS[name]: tensor for name, tensor in self._written.items()}
-        given |= {**self.arguments, "backend": self.variant}
-        return Calls({"call": functools.partial(self.reduce.fused, self.rows.x, **given)})
+        """Return a call that writes into static outputs."""
+        arguments: dict[str, Any] = {
+            _OUTPUTS[name]: tensor for name, tensor in self._written.items()
+        }
+        arguments |= {**self.arguments, "backend": self.variant}
+        return Calls({"call": functools.partial(self.reduce.fused, self.rows.x, **arguments)})
 
     def compare(self) -> str | None:
         settle(self.group)
-        found = (
+        problems = (
             unlike_row(name, self.group.rank, self._written[name], want)
             for name, want in self._expected.items()
             if name in self._written
         )
-        return next((problem for problem in found if problem), None)
+        return next((problem for problem in problems if problem), None)
 
     def facts(self) -> dict[str, Any]:
-        """chosen: the backend that ran.  why: what "auto" chose by.  memory_bytes: of a rank."""
+        """Return the selected backend, the reason if it was "auto", and a rank's memory."""
         self.reduce.check()
         memory = {"memory_bytes": self.reduce.config.share_bytes}
         if self.variant != AUTO:
@@ -230,6 +235,6 @@ class ReduceTrial(Trial):
 
 
 def outputs_of(result: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a result, by name; those that were not wanted are not there."""
-    found = {each.name: getattr(result, each.name) for each in fields(result)}
-    return {name: found[name] for name in _OUTPUTS if found.get(name) is not None}
+    """Return the tensors of a result by name, without absent outputs."""
+    tensors = {each.name: getattr(result, each.name) for each in fields(result)}
+    return {name: tensors[name] for name in _OUTPUTS if tensors.get(name) is not None}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-to-all as collectives of torch.distributed: what weft is compared with.
+"""The all-to-all as collectives of torch.distributed, as a baseline.
 
-Dispatch is an all-gather of everything, combine a reduce-scatter: every rank receives every token,
-so it moves ep_size / destinations times the bytes of the one-sided way.
+Dispatch is an all-gather and combine a reduce-scatter. Every rank receives every token, so the
+collectives move ep_size / destinations times the bytes of a one-sided exchange.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weft.group import Group
 from weft.group.torch_groups import all_gather
 from weft.placement import Placement
 
-# torch 2.13 renamed it; the old name still works there, but warns.
+# torch 2.13 renamed it and deprecated the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gathered:
-    """Rows in fixed places; every rank calls with max_tokens tokens."""
+    """Rows in fixed slots; every rank must pass max_tokens tokens."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Gathered:
         ranks, device = group.size, group.device
         self._slots = (ranks, max_tokens)
         placement = Placement.blocks(num_experts, ranks)
-        # The last entry answers for id -1: owned by nobody.
+        # The last entry is for id -1, which no rank owns.
         self._owner = torch.tensor((*placement.ranks, -1), device=device)
         self._local = torch.tensor((*placement.local, -1), dtype=torch.int32, device=device)
         self._planes = [
@@ -54,32 +54,32 @@ class Gathered:
         self._weights = torch.empty(size, dtype=torch.float32, device=device)
         self._counts = torch.full((ranks,), max_tokens, dtype=torch.int32, device=device)
         self._output = torch.zeros((*self._slots, hidden), dtype=dtype, device=device)
-        self._mine = torch.empty((max_tokens, hidden), dtype=torch.float32, device=device)
+        self._reduced = torch.empty((max_tokens, hidden), dtype=torch.float32, device=device)
 
     def dispatch(
         self, x: Sequence[torch.Tensor], topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Received:
-        """As `weft.AllToAll.dispatch`."""
+        """Send tokens, as `weft.AllToAll.dispatch` does."""
         for plane, tensor, payload in zip(self._planes, x, self._payloads, strict=True):
             rows = tensor.reshape(len(tensor), math.prod(payload.shape)).view(torch.uint8)
             all_gather(plane, rows.contiguous(), group=self._process_group)
         all_gather(self._ids, topk_ids.long(), group=self._process_group)
         all_gather(self._weights, topk_weights, group=self._process_group)
-        here = self._owner[self._ids] == self._rank
-        ids = torch.where(here, self._local[self._ids], -1).view(*self._slots, -1)
+        is_local = self._owner[self._ids] == self._rank
+        ids = torch.where(is_local, self._local[self._ids], -1).view(*self._slots, -1)
         planes = tuple(
             plane.view(p.dtype).view(*self._slots, *p.shape)
             for plane, p in zip(self._planes, self._payloads, strict=True)
         )
-        self._carries = (ids >= 0).any(dim=2, keepdim=True)
+        self._has_expert = (ids >= 0).any(dim=2, keepdim=True)
         return Received(planes, ids, self._weights.view(ids.shape), self._counts)
 
     def output(self) -> torch.Tensor:
-        """Where experts write their rows."""
+        """Return the buffer for experts' rows."""
         return self._output
 
     def combine(self) -> torch.Tensor:
-        """As `weft.AllToAll.combine`, in the collective's order of sums."""
-        rows = torch.where(self._carries, self._output.float(), 0.0)
-        reduce_scatter(self._mine, rows.flatten(0, 1), group=self._process_group)
-        return self._mine.to(self._output.dtype)
+        """Return the sums, as `weft.AllToAll.combine`, but in the collective's order."""
+        rows = torch.where(self._has_expert, self._output.float(), 0.0)
+        reduce_scatter(self._reduced, rows.flatten(0, 1), group=self._process_group)
+        return self._reduced.to(self._output.dtype)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness: start the ranks, check each trial over poisoned memory, time it, check it again.
+"""The harness: start ranks, check each trial over poisoned memory, time it, and check it again.
 
-CUDA: a graph of CALLS calls is replayed back to back with an event after each replay, so that
-neither the host nor the skew between ranks is in the figure. How a call splits into its steps comes
-from a second graph with events between them; its extra nodes cost a little, so the whole is the
-figure to quote and the split shows where it goes.
+CUDA: a graph of CALLS calls is replayed without pauses, with an event after each replay. So times
+include neither the host nor the skew between ranks. The split of a call into steps comes from a
+second graph with events between the steps. Those add a little time, so quote the whole call's time.
 CPU: the host's clock around each step, with a barrier before every sample.
 """
 
@@ -30,23 +29,25 @@ DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-CALLS = 50  # in one graph
+CALLS = 50  # calls in one graph
 WARM_UP = 3
-FEWEST_REPLAYS = 11  # the median of fewer says little
-LIMIT_SECONDS = 3600.0  # of a whole run
-TIMEOUT = 30.0  # of operators: ranks that share cores may be late without being dead
-POISON = 0xFF  # as bytes a NaN in every float type that is sent
+FEWEST_REPLAYS = 11  # fewest samples for a meaningful median
+LIMIT_SECONDS = 3600.0  # timeout of a run
+TIMEOUT = 30.0  # timeout of operators: ranks that share cores may be late
+POISON = 0xFF  # this byte is NaN in every float type that is sent
 
 Step: TypeAlias = Callable[[], object]
-SamplesOfRank: TypeAlias = dict[str, list[list[float]]]  # phase -> for each rank, its samples, us
+SamplesOfRank: TypeAlias = dict[str, list[list[float]]]  # phase -> samples in us, by rank
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What is timed, bound to static inputs. Collective: all ranks make all of them.
+    """Calls to time, bound to static inputs. Collective: all ranks make all calls.
 
-    steps: by name, in their order; one after the other they are one call.  whole: its name.
-    graph: may it be captured?
+    Attributes:
+        steps: Steps of a call by name, in order.
+        whole: Name of the whole call.
+        graph: Whether the steps may be captured.
     """
 
     steps: Mapping[str, Step]
@@ -54,17 +55,19 @@ class Calls:
     graph: bool = True
 
     def __call__(self) -> None:
-        """One call."""
+        """Run one call."""
         for step in self.steps.values():
             step()
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One variant at one size.
+    """Measurements of one variant at one size.
 
-    samples_us: of each phase, the whole last.  method: how they were taken.
-    facts: what the trial counted.
+    Attributes:
+        samples_us: Samples of each phase, the whole call last.
+        method: How they were measured.
+        facts: The trial's counters.
     """
 
     variant: str
@@ -76,7 +79,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A variant that does not serve this size or layer, and why, equally on all ranks."""
+    """A variant that does not support a size or layer, with the reason; equal on all ranks."""
 
     variant: str
     tokens: int
@@ -84,7 +87,7 @@ class Refused:
 
 
 class Trial:
-    """One variant at one size, with its inputs. All ranks make the same calls in the same order."""
+    """One variant at one size, with its inputs. Collective: all ranks make the same calls."""
 
     group: Group
     variant: str
@@ -92,27 +95,27 @@ class Trial:
     outputs: list[torch.Tensor]
 
     def calls(self) -> Calls:
-        """What is timed."""
+        """Return the calls to time."""
         raise NotImplementedError
 
     def check(self) -> str | None:
-        """Call once over poisoned memory; return what differs from the reference, or None."""
+        """Call once over poisoned memory; return a difference from the reference, or None."""
         self.poison()
         self.calls()()
         return self.compare()
 
     def poison(self) -> None:
-        """Overwrite the outputs: what is right from here on was written anew."""
+        """Overwrite the outputs, so that stale results are detected."""
         for output in self.outputs:
             poison(output)
         settle(self.group)
 
     def compare(self) -> str | None:
-        """Return how the outputs differ from the reference, or None."""
+        """Return a difference between the outputs and the reference, or None."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """What was counted, as JSON values; also raises what the device has recorded."""
+        """Return counters as JSON values. Raises errors that the device recorded."""
         raise NotImplementedError
 
 
@@ -121,11 +124,15 @@ Trials: TypeAlias = Generator[Trial | Refused, None, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one run of an operator measures. Equal on all ranks; each operator adds its own.
+    """Parameters of one run, equal on all ranks. Each operator adds its own.
 
-    tokens: sizes, tokens per rank.  samples: timed samples per size.  seed: of inputs and routing.
-    graph: CUDA graphs, else eager calls.  num_sms: SMs that the kernels may fill, None for all.
-    programmatic_launch: as in the operators.
+    Attributes:
+        tokens: Sizes to measure, in tokens per rank.
+        samples: Timed samples per size.
+        graph: Whether to use CUDA graphs instead of eager calls.
+        seed: Seed of inputs and routing.
+        num_sms: SMs that the kernels may use, or None for all.
+        programmatic_launch: As in the operators.
     """
 
     ranks: int
@@ -137,9 +144,9 @@ class Case:
     num_sms: int | None = None
     programmatic_launch: bool = True
 
-    operator: ClassVar[str]  # its command
-    whole: ClassVar[str] = "call"  # the phase that is quoted
-    checked: ClassVar[str]  # how results are checked, in words
+    operator: ClassVar[str]  # name of the command
+    whole: ClassVar[str] = "call"  # name of the whole call's phase
+    checked: ClassVar[str]  # description of the check
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -150,78 +157,76 @@ class Case:
             raise InvalidArgument(f"{self.samples} samples; choose 1..5000")
         if self.device == "cuda" and self.graph and self.samples < FEWEST_REPLAYS:
             raise InvalidArgument(
-                f"{self.samples} replays of the graph; at least {FEWEST_REPLAYS} are needed for a "
-                "median"
+                f"{self.samples} replays of the graph; a median needs at least {FEWEST_REPLAYS}"
             )
         if self.num_sms is not None and self.device != "cuda":
             raise InvalidArgument(
-                f"num_sms is {self.num_sms} on {self.device} ranks; it limits GPU kernels: "
+                f"num_sms is {self.num_sms} on {self.device} ranks, but it limits GPU kernels: "
                 "leave it out"
             )
 
     def seed_of(self, tokens: int, rank: int) -> int:
-        """The seed of a rank's rows of one size, by which every rank can draw them."""
+        """Return the seed of a rank's rows, with which every rank can generate them."""
         return (self.seed * 7919 + tokens) * 64 + rank
 
     def trials(self, group: Group) -> Trials:
-        """Each variant at each size, with an operator that is open until the next. Collective."""
+        """Yield each variant at each size; its operator is open until the next. Collective."""
         raise NotImplementedError
 
     def comparable(self) -> Case | None:
-        """What other libraries are asked for, or None where they have nothing like it."""
+        """Return the case that other libraries run, or None if they have no equivalent."""
         return self
 
     def title(self) -> str:
-        """The sizes and options in words."""
+        """Describe sizes and options."""
         raise NotImplementedError
 
-    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
-        """(logical, wire) bytes of a phase: of one rank's rows, and off the busiest rank."""
+    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+        """Return (logical, wire) bytes of a phase: of one rank's rows, and of the busiest rank."""
         raise NotImplementedError
 
-    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """Least us of the whole on this hardware, or None where nothing was measured."""
+    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+        """Return the hardware's lower bound of the whole call in us, or None if unknown."""
         raise NotImplementedError
 
     def floor_text(self) -> str:
-        """What the floor is made of, in words."""
+        """Describe the floor."""
         raise NotImplementedError
 
-    def columns(self, found: Measured) -> dict[str, float | str]:
-        """Further columns of a row."""
+    def columns(self, measured: Measured) -> dict[str, float | str]:
+        """Return further columns of a row."""
         return {}
 
-    def notes(self, found: Sequence[Measured]) -> list[str]:
-        """Lines below the table."""
+    def notes(self, measured: Sequence[Measured]) -> list[str]:
+        """Return lines to print below the table."""
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsCase(Case):
-    """A case of an operator that moves rows.
-
-    hidden, dtype: of a row.
-    """
+    """A case of an operator that moves rows of `hidden` elements of `dtype`."""
 
     hidden: int = 7168
     dtype: str = "bf16"
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """dtype of the rows that come back."""
+        """dtype of combined rows."""
         return DTYPES[self.dtype]
 
     @property
     def capacity(self) -> int:
-        """Most tokens of one rank: the operator has room for the largest size."""
+        """Capacity of the operator, the largest size."""
         return max(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run. problem: what a check found wrong; nothing is timed from there on.
+    """Results of a run.
 
-    refused: what a variant does not serve, in words.
+    Attributes:
+        refused: Variants that are not supported, with reasons.
+        problem: A failed check, after which nothing is timed.
     """
 
     case: Case
@@ -232,20 +237,20 @@ class Report:
 
 
 def on_ranks(
-    case: Case, body: Callable[..., Any], *given: Any, seconds: float = LIMIT_SECONDS
+    case: Case, body: Callable[..., Any], *args: Any, seconds: float = LIMIT_SECONDS
 ) -> list[Any]:
-    """What `body(group, case, *given)` returns on each rank of a case. Raises as `weft.launch`."""
-    return launch(body, case, *given, ranks=case.ranks, device=case.device, timeout=seconds)
+    """Return `body(group, case, *args)` of each rank. Raises errors of `weft.launch`."""
+    return launch(body, case, *args, ranks=case.ranks, device=case.device, timeout=seconds)
 
 
 def run(case: Case, *, quiet: bool = False) -> Report:
-    """Check and time every variant at every size. Raises as `weft.launch`."""
+    """Check and time every variant at every size. Raises errors of `weft.launch`."""
     return Report(case, **on_ranks(case, rank_body, quiet)[0])
 
 
 def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
-    """What every rank does; all ranks return the same, as Report's fields."""
-    found: list[Measured] = []
+    """Run the case on one rank; return Report's fields, equal on all ranks."""
+    measured: list[Measured] = []
     refused: list[str] = []
     problem = None
     with contextlib.closing(case.trials(group)) as trials:
@@ -264,66 +269,69 @@ def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
             if problem := first_problem(group, trial.compare()):
                 problem = f"{name}: after timing, {problem}"
                 break
-            found.append(Measured(trial.variant, trial.tokens, method, us, trial.facts()))
-            group.barrier()  # a peer may still be reading what is about to go
+            measured.append(Measured(trial.variant, trial.tokens, method, us, trial.facts()))
+            group.barrier()  # a peer may still be reading from this rank's memory
         group.barrier()
-    if not found and problem is None:
+    if not measured and problem is None:
         problem = "; ".join(refused)
     machine = describe_machine(gpu_names(group))
-    return {"machine": machine, "measured": found, "refused": refused, "problem": problem}
+    return {"machine": machine, "measured": measured, "refused": refused, "problem": problem}
 
 
 def first_problem(group: Group, problem: str | None) -> str | None:
-    """Every rank learns what any rank found, so that all of them stop at the same place."""
-    return next((found for found in group.all_gather(problem) if found), None)
+    """Return the first problem of any rank, so that all ranks stop together."""
+    return next((each for each in group.all_gather(problem) if each), None)
 
 
 def gpu_names(group: Group) -> list[str]:
-    """The name of each rank's GPU; empty for CPU ranks. Collective."""
+    """Return the name of each rank's GPU, empty for CPU ranks. Collective."""
     cuda = group.device.type == "cuda"
     name = torch.cuda.get_device_name(group.device) if cuda else ""
     return [gpu for gpu in group.all_gather(name) if gpu]
 
 
 def settle(group: Group) -> None:
-    """Wait for this rank's device, then for every rank."""
+    """Synchronize this rank's device, then all ranks."""
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
     group.barrier()
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Overwrite with bytes that no right result has."""
+    """Overwrite a tensor with bytes that no correct result has."""
     if tensor.dtype.is_floating_point:
         tensor.view(torch.uint8).fill_(POISON)
-    else:  # packed scales, column by column
+    else:  # packed scales have strides
         tensor.fill_(-1)
 
 
 def unlike_row(name: str, rank: int, got: torch.Tensor, want: torch.Tensor) -> str | None:
     """Return the first token whose row differs in a byte, with both values, or None.
 
-    got, want: `[tokens, columns]` of one dtype.
+    `got` and `want` are `[tokens, columns]` of one dtype.
     """
     ours, theirs = (each.clone(memory_format=torch.contiguous_format) for each in (got, want))
     differ = ours.view(torch.uint8) != theirs.view(torch.uint8)
-    unlike = differ.any(dim=1).nonzero()
-    if not len(unlike):
+    rows = differ.any(dim=1).nonzero()
+    if not len(rows):
         return None
-    token = int(unlike[0])
-    places = differ[token].view(-1, got.itemsize).any(dim=1).nonzero().flatten()[:4].tolist()
+    token = int(rows[0])
+    columns = differ[token].view(-1, got.itemsize).any(dim=1).nonzero().flatten()[:4].tolist()
     return (
         f"rank {rank}: {name} of token {token} of {len(got)} is "
-        f"{got[token].double()[places].tolist()} in columns {places}, the reference says "
-        f"{want[token].double()[places].tolist()}"
+        f"{got[token].double()[columns].tolist()} in columns {columns}, but the reference is "
+        f"{want[token].double()[columns].tolist()}"
     )
 
 
 def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> tuple[str, SamplesOfRank]:
-    """How times were taken, and every rank's. Collective; all ranks make as many calls.
+    """Return the method, and every rank's samples. Collective; all ranks make equal calls.
 
-    samples: replays of a graph (or rounds of CALLS eager calls) on CUDA, single calls on CPU.
-    graph: capture on CUDA; CPU ranks have no graphs and ignore it.
+    Args:
+        group: The ranks.
+        calls: The calls to time.
+        samples: Replays of a graph (or rounds of CALLS eager calls) on CUDA, single calls on CPU.
+        graph: Whether to capture on CUDA. CPU ranks have no graphs.
     """
     if group.device.type == "cuda":
         method, us = _on_cuda(group, calls, samples, graph=graph and calls.graph)
@@ -333,7 +341,7 @@ def measure(group: Group, calls: Calls, *, samples: int, graph: bool) -> tuple[s
     return method, {name: [each[name] for each in ranks] for name in us}
 
 
-Times: TypeAlias = tuple[str, dict[str, list[float]]]  # how; us of each step, the whole last
+Times: TypeAlias = tuple[str, dict[str, list[float]]]  # method; us of each step, the whole last
 
 
 def _on_cpu(group: Group, calls: Calls, samples: int) -> Times:
@@ -346,7 +354,7 @@ def _on_cpu(group: Group, calls: Calls, samples: int) -> Times:
             marks.append(time.perf_counter_ns())
         rounds.append([(after - before) / 1e3 for before, after in pairwise(marks)])
     del rounds[:WARM_UP]
-    us = {name: [times[at] for times in rounds] for at, name in enumerate(calls.steps)}
+    us = {name: [times[i] for times in rounds] for i, name in enumerate(calls.steps)}
     us[calls.whole] = [sum(times) for times in rounds]
     return f"host clock, {samples} calls with a barrier before each", us
 
@@ -354,11 +362,11 @@ def _on_cpu(group: Group, calls: Calls, samples: int) -> Times:
 def _on_cuda(group: Group, calls: Calls, samples: int, *, graph: bool) -> Times:
     _warm_up(calls)
 
-    def every() -> None:
+    def run_all() -> None:
         for _ in range(CALLS):
             calls()
 
-    whole = rounds_of(group, capture(every).replay if graph else every, samples)
+    whole = rounds_of(group, capture(run_all).replay if graph else run_all, samples)
     us = _split(group, calls, samples, graph=graph) if len(calls.steps) > 1 else {}
     us[calls.whole] = whole
     if graph:
@@ -367,9 +375,9 @@ def _on_cuda(group: Group, calls: Calls, samples: int, *, graph: bool) -> Times:
 
 
 def _warm_up(calls: Calls) -> None:
-    """Eager calls on a side stream, as capture asks for: they load modules and start NCCL."""
-    make: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
-    side = make()
+    """Run eager calls on a side stream, as capture requires; they load modules and start NCCL."""
+    new_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+    side = new_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
@@ -379,23 +387,25 @@ def _warm_up(calls: Calls) -> None:
 
 
 def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a graph of what `body` enqueues."""
+    """Return a graph of the work that `body` enqueues."""
     graph = torch.cuda.CUDAGraph()
-    # thread_local: a watchdog thread of torch.distributed may ask the driver something meanwhile.
+    # thread_local: a watchdog thread of torch.distributed may call the driver meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body()
     return graph
 
 
 def events(count: int, **kind: bool) -> list[torch.cuda.Event]:
-    """Return events that keep the time at which the stream reaches them."""
-    make: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    return [make(enable_timing=True, **kind) for _ in range(count)]
+    """Return events that record timestamps."""
+    new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
+    return [new_event(enable_timing=True, **kind) for _ in range(count)]
 
 
 def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[float]:
-    """us per call of `samples` rounds that are queued without a pause; one more goes ahead of them
-    and absorbs the skew between the ranks."""
+    """Return the us per call of `samples` rounds that are queued without a pause.
+
+    One more round runs first and absorbs the skew between ranks.
+    """
     marks = events(samples + 1)
     group.barrier()
     round_()
@@ -408,25 +418,27 @@ def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[fl
 
 
 def _split(group: Group, calls: Calls, samples: int, *, graph: bool) -> dict[str, list[float]]:
-    """us of each step: the mean over a round's calls but the first, which holds the skew between
-    ranks that a synchronised host brings about."""
+    """Return the us of each step: the mean over a round's calls except the first.
+
+    The first call contains the skew between ranks that synchronizing the hosts causes.
+    """
     steps, count = list(calls.steps.values()), len(calls.steps)
     # A graph records external events at every replay.
     marks = events(count * CALLS + 1, external=graph)
 
-    def every() -> None:
+    def run_all() -> None:
         for mark, step in zip(marks, steps * CALLS, strict=False):
             mark.record()
             step()
         marks[-1].record()
 
-    round_ = capture(every).replay if graph else every
+    round_ = capture(run_all).replay if graph else run_all
     times: dict[str, list[float]] = {name: [] for name in calls.steps}
     for _ in range(samples):
         group.barrier()
         round_()
         torch.cuda.synchronize()
         spans = [a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)]
-        for step, found in enumerate(times.values()):
-            found.append(sum(spans[count + step :: count]) / (CALLS - 1))
+        for step, us in enumerate(times.values()):
+            us.append(sum(spans[count + step :: count]) / (CALLS - 1))
     return times

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft bench layer`: whole MoE layers of models by name, from router logits to output."""
+"""`weft bench layer`: whole MoE layers of named models, from router logits to output."""
 
 from __future__ import annotations
 
@@ -38,26 +38,32 @@ from weft.shape import FP8_BLOCK, Shape
 
 LAYER_MODELS = ("deepseek-v3", "qwen3-30b-a3b", "glm-4.5-air", "gpt-oss-120b")
 WEIGHT_DTYPES = ("bf16", "fp8", "mxfp4")
-# The same rules with few numbers, for a rehearsal on CPU ranks.
+# A scaled-down model for CPU ranks.
 SMALL_HIDDEN, SMALL_INTERMEDIATE, SMALL_EXPERTS = 256, 128, 32
-SAMPLE = 16  # tokens of a rank that are compared
-# How far from the reference a result may be, in half units of the largest one (docs/user/moe.md).
+SAMPLE = 16  # compared tokens per rank
+# Allowed error in half units in the last place of the largest value (docs/user/moe.md).
 HALF_UNITS, HALF_UNITS_FP8_BACK = 5, 16
-# FP8 experts round the rows between their grouped GEMMs to 4 bits: by up to 1/16 of each number.
+# FP8 experts quantize the rows between their GEMMs to e4m3: each value by up to 1/16.
 FP8_PART = 1 / 16
-SHARED = -1  # the shared expert's number
+SHARED = -1  # seed offset of the shared expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCase(Case):
-    """Whole MoE layers, by overlap.
+    """Whole MoE layers with each overlap.
 
-    model: one of LAYER_MODELS.   experts: of the layer, or None for the model's own number.
-    dtype: of the experts' weights, "bf16", "fp8" or "mxfp4", with which the shared expert is FP8.
-    mode: as in MoE.
-    overlaps: words of `weft.MoE`; none: all that it offers, less those that this layer refuses.
-    routing: "uniform", "zipf" or "zipf:EXPONENT".   shared: with the model's shared expert.
-    gemm, quantize, combine_dtype: as in MoE; None leaves the choice to it.
+    Attributes:
+        model: One of LAYER_MODELS.
+        overlaps: Overlaps of `weft.MoE`; empty for all that this layer supports.
+        mode: As in MoE.
+        routing: "uniform", "zipf" or "zipf:EXPONENT".
+        dtype: Dtype of the experts' weights, "bf16", "fp8" or "mxfp4". With "mxfp4", the shared
+            expert is FP8.
+        experts: Number of experts, or None for the model's.
+        shared: Whether to include the model's shared expert.
+        gemm: As in MoE.
+        quantize: As in MoE; None leaves the choice to it.
+        combine_dtype: As in MoE.
     """
 
     operator: ClassVar[str] = "layer"
@@ -84,8 +90,10 @@ class LayerCase(Case):
             )
         checked(Shape, ranks=self.ranks, tokens=max(self.tokens))
         if self.experts is not None and self.experts < self.ranks:
-            raise InvalidArgument(f"{self.experts} experts on {self.ranks} ranks; give each one")
-        config = self.config  # refuses what no layer can be
+            raise InvalidArgument(
+                f"{self.experts} experts on {self.ranks} ranks; use one or more each"
+            )
+        config = self.config  # validates the sizes
         Placement.blocks(config.routing.num_experts, self.ranks)
         sizes = (config.hidden, config.intermediate)
         partial = any(size % FP8_BLOCK for size in sizes)
@@ -99,28 +107,28 @@ class LayerCase(Case):
 
     @property
     def config(self) -> MoEConfig:
-        """The layer; on CPU ranks the same rules with few numbers."""
-        whole = MODELS[self.model]
-        experts, shared = self.experts or whole.routing.num_experts, whole.shared
+        """The layer's config, scaled down on CPU ranks."""
+        model = MODELS[self.model]
+        experts, shared = self.experts or model.routing.num_experts, model.shared
         if self.device == "cpu":
             shared = min(shared, SMALL_INTERMEDIATE)
             experts = self.experts or SMALL_EXPERTS
-            whole = replace(whole, hidden=SMALL_HIDDEN, intermediate=SMALL_INTERMEDIATE)
-        routing = replace(whole.routing, num_experts=experts)
-        return replace(whole, routing=routing, shared=shared if self.shared else 0)
+            model = replace(model, hidden=SMALL_HIDDEN, intermediate=SMALL_INTERMEDIATE)
+        routing = replace(model.routing, num_experts=experts)
+        return replace(model, routing=routing, shared=shared if self.shared else 0)
 
     @property
     def fp8_rows(self) -> bool:
-        """FP8 and MXFP4 experts take FP8 rows."""
+        """Whether experts take FP8 rows."""
         return self.dtype in ("fp8", "mxfp4")
 
     @property
     def wire(self) -> str | None:
-        """What dispatch makes of the rows."""
+        """Format of dispatched rows, or None for the model's dtype."""
         return self.quantize or ("fp8" if self.fp8_rows else None)
 
     def moe_options(self, overlap: str, tokens: int) -> dict[str, Any]:
-        """What `weft.MoE` is built with, besides its weights."""
+        """Return the arguments of `weft.MoE` besides its weights."""
         names = ("mode", "gemm", "quantize", "combine_dtype", "num_sms", "programmatic_launch")
         options = {name: getattr(self, name) for name in names}
         sizes = {"max_tokens": tokens, "overlap": overlap, "timeout": TIMEOUT}
@@ -133,11 +141,11 @@ class LayerCase(Case):
             f"{self.model}: {self.ranks} ranks, hidden {config.hidden}, intermediate "
             f"{config.intermediate}, top {config.routing.top_k} of {config.routing.num_experts}, "
             f"{self.dtype} experts, {shared}, routing {self.routing}, mode {self.mode}, "
-            f"{self.wire or 'bf16'} out, {self.combine_dtype or 'bf16'} back"
+            f"{self.wire or 'bf16'} dispatched, {self.combine_dtype or 'bf16'} combined"
         )
 
     def trials(self, group: Group) -> Trials:
-        """The layer of each overlap, with room for exactly the tokens of a size."""
+        """Yield the layer with each overlap, with capacity for exactly the tokens of a size."""
         placement = Placement.blocks(self.config.routing.num_experts, group.size)
         weights = stack(self, placement.experts_of(group.rank), group.device)
         shared = shared_expert(self, group.device)
@@ -155,45 +163,46 @@ class LayerCase(Case):
                     )
                 except (CreationFailed, InvalidArgument) as error:
                     if self.overlaps:
-                        raise  # it was asked for by name
+                        raise  # the user selected it
                     yield Refused(overlap, tokens, f"{type(error).__name__}: {error}")
                     continue
                 with contextlib.closing(layer):
                     yield LayerTrial(inputs, layer, overlap)
 
-    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
-        """NVLink bytes of the whole."""
-        return 0.0, found.facts["wire_bytes"]
+    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+        """Return the NVLink bytes of the whole layer."""
+        return 0.0, measured.facts["wire_bytes"]
 
-    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """The longer of its memory's time and its links'."""
-        return layer_floor_us(found.facts["hbm_bytes"], found.facts["wire_bytes"], gpus)
+    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+        """Return the longer of the memory's and the links' time."""
+        return layer_floor_us(measured.facts["hbm_bytes"], measured.facts["wire_bytes"], gpus)
 
     def floor_text(self) -> str:
         return (
-            "the larger of HBM (weights of experts that have rows, and each row that arrives in "
-            f"and out once, on the busiest rank, at {HBM_READ_TB_PER_S:g} TB/s) and NVLink (wire "
+            "the larger of HBM (weights of experts that have rows, and each received row read and "
+            f"written once, on the busiest rank, at {HBM_READ_TB_PER_S:g} TB/s) and NVLink (wire "
             f"bytes / {link_rate(self.ranks):g} GB/s)"
         )
 
-    def columns(self, found: Measured) -> dict[str, float | str]:
-        """How uneven the routing is, and whether "auto" takes this overlap."""
-        more: dict[str, float | str] = {"max / mean rows": found.facts["imbalance"]}
-        return more | ({"auto": "auto"} if found.facts["auto"]["auto"] == found.variant else {})
+    def columns(self, measured: Measured) -> dict[str, float | str]:
+        """Return the routing's imbalance, and whether "auto" selects this overlap."""
+        facts = measured.facts
+        columns: dict[str, float | str] = {"max / mean rows": facts["imbalance"]}
+        return columns | ({"auto": "auto"} if facts["auto"]["auto"] == measured.variant else {})
 
-    def notes(self, found: Sequence[Measured]) -> list[str]:
-        """What "auto" takes at each size and why."""
-        gemms = dict.fromkeys(each.facts["gemm"] for each in found)
-        auto = {each.tokens: each.facts["auto"]["reason"] for each in found}
-        lines = [f"Experts multiply by {', '.join(gemms)}."]
+    def notes(self, measured: Sequence[Measured]) -> list[str]:
+        """Return the experts' GEMM, and what "auto" selects at each size and why."""
+        gemms = dict.fromkeys(each.facts["gemm"] for each in measured)
+        auto = {each.tokens: each.facts["auto"]["reason"] for each in measured}
+        lines = [f"GEMM of the experts: {', '.join(gemms)}."]
         lines += [f"auto, {tokens} tokens: {reason}" for tokens, reason in auto.items()]
         if self.device == "cpu":
-            lines.append("CPU ranks: the model's rules with few numbers, a rehearsal.")
+            lines.append("CPU ranks: a scaled-down model.")
         return lines
 
 
 class LayerInputs:
-    """One rank's tokens and logits of one size, and what any layer must make of them."""
+    """One rank's tokens and logits of one size, with the expected output of any layer."""
 
     def __init__(self, group: Group, case: LayerCase, shared: Any, tokens: int) -> None:
         self.group, self.case, self.shared, self.tokens = group, case, shared, tokens
@@ -206,60 +215,60 @@ class LayerInputs:
         self.correction = None if correction is None else correction.to(device)
         self.out = torch.empty_like(self.x)
         self.sample = torch.linspace(0, tokens - 1, min(tokens, SAMPLE)).long().to(device)
-        self._wanted: torch.Tensor | None = None
+        self._expected: torch.Tensor | None = None
 
-    def bound(self, wanted: torch.Tensor) -> float:
-        """The largest difference that roundings on the way explain."""
-        largest = max(1.0, float(wanted.abs().max()))
+    def bound(self, expected: torch.Tensor) -> float:
+        """Return the largest difference that rounding explains."""
+        largest = max(1.0, float(expected.abs().max()))
         half_units = HALF_UNITS_FP8_BACK if self.case.combine_dtype else HALF_UNITS
         rounding = half_units * torch.finfo(self.case.config.dtype).eps / 2 * largest
-        part = FP8_PART * float(wanted.abs().max()) if self.case.fp8_rows else 0.0
+        part = FP8_PART * float(expected.abs().max()) if self.case.fp8_rows else 0.0
         return rounding + part
 
-    def wanted(self, owners: tuple[int, ...]) -> torch.Tensor:
-        """float32 `[sample, hidden]`: weft.reference.moe_layer, expert by expert.
+    def expected(self, owners: tuple[int, ...]) -> torch.Tensor:
+        """Return weft.reference.moe_layer of the sample, float32 `[sample, hidden]`.
 
-        Each expert is drawn again, on every rank, and multiplies in float32 with the numbers
-        that its stored weights encode.
+        Each expert is generated again, on every rank, and multiplies in float32 with its
+        dequantized weights.
         """
-        if self._wanted is not None:
-            return self._wanted
+        if self._expected is not None:
+            return self._expected
         config, device = self.case.config, self.group.device
         x = self.x[self.sample]
         ids, weights = route_in_torch(config.routing, self.logits[self.sample], self.correction)
         sent, clamped = x, config.gating is CLAMPED_SWIGLU
-        if self.case.wire is not None:  # as it arrives
+        if self.case.wire is not None:  # use the dequantized rows
             sent = reference.dequantize(*reference.quantize(x, self.case.wire)).to(x.dtype)
         sums = torch.zeros((self.group.size, *x.shape), device=device)
         for expert in sorted(set(ids.flatten().tolist())):
-            drawn = draw(self.case, expert, device)
+            stored = draw(self.case, expert, device)
             sums[owners[expert]] += reference.moe_layer(
                 sent,
                 torch.where(ids == expert, 0, -1),
                 weights,
-                wide(drawn.gate_up, drawn.gate_up_scale),
-                wide(drawn.down, drawn.down_scale),
-                gate_up_bias=drawn.gate_up_bias,
-                down_bias=drawn.down_bias,
+                wide(stored.gate_up, stored.gate_up_scale),
+                wide(stored.down, stored.down_scale),
+                gate_up_bias=stored.gate_up_bias,
+                down_bias=stored.down_bias,
                 gating=reference.clamped_swiglu if clamped else reference.swiglu,
                 weigh_input=config.routing.weigh == "input",
             )
         total = sums.to(config.dtype).float().sum(dim=0)
-        self._wanted = total if self.shared is None else total + self.shared(x).float()
-        return self._wanted
+        self._expected = total if self.shared is None else total + self.shared(x).float()
+        return self._expected
 
 
 class LayerTrial(Trial):
-    """A layer with its inputs."""
+    """A layer with one set of inputs."""
 
     def __init__(self, inputs: LayerInputs, layer: MoE, variant: str) -> None:
         self.inputs, self.layer, self.group = inputs, layer, inputs.group
         self.variant, self.tokens, self.outputs = variant, inputs.tokens, [inputs.out]
 
     def calls(self) -> Calls:
-        """From logits to output; torch's products wait for the host, so no graph holds them."""
-        given = self.inputs
-        call = functools.partial(self.layer, given.x, given.logits, out=given.out)
+        """Return the call from logits to output; the "torch" GEMM synchronizes, so no graph."""
+        inputs = self.inputs
+        call = functools.partial(self.layer, inputs.x, inputs.logits, out=inputs.out)
         return Calls({"call": call}, graph=self.layer.gemm != "torch")
 
     def compare(self) -> str | None:
@@ -267,16 +276,16 @@ class LayerTrial(Trial):
         self.layer.check()
         rank, out = f"rank {self.group.rank}", self.inputs.out
         if not bool(out.isfinite().all()):
-            return f"{rank}: the output has numbers that are not finite"
-        wanted = self.inputs.wanted(self.layer.exchange.placement.ranks)
-        error = float((out[self.inputs.sample].float() - wanted).abs().max())
-        bound = self.inputs.bound(wanted)
+            return f"{rank}: the output has values that are not finite"
+        expected = self.inputs.expected(self.layer.exchange.placement.ranks)
+        error = float((out[self.inputs.sample].float() - expected).abs().max())
+        bound = self.inputs.bound(expected)
         if error <= bound:
             return None
-        return f"{rank}: off the reference by {error:.4g}; {bound:.4g} is allowed"
+        return f"{rank}: the error against the reference is {error:.4g}; {bound:.4g} is allowed"
 
     def facts(self) -> dict[str, Any]:
-        """The load of the routing, what "auto" takes, how the experts multiply."""
+        """Return the routing's load, the selection of "auto", and the experts' GEMM."""
         load = load_of(self.inputs.case, self.tokens)
         auto = asdict(self.layer.explain())
         return asdict(load) | {
@@ -287,10 +296,11 @@ class LayerTrial(Trial):
 
 
 def make_logits(case: LayerCase, tokens: int, rank: int) -> torch.Tensor:
-    """float32 `[tokens, num_experts]` on the CPU: what a rank's router sees.
+    """Return a rank's router logits on the CPU, float32 `[tokens, num_experts]`.
 
-    uniform: normal, so that every expert is as likely.   zipf: log of the popularity 1 / place^s
-    plus Gumbel noise, so that the top k are drawn by it without replacement; places are drawn once.
+    uniform: normal, so that all experts are equally likely.
+    zipf: log of the popularity 1 / place^s plus Gumbel noise, so that the top k are a sample
+    without replacement. The experts' places are drawn once.
     """
     routing, (kind, exponent) = case.config.routing, parse_routing(case.routing)
     generator = torch.Generator().manual_seed((case.seed * 131 + tokens) * 64 + rank)
@@ -302,7 +312,7 @@ def make_logits(case: LayerCase, tokens: int, rank: int) -> torch.Tensor:
 
 
 def make_correction(case: LayerCase) -> torch.Tensor | None:
-    """float32 `[num_experts]` on the CPU, where the routing has one: small, equal on all ranks."""
+    """Return small correction biases, float32 `[num_experts]` on the CPU, or None if unused."""
     routing = case.config.routing
     if not routing.correction:
         return None
@@ -312,13 +322,17 @@ def make_correction(case: LayerCase) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One size's work.
+    """The work of one size.
 
-    most, mean: rows of the fullest expert, and of all on average.   hit: experts that have rows.
-    hbm_bytes: least bytes that the busiest rank moves through its memory: the weights of its
-        experts that have rows and of the shared one, each row that arrives read once and answered
-        once, its own tokens read and written once.
-    wire_bytes: bytes off or onto the busiest rank, out and back, one row for each token and rank.
+    Attributes:
+        most: Rows of the expert with most rows.
+        mean: Mean rows per expert.
+        hit: Number of experts that have rows.
+        hbm_bytes: Least bytes that the busiest rank moves through its memory: the weights of its
+            experts that have rows and of the shared expert, each received row read and answered
+            once, its own tokens read and written once.
+        wire_bytes: Bytes that leave or enter the busiest rank, out and back, one row per token and
+            rank.
     """
 
     most: int
@@ -329,12 +343,12 @@ class Load:
 
     @property
     def imbalance(self) -> float:
-        """Rows of the fullest expert over the mean."""
+        """Rows of the expert with most rows over the mean."""
         return self.most / self.mean
 
 
 def load_of(case: LayerCase, tokens: int) -> Load:
-    """Route every rank's logits on the CPU and count."""
+    """Route every rank's logits on the CPU and compute the load."""
     config, correction = case.config, make_correction(case)
     ids = [
         route_in_torch(config.routing, make_logits(case, tokens, rank), correction).ids
@@ -344,7 +358,7 @@ def load_of(case: LayerCase, tokens: int) -> Load:
 
 
 def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
-    """The load of given ids; `ids[r]` is rank r's `[tokens, top_k]`."""
+    """Compute the load of ids; `ids[r]` are rank r's `[tokens, top_k]`."""
     config, ranks = case.config, case.ranks
     experts, hidden, itemsize = config.routing.num_experts, config.hidden, config.dtype.itemsize
     rows = torch.bincount(torch.cat(ids).flatten().long(), minlength=experts)
@@ -372,8 +386,10 @@ def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
 
 
 def draw(case: LayerCase, expert: int, device: torch.device) -> ExpertWeights:
-    """Expert `expert` (or SHARED) alone; equal for equal seeds on devices of one kind, so any rank
-    can draw any expert."""
+    """Generate one expert, or the shared one for SHARED.
+
+    Equal seeds give equal weights on devices of one kind, so any rank can generate any expert.
+    """
     config, shared = case.config, expert == SHARED
     generator = torch.Generator(device).manual_seed(case.seed * 100_003 + expert + 1)
     inner = config.shared if shared else config.intermediate
@@ -381,21 +397,23 @@ def draw(case: LayerCase, expert: int, device: torch.device) -> ExpertWeights:
     def normal(*shape: int, fan: int) -> torch.Tensor:
         return torch.randn(1, *shape, generator=generator, device=device) / math.sqrt(fan)
 
-    made = ExpertWeights(
+    weights = ExpertWeights(
         normal(2 * inner, config.hidden, fan=config.hidden),
         normal(config.hidden, inner, fan=inner),
     )
     if config.biased and not shared:
         biases = normal(2 * inner, fan=4), normal(config.hidden, fan=4)
         gate_up_bias, down_bias = (bias.to(config.dtype) for bias in biases)
-        made = replace(made, gate_up_bias=gate_up_bias, down_bias=down_bias)
+        weights = replace(weights, gate_up_bias=gate_up_bias, down_bias=down_bias)
     if case.dtype == "bf16" or shared:
-        return replace(made, gate_up=made.gate_up.to(config.dtype), down=made.down.to(config.dtype))
-    return made.to_fp8() if case.dtype == "fp8" else made.to_mxfp4()
+        return replace(
+            weights, gate_up=weights.gate_up.to(config.dtype), down=weights.down.to(config.dtype)
+        )
+    return weights.to_fp8() if case.dtype == "fp8" else weights.to_mxfp4()
 
 
 def wide(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """float32 `[experts, rows, columns]`: the numbers that stored weights encode."""
+    """Return the values of stored weights, float32 `[experts, rows, columns]`."""
     if scale is None:
         return stored.float()
     if stored.dtype == MXFP4:
@@ -404,12 +422,12 @@ def wide(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
-    """A rank's experts as `weft.MoE` takes them; one is drawn at a time, into its place."""
+    """Return a rank's experts for `weft.MoE`; they are generated one at a time."""
     parts: dict[str, torch.Tensor] = {}
     for place, expert in enumerate(local):
-        drawn = draw(case, expert, device)
-        for name in (field.name for field in fields(drawn)):
-            if (part := getattr(drawn, name)) is None:
+        weights = draw(case, expert, device)
+        for name in (field.name for field in fields(weights)):
+            if (part := getattr(weights, name)) is None:
                 continue
             if name not in parts:
                 parts[name] = part.new_empty((len(local), *part.shape[1:]))
@@ -418,16 +436,16 @@ def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> Expe
 
 
 def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert | None:
-    """The shared expert, where there is one: in FP8 where rows are, or in the config's dtype."""
+    """Return the shared expert or None, in FP8 if rows are, otherwise in the config's dtype."""
     if not case.config.shared:
         return None
-    drawn = draw(case, SHARED, device)
-    plain = Expert(drawn.gate_up[0], drawn.down[0])
+    weights = draw(case, SHARED, device)
+    plain = Expert(weights.gate_up[0], weights.down[0])
     return FP8Expert.of(plain) if case.fp8_rows else plain
 
 
 def weight_bytes(config: MoEConfig, dtype: str, inner: int, *, biased: bool = False) -> int:
-    """Bytes of the weights, scales and biases of an expert with `inner` intermediate columns."""
+    """Return the bytes of an expert with `inner` intermediate columns, with scales and biases."""
     numbers, rows = 3 * config.hidden * inner, 2 * inner + config.hidden
     biases = biased * rows * config.dtype.itemsize
     if dtype == "fp8":

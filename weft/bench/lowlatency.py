@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft bench lowlatency`: dispatch and combine of the low-latency all-to-all.
 
-Experts return their rows, as numbers that they can read. So what arrives and what combine
-returns must equal `weft.lowlatency.reference` to the last bit.
+The experts return their rows, dequantized. So received rows and combined sums must equal
+`weft.lowlatency.reference` bit by bit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.reference import dequantize
 
-GROUP_SIZE = 128  # columns that share a scale
+GROUP_SIZE = 128  # columns per scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowCase(PairCase):
     """Pairs of dispatch and combine, expert-major.
 
-    quantize: "fp8" or None.  scale, reduce: as in LowLatencyAllToAll.
+    Attributes:
+        quantize: "fp8" or None.
+        scale: As in LowLatencyAllToAll.
+        reduce: As in LowLatencyAllToAll.
     """
 
     operator: ClassVar[str] = "lowlatency"
@@ -42,13 +45,13 @@ class LowCase(PairCase):
 
     def __post_init__(self) -> None:
         PairCase.__post_init__(self)
-        # Both refuse what cannot be, before any rank is started.
+        # Both validate the case before any rank is started.
         _ = self.config
         make_ids(self, max(self.tokens), 0)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Sizes and what changes the meaning, as LowLatencyAllToAll takes them."""
+        """Arguments of LowLatencyAllToAll that determine sizes and results."""
         return {
             "max_tokens": self.capacity,
             "hidden": self.hidden,
@@ -64,7 +67,7 @@ class LowCase(PairCase):
 
     @property
     def config(self) -> LowLatencyConfig:
-        """What the ranks will share."""
+        """The configuration of the operator."""
         return LowLatencyConfig.of(ranks=self.ranks, **self.options)
 
     @property
@@ -78,11 +81,11 @@ class LowCase(PairCase):
     def title(self) -> str:
         out = f"{self.quantize} + {self.scale} scales" if self.quantize else self.dtype
         what = "fp8 + scales" if self.fp8_back else self.dtype
-        each = "choice" if self.reduce == "receiver" else "rank"
-        return f"{self.sizes_text}; {out} out, expert-major; {what} back, a row for each {each}"
+        per = "choice" if self.reduce == "receiver" else "rank"
+        return f"{self.sizes_text}; {out} out, expert-major; {what} back, a row per {per}"
 
     def trials(self, group: Group) -> Trials:
-        """One exchange with room for the largest size."""
+        """Yield a trial per size. All use one operator."""
         a2a = LowLatencyAllToAll(
             group,
             timeout=TIMEOUT,
@@ -96,15 +99,15 @@ class LowCase(PairCase):
                 yield LowTrial(group, self, a2a, tokens)
 
     def rows_back(self, ids_of_rank: list[torch.Tensor]) -> torch.Tensor:
-        """A receiver that adds takes a row for each choice."""
+        """Return one row per choice if the receiver reduces, otherwise one per rank."""
         rows = choice_rows if self.reduce == "receiver" else token_rows
         return rows(ids_of_rank, self.experts)
 
 
 class LowTrial(Trial):
-    """An exchange with one set of inputs."""
+    """An all-to-all with one set of inputs."""
 
-    variant = "default"  # the only one: the options determine it
+    variant = "default"  # the only variant
 
     def __init__(self, group: Group, case: LowCase, a2a: LowLatencyAllToAll, tokens: int) -> None:
         self.group, self.case, self.a2a, self.tokens = group, case, a2a, tokens
@@ -126,36 +129,36 @@ class LowTrial(Trial):
         return x.to(self.case.out_dtype)
 
     def calls(self) -> Calls:
-        """The pair; experts' rows are those of the check before."""
+        """Return the pair. The experts' rows stay in place from the check."""
         return Calls({"dispatch": self._dispatch, "combine": self._combine}, "pair")
 
     def _dispatch(self) -> ExpertRows:
-        got = self.a2a.dispatch(self.x, self.own_ids, self.weights)
-        self._handle = got.handle
-        return got
+        received = self.a2a.dispatch(self.x, self.own_ids, self.weights)
+        self._handle = received.handle
+        return received
 
     def _combine(self) -> None:
         assert self._handle is not None
         self.a2a.combine(self.y, self.own_ids, self.weights, self._handle, self.out)
 
     def check(self) -> str | None:
-        """Run a pair on poisoned memory; what is wrong with it, or None."""
+        """Run a pair on poisoned memory, and return a difference from the reference, or None."""
         for slot in self.a2a._slots:
             poison(slot.x)
         self.poison()
-        got = self._dispatch()
-        problem = self._wrong_rows(got)
-        self.y.copy_(self._readable(got))
-        settle(self.group)  # comparing takes its time, and a peer in combine would not wait so long
+        received = self._dispatch()
+        problem = self._compare_rows(received)
+        self.y.copy_(self._dequantize(received))
+        settle(self.group)  # the comparison takes longer than a peer waits in combine
         self._combine()
-        found = self.compare()  # by all ranks, also where one has found something already
-        return problem or found
+        result = self.compare()  # collective, so it also runs after a problem
+        return problem or result
 
     def compare(self) -> str | None:
         settle(self.group)
-        numbers, scales = self._sent()
-        rows = (numbers if scales is None else dequantize(numbers, scales)).to(self.x.dtype)
-        wanted = low.combine(
+        rows, scales = self._quantize_own()
+        rows = (rows if scales is None else dequantize(rows, scales)).to(self.x.dtype)
+        expected = low.combine(
             rows[:, None].expand(-1, self.case.top_k, -1),
             self.own_ids,
             self.weights,
@@ -163,14 +166,14 @@ class LowTrial(Trial):
             reduce=self.case.reduce,
             combine_dtype=self.case.combine_dtype,
         )
-        return unlike_row("sum", self.group.rank, self.out, wanted)
+        return unlike_row("sum", self.group.rank, self.out, expected)
 
     def facts(self) -> dict[str, Any]:
-        """What the routing moves."""
+        """Return the bytes that the routing moves."""
         self.a2a.check()
         return self.case.traffic(self.ids)
 
-    def _wrong_rows(self, got: ExpertRows) -> str | None:
+    def _compare_rows(self, received: ExpertRows) -> str | None:
         expected = low.dispatch(
             self.rows,
             [ids.to(self.x.device) for ids in self.ids],
@@ -183,27 +186,30 @@ class LowTrial(Trial):
         )
         settle(self.group)
         rank = f"rank {self.group.rank}"
-        if not torch.equal(got.counts, expected.counts):
-            return f"{rank}: counts are {got.counts.tolist()}, not {expected.counts.tolist()}"
-        there = self._there(got)
-        if not torch.equal(got.x.view(torch.uint8)[there], expected.x.view(torch.uint8)[there]):
+        if not torch.equal(received.counts, expected.counts):
+            return f"{rank}: counts are {received.counts.tolist()}, not {expected.counts.tolist()}"
+        valid = self._valid_rows(received)
+        if not torch.equal(
+            received.x.view(torch.uint8)[valid], expected.x.view(torch.uint8)[valid]
+        ):
             return f"{rank}: rows of experts differ from the reference"
-        if expected.scales is not None and got.scales is not None:
-            scales = low.unpack_scales(got.scales, expected.scales.shape[2])
-            if not torch.equal(scales[there], expected.scales[there]):
+        if expected.scales is not None and received.scales is not None:
+            scales = low.unpack_scales(received.scales, expected.scales.shape[2])
+            if not torch.equal(scales[valid], expected.scales[valid]):
                 return f"{rank}: scales differ from the reference"
         return None
 
-    def _there(self, got: ExpertRows) -> torch.Tensor:
-        return torch.arange(got.x.shape[1], device=got.x.device)[None] < got.counts[:, None]
+    def _valid_rows(self, received: ExpertRows) -> torch.Tensor:
+        places = torch.arange(received.x.shape[1], device=received.x.device)
+        return places[None] < received.counts[:, None]
 
-    def _sent(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _quantize_own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return low.sent(self.x, self.case.quantize, GROUP_SIZE, self.case.scale)
 
-    def _readable(self, got: ExpertRows) -> torch.Tensor:
-        """Rows as experts read them; zeros where there is none."""
-        rows = got.x.float()
-        if got.scales is not None:
+    def _dequantize(self, received: ExpertRows) -> torch.Tensor:
+        """Return the received rows in the output's dtype, zeros in unused slots."""
+        rows = received.x.float()
+        if received.scales is not None:
             blocks = self.a2a.config.shape.blocks
-            rows = dequantize(got.x, low.unpack_scales(got.scales, blocks))
-        return torch.where(self._there(got)[..., None], rows, 0.0).to(self.y.dtype)
+            rows = dequantize(received.x, low.unpack_scales(received.scales, blocks))
+        return torch.where(self._valid_rows(received)[..., None], rows, 0.0).to(self.y.dtype)

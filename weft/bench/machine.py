@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure was measured on, and of what code: without both a figure means nothing."""
+"""The machine and the code that a result was measured with."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-INCLUDE_ROOT = Path(__file__).resolve().parents[2]  # as weft.jit.source has it
-COMMIT = "WEFT_COMMIT"  # environment variable: the commit, where code travels without its .git
+INCLUDE_ROOT = Path(__file__).resolve().parents[2]  # equal to weft.jit.source's
+COMMIT = "WEFT_COMMIT"  # environment variable with the commit, for code without its .git
 
 
 def describe_code() -> dict[str, Any]:
-    """Return what was measured, as JSON: version, commit, and the sha256 of the kernels' headers.
+    """Return version, commit and the sha256 of the kernels' headers, as JSON values.
 
-    commit: what WEFT_COMMIT says; else that of the checkout that this package is imported from,
-    with "-dirty" after it where tracked files differ from it; None where neither is there.
+    The commit is WEFT_COMMIT, or that of the checkout of this package, with "-dirty" if tracked
+    files differ, or None.
     """
     from weft import __version__
-    from weft.jit.source import header_digest  # needs torch, and a report of the doctor does not
+    from weft.jit.source import header_digest  # needs torch; the doctor's report must not
 
     commit = os.environ.get(COMMIT) or _commit_of(INCLUDE_ROOT)
     return {"version": __version__, "commit": commit, "headers": header_digest()}
 
 
 def _commit_of(root: Path) -> str | None:
-    """The commit of a checkout whose top is `root`, or None: a package that was installed into
-    somebody's checkout is no part of that one's commit."""
+    """Return the commit of a checkout with top-level folder `root`, or None.
+
+    A package that is installed inside another project's checkout has no commit.
+    """
     top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root.resolve():
         return None
@@ -38,20 +40,20 @@ def _commit_of(root: Path) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints, or None where it is absent, fails, hangs or prints nothing."""
+    """Return a program's output, or None if it is absent, fails, hangs or prints nothing."""
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None if found.returncode == 0 else None
+    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
 def describe_machine(gpus: list[str]) -> dict[str, Any]:
-    """Return names and versions as JSON, and of what code the figures are.
+    """Return names and versions of the machine and the code, as JSON values.
 
-    gpus: name of each rank's GPU; empty for CPU ranks.
+    `gpus` are the ranks' GPU names, empty for CPU ranks.
     """
-    import torch  # a report of the doctor does without
+    import torch  # not needed for the doctor's report
 
     return {
         "weft": describe_code(),
@@ -70,7 +72,7 @@ def describe_machine(gpus: list[str]) -> dict[str, Any]:
 def machine_line(machine: dict[str, Any]) -> str:
     """Return the machine and the code in one line, for captions."""
     day = str(machine["date"])[:10]
-    if "weft" in machine:  # records of earlier versions do not know
+    if "weft" in machine:  # absent in records of old versions
         day = f"{_code_line(machine['weft'])}, {day}"
     names: list[str] = machine["gpus"]
     if names:
@@ -81,24 +83,24 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def _code_line(code: dict[str, Any]) -> str:
-    """Version, and the first letters of the commit, if it is known."""
+    """Return the version, with the abbreviated commit if known."""
     commit, dash, dirty = str(code["commit"] or "").partition("-")
     return f"weft {code['version']}" + (f" {commit[:12]}{dash}{dirty}" if commit else "")
 
 
 def driver_version() -> str | None:
-    """Return the NVIDIA driver's version as nvidia-smi reports it, or None."""
+    """Return the NVIDIA driver's version from nvidia-smi, or None."""
     text = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return text.splitlines()[0].strip() if text else None
 
 
 def ask_nvidia_smi(*arguments: str) -> str | None:
-    """Return what nvidia-smi prints, or None where it is absent, fails or hangs."""
+    """Return the output of nvidia-smi, or None if it is absent, fails or hangs."""
     return _output("nvidia-smi", *arguments)
 
 
 def cpu_name() -> str:
-    """Return the CPU's model, or at least its architecture."""
+    """Return the CPU's model, or its architecture if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

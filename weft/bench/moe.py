@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft bench moe`: dispatch and combine of the all-to-all by rank.
+"""`weft bench moe`: dispatch and combine of the rank-major all-to-all.
 
-All numbers are chosen so that every sum is exact in fp32 in whatever order it is taken (values of
-eight bits, weights in 64ths, scales that are powers of two). So
-what arrives and what comes back must equal `weft.reference` to the last bit. Where rows are
-quantised, sums are rounded; weft adds in rank order, so bits agree there too.
+Inputs are chosen so that every sum is exact in fp32 in any order: values of eight bits, weights in
+64ths, scales that are powers of two. Received and combined rows must therefore equal
+`weft.reference` bit by bit. With quantized rows, sums are rounded, but weft adds in rank order, so
+bits are equal as well.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.placement import Placement
 
-SCALE_GROUP = 128  # elements of an fp8 payload that share one float32 scale
-_SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # of a row's element
+SCALE_GROUP = 128  # elements of an fp8 payload per float32 scale
+_SCALE_BYTES = {"fp8": 4 / SCALE_GROUP, "mxfp8": 1 / 32}  # per element
 
 
 def row_bytes(hidden: int, itemsize: int, kind: str | None) -> int:
-    """Bytes of one row on the wire: kind None, "fp8" or "mxfp8"."""
+    """Return the bytes of one row on the wire; `kind` is None, "fp8" or "mxfp8"."""
     return hidden * itemsize if kind is None else hidden + int(hidden * _SCALE_BYTES[kind])
 
 
@@ -39,8 +39,11 @@ def row_bytes(hidden: int, itemsize: int, kind: str | None) -> int:
 class MoECase(PairCase):
     """Pairs of dispatch and combine.
 
-    payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per 128.
-    combine, combine_dtype, quantize: as in AllToAll.
+    Attributes:
+        payload: "bf16" sends rows of `dtype`; "fp8" sends float8_e4m3fn with float32 scales per
+            128.
+        combine: As in AllToAll.
+        quantize: As in AllToAll.
     """
 
     operator: ClassVar[str] = "moe"
@@ -66,7 +69,7 @@ class MoECase(PairCase):
         make_ids(self, max(self.tokens), 0)
 
     def sizes(self, max_tokens: int) -> dict[str, Any]:
-        """What any exchange of these rows is made for."""
+        """Return the sizes of an exchange of these rows."""
         payloads = None
         if self.payload == "fp8":
             scales = Payload((self.hidden // SCALE_GROUP,), torch.float32)
@@ -81,14 +84,14 @@ class MoECase(PairCase):
         }
 
     def options(self) -> dict[str, Any]:
-        """How weft moves them."""
+        """Return the options of weft's all-to-all."""
         return {name: getattr(self, name) for name in ("combine", "combine_dtype", "quantize")}
 
     def comparable(self) -> MoECase | None:
-        """What other libraries are asked for, so that equal work is compared.
+        """Return the equivalent case for other libraries, or None for mxfp8.
 
-        They send fp8 as numbers and float32 scales, which is also what quantize="fp8" sends; None
-        for mxfp8. Their rows come back in `dtype`, also where ours come back as fp8.
+        They send fp8 as values and float32 scales, as quantize="fp8" does. Their combined rows have
+        `dtype`, even if ours are fp8.
         """
         if self.quantize == "mxfp8":
             return None
@@ -106,11 +109,11 @@ class MoECase(PairCase):
 
     @property
     def wire(self) -> str:
-        """What goes out and what comes back, in words."""
+        """Describe dispatched and combined rows."""
         if self.payload == "fp8":
             out = "fp8 + scales out"
         elif self.quantize:
-            out = f"{self.quantize} + scales out, quantised by dispatch"
+            out = f"{self.quantize} + scales out, quantized by dispatch"
         else:
             out = f"{self.dtype} out"
         pushed = " (pushed)" if self.fp8_back or self.combine == "push" else ""
@@ -122,7 +125,7 @@ class MoECase(PairCase):
         return f"{self.sizes_text}, {self.wire}{sms}{early}"
 
     def trials(self, group: Group) -> Trials:
-        """One exchange, with room for the largest size, for the whole sweep, as in a server."""
+        """Yield a trial per size. All use one exchange of the largest size, as in a server."""
         exchange = AllToAll(
             group,
             **self.sizes(self.capacity),
@@ -136,35 +139,35 @@ class MoECase(PairCase):
             for tokens in self.tokens:
                 yield MoETrial(group, self, exchange, tokens)
 
-    def notes(self, found: Sequence[Measured]) -> list[str]:
-        """The bytes that floor and wire count, where a row is not simply hidden x dtype."""
+    def notes(self, measured: Sequence[Measured]) -> list[str]:
+        """Return the bytes per row that floor and wire count."""
         row = f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back"
         return [f"{row}; other libraries' rows come back as {self.dtype}."]
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One rank's call: payload tensors `[tokens, ...]`, ids `[tokens, top_k]`, weights likewise."""
+    """Inputs of one rank: payloads `[tokens, ...]`, ids and weights `[tokens, top_k]`."""
 
     payloads: tuple[torch.Tensor, ...]
     ids: torch.Tensor
     weights: torch.Tensor
 
     def to(self, device: torch.device) -> Inputs:
-        """The same on a device."""
+        """Return the inputs on a device."""
         planes = tuple(plane.to(device) for plane in self.payloads)
         return Inputs(planes, self.ids.to(device), self.weights.to(device))
 
 
 def make_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
-    """Return what a rank sends, on the CPU. Every rank can make every other rank's inputs."""
+    """Return a rank's inputs, on the CPU. Every rank can generate every other rank's."""
     generator = torch.Generator().manual_seed(case.seed_of(tokens, rank))
     x = torch.randn(tokens, case.hidden, generator=generator).bfloat16()
     shape = (tokens, case.top_k)
     weights = torch.randint(1, 17, shape, generator=generator).float() / 64
     payloads: tuple[torch.Tensor, ...] = (x.to(case.out_dtype),)
     if case.payload == "fp8":
-        values, scales = reference.quantize(x, "mxfp8", SCALE_GROUP)  # by powers of two
+        values, scales = reference.quantize(x, "mxfp8", SCALE_GROUP)  # scales are powers of two
         payloads = values, scales.float()
     return Inputs(payloads, make_ids(case, tokens, rank), weights)
 
@@ -172,7 +175,7 @@ def make_inputs(case: MoECase, tokens: int, rank: int) -> Inputs:
 class MoETrial(Trial):
     """An exchange with one set of inputs, and experts that return their rows."""
 
-    variant = "onesided"  # the only one: the options determine it
+    variant = "onesided"  # the only variant
 
     def __init__(self, group: Group, case: MoECase, exchange: AllToAll, tokens: int) -> None:
         self.group, self.case, self.exchange, self.tokens = group, case, exchange, tokens
@@ -184,7 +187,7 @@ class MoETrial(Trial):
         self.out = torch.empty(shape, dtype=case.out_dtype, device=group.device)
         self.outputs = [self.out]
         self._expected = reference.identity_round_trip(
-            rows_of(self._delivered(self.inputs), case.out_dtype),
+            rows_of(self._quantize(self.inputs), case.out_dtype),
             self.inputs.ids,
             self.inputs.weights,
             self.placement,
@@ -193,17 +196,17 @@ class MoETrial(Trial):
         )
 
     def calls(self) -> Calls:
-        """The pair. The experts' rows stay in place from the check before."""
+        """Return the pair. The experts' rows stay in place from the check."""
         return Calls({"dispatch": self._dispatch, "combine": self._combine}, "pair")
 
     def check(self) -> str | None:
-        """Send a round through poisoned memory."""
+        """Run a round on poisoned memory, and return a difference from the reference, or None."""
         settle(self.group)
         received = self._dispatch()
-        # Pushed rows end in their owners' inboxes: this round leaves poison there.
+        # Pushed rows are written into their owners' inboxes; this round leaves poison there.
         poison(self.exchange.output())
         self._combine()
-        settle(self.group)  # nobody writes an inbox from here on: poison what that round left
+        settle(self.group)  # no rank writes inboxes from here on: poison the received rows
         for plane in received.payloads:
             poison(plane)
         self.poison()
@@ -216,17 +219,17 @@ class MoETrial(Trial):
             Received((rows,), ids, weights, received.counts), self.case.out_dtype
         )
         self.exchange.output()[:, : self.tokens].copy_(answers)
-        settle(self.group)  # comparing takes its time, and a peer in combine would not wait so long
+        settle(self.group)  # the comparison takes longer than a peer waits in combine
         self._combine()
-        found = self.compare()  # by all ranks, also where one has found something already
-        return problem or found
+        result = self.compare()  # collective, so it also runs after a problem
+        return problem or result
 
     def compare(self) -> str | None:
         settle(self.group)
         return unlike_row("combined row", self.group.rank, self.out, self._expected)
 
     def facts(self) -> dict[str, Any]:
-        """What the routing moves."""
+        """Return the bytes that the routing moves."""
         self.exchange.check()
         traffic = self.case.traffic([source.ids.cpu() for source in self.sources])
         return {"max_tokens": self.exchange.max_tokens, **traffic}
@@ -238,38 +241,39 @@ class MoETrial(Trial):
     def _combine(self) -> torch.Tensor:
         return self.exchange.combine(out=self.out)
 
-    def _delivered(self, source: Inputs) -> tuple[torch.Tensor, ...]:
-        """What dispatch makes of a source's payloads on their way."""
+    def _quantize(self, source: Inputs) -> tuple[torch.Tensor, ...]:
+        """Return a rank's payloads as dispatch sends them."""
         if self.case.quantize is None:
             return source.payloads
         return reference.quantize(source.payloads[0], self.case.quantize)
 
     def _compare_received(self, received: Received) -> str | None:
-        """Return how what arrived differs from the reference, or None."""
+        """Return a difference between received rows and the reference, or None."""
         rank, tokens = self.group.rank, self.tokens
         counts = received.counts.tolist()
         if counts != [tokens] * self.group.size:
-            return f"rank {rank}: counts are {counts}, every rank sent {tokens} tokens"
+            return f"rank {rank}: counts are {counts}, but every rank sent {tokens} tokens"
         if bool((received.ids[:, tokens:] >= 0).any()):
             return f"rank {rank}: slots beyond {tokens} tokens still hold ids"
-        wanted = reference.dispatch(
-            [tuple(p.view(torch.uint8) for p in self._delivered(each)) for each in self.sources],
+        expected = reference.dispatch(
+            [tuple(p.view(torch.uint8) for p in self._quantize(each)) for each in self.sources],
             [source.ids for source in self.sources],
             [source.weights for source in self.sources],
             self.placement,
             rank=rank,
             max_tokens=tokens,
         )
-        here = wanted.ids >= 0
-        carries = here.any(dim=2, keepdim=True)  # a slot without a token may hold anything
-        weights = torch.where(here, received.weights[:, :tokens], 0.0)
+        is_local = expected.ids >= 0
+        used = is_local.any(dim=2, keepdim=True)  # unused slots may hold anything
+        weights = torch.where(is_local, received.weights[:, :tokens], 0.0)
         pairs = [
-            ("ids", received.ids[:, :tokens], wanted.ids),
-            ("weights", weights, wanted.weights),
+            ("ids", received.ids[:, :tokens], expected.ids),
+            ("weights", weights, expected.weights),
         ]
-        for index, (have, want) in enumerate(zip(received.payloads, wanted.payloads, strict=True)):
-            arrived = torch.where(carries, have[:, :tokens].view(torch.uint8), 0)
-            pairs.append((f"bytes of payload {index}", arrived, want))
+        planes = zip(received.payloads, expected.payloads, strict=True)
+        for index, (have, want) in enumerate(planes):
+            got = torch.where(used, have[:, :tokens].view(torch.uint8), 0)
+            pairs.append((f"bytes of payload {index}", got, want))
         for name, have, want in pairs:
             for source in range(self.group.size):
                 what = f"{name} from rank {source}"
@@ -279,6 +283,8 @@ class MoETrial(Trial):
 
 
 def rows_of(payloads: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return payloads `[..., hidden]` as rows of `dtype`: fp8 values are multiplied by their
-    scales. That is exact where these are powers of two, as in an fp8 payload and in mxfp8."""
+    """Return payloads `[..., hidden]` as rows of `dtype`, dequantized by their scales if fp8.
+
+    The result is exact if the scales are powers of two, as in an fp8 payload and in mxfp8.
+    """
     return payloads[0] if len(payloads) == 1 else reference.dequantize(*payloads).to(dtype)

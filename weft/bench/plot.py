@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a run: us over tokens, beside the floor and other libraries."""
+"""Plot of a run: us over tokens, with the floor and other libraries."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BASELINES = ("#64748b", "#94a3b8", "#a8a29e", "#475569", "#78716c", "#cbd5e1")
 
 
 def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -> None:
-    """Write the picture of the rows that hold the whole; the suffix of `path` chooses the format.
+    """Plot the rows of whole calls. The suffix of `path` selects the format.
 
-    Raises InvalidArgument where matplotlib is missing or cannot write there.
+    Raises InvalidArgument if matplotlib is missing or cannot write the file.
     """
     pyplot = matplotlib_pyplot()
     wholes = [row for row in rows if row.phase in ("pair", "call")]
@@ -33,15 +33,15 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -
         style = {"lw": 1.4, "marker": "s", "ms": 3.5, "color": BASELINES[index % len(BASELINES)]}
         axes.plot(*zip(*points.items(), strict=True), label=name, **style)
     for index, name in enumerate(dict.fromkeys(row.variant for row in wholes)):
-        mine, colour = [row for row in wholes if row.variant == name], COLOURS[index % len(COLOURS)]
-        tokens = [row.tokens for row in mine]
-        low, high = [row.us.min for row in mine], [row.us.p99 for row in mine]
+        own, colour = [row for row in wholes if row.variant == name], COLOURS[index % len(COLOURS)]
+        tokens = [row.tokens for row in own]
+        low, high = [row.us.min for row in own], [row.us.p99 for row in own]
         band = "fastest to 99 %" if not index else None
         axes.fill_between(tokens, low, high, color=colour, alpha=0.15, lw=0, label=band)
         label = "weft" if name == "default" else f"weft, {name}"
-        medians = [row.us.median for row in mine]
+        medians = [row.us.median for row in own]
         axes.plot(tokens, medians, color=colour, lw=2.0, marker="o", ms=4, label=label)
-    floors: dict[int, float] = {}  # the least, where variants send different bytes
+    floors: dict[int, float] = {}  # the least, because variants send different bytes
     for row in wholes:
         if row.floor is not None:
             floors[row.tokens] = min(row.floor, floors.get(row.tokens, row.floor))
@@ -66,7 +66,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -
 
 
 def plain(axes: Axes) -> None:
-    """Quiet axes: two spines, a faint grid below the data."""
+    """Style axes: two spines, a faint grid below the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -79,9 +79,9 @@ def plain(axes: Axes) -> None:
 
 
 def matplotlib_pyplot() -> Any:
-    """Return matplotlib.pyplot, drawing into files only.
+    """Return matplotlib.pyplot with a backend for files.
 
-    Raises InvalidArgument where it is not installed.
+    Raises InvalidArgument if it is not installed.
     """
     try:
         import matplotlib.ticker
@@ -96,9 +96,9 @@ def matplotlib_pyplot() -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure on white; its directory is made if needed.
+    """Write a figure on white, and create its folder if needed.
 
-    Raises InvalidArgument for a suffix or a place that cannot be written.
+    Raises InvalidArgument if the suffix is unknown or the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

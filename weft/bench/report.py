@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run prints and writes: the table, and JSON with every sample."""
+"""Output of a run: the table, and JSON with every sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STDOUT = Path("-")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """us per call: each statistic is taken over a rank's samples, then the slowest rank counts."""
+    """us per call. Each statistic is taken per rank; the slowest rank counts."""
 
     min: float
     median: float
@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples_of_rank: Sequence[Sequence[float]]) -> Spread:
-        """From every rank's samples."""
+        """Compute the statistics of every rank's samples."""
         return cls(
             min=max(min(samples) for samples in samples_of_rank),
             median=max(statistics.median(samples) for samples in samples_of_rank),
@@ -51,11 +51,14 @@ class Spread:
 class Row:
     """One phase of one variant at one size.
 
-    logical: GB/s of the rows as if every expert or rank were sent its own.
-    moved: bytes that leave or enter the busiest rank; wire: the GB/s they make.
-    floor: least us on this hardware, ratio: median / floor; None where unknown.
-    baselines: other libraries of this run -> us of the whole at this size.
-    more: the operator's own columns.
+    Attributes:
+        logical: GB/s if every expert or rank were sent its own rows.
+        moved: Bytes that leave or enter the busiest rank.
+        wire: GB/s of `moved`.
+        floor: Least us on this hardware, or None if unknown.
+        ratio: median / floor.
+        baselines: us of the whole call at this size, by other library.
+        more: The operator's own columns.
     """
 
     variant: str
@@ -72,30 +75,30 @@ class Row:
 
 
 def rows_of(report: Report, rivals: Sequence[RivalRun] = ()) -> list[Row]:
-    """Return a row for each phase of each measurement, by size."""
-    found = sorted(report.measured, key=lambda each: each.tokens)
-    return [_row(report, each, phase, rivals) for each in found for phase in each.samples_us]
+    """Return a row per phase of each measurement, by size."""
+    results = sorted(report.measured, key=lambda each: each.tokens)
+    return [_row(report, each, phase, rivals) for each in results for phase in each.samples_us]
 
 
-def _row(report: Report, found: Measured, phase: str, rivals: Sequence[RivalRun]) -> Row:
-    case, us = report.case, Spread.of(found.samples_us[phase])
-    logical, moved = case.bytes_of(found, phase)
-    unit = us.median * 1e3  # bytes over it are GB/s
-    row = Row(found.variant, found.tokens, phase, us, logical / unit, moved, moved / unit)
+def _row(report: Report, measured: Measured, phase: str, rivals: Sequence[RivalRun]) -> Row:
+    case, us = report.case, Spread.of(measured.samples_us[phase])
+    logical, moved = case.bytes_of(measured, phase)
+    unit = us.median * 1e3  # bytes / unit are GB/s
+    row = Row(measured.variant, measured.tokens, phase, us, logical / unit, moved, moved / unit)
     if phase != case.whole:
         return row
-    floor = case.floor_us(found, report.machine["gpus"])
+    floor = case.floor_us(measured, report.machine["gpus"])
     others = {
-        run.library: Spread.of(run.samples_us[found.tokens][phase]).median
+        run.library: Spread.of(run.samples_us[measured.tokens][phase]).median
         for run in rivals
-        if found.tokens in run.samples_us
+        if measured.tokens in run.samples_us
     }
     ratio = None if floor is None else us.median / floor
-    return replace(row, floor=floor, ratio=ratio, baselines=others, more=case.columns(found))
+    return replace(row, floor=floor, ratio=ratio, baselines=others, more=case.columns(measured))
 
 
 def print_report(console: Console, report: Report, rivals: Sequence[RivalRun] = ()) -> None:
-    """Print the table of a run, and below it how the figures were taken."""
+    """Print the table of a run, and how it was measured."""
     rows, case = rows_of(report, rivals), report.case
     console.print(Text.assemble((f"weft bench {case.operator}  ", "bold"), case.title()))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -116,7 +119,7 @@ def print_report(console: Console, report: Report, rivals: Sequence[RivalRun] = 
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Texts by column; a column that no row has is left out."""
+    """Return texts by column; a column without values is omitted."""
     cells = {"tokens": str(row.tokens), "variant": row.variant, "us": row.phase}
     cells |= {name: us_text(value) for name, value in asdict(row.us).items()}
     for name, rate in (("logical GB/s", row.logical), ("wire GB/s", row.wire)):
@@ -133,12 +136,12 @@ def _caption(report: Report, rows: Sequence[Row], rivals: Sequence[RivalRun]) ->
     case = report.case
     lines = [
         machine_line(report.machine),
-        f"Checked before timing and after it, memory poisoned before: {case.checked}.",
+        f"Checked before and after timing, over poisoned memory: {case.checked}.",
         *(f"us a call. {text}." for text in dict.fromkeys(each.method for each in report.measured)),
         "Statistics over a rank's samples, slowest rank shown.",
     ]
     if any(row.moved for row in rows):
-        lines.append("logical: bytes of the rows as asked for; wire: off the busiest rank.")
+        lines.append("logical: bytes of requested rows; wire: bytes of the busiest rank.")
     if any(row.floor is not None for row in rows):
         lines.append(f"floor: {case.floor_text()}, measured on H200 (weft/bench/limits.py).")
     lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
@@ -151,19 +154,19 @@ def _caption(report: Report, rows: Sequence[Row], rivals: Sequence[RivalRun]) ->
 
 
 def us_text(value: float) -> str:
-    """A time in us, as tables show it."""
+    """Format a time in us."""
     return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
 
 
 def as_json(report: Report, rivals: Sequence[RivalRun] = ()) -> dict[str, Any]:
-    """Settings, machine, every sample and the table's figures."""
+    """Return settings, machine, every sample and the table as JSON values."""
     return {
         "weft": __version__,
         "operator": report.case.operator,
         "settings": asdict(report.case),
         "machine": report.machine,
         "checked": f"{report.case.checked}, before and after timing",
-        "results": [asdict(found) for found in report.measured],
+        "results": [asdict(measured) for measured in report.measured],
         "refused": report.refused,
         "problem": report.problem,
         "peers": [asdict(run) for run in rivals],
@@ -172,7 +175,7 @@ def as_json(report: Report, rivals: Sequence[RivalRun] = ()) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON into a file, or to stdout for `-`. Raises InvalidArgument naming the path."""
+    """Write JSON to a file, or to stdout for `-`. Raises InvalidArgument naming the path."""
     text = json.dumps(data, indent=1) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)

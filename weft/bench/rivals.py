@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other libraries, measured in the same run where they are installed.
+"""Other libraries, measured in the same run if they are installed.
 
-They get the same inputs and the same clock. Each runs in processes of its own, after weft: one that
-traps or hangs loses its own rows only. Its results are compared with `weft.reference` before it is
-timed, within a tolerance: others promise less than weft (order of slots, rounding).
+They get the same inputs and the same clock. Each runs in its own processes, after weft, so a crash
+or hang loses only its own rows. Results are compared with `weft.reference` before timing, within a
+tolerance, because others guarantee less than weft (order of slots, rounding).
 
-None may use NVLink multicast: the figures are for machines where it is off, and some drivers must
-not be asked for it. So FlashInfer's all-reduce is made with backend="trtllm", never "auto" or
-"mnnvl", which probe for it.
+NVLink multicast stays off: the results are for machines without it, and some drivers must not be
+probed for it. FlashInfer's all-reduce therefore uses backend="trtllm"; "auto" and "mnnvl" probe for
+multicast.
 
-Written against torch 2.8 to 2.11, FlashInfer 0.6 and 0.7 (`flashinfer.comm`) and DeepEP 1.x
-(`deep_ep.Buffer`). Their modules are imported only when one of them is made.
+Written for torch 2.8 to 2.11, FlashInfer 0.6 and 0.7 (`flashinfer.comm`) and DeepEP 1.x
+(`deep_ep.Buffer`). Their modules are imported only when they are measured.
 """
 
 from __future__ import annotations
@@ -45,24 +45,29 @@ from weft.errors import RankFailed, WeftError
 from weft.group import Group
 from weft.placement import Placement
 
-LIMIT_SECONDS = 900.0  # of one library, what it compiles included
+LIMIT_SECONDS = 900.0  # timeout of one library, including compilation
 MEASURED, ABSENT = "measured", "not installed"
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-FEW = 512  # tokens a rank: DeepEP's queues and one-shot all-reduces are made for so many
+FEW = 512  # maximum tokens per rank of DeepEP's queues and of one-shot all-reduces
 
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A library that may be installed. It is sent to processes: its functions are a module's own.
+    """A library that may be installed. It is sent to processes, so functions must be module-level.
 
-    module: to import.  distribution: to ask for its version.
-    make: `(group, case, most tokens)` to an object whose `bind(tokens)` returns the calls and a
-    check, which calls once and returns how far the result is from the reference; collective.
-    refuses: why it cannot run this case, or None.  least, most: tokens that it serves.
+    Attributes:
+        module: Module to import.
+        distribution: Package with its version.
+        make: Called with group, case and maximum tokens; returns an object whose `bind(tokens)`
+            returns the calls and a check. The check calls once and returns a problem or None.
+            Collective.
+        refuses: Returns why the library cannot run a case, or None.
+        least: Minimum tokens.
+        most: Maximum tokens.
     """
 
     name: str
@@ -74,16 +79,17 @@ class Rival:
     most: int = 1 << 30
 
     def sizes(self, case: Case) -> list[int]:
-        """The tokens of a run that it serves."""
+        """Return the supported sizes of a run."""
         return [size for size in case.tokens if self.least <= size <= self.most]
 
 
 @dataclass(frozen=True, slots=True)
 class RivalRun:
-    """What became of one library in this run.
+    """Result of one library.
 
-    status: "measured", "not installed", or why there is no figure.
-    samples_us: tokens -> phase -> for each rank, us per call of each sample.
+    Attributes:
+        status: "measured", "not installed", or why it was not measured.
+        samples_us: tokens -> phase -> samples in us, by rank.
     """
 
     name: str
@@ -94,12 +100,12 @@ class RivalRun:
 
     @property
     def library(self) -> str:
-        """Name and version, as tables show it."""
+        """Name and version."""
         return f"{self.name} {self.version}".strip()
 
 
 def measure_rivals(case: Case, rivals: Sequence[Rival]) -> list[RivalRun]:
-    """Measure those that are installed and serve this case; a failure is a status."""
+    """Measure the libraries that are installed and support this case; failures are a status."""
     return [_attempt(rival, case) for rival in rivals]
 
 
@@ -110,25 +116,25 @@ def _attempt(rival: Rival, case: Case) -> RivalRun:
         version = importlib.metadata.version(rival.distribution)
     except importlib.metadata.PackageNotFoundError:
         version = "(unknown version)"
-    asked = case.comparable()
-    if asked is None:
-        return RivalRun(rival.name, version, "has nothing like it")
-    reason = rival.refuses(asked)
-    if reason is None and not rival.sizes(asked):
-        reason = "serves none of these sizes"
+    comparable = case.comparable()
+    if comparable is None:
+        return RivalRun(rival.name, version, "has no equivalent")
+    reason = rival.refuses(comparable)
+    if reason is None and not rival.sizes(comparable):
+        reason = "supports none of these sizes"
     if reason is not None:
         return RivalRun(rival.name, version, reason)
     try:
-        found = on_ranks(asked, rival_body, rival, seconds=LIMIT_SECONDS)[0]
+        result = on_ranks(comparable, rival_body, rival, seconds=LIMIT_SECONDS)[0]
     except WeftError as error:
         cause = error.__cause__ if isinstance(error, RankFailed) else None
-        what = cause or error
-        return RivalRun(rival.name, version, f"failed: {type(what).__name__}: {what}"[:300])
-    return RivalRun(rival.name, version, **found)
+        reason = f"failed: {type(cause or error).__name__}: {cause or error}"
+        return RivalRun(rival.name, version, reason[:300])
+    return RivalRun(rival.name, version, **result)
 
 
 def rival_body(group: Group, case: Case, rival: Rival) -> dict[str, Any]:
-    """What every rank does for one library; all ranks return the same."""
+    """Measure one library on one rank; all ranks return the same."""
     os.environ.update(NO_MULTICAST)
     sizes = rival.sizes(case)
     library = group.together(
@@ -144,17 +150,17 @@ def rival_body(group: Group, case: Case, rival: Rival) -> dict[str, Any]:
     return result
 
 
-def off_by(group: Group, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
-    """How far numbers are from those wanted, or None; tolerance: a part of the largest one."""
+def compare(group: Group, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
+    """Return a problem if the error exceeds `tolerance` times the largest value, or None."""
     error = float((got.float() - want.float()).abs().max())
     allowed = tolerance * float(want.float().abs().max())
-    if error <= allowed:  # false for NaN
+    if error <= allowed:  # False for NaN
         return None
-    return f"rank {group.rank}: a number is off by {error:.3g}, allowed are {allowed:.3g}"
+    return f"rank {group.rank}: the largest error is {error:.3g}; {allowed:.3g} is allowed"
 
 
 class Pairs:
-    """An all-to-all of another library. Its experts' answers stay in place from the check."""
+    """An all-to-all of another library. The experts' rows stay in place from the check."""
 
     tolerance = 2.0**-6
 
@@ -162,7 +168,7 @@ class Pairs:
         self.group, self.case, self.most = group, case, most
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
-        """One size: the pair, and one round against the reference."""
+        """Return the pair for one size, and a check of one round against the reference."""
         self.tokens = tokens
         inputs = make_inputs(self.case, tokens, self.group.rank).to(self.group.device)
         self.inputs = inputs
@@ -177,7 +183,7 @@ class Pairs:
                 Placement.blocks(self.case.experts, self.group.size),
                 ranks=self.group.size,
             )
-            return off_by(self.group, self.combine(), want, self.tolerance)
+            return compare(self.group, self.combine(), want, self.tolerance)
 
         return Calls({"dispatch": self.dispatch, "combine": self.combine}, "pair"), check
 
@@ -186,20 +192,19 @@ class Pairs:
         raise NotImplementedError
 
     def experts(self) -> None:
-        """Answer with what arrived."""
+        """Return the received rows as the experts' results."""
         raise NotImplementedError
 
     def combine(self) -> torch.Tensor:
-        """Fetch the weighted sums, `[tokens, hidden]`."""
+        """Return the weighted sums, `[tokens, hidden]`."""
         raise NotImplementedError
 
 
 class FlashInfer(Pairs):
-    """`flashinfer.comm`'s MoeAlltoAll: one-sided, rank-major, answers written in its workspace.
+    """`flashinfer.comm`'s MoeAlltoAll: one-sided, rank-major, results written in its workspace.
 
-    Ids and weights travel as payloads, as servers send them. Its kernel that replaces ids of other
-    ranks' experts ("sanitize") is left out: dispatch runs it on request only, and ours answers that
-    question in the ids themselves.
+    Ids and weights are payloads, as in servers. The optional kernel that replaces ids of other
+    ranks' experts ("sanitize") is not run; weft's dispatch returns local ids.
     """
 
     def __init__(self, group: Group, case: MoECase, most: int) -> None:
@@ -218,7 +223,7 @@ class FlashInfer(Pairs):
             mnnvl_config=memory.MnnvlConfig(comm_backend=backend),
         )
         torch.cuda.synchronize()
-        group.barrier()  # a peer may not send before this rank's workspace is cleared
+        group.barrier()  # peers must not send before this rank's workspace is cleared
 
     def dispatch(self) -> None:
         ids, weights = self.inputs.ids, self.inputs.weights
@@ -226,7 +231,7 @@ class FlashInfer(Pairs):
         self.received = self.exchange.dispatch(ids, payloads, self.tokens)
 
     def experts(self) -> None:
-        """Answer every slot; those without a token hold anything and are not read."""
+        """Fill every slot; slots without a token are not read."""
         *planes, ids, weights = self.received
         ranks, experts = self.group.size, self.case.experts
         owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1), device=ids.device)
@@ -234,26 +239,26 @@ class FlashInfer(Pairs):
         local = torch.where(owner[known.long()] == self.group.rank, known, -1)
         rows = rows_of(planes, self.case.out_dtype)
         received = Received((rows,), local, weights, torch.empty(0))
-        self._answers().copy_(reference.identity_experts(received, self.case.out_dtype))
+        self._expert_output().copy_(reference.identity_experts(received, self.case.out_dtype))
 
     def combine(self) -> torch.Tensor:
         out: torch.Tensor = self.exchange.combine(
-            self._answers(), self.tokens, payload_in_workspace=True
+            self._expert_output(), self.tokens, payload_in_workspace=True
         )
         return out
 
-    def _answers(self) -> torch.Tensor:
+    def _expert_output(self) -> torch.Tensor:
         case, exchange = self.case, self.exchange
-        answers: torch.Tensor = exchange.get_combine_payload_tensor_in_workspace(
+        output: torch.Tensor = exchange.get_combine_payload_tensor_in_workspace(
             self.tokens, case.hidden, case.out_dtype
         )
-        return answers
+        return output
 
 
 class Collective(Pairs):
-    """All-gather and reduce-scatter of NCCL (gloo on CPUs), rows in fixed places.
+    """All-gather and reduce-scatter of NCCL (gloo on CPUs), rows in fixed slots.
 
-    It moves its capacity in every call, so it is made anew for each size.
+    Every call moves the full capacity, so each size has its own exchange.
     """
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
@@ -265,8 +270,8 @@ class Collective(Pairs):
         self.received = self.exchange.dispatch(inputs.payloads, inputs.ids, inputs.weights)
 
     def experts(self) -> None:
-        found, dtype = self.received, self.case.out_dtype
-        rows = replace(found, payloads=(rows_of(found.payloads, dtype),))
+        received, dtype = self.received, self.case.out_dtype
+        rows = replace(received, payloads=(rows_of(received.payloads, dtype),))
         self.exchange.output().copy_(reference.identity_experts(rows, dtype))
 
     def combine(self) -> torch.Tensor:
@@ -274,18 +279,18 @@ class Collective(Pairs):
 
 
 class DeepEP(Pairs):
-    """`deep_ep.Buffer`'s low-latency pair: expert-major, weighted when it combines.
+    """`deep_ep.Buffer`'s low-latency pair: expert-major, weighted in combine.
 
-    It takes bf16 rows; with an fp8 payload it quantises them inside its dispatch.
+    It takes bf16 rows, and quantizes them in dispatch for an fp8 payload.
     """
 
     def __init__(self, group: Group, case: MoECase, most: int) -> None:
         super().__init__(group, case, most)
         library: Any = importlib.import_module("deep_ep")
-        self.most = -(-most // 4) * 4  # ranks x most must be a multiple of four
+        self.most = -(-most // 4) * 4  # ranks * most must be a multiple of four
         self.fp8 = case.payload == "fp8"
         self.tolerance = 2.0**-3 if self.fp8 else 2.0**-5
-        # Each queue must hold all the messages of a call, and a few more.
+        # Each queue must hold all messages of a call, and a few more.
         os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 2 * (self.most + 1))))
         size = library.Buffer.get_low_latency_rdma_size_hint(
             self.most, case.hidden, group.size, case.experts
@@ -294,11 +299,11 @@ class DeepEP(Pairs):
         self.buffer = library.Buffer(group.process_group(), 0, size, **queues)
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
-        """One size; the buffer is made for `most`, whatever the size."""
-        found = super().bind(tokens)
+        """Bind one size; the buffer's capacity is `most` in any case."""
+        bound = super().bind(tokens)
         self.x = rows_of(self.inputs.payloads, torch.bfloat16).contiguous()
         self.ids = self.inputs.ids.long()
-        return found
+        return bound
 
     def dispatch(self) -> None:
         self.received, _, self.handle, _, _ = self.buffer.low_latency_dispatch(
@@ -306,7 +311,7 @@ class DeepEP(Pairs):
         )
 
     def experts(self) -> None:
-        """Answer with what arrived, an expert at a time: the whole may be gigabytes in fp32."""
+        """Dequantize one expert at a time: all at once may need gigabytes in fp32."""
         if not self.fp8:
             self.answers = self.received.clone()
             return
@@ -323,39 +328,41 @@ class DeepEP(Pairs):
 
 
 class Reduces:
-    """An all-reduce of another library; where it does not fuse, torch's residual add and RMSNorm
-    follow, as an engine without fusion runs them."""
+    """An all-reduce of another library.
 
-    tolerance = 2.0**-5  # of the largest number: they may round after every add
+    If it does not fuse, torch's residual add and RMSNorm follow, as in an engine without fusion.
+    """
+
+    tolerance = 2.0**-5  # relative to the largest value: it may round after every addition
 
     def __init__(self, group: Group, case: ReduceCase, most: int) -> None:
         self.group, self.case, self.norm = group, case, case.epilogue != "none"
         self.process_group = group.process_group()
 
     def bind(self, tokens: int) -> tuple[Calls, Callable[[], str | None]]:
-        """One size: the call, and one call against the reference."""
+        """Return the call for one size, and a check against the reference."""
         ranks = range(self.group.size)
-        every = [make_rows(self.case, tokens, rank, self.group.device) for rank in ranks]
-        rows = every[self.group.rank]
+        all_rows = [make_rows(self.case, tokens, rank, self.group.device) for rank in ranks]
+        rows = all_rows[self.group.rank]
         call = self.call(rows)
 
         def check() -> str | None:
             settle(self.group)
             got = call()
             arguments = arguments_of(self.case, rows)
-            found = reference.allreduce_fused([each.x for each in every], **arguments)
-            want = found.norm if self.norm else found.out
+            expected = reference.allreduce_fused([each.x for each in all_rows], **arguments)
+            want = expected.norm if self.norm else expected.out
             assert want is not None
-            return off_by(self.group, got, want, self.tolerance)
+            return compare(self.group, got, want, self.tolerance)
 
         return Calls({"call": call}), check
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
-        """Bind one size; the call returns the sum or the norm, `[tokens, hidden]`."""
+        """Return a call for one size, which returns the sum or the norm, `[tokens, hidden]`."""
         raise NotImplementedError
 
     def finish(self, rows: Rows, summed: torch.Tensor) -> torch.Tensor:
-        """The epilogue by torch."""
+        """Apply the epilogue with torch."""
         if not self.norm:
             return summed
         total = summed + rows.residual
@@ -366,7 +373,7 @@ class TorchReduce(Reduces):
     """torch.distributed's all_reduce (NCCL on GPUs, gloo on CPUs)."""
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
-        """Bind one size. It sums in place, so every call but the first sums sums."""
+        """Bind one size. It sums in place, so later calls sum earlier sums."""
         x = rows.x.clone()
 
         def reduce() -> torch.Tensor:
@@ -377,19 +384,19 @@ class TorchReduce(Reduces):
 
 
 class SymmetricReduce(Reduces):
-    """torch's symmetric memory, one-shot or two-shot. In place, as above."""
+    """torch's symmetric memory, one-shot or two-shot. In place, as TorchReduce."""
 
     def __init__(self, group: Group, case: ReduceCase, most: int, *, one_shot: bool) -> None:
         super().__init__(group, case, most)
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self.one_shot = one_shot
         shape = (most, case.hidden)
-        self.whole = memory.empty(shape, dtype=case.out_dtype, device=group.device)
-        memory.rendezvous(self.whole, self.process_group.group_name)
+        self.buffer = memory.empty(shape, dtype=case.out_dtype, device=group.device)
+        memory.rendezvous(self.buffer, self.process_group.group_name)
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
-        """Bind one size: its rows are in symmetric memory already, as these calls ask for."""
-        x = self.whole[: len(rows.x)]
+        """Bind one size. The rows are in symmetric memory already, as these operators require."""
+        x = self.buffer[: len(rows.x)]
         x.copy_(rows.x)
         ops: Any = torch.ops.symm_mem
         name = self.process_group.group_name
@@ -418,13 +425,13 @@ class FlashInferReduce(Reduces):
         )
 
     def call(self, rows: Rows) -> Callable[[], torch.Tensor]:
-        """Bind one size, with outputs of its own."""
+        """Bind one size, with its own outputs."""
         names = ("norm_out", "residual_out") if self.norm else ("output",)
-        given: dict[str, Any] = {name: torch.empty_like(rows.x) for name in names}
-        answer: torch.Tensor = given[names[0]]
-        given |= {"pattern": int(self.norm), "use_oneshot": self.one_shot}
+        kwargs: dict[str, Any] = {name: torch.empty_like(rows.x) for name in names}
+        result: torch.Tensor = kwargs[names[0]]
+        kwargs |= {"pattern": int(self.norm), "use_oneshot": self.one_shot}
         if self.norm:
-            given |= {"residual_in": rows.residual, "rms_gamma": rows.weight, "rms_eps": EPS}
+            kwargs |= {"residual_in": rows.residual, "rms_gamma": rows.weight, "rms_eps": EPS}
 
         def reduce() -> torch.Tensor:
             self.comm.allreduce_fusion(
@@ -432,15 +439,15 @@ class FlashInferReduce(Reduces):
                 workspace=self.workspace,
                 launch_with_pdl=True,
                 fp32_acc=True,
-                **given,
+                **kwargs,
             )
-            return answer
+            return result
 
         return reduce
 
 
-def runs_all(case: Case) -> str | None:
-    """Refuses no case."""
+def accepts_all(case: Case) -> str | None:
+    """Return None: the library runs every case."""
     return None
 
 
@@ -467,20 +474,20 @@ def deepep_refuses(case: MoECase) -> str | None:
 def reduce_refuses(
     case: ReduceCase, devices: tuple[str, ...] = ("cuda",), ranks: tuple[int, ...] = ()
 ) -> str | None:
-    """Why an all-reduce with kernels for these cannot run the case, or None; no ranks: any."""
+    """Return why an all-reduce kernel cannot run the case, or None. Empty `ranks` means any."""
     if case.epilogue not in ("none", "norm"):
-        return f"not compared with epilogue {case.epilogue}"
+        return f"is not compared with epilogue {case.epilogue}"
     if case.device not in devices:
         return "needs GPUs"
     if ranks and case.ranks not in ranks:
-        return f"serves {', '.join(map(str, ranks))} ranks, not {case.ranks}"
+        return f"supports {', '.join(map(str, ranks))} ranks, not {case.ranks}"
     return None
 
 
 _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
-_EVEN = partial(reduce_refuses, ranks=(2, 4, 8))  # that FlashInfer has kernels for
+_EVEN = partial(reduce_refuses, ranks=(2, 4, 8))  # rank counts of FlashInfer's kernels
 PAIRS = (
-    Rival("torch all-gather", *_TORCH, Collective, runs_all),
+    Rival("torch all-gather", *_TORCH, Collective, accepts_all),
     Rival("FlashInfer", *_FLASHINFER, FlashInfer, flashinfer_refuses),
     Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=FEW),
 )
@@ -492,7 +499,7 @@ REDUCES = (
         Rival(f"{name} {shots}-shot", *package, partial(kind, one_shot=one), refuses, *limits)
         for name, package, kind, refuses, least in (
             ("torch symm_mem", _TORCH, SymmetricReduce, reduce_refuses, 1),
-            ("FlashInfer trtllm", _FLASHINFER, FlashInferReduce, _EVEN, 9),  # more than ranks
+            ("FlashInfer trtllm", _FLASHINFER, FlashInferReduce, _EVEN, 9),  # tokens > ranks
         )
         for shots, one, limits in (("one", True, (1, FEW)), ("two", False, (least,)))
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token goes to which expert, for every rank, and the rows this puts on the wire."""
+"""Expert ids of every rank's tokens, and the rows that they put on the wire."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ ROUTINGS = ("uniform", "perfect", "zipf", "one-hot")
 class PairCase(RowsCase):
     """A case of pairs of dispatch and combine.
 
-    top_k, experts: of a token, and on all ranks.   routing: as in `make_ids`.
-    combine_dtype: as in the operator.   model: what the sizes are called, or None.
-    profile: time kernels that keep a trace.
+    Attributes:
+        top_k: Experts per token.
+        experts: Experts on all ranks.
+        routing: As in `make_ids`.
+        combine_dtype: As in the operator.
+        model: Name of the model with these sizes, or None.
+        profile: Whether to time kernels that record a trace.
     """
 
     whole: ClassVar[str] = "pair"
@@ -36,22 +40,22 @@ class PairCase(RowsCase):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that dispatch sends of one token to one rank."""
+        """Bytes that dispatch sends for one token to one rank."""
         raise NotImplementedError
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of one row that combine returns."""
+        """Bytes of one combined row."""
         raise NotImplementedError
 
     @property
     def fp8_back(self) -> bool:
-        """Does combine return rows as FP8?"""
+        """Whether combine sends rows as FP8."""
         return self.combine_dtype == "fp8"
 
     @property
     def sizes_text(self) -> str:
-        """Model, sizes and routing, as titles begin."""
+        """Model, sizes and routing, for titles."""
         name = f"{self.model}: " if self.model else ""
         return (
             f"{name}{self.ranks} ranks, hidden {self.hidden}, top {self.top_k} of {self.experts} "
@@ -59,13 +63,13 @@ class PairCase(RowsCase):
         )
 
     def rows_back(self, ids_of_rank: list[torch.Tensor]) -> torch.Tensor:
-        """Rows that come back to rank i (row) from rank j (column), or as many the other way."""
+        """Return the rows that rank j (column) sends back to rank i (row), or the transpose."""
         return token_rows(ids_of_rank, self.experts)
 
     def traffic(self, ids_of_rank: list[torch.Tensor]) -> dict[str, int]:
-        """Rows and bytes off the busiest rank, out and back.
+        """Return rows and bytes of the busiest rank, out and back.
 
-        chosen: tokens x top_k that name an expert, most over ranks.
+        `chosen` is the largest number of entries that name an expert, over all ranks.
         """
         rows_out = busiest(token_rows(ids_of_rank, self.experts))
         rows_back = busiest(self.rows_back(ids_of_rank))
@@ -77,26 +81,26 @@ class PairCase(RowsCase):
             "back_bytes": rows_back * self.returned_bytes,
         }
 
-    def bytes_of(self, found: Measured, phase: str) -> tuple[float, float]:
-        """Rows out in dispatch, rows back in combine; asked for is a row for each choice."""
-        facts = found.facts
+    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+        """Return the phase's bytes; logical bytes count one row per choice."""
+        facts = measured.facts
         out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
         logical = facts["chosen"] * (out * self.sent_bytes + back * self.returned_bytes)
         return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
 
-    def floor_us(self, found: Measured, gpus: list[str]) -> float | None:
-        """Bytes of the busiest rank, and two ways through the links."""
-        return pair_floor_us(found.facts["out_bytes"], found.facts["back_bytes"], gpus)
+    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+        """Return the time of the busiest rank's bytes and of two ways through the links."""
+        return pair_floor_us(measured.facts["out_bytes"], measured.facts["back_bytes"], gpus)
 
     def floor_text(self) -> str:
-        """What the floor is made of, in words."""
+        """Describe the floor."""
         return f"wire bytes / {link_rate(self.ranks):g} GB/s + {PAIR_FIXED_US:g} us"
 
 
 def parse_routing(text: str) -> tuple[str, float]:
-    """Return the word, and the exponent of zipf, 1 if not given.
+    """Return the routing's name, and zipf's exponent (default 1).
 
-    Raises InvalidArgument for an exponent that is not a number above 0.
+    Raises InvalidArgument if the exponent is not a number above 0.
     """
     word, colon, number = text.partition(":")
     if word != "zipf":
@@ -111,14 +115,15 @@ def parse_routing(text: str) -> tuple[str, float]:
 
 
 def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
-    """Return int32 `[tokens, top_k]`: the experts of one rank's tokens, distinct within a row.
+    """Return the experts of one rank's tokens, int32 `[tokens, top_k]`, distinct within a row.
 
-    uniform: at random.  perfect: token t's k-th expert is on rank (rank + t + k) % ranks, so that
-    every token reaches min(top_k, ranks) ranks and all ranks and experts get equal shares.
-    zipf: expert popularity falls as 1 / place^s, places drawn once for the whole run.
+    uniform: random.
+    perfect: token t's k-th expert is on rank (rank + t + k) % ranks, so that every token reaches
+    min(top_k, ranks) ranks, and all ranks and experts get equal shares.
+    zipf: an expert's popularity is 1 / place^s, with places drawn once for the whole run.
     one-hot: every token picks experts 0 .. top_k - 1, the worst hot spot.
 
-    Raises InvalidArgument for an unknown routing, or sizes it cannot serve.
+    Raises InvalidArgument for an unknown routing or unsupported sizes.
     """
     generator = torch.Generator().manual_seed(case.seed * 1_000_003 + rank * 1009 + tokens)
     word, exponent = parse_routing(case.routing)
@@ -139,17 +144,17 @@ def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
 
 
 def places_of(experts: int, seed: int) -> torch.Tensor:
-    """int64 `[experts]`: each expert's place by popularity, 1 for the first."""
+    """Return each expert's place by popularity, from 1, int64 `[experts]`."""
     return torch.randperm(experts, generator=torch.Generator().manual_seed(seed)) + 1
 
 
 def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Gumbel noise: the largest keys of log p + noise are a draw by p without replacement."""
+    """Return Gumbel noise: the top keys of log p + noise are a sample without replacement."""
     return -(-torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7).log()).log()
 
 
 def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
-    """Walk over the ranks with k, and over each rank's experts with every full turn."""
+    """Iterate over ranks with k, and over each rank's experts with every full turn."""
     ranks, top_k = case.ranks, case.top_k
     placement = Placement.blocks(case.experts, ranks)
     owned = [placement.experts_of(owner) for owner in range(ranks)]
@@ -157,7 +162,7 @@ def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     if (fewest := min(len(experts) for experts in owned)) < turns:
         raise InvalidArgument(
             f"routing perfect: top_k={top_k} over {ranks} ranks needs {turns} experts on each, "
-            f"and {case.experts} experts leave {fewest} on one; use --routing uniform"
+            f"but {case.experts} experts leave {fewest} on one; use --routing uniform"
         )
     first = torch.tensor([experts[0] for experts in owned])
     count = torch.tensor([len(experts) for experts in owned])
@@ -169,27 +174,27 @@ def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
 
 
 def busiest(rows: torch.Tensor) -> int:
-    """Rows that leave or enter the busiest rank, whichever is more; rows: `[from, to]`."""
+    """Return the larger number of rows that leave or enter any rank; `rows` is `[from, to]`."""
     remote = rows.clone().fill_diagonal_(0)
     return int(torch.maximum(remote.sum(dim=1), remote.sum(dim=0)).max())
 
 
 def token_rows(ids_of_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
-    """Return int64 `[ranks, ranks]`: the token rows that rank i (row) sends to rank j (column).
+    """Return the token rows that rank i (row) sends to rank j (column), int64 `[ranks, ranks]`.
 
-    A row goes once to each rank however many of its experts are there.
+    A row is sent once to each rank, even if several of its experts are there.
     """
     return _rows(ids_of_rank, experts, once=True)
 
 
 def choice_rows(ids_of_rank: list[torch.Tensor], experts: int) -> torch.Tensor:
-    """Return int64 `[ranks, ranks]`: choices by rank i (row) of experts of rank j (column)."""
+    """Return the choices by rank i (row) of rank j's experts (column), int64 `[ranks, ranks]`."""
     return _rows(ids_of_rank, experts, once=False)
 
 
 def _rows(ids_of_rank: list[torch.Tensor], experts: int, *, once: bool) -> torch.Tensor:
     ranks = len(ids_of_rank)
-    owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1))  # id -1 takes the last
+    owner = torch.tensor((*Placement.blocks(experts, ranks).ranks, -1))  # id -1 indexes the last
     rows = torch.zeros(ranks, ranks, dtype=torch.int64)
     for source, ids in enumerate(ids_of_rank):
         hits = owner[ids.long()].unsqueeze(-1) == torch.arange(ranks)

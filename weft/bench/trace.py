@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: one process for each rank.
+"""Timeline of a run for Perfetto (ui.perfetto.dev) or chrome://tracing, one process per rank.
 
-Tracks of a rank: what it sends in dispatch, whom it waits for (one track for each peer), the wait
-of combine as a whole, the sum. An arrow leads from the flag that ended a wait to that wait.
-Low latency has tracks of its own, which `weft.lowlatency.trace` writes.
+Tracks of a rank: sending in dispatch, waiting for each peer, combine's wait, and the reduction. An
+arrow leads from a flag to the wait that it ended. The low-latency operator has its own tracks,
+written by `weft.lowlatency.trace`.
 
-No figures of a benchmark are taken here, since profiled kernels are other kernels.
+Profiled kernels differ from timed ones, so no benchmark results are taken here.
 """
 
 from __future__ import annotations
@@ -27,47 +27,46 @@ from weft.lowlatency.trace import merge
 from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.timeline import Span
 
-ROUNDS = 32  # as many as a header keeps
-DISPATCH, COMBINE, REDUCE, PEERS = 1, 2, 3, 10  # tracks; peer p's is PEERS + p
+ROUNDS = 32  # rounds that a header keeps
+DISPATCH, COMBINE, REDUCE, PEERS = 1, 2, 3, 10  # track ids; peer p's track is PEERS + p
 Event = dict[str, Any]
 
 
 def trace(path: Path, case: MoECase | LowCase) -> str | None:
-    """Run the largest size of the case once more, profiled, and write its last 32 rounds.
+    """Run the largest size of the case with profiling, and write its last 32 rounds.
 
-    Their own time for a pair is in the metadata of an all-to-all, to be compared with the report's.
-    Returns what the check found wrong, or None. Raises InvalidArgument when the clocks cannot be
-    aligned.
+    For an all-to-all, the metadata has the profiled pair's time, to compare with the report.
+    Returns a failed check's problem, or None. Raises InvalidArgument if clocks cannot be aligned.
     """
     case = replace(case, tokens=(max(case.tokens),), profile=True)
     with tempfile.TemporaryDirectory() as folder:
-        found: list[tuple[str | None, list[Span], float]] = on_ranks(case, rank_body, folder)
-        if problem := next((problem for problem, _, _ in found if problem), None):
+        results: list[tuple[str | None, list[Span], float]] = on_ranks(case, rank_body, folder)
+        if problem := next((problem for problem, _, _ in results if problem), None):
             return problem
         if isinstance(case, LowCase):
             merge([Path(folder) / f"{rank}.json" for rank in range(case.ranks)], path)
         else:
-            pair_us = max(us for _, _, us in found)
-            write_json(path, document_of(case, [spans for _, spans, _ in found], pair_us))
+            pair_us = max(us for _, _, us in results)
+            write_json(path, document_of(case, [spans for _, spans, _ in results], pair_us))
     return None
 
 
 def rank_body(
     group: Group, case: MoECase | LowCase, folder: str
 ) -> tuple[str | None, list[Span], float]:
-    """What every rank does: check, time, run; low latency also writes its file. Collective.
+    """Check, time and profile on one rank; low latency also writes its file. Collective.
 
-    Returns what is wrong, or None; its spans; the median time of a profiled pair in us.
+    Returns a problem or None, the rank's spans, and the median us of a profiled pair.
     """
     with contextlib.closing(case.trials(group)) as trials:
         trial = next(trials)
         assert isinstance(trial, Trial)
         if problem := first_problem(group, trial.check()):
             return problem, [], 0.0
-        # In one step: no events between dispatch and combine, and no pause between rounds.
+        # A pair is one step here: no events between dispatch and combine, no pause between rounds.
         pair, samples = Calls({"pair": trial.calls()}, "pair"), max(case.samples, ROUNDS)
         _, us = measure(group, pair, samples=samples, graph=case.graph)
-        trial.facts()  # raises what the kernels recorded
+        trial.facts()  # raises errors that the kernels recorded
         group.barrier()  # all ranks have finished the same rounds
         spans: list[Span] = []
         if isinstance(trial, LowTrial):
@@ -75,13 +74,13 @@ def rank_body(
         else:
             assert isinstance(trial, MoETrial)
             spans = trial.exchange.timeline()
-        group.barrier()  # a peer may still be reading what is about to go
+        group.barrier()  # a peer may still be reading from this rank's memory
     return None, spans, median(us["pair"][group.rank])
 
 
 def document_of(case: MoECase, ranks: Sequence[Sequence[Span]], pair_us: float) -> dict[str, Any]:
-    """All ranks' spans as Chrome's JSON, on rank 0's clock."""
-    shared = case.device != "cuda"  # CPU ranks read the one clock of their host
+    """Return all ranks' spans as Chrome's JSON, on rank 0's clock."""
+    shared = case.device != "cuda"  # CPU ranks share their host's clock
     skew = Skew((0.0,) * len(ranks), 0.0, 1) if shared else estimate_skew(ranks)
     document = to_chrome(ranks, skew)
     names = ("ranks", "device", "hidden", "top_k", "experts")
@@ -95,9 +94,9 @@ def document_of(case: MoECase, ranks: Sequence[Sequence[Span]], pair_us: float) 
 
 
 def to_chrome(ranks: Sequence[Sequence[Span]], skew: Skew) -> dict[str, Any]:
-    """The trace as a JSON object; times in us since the first start.
+    """Return the trace as a JSON object, with times in us since the first start.
 
-    `metadata` says how far times of two ranks may be wrong against each other.
+    `metadata` has the bound of the clock error between two ranks.
     """
     spans = [span for each in ranks for span in each if span.finished]
     first = min((span.start_ns + skew.offsets_ns[span.rank] for span in spans), default=0.0)
@@ -109,19 +108,19 @@ def to_chrome(ranks: Sequence[Sequence[Span]], skew: Skew) -> dict[str, Any]:
     events = [event for rank in range(len(ranks)) for event in _names(rank, len(ranks))]
     for number, span in enumerate(spans):
         for track, name, begin, end in _slices(span):
-            if end > begin:  # a part that took no time is left out
+            if end > begin:  # omit parts that took no time
                 place = {"cat": span.phase, "pid": span.rank, "tid": track}
                 times = {"ts": us(span, begin), "dur": (end - begin) / 1e3}
                 args = {"epoch": span.epoch, "ctas": span.ctas}
                 events.append({"ph": "X", "name": name, **place, **times, "args": args})
-        # From the flag that was waited for last to the wait that it ended.
+        # The flow goes from the last flag to the wait that it ended.
         peer = max(range(len(span.arrived_ns)), key=span.waited_ns)
         sender = senders.get((peer, span.phase, span.epoch))
         if sender is None or span.waited_ns(peer) == 0 or peer == span.rank:
             continue
         common = {"name": "flag", "cat": span.phase, "id": number}
         sent = {"pid": peer, "tid": _own(span), "ts": us(sender, sender.sent_ns)}
-        inside = us(span, span.arrived_ns[peer] - 1)  # of the slice
+        inside = us(span, span.arrived_ns[peer] - 1)  # within the slice
         seen = {"pid": span.rank, "tid": PEERS + peer, "ts": inside}
         events += [{"ph": "s", **sent, **common}, {"ph": "f", "bp": "e", **seen, **common}]
     return {"traceEvents": events, "displayTimeUnit": "ns", "metadata": skew.metadata()}
@@ -132,7 +131,7 @@ def _own(span: Span) -> int:
 
 
 def _slices(span: Span) -> Iterator[tuple[int, str, int, int]]:
-    """(track, name, begin, end) of the parts of one operation."""
+    """Yield (track, name, begin, end) of the parts of one operation."""
     yield _own(span), "send", span.start_ns, span.sent_ns
     yield _own(span), "publish", span.sent_ns, span.published_ns
     for peer, arrived in enumerate(span.arrived_ns):
@@ -143,15 +142,15 @@ def _slices(span: Span) -> Iterator[tuple[int, str, int, int]]:
 
 
 def _names(rank: int, ranks: int) -> Iterator[Event]:
-    """Names and order of a rank's tracks."""
+    """Yield the names and order of a rank's tracks."""
 
-    def named(kind: str, track: int, **args: object) -> Event:
+    def metadata(kind: str, track: int, **args: object) -> Event:
         return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": args}
 
-    yield named("process_name", 0, name=f"rank {rank}")
-    yield named("process_sort_index", 0, sort_index=rank)
+    yield metadata("process_name", 0, name=f"rank {rank}")
+    yield metadata("process_sort_index", 0, sort_index=rank)
     tracks = {DISPATCH: "dispatch send", COMBINE: "combine wait", REDUCE: "reduce"}
     tracks |= {PEERS + peer: f"wait for rank {peer}" for peer in range(ranks)}
     for track, name in tracks.items():
-        yield named("thread_name", track, name=name)
-        yield named("thread_sort_index", track, sort_index=track)
+        yield metadata("thread_name", track, name=name)
+        yield metadata("thread_sort_index", track, sort_index=track)
