@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The math warpgroups: for every tile a mainloop and an epilogue, by its height and the dtype.
+// The math warpgroups' loop over tiles. Each tile's height and dtype select its mainloop and
+// epilogue.
 #pragma once
 #include <weft/gemm/epilogue.cuh>
 #include <weft/gemm/epilogue_gated.cuh>
@@ -14,13 +15,13 @@
 
 namespace weft {
 
-// The next lower height of swapped tiles. FP8 tiles of 128 rows are normal ones.
+// The next lower height of swapped tiles. It skips 128 in FP8, where such tiles are normal.
 template <GemmShape S> constexpr u32 lower_swap_ab_m(u32 m) {
     const u32 lower = m - S.m_granularity(m);
     return S.is_fp8() && lower == normal_m ? lower - block_m_granularity : lower;
 }
 
-// A swapped tile of N rows; a tile of fewer is passed on to the next lower height.
+// Computes a swapped tile of N rows; recurses to the next lower height for a smaller tile.
 template <GemmShape S, u32 N>
 WEFT_FN void compute_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Operands<S>& operands,
                              PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank,
@@ -96,7 +97,7 @@ WEFT_FN void compute_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u3
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
     Tile tile;
-    u32 exchanges = 0;  // of amax with the other CTA, so far
+    u32 exchanges = 0;  // number of amax exchanges with the other CTA so far
     while (scheduler.next(tile)) {
         if constexpr (S.has_split_m()) {
             if (tile.is_split<S>()) {

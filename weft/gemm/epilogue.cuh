@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Epilogues that store sums as they are: into the result, or (push) to each row's own address.
+// Epilogues that store sums without gating: to the result or (push) to each row's own address.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/gemm/mainloop_fp8.cuh>
@@ -10,16 +10,16 @@
 
 namespace weft {
 
-// Sums pass through staging memory, so that rows leave in vectors of 16 bytes. Pitches are in
-// bytes; 16 more than a row avoid bank conflicts.
-constexpr u32 staging_buffer_bytes = math_warps * staging_bytes / 2;  // of all warps: there are two
+// Sums pass through staging memory, so that rows are stored in vectors of 16 bytes. Pitches are in
+// bytes; a padding of 16 bytes per row avoids bank conflicts.
+constexpr u32 staging_buffer_bytes = math_warps * staging_bytes / 2;  // one of two, for all warps
 constexpr u32 swap_staging_rows = 16, swap_staging_pitch = block_n * 2 + 16;
 constexpr u32 half_row_bytes = block_n / 2 * 2, half_row_pitch = half_row_bytes + 16;
 static_assert(swap_staging_rows * swap_staging_pitch <= staging_buffer_bytes);
 static_assert(8 * half_row_pitch <= staging_bytes);
 
-// What a thread adds to its two columns of a 16-bit tile. Loaded before the mainloop, for it takes
-// a trip to memory.
+// The bias of a thread's two columns of a 16-bit tile. It is loaded before the mainloop, which
+// hides the latency.
 template <GemmShape S> struct BiasColumns {
     float bias[2] = {};
 
@@ -33,7 +33,7 @@ template <GemmShape S> struct BiasColumns {
     WEFT_FN BiasColumns(const GemmArgs& a, const Tile& tile, u32 rank) {
         if constexpr (S.bias != Bias::none) {
             const u32 warp = math_thread() / warp_lanes, lane = math_thread() % warp_lanes;
-            constexpr u32 width = S.gated() ? 8 : 16;  // a warp's columns of the result
+            constexpr u32 width = S.gated() ? 8 : 16;  // columns of the result per warp
             const u32 first = (tile.n_block * 2 + rank) * (width * math_warps);
             const u32 column = first + warp * width + lane / 4;
             bias[0] = load(a, tile.expert, column);
@@ -47,8 +47,8 @@ template <GemmShape S> struct BiasColumns {
     }
 };
 
-// The destination of the row with this thread's index. Loaded before the mainloop, for it takes a
-// trip to memory.
+// Loads the destination of the row with this thread's index. It is called before the mainloop,
+// which hides the latency.
 template <GemmShape S> WEFT_FN u64 load_dst_addr(const GemmArgs& a, const Tile& tile) {
     const u32 row = math_thread();
     if (S.epilogue != Epilogue::push || row >= tile.valid_m) return 0;
@@ -56,8 +56,8 @@ template <GemmShape S> WEFT_FN u64 load_dst_addr(const GemmArgs& a, const Tile& 
     return a.abort_flag != nullptr && *a.abort_flag != 0 ? 0 : dst_addr;
 }
 
-// Makes every row's destination known to every math thread. The barrier also frees the staging
-// memory of the tile before.
+// Shares every row's destination with all math threads. After the barrier, the staging memory of
+// the previous tile is free.
 template <GemmShape S>
 WEFT_FN void share_dst_addrs(GemmShared<S>& smem, const Tile& tile, u64 dst_addr) {
     sync_math_warps();
@@ -67,8 +67,8 @@ WEFT_FN void share_dst_addrs(GemmShared<S>& smem, const Tile& tile, u64 dst_addr
     }
 }
 
-// Stores sixteen bytes of a result row. With flag-in-data no word may be all ones, the sentinel:
-// numbers are packed by conversions whose only NaN is 0x7fff.
+// Stores sixteen bytes of a result row. With flag-in-data, no word may be the sentinel (all ones);
+// the values come from conversions whose only NaN is 0x7fff.
 template <GemmShape S> WEFT_FN void store_vector(u64 to, const u8* from) {
     uint4* const at = reinterpret_cast<uint4*>(to);
     if constexpr (S.flag_in_data)
@@ -77,7 +77,8 @@ template <GemmShape S> WEFT_FN void store_vector(u64 to, const u8* from) {
         store(at, *reinterpret_cast<const uint4*>(from));
 }
 
-// Where the columns of a row for one of the tile's two blocks of weights begin; 0 for nowhere.
+// Returns the address of a row's columns for one of the tile's two blocks of weights; 0 for a row
+// without a destination.
 template <GemmShape S>
 WEFT_FN u64 row_address(const GemmArgs& a, const GemmShared<S>& smem, const Tile& tile, u32 block,
                         u32 row) {
@@ -88,8 +89,8 @@ WEFT_FN u64 row_address(const GemmArgs& a, const GemmShared<S>& smem, const Tile
         return reinterpret_cast<u64>(a.out) + (u64(tile.first_row + row) * S.n + column) * 2;
 }
 
-// A swapped tile: sixteen rows at a time through staging memory, then 256 bytes of each row by
-// sixteen threads.
+// Stores a swapped tile, sixteen rows at a time through staging memory. Sixteen threads store 256
+// bytes of each row.
 template <GemmShape S, u32 N>
 WEFT_FN void store_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
                            const float (&sum)[N / 2], u64 dst_addr) {
@@ -98,7 +99,7 @@ WEFT_FN void store_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& t
         (lane / 16 * 8 + lane % 8) * swap_staging_pitch + (warp * 16 + lane / 8 % 2 * 8) * 2;
     const u32 row = self / 16, offset = self % 16 * 16;
     const u32 column = tile.n_block * cluster_n + rank * block_n + offset / 2;
-    const bool exists = S.n % cluster_n == 0 || column < S.n;  // columns beyond n do not
+    const bool exists = S.n % cluster_n == 0 || column < S.n;
     share_dst_addrs(smem, tile, dst_addr);
 #pragma unroll
     for (u32 c = 0; c < N / swap_staging_rows; ++c) {
@@ -115,8 +116,9 @@ WEFT_FN void store_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& t
     }
 }
 
-// 128 rows by one block of weights: eight rows by 64 columns at a time through the warp's own
-// staging memory, then 128 bytes of each row by eight lanes. first_row: of this CTA in the tile.
+// Stores 128 rows by one block of weights, eight rows by 64 columns at a time through the warp's
+// own staging memory. Eight lanes store 128 bytes of each row. first_row: this CTA's first row in
+// the tile.
 template <GemmShape S>
 WEFT_FN void store_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 block,
                           const float (&sum)[normal_sums], u32 first_row) {

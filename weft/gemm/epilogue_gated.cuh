@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated epilogue of BF16 and FP16, and the gate itself.
+// The gated epilogue of BF16 and FP16, and the gating function.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/gemm/epilogue.cuh>
@@ -16,8 +16,8 @@ static_assert(gated_staging_rows * gated_staging_pitch <= staging_buffer_bytes);
 
 constexpr float log2_e = 1.44269504f;
 
-// tanh within 2^-20 of itself: (1 - t) / (1 + t) with t = exp(-2 |x|), and near 0, where 1 - t has
-// few bits left, the series.
+// tanh with a relative error of at most 2^-20: (1 - t) / (1 + t) with t = exp(-2 |x|), or a series
+// near 0, where 1 - t would lose precision.
 WEFT_FN float tanh_fast(float x) {
     const float square = x * x, t = exp2_fast(fabsf(x) * (-2.0f * log2_e));
     float series = __fmaf_rn(square, -17.0f / 315.0f, 2.0f / 15.0f);
@@ -25,8 +25,9 @@ WEFT_FN float tanh_fast(float x) {
     return fabsf(x) < 0.25f ? series : copysignf((1.0f - t) * reciprocal(1.0f + t), x);
 }
 
-// `g * sigmoid(alpha * gate) * (u + offset)`, clamped to the limit before; NaN stays NaN. g and u
-// are gate and up, with SiTU `beta * tanh(gate / beta)` and `linear_beta * tanh(up / linear_beta)`.
+// Returns `g * sigmoid(alpha * gate) * (u + offset)` of the clamped gate and up; NaN stays NaN.
+// g and u are gate and up or, with SiTU, `beta * tanh(gate / beta)` and
+// `linear_beta * tanh(up / linear_beta)`.
 template <GemmShape S> WEFT_FN float gate_of(const GemmArgs& a, float gate, float up) {
     gate = min_nan(gate, a.limit);
     up = max_nan(min_nan(up, a.limit), -a.limit);
@@ -39,15 +40,15 @@ template <GemmShape S> WEFT_FN float gate_of(const GemmArgs& a, float gate, floa
     return gate * sigmoid * (up + a.offset);
 }
 
-// A thread has the gate and the up of its column (mainloop_16bit.cuh). Thirty-two gated rows at a
-// time through staging memory, then 128 bytes of each row by eight threads.
+// Gates and stores a tile, 32 rows at a time through staging memory. A thread has gate and up of
+// its column (mainloop_16bit.cuh). Eight threads store 128 bytes of each row.
 template <GemmShape S, u32 N>
 WEFT_FN void store_gated_16bit(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
                                const float (&sum)[N / 2]) {
     const u32 self = math_thread(), lane = self % warp_lanes, warp = self / warp_lanes;
     const u32 row = self / 8, offset = self % 8 * 16;
     const u32 column = tile.n_block * block_n + rank * gated_block_n + offset / 2;
-    sync_math_warps();  // the staging memory of the tile before is free
+    sync_math_warps();  // the previous tile's staging memory is free
 #pragma unroll
     for (u32 c = 0; c < (N + gated_staging_rows - 1) / gated_staging_rows; ++c) {
         u8* const staging = smem.staging + c % 2 * staging_buffer_bytes;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of FP8 that gates and quantises: a row's 128 gated columns share one scale. In a
-// split tile one warp has all of them; in others each CTA has half, so the CTAs exchange the
-// largest |x| of each row.
+// The FP8 epilogue that gates and quantises. A row's 128 gated columns share one scale. In a split
+// tile, one warp has all of them. In other tiles each CTA has half of them, so the CTAs exchange
+// the largest |x| of each row.
 //
-// Normal and split, a thread has gate and up of a column. Swapped, one warpgroup has the gates, the
-// other the ups of the same columns, thread for thread: each gives the other half of its rows and
-// gates the rest. A thread then has, for rows 16 i + 8 (its warpgroup) + 2 (lane % 4) + {0, 1} of
-// the tile, columns lane / 4 and eight further on of its warp's sixteen, as `gated` 4 i + {0, 1}
-// and 4 i + {2, 3}. Rows of a warpgroup are counted from 0 on: 8 i + 2 (lane % 4) + {0, 1}.
+// In normal and split tiles, a thread has gate and up of a column. In swapped tiles, one warpgroup
+// has the gates and the other the ups of the same columns, with the same assignment to threads.
+// Each sends half of its rows to the other and gates the rest. A thread then has rows
+// 16 i + 8 warpgroup + 2 (lane % 4) + {0, 1} of the tile, and of its warp's sixteen columns lane /
+// 4 (as `gated` 4 i + {0, 1}) and lane / 4 + 8 (as `gated` 4 i + {2, 3}). Within a warpgroup, these
+// rows have the indices 8 i + 2 (lane % 4) + {0, 1}.
 #pragma once
 #include <weft/device/quantize_warp.cuh>
 #include <weft/device/tma.cuh>
@@ -21,19 +22,18 @@
 
 namespace weft {
 
-// FP8 rows in staging memory: 64 of a warpgroup's, or 16 of a warp's.
+// FP8 rows in staging memory: 64 rows per warpgroup, or 16 per warp.
 constexpr u32 fp8_staging_rows = 64, fp8_staging_pitch = gated_block_n + 16;
 static_assert(fp8_staging_rows * fp8_staging_pitch <= staging_buffer_bytes);
 static_assert(16 * fp8_staging_pitch <= staging_bytes);
-// Sums on their way to the other warpgroup: two buffers of two float4 for each lane.
+// Sums for the other warpgroup: two buffers of two float4 per lane.
 static_assert(math_warps_per_group * 4 * warp_lanes * sizeof(float4) <= 2 * staging_buffer_bytes);
 
-// The row in the tile of a warpgroup's row.
+// Converts a row index within a warpgroup to one within the tile.
 WEFT_FN u32 row_in_tile(u32 group, u32 own) { return own / 8 * 16 + group * 8 + own % 8; }
 
-// The exchange of the largest |x| of a tile's rows between the CTAs. Two buffers, used in turn, are
-// enough: the other CTA is never two exchanges ahead, since for its next one it needs this one's
-// amax from here.
+// Exchange of the largest |x| of a tile's rows between the CTAs. Two alternating buffers are
+// enough: the other CTA cannot be two exchanges ahead, because it needs this CTA's values first.
 template <GemmShape S> struct AmaxExchange {
     GemmShared<S>& smem;
     u32 rank, turn;
@@ -48,8 +48,9 @@ template <GemmShape S> struct AmaxExchange {
     WEFT_FN u32 merged(u32 row, u32 bits) { return max(bits, smem.peer_amax[turn % 2][row]); }
 };
 
-// What a row's numbers are multiplied with before they become FP8; for a block with an Inf or a NaN
-// that is NaN, so that all of it is NaN. One thread of one CTA stores the scale (`keep`).
+// Returns the factor of a row's values before the conversion to FP8. For a block with an Inf or a
+// NaN it is NaN, so that the whole block becomes NaN. One thread of one CTA stores the scale
+// (`keep`).
 template <GemmShape S>
 WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 row, u32 bits, bool keep) {
     const BlockScale scale = block_scale(bits);
@@ -58,15 +59,15 @@ WEFT_FN float inverse_scale(const GemmArgs& a, const Tile& tile, u32 row, u32 bi
     return bits >= infinity_bits ? scale.scale : scale.inverse;
 }
 
-// Where one half of the tile's columns of a gated row begins.
+// Returns the address of one half of the tile's columns of a gated row.
 template <GemmShape S>
 WEFT_FN u8* gated_row(const GemmArgs& a, const Tile& tile, u32 half, u32 row) {
     return static_cast<u8*>(a.out) + u64(tile.first_row + row) * (S.n / 2) +
            tile.n_block * block_n + half * gated_block_n;
 }
 
-// Swapped: the two warps that have gates and ups of the same columns meet for every sixteen rows.
-// The buffers alternate, so the next one is written while the last is read.
+// Gates a swapped tile: for every sixteen rows, the two warps with gates and ups of the same
+// columns exchange sums. The buffers alternate, so one is written while the other is read.
 template <GemmShape S, u32 N>
 WEFT_FN void gate_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const float (&sum)[N / 2],
                           float (&gated)[N / 4]) {
@@ -77,20 +78,20 @@ WEFT_FN void gate_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const float (&
 #pragma unroll
     for (u32 i = 0; i < N / 16; ++i) {
         const float *const upper = &sum[8 * i], *const lower = &sum[8 * i + 4];
-        const float4 given = up ? float4{upper[0], upper[1], upper[2], upper[3]}
-                                : float4{lower[0], lower[1], lower[2], lower[3]};
+        const float4 send = up ? float4{upper[0], upper[1], upper[2], upper[3]}
+                               : float4{lower[0], lower[1], lower[2], lower[3]};
         float4* const buffer = buffers + i % 2 * 2 * warp_lanes;
-        buffer[up * warp_lanes] = given;
+        buffer[up * warp_lanes] = send;
         named_barrier(gate_barrier + warp, 2 * warp_lanes);
-        const float4 got = buffer[!up * warp_lanes];
-        const float other[4] = {got.x, got.y, got.z, got.w};
+        const float4 recv = buffer[!up * warp_lanes];
+        const float other[4] = {recv.x, recv.y, recv.z, recv.w};
 #pragma unroll
         for (u32 c = 0; c < 4; ++c)
             gated[4 * i + c] = gate_of<S>(a, up ? other[c] : upper[c], up ? lower[c] : other[c]);
     }
 }
 
-// Stores the largest |x| of each row over this warp's columns, as bits, in shared memory.
+// Writes the largest |x| of each row over this warp's columns to shared memory, as bits.
 template <GemmShape S, u32 N>
 WEFT_FN void store_warp_amax(GemmShared<S>& smem, const float (&gated)[N / 4]) {
     const u32 warp = math_thread() / warp_lanes, lane = math_thread() % warp_lanes;
@@ -107,7 +108,7 @@ WEFT_FN void store_warp_amax(GemmShared<S>& smem, const float (&gated)[N / 4]) {
         }
 }
 
-// The largest |x| of one row of a swapped tile over this CTA's columns.
+// Returns the largest |x| of one row of a swapped tile over this CTA's columns, as bits.
 template <GemmShape S> WEFT_FN u32 row_amax(const GemmShared<S>& smem, u32 row) {
     const u32 first = row / 8 % 2 * math_warps_per_group;
     u32 bits = 0;
@@ -117,7 +118,7 @@ template <GemmShape S> WEFT_FN u32 row_amax(const GemmShared<S>& smem, u32 row) 
     return bits;
 }
 
-// A warpgroup's rows as FP8 through its own buffer, then 64 bytes of each row by four lanes.
+// Stores a warpgroup's rows as FP8 through its own buffer. Four lanes store 64 bytes of each row.
 template <GemmShape S, u32 N>
 WEFT_FN void store_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 rank,
                                const float (&gated)[N / 4]) {
@@ -149,14 +150,14 @@ WEFT_FN void store_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Til
     }
 }
 
-// A swapped tile: gate, find the scales together with the other CTA, store as FP8.
+// Gates a swapped tile, computes the scales together with the other CTA, and stores FP8.
 template <GemmShape S, u32 N>
 WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
                                      u32 rank, const float (&sum)[N / 2], u32& exchanges) {
     const u32 row = math_thread();
     AmaxExchange<S> exchange{smem, rank, exchanges++};
     float gated[N / 4];
-    sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
+    sync_math_warps();  // the previous tile's staging memory and exchange buffer are free
     exchange.expect(tile.m);
     gate_swap_ab<S, N>(a, smem, sum, gated);
     store_warp_amax<S, N>(smem, gated);
@@ -171,8 +172,8 @@ WEFT_FN void store_gated_fp8_swap_ab(const GemmArgs& a, GemmShared<S>& smem, con
     store_fp8_swap_ab<S, N>(a, smem, tile, rank, gated);
 }
 
-// Normal: gates this thread's two rows of 64 columns, and finds the largest |x| of each with what
-// `amax` has. A pair of sums is of row 0, the next of row 1, and so on.
+// Gates this thread's two rows of 64 columns of a normal tile, and updates `amax` with the largest
+// |x| of each row. Pairs of sums alternate between row 0 and row 1.
 template <GemmShape S>
 WEFT_FN void gate_normal(const GemmArgs& a, const float* gates, const float* ups,
                          float (&gated)[normal_sums / 2], float (&amax)[2]) {
@@ -183,7 +184,7 @@ WEFT_FN void gate_normal(const GemmArgs& a, const float* gates, const float* ups
     }
 }
 
-// The largest of the four lanes that have a row, as bits.
+// Returns the maximum over the four lanes that share a row, as bits.
 WEFT_FN u32 row_amax_normal(float amax) {
 #pragma unroll
     for (u32 step = 1; step < 4; step *= 2)
@@ -191,8 +192,8 @@ WEFT_FN u32 row_amax_normal(float amax) {
     return __float_as_uint(amax);
 }
 
-// Sixteen rows of half of the columns as FP8 through the warp's own staging memory, then 64 bytes
-// of each row by four lanes. first_row: of this CTA in the tile.
+// Stores sixteen rows of half of the columns as FP8 through the warp's own staging memory. Four
+// lanes store 64 bytes of each row. first_row: this CTA's first row in the tile.
 template <GemmShape S>
 WEFT_FN void store_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile, u32 half,
                               const float (&gated)[normal_sums / 2], const float (&inverse)[2],
@@ -224,7 +225,7 @@ WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, cons
     AmaxExchange<S> exchange{smem, rank, exchanges++};
     float gated[normal_sums / 2], amax[2] = {}, inverse[2];
     u32 bits[2];
-    sync_math_warps();  // staging memory and the other exchange buffer of the tile before are free
+    sync_math_warps();  // the previous tile's staging memory and exchange buffer are free
     exchange.expect(normal_m);
     gate_normal<S>(a, sum, sum + normal_sums / 2, gated, amax);
 #pragma unroll
@@ -241,7 +242,7 @@ WEFT_FN void store_gated_fp8_normal(const GemmArgs& a, GemmShared<S>& smem, cons
     store_fp8_normal(a, smem, tile, rank, gated, inverse, 0);
 }
 
-// Split: a warp has all columns of its rows.
+// Gates, quantises and stores a split tile, where a warp has all columns of its rows.
 template <GemmShape S>
 WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const Tile& tile,
                                    u32 first_row, const float (&sum)[2][normal_sums]) {
@@ -256,7 +257,7 @@ WEFT_FN void store_gated_fp8_split(const GemmArgs& a, GemmShared<S>& smem, const
     for (u32 i = 0; i < 2; ++i)
         inverse[i] =
             inverse_scale<S>(a, tile, first + 8 * i, row_amax_normal(amax[i]), lane % 4 == 0);
-    sync_math_warps();  // staging memory of the tile before is free
+    sync_math_warps();  // the previous tile's staging memory is free
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
         if (half != 0) __syncwarp();  // the staging memory of the first half has been read

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// MXFP4 weights become E4M3 in registers, as wgmma's A operand: 4.25 bits of each number come from
-// memory, and none passes through shared memory twice.
+// Expands MXFP4 weights to E4M3 in registers, as wgmma's A operand. A value takes 4.25 bits of
+// memory traffic and passes through shared memory once.
 //
-// A unit is 64 weight rows by 128 columns of k. A row's numbers are E2M1 times a power of two for
-// each 32 columns; relative to the row's own power (a factor of the result's column) it is 2^-8 to
-// 2^6, with which every number of E2M1 is one of E4M3, subnormals included. A unit has
+// A unit is 64 weight rows by 128 columns of k. A row's values are E2M1 times a power of two per 32
+// columns. Relative to the row's own power, which is applied to the result's column, that power is
+// 2^-8 to 2^6. Every E2M1 value times such a power is an E4M3 value, possibly subnormal. A unit
+// consists of
 //
 //   values     [4 warps][2 rows, 8 apart][32 lanes][4 words]: a word for each 32 columns of k
 //   exponents  [4 warps][8 rows][2 rows, 8 apart][4 bytes]: each power + 8, times 8 (0 to 112)
 //
-// so that every lane reads what its registers of A are made of. A word has eight numbers: those of
-// columns 4 (lane % 4) + i are `first`, those sixteen further on `second`. Nibble i has the
+// so that a lane's values for its registers of A are adjacent. A word has eight values: `first`
+// are those of columns 4 (lane % 4) + i, `second` those 16 columns further on. Nibble i has the
 // magnitude (its code, 0 to 7) of first[i], nibble 4 + i that of second[i]; bit 8 i + 7 is the sign
-// of first[i], bit 8 i + 3 that of second[i]. (gemm/mxfp4.py packs them)
+// of first[i], bit 8 i + 3 that of second[i]. gemm/mxfp4.py packs units.
 #pragma once
 #include <weft/gemm/shape.cuh>
 #include <weft/gemm/wgmma.cuh>
@@ -23,9 +24,9 @@ namespace weft {
 struct alignas(8) Magnitudes {
     u32 low, high;
 };
-constexpr u32 magnitude_tables = 16;  // for exponents 0 to 14, and one for bytes that are none
+constexpr u32 magnitude_tables = 16;  // for exponents 0 to 14, and one for invalid bytes
 
-// An exponent is added to all bytes but that of 0. The lowest three make subnormal numbers.
+// The exponent is added to all bytes but that of 0. The lowest three give subnormal values.
 WEFT_FN Magnitudes magnitudes_times(u32 exponent) {
     Magnitudes all{exponent * 0x08080800u + 0xfbf7f000u, exponent * 0x08080808u + 0x0c080400u};
     if (exponent == 2) all.low = 0x0c080400;
@@ -34,19 +35,19 @@ WEFT_FN Magnitudes magnitudes_times(u32 exponent) {
     return all;
 }
 
-// A thread's numbers of one k block, as they are in shared memory.
+// A thread's packed values of one k block.
 struct PackedWeights {
     uint4 rows[2];
     uint2 exponents;
 
-    // unit: of the warpgroup.
+    // unit: the warpgroup's unit in shared memory.
     WEFT_FN void read(const u8* unit) {
         const u32 lane = threadIdx.x % warp_lanes;
         const u32 warp = threadIdx.x / warp_lanes % (warpgroup_threads / warp_lanes);
         const uint4* const values = reinterpret_cast<const uint4*>(unit) + warp * 2 * warp_lanes;
         exponents = reinterpret_cast<const uint2*>(unit + unit_value_bytes)[warp * 8 + lane / 4];
-        // Any byte leads to a table, also those that `pack_mxfp4` never writes: a GPU refuses eight
-        // bytes on another boundary.
+        // Mask bytes that `pack_mxfp4` never writes: as an offset they would cause a misaligned
+        // access.
         exponents.x &= 0x78787878;
         exponents.y &= 0x78787878;
         rows[0] = values[lane];
@@ -55,7 +56,7 @@ struct PackedWeights {
     WEFT_FN u32 word(u32 r, u32 i) const {
         return i == 0 ? rows[r].x : i == 1 ? rows[r].y : i == 2 ? rows[r].z : rows[r].w;
     }
-    // Registers of A for the i-th 32 columns of k.   tables: the magnitudes of each exponent.
+    // Computes the registers of A for the i-th 32 columns of k. tables: magnitudes by exponent.
     WEFT_FN void expand(u32 (&a)[4], u32 i, const Magnitudes* tables) const {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {

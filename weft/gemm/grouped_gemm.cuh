@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The grouped GEMM on Hopper's tensor cores: FP8 with scales, FP8 rows by MXFP4 weights, BF16 or
-// FP16. A tile has as many rows as its expert, to a multiple of 16, so weights are read once.
+// FP16. A tile has as many rows as its expert, rounded up to a multiple of 16, so weights are read
+// once.
 //
-// The two CTAs of a cluster share a tile's rows: each loads half of them for both (TMA multicast),
-// and its own 128 columns of weights. In the highest FP8 tiles it is the other way round: each has
-// half of the rows, and loads half of the weights for both. One warpgroup loads, k blocks ahead of
-// the two that multiply and across tile boundaries, so memory never waits for the end of a tile.
-// Two or three CTAs share an SM where tiles of MXFP4 weights are low.
-// With PDL, weights are prefetched before griddepcontrol.wait, where counts and weights were
-// written early enough: the ring is full of weights when the first rows may be read.
+// Grid: persistent clusters of two CTAs. The CTAs of a cluster share a tile's rows: each loads half
+// of them for both (TMA multicast), and its own 128 columns of weights. In split tiles (FP8, 256
+// rows), each has half of the rows and loads half of the weights for both. One warpgroup loads
+// ahead of the two math warpgroups, across tile boundaries, so loads continue during epilogues. Two
+// or three CTAs share an SM if tiles of MXFP4 weights are low.
+//
+// With PDL, prefetch_weights allows loading weights before griddepcontrol.wait: all stages have
+// their weights when the first rows may be read.
 //
 //   warp 0, one thread   weights and rows by TMA      loader.cuh, load_tiles
 //   warps 1 to 3         scales of FP8 rows           loader.cuh, load_scales
 //   warpgroups 1 and 2   mainloop and epilogue        compute.cuh, compute_tiles
 //
-// Who computes which tile: tile_scheduler.cuh. What the warps share: pipeline.cuh.
+// tile_scheduler.cuh assigns tiles to clusters; pipeline.cuh defines the shared memory.
 #pragma once
 #include <weft/device/team.cuh>
 #include <weft/gemm/compute.cuh>
@@ -26,7 +28,7 @@
 
 namespace weft {
 
-// Of a thread, with one, two or three CTAs on an SM.
+// Registers per thread with one, two or three CTAs per SM.
 constexpr u32 loading_registers[] = {40, 32, 24};
 constexpr u32 math_registers[] = {232, 104, 72};
 
@@ -56,7 +58,7 @@ template <GemmShape S> WEFT_FN void grouped_gemm(const GemmArgs& a) {
         compute_tiles(a, smem, tiles, rank);
     }
 
-    sync_cluster_relaxed();  // a CTA that still computes arrives at the other, and loads for both
+    sync_cluster_relaxed();  // the other CTA may still arrive at, or load into, this CTA's memory
 }
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loading warpgroup: one thread brings weights and rows by TMA, three warps bring scales.
+// The loading warpgroup: one thread loads weights and rows by TMA, three warps load scales.
 #pragma once
 #include <weft/device/tma.cuh>
 #include <weft/gemm/pipeline.cuh>
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// Loads this CTA's two units of a k block of MXFP4 weights, where it has columns at all.
+// Loads this CTA's two units of a k block of MXFP4 weights, unless its columns are beyond n.
 template <GemmShape S>
 WEFT_FN void load_units(const GemmArgs& a, u8* to, const Tile& tile, u32 rank, u32 k_block,
                         Mbarrier& full, u64 hint) {
@@ -40,28 +40,28 @@ WEFT_FN void load_weight_tile(const GemmArgs& a, u8* to, const Tile& tile, u32 r
                               Mbarrier& full, u64 hint) {
     const u32 x = k_block * block_k_bytes, expert_row = tile.expert * S.n;
     const bool split = tile.is_split<S>();
-    u8* const mine = to + (split ? rank * weight_tile_bytes : 0);
+    u8* const own_tile = to + (split ? rank * weight_tile_bytes : 0);
     if constexpr (S.gated() && !S.is_fp8()) {
         tma_load_5d(to, a.weights_map, x, (tile.n_block * block_n + rank * gated_block_n) / 8,
                     tile.expert, full, hint);
     } else if constexpr (S.gated()) {
-        // 64 rows at a time: of gate and of up; in a split tile this CTA brings one of the two.
+        // Boxes of 64 rows: gate and up, or in a split tile both halves of one of them.
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
             const u32 up = split ? rank : i, half = split ? i : rank;
             load_weight_box(
-                mine + i * (weight_tile_bytes / 2), a.weights_map, x,
+                own_tile + i * (weight_tile_bytes / 2), a.weights_map, x,
                 expert_row + up * (S.n / 2) + tile.n_block * block_n + half * gated_block_n, full,
                 hint, split);
         }
     } else {
-        load_weight_box(mine, a.weights_map, x,
+        load_weight_box(own_tile, a.weights_map, x,
                         expert_row + tile.n_block * cluster_n + rank * block_n, full, hint, split);
     }
 }
 
-// Loads this CTA's weights of a stage, and tells the stage how many bytes will come: the rows', and
-// a split tile's weights from the other CTA too.
+// Loads this CTA's weights of a stage. The expected bytes also include the rows and, in a split
+// tile, the weights that the other CTA loads.
 template <GemmShape S>
 WEFT_FN void load_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 stage,
                           const Tile& tile, u32 rank, u32 k) {
@@ -106,7 +106,7 @@ WEFT_FN void load_rows(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 st
         load_row_tile<S>(a, to + i * S.half_stage_bytes(), tile, rank, k + i, smem.full[stage]);
 }
 
-// With PDL, fills stages with weights while the previous kernel still runs; returns how many.
+// With PDL, fills stages with weights while the previous kernel still runs; returns their number.
 template <GemmShape S>
 WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
     TileScheduler<S> scheduler{smem};
@@ -120,7 +120,7 @@ WEFT_FN u32 prefetch_weights(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, 
     return filled;
 }
 
-// One thread: weights and rows of every k block, into the ring of stages.
+// Loads weights and rows of every k block into the stages; run by one thread.
 template <GemmShape S>
 WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 rank) {
     u32 prefetched = 0;
@@ -131,7 +131,7 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
     TileScheduler<S> scheduler{smem};
     PipelineState<S.stages> pipeline;
     Tile tile;
-    fence_for_bulk();  // the previous kernel wrote the rows by ordinary stores
+    fence_for_bulk();  // the previous kernel wrote the rows with generic-proxy stores
     while (scheduler.next(tile))
         for (u32 k = 0; k < S.k_blocks(); k += tile.k_blocks_of_stage<S>(k), pipeline.advance()) {
             if (prefetched != 0) {
@@ -142,8 +142,7 @@ WEFT_FN void load_tiles(const GemmArgs& a, GemmShared<S>& smem, u8* tiles, u32 r
             }
             load_rows(a, smem, tiles, pipeline.stage, tile, rank, k);
         }
-    // Wait for the last arrivals of the other CTA: they would reach mbarriers that this CTA's end
-    // has taken away.
+    // Wait for the other CTA's last arrivals, which need this CTA's mbarriers.
     for (u32 i = 0; i < S.stages; ++i, pipeline.advance())
         smem.empty[pipeline.stage].wait(pipeline.parity ^ 1);
 }
@@ -152,8 +151,8 @@ template <u32 n> struct alignas(n * sizeof(float)) FloatVector {
     float at[n];
 };
 
-// Loads n scales, `stride` apart: as one vector where they are adjacent and aligned, else one by
-// one, zeros from `left` on.
+// Loads n scales that are `stride` apart: as one vector if they are adjacent and aligned, else one
+// by one with zeros from `left` on.
 template <u32 n>
 WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u32 left,
                                bool vector) {
@@ -167,8 +166,8 @@ WEFT_FN void load_scale_vector(float (&to)[n], const float* from, i64 stride, u3
     }
 }
 
-// Scales of a few k blocks in a lane's registers: of its rows, and of the blocks of weights. Of up
-// to `most` rows of a CTA.
+// A lane's scales for scale_k_blocks k blocks: of its rows and of the blocks of weights. `most`:
+// maximum rows per CTA.
 template <GemmShape S, u32 most> struct ScaleRegisters {
     static constexpr u32 lanes = scale_warps * warp_lanes;
     static constexpr u32 rows_per_lane = (most + lanes - 1) / lanes;
@@ -177,7 +176,7 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
 
     WEFT_FN static u32 row_of(u32 i) { return i * lanes + threadIdx.x - warp_lanes; }
 
-    // Rows of padding take the scales of the last valid row.
+    // Padding rows take the scales of the last valid row.
     WEFT_FN void load(const GemmArgs& a, const Tile& tile, u32 rank, u32 k) {
         constexpr bool whole = k_blocks % ahead == 0;
         const bool aligned =
@@ -185,7 +184,7 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
         const bool split = tile.is_split<S>();
         const u32 block = tile.expert * (S.n / scale_block) +
                           (S.gated() ? tile.n_block : tile.n_block * 2 + (split ? 0 : rank));
-        // From gate to up, or to the second block of a split tile; others have one.
+        // The distance from gate to up, or to the second block of a split tile.
         const u32 step = S.gated() ? S.n / 2 / scale_block : split ? 1 : 0;
         const float* const at = a.weight_scales + u64(block) * k_blocks + k;
         if constexpr (S.is_fp8())
@@ -202,7 +201,7 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
                 a.k_scale_stride, k_blocks - k, whole && a.k_scale_stride == 1 && aligned);
         }
     }
-    // first_row: of the k block among those of its stage.
+    // first_row: offset of the k block's scales within its stage.
     WEFT_FN void store(StageScales<S>& to, u32 m, u32 n, u32 first_row) const {
 #pragma unroll
         for (u32 i = 0; i < rows_per_lane; ++i)
@@ -214,7 +213,7 @@ template <GemmShape S, u32 most> struct ScaleRegisters {
     }
 };
 
-// The scales of a tile, those of `per_stage` k blocks in each stage.
+// Loads the scales of a tile, `per_stage` k blocks per stage.
 template <GemmShape S, u32 per_stage>
 WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
                               PipelineState<S.stages>& pipeline, const Tile& tile, u32 rank) {
@@ -237,7 +236,8 @@ WEFT_FN void load_tile_scales(const GemmArgs& a, GemmShared<S>& smem,
     }
 }
 
-// Three warps: the scales of every k block, each multiplied by its FP8 weights' scale once for all.
+// Loads the scales of every k block, each row's multiplied by that of its FP8 weights; run by three
+// warps.
 template <GemmShape S> WEFT_FN void load_scales(const GemmArgs& a, GemmShared<S>& smem, u32 rank) {
     if constexpr (S.prefetch_weights) pdl_wait();
     TileScheduler<S> scheduler{smem};

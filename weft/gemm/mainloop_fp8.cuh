@@ -2,22 +2,22 @@
 // FP8 mainloops: each k block's product is scaled and added to the tile's sums in fp32.
 //
 // Swapped (A and B swapped): weights are wgmma's A operand, rows its B operand, which may be
-// narrow: N is the number of rows, to a multiple of 16. Each warpgroup has half of the columns. A
-// thread holds, for rows 8 j + 2 (lane % 4) + {0, 1}, two columns: sums 4 j and 4 j + 1 of column
-// lane / 4 of its warp's sixteen, 4 j + 2 and 4 j + 3 of the column eight further on. It needs a
-// quarter of all scales.
+// narrow: N is the number of rows, rounded up to a multiple of 16. Each warpgroup has half of the
+// columns. For rows 8 j + 2 (lane % 4) + {0, 1}, a thread holds two of its warp's sixteen columns:
+// column lane / 4 in sums 4 j and 4 j + 1, column lane / 4 + 8 in sums 4 j + 2 and 4 j + 3. It
+// needs a quarter of all scales.
 //
-// Paired, for swapped tiles of up to max_paired_m rows beside split ones: the same, with two k
-// blocks in a stage.
+// Paired, for swapped tiles of up to max_paired_m rows in kernels with split tiles: the same, with
+// two k blocks per stage.
 //
-// Normal, for tiles of normal_m rows: rows are the A operand, 64 for each warpgroup. A thread holds
-// rows lane / 4 and eight further on of its warp's sixteen; of the first, columns
-// 8 j + 2 (lane % 4) + {0, 1} in sums 4 j and 4 j + 1, of the second in 4 j + 2 and 4 j + 3. It
-// needs two scales, which leaves the bandwidth of shared memory to the tensor cores.
+// Normal, for tiles of normal_m rows: rows are the A operand, 64 per warpgroup. Of its warp's
+// sixteen rows, a thread holds row lane / 4, with columns 8 j + 2 (lane % 4) + {0, 1} in sums 4 j
+// and 4 j + 1, and row lane / 4 + 8, with the same columns in sums 4 j + 2 and 4 j + 3. It needs
+// two scales, which leaves the bandwidth of shared memory to the tensor cores.
 //
-// Split: of a tile of 256 rows by 256 weight rows, each CTA of the cluster has 128 rows and all
-// weights, which each loads half of for both. A thread has sums of two blocks of 128 weight rows,
-// each as of a normal tile, and a warp all columns of its rows: what is quantised needs no
+// Split, for tiles of 256 rows by 256 weight rows: each CTA of the cluster has 128 rows and all
+// weights, of which each CTA loads half for both. A thread has the sums of two blocks of 128 weight
+// rows, each as in a normal tile. A warp has all columns of its rows, so quantisation needs no
 // exchange.
 #pragma once
 #include <weft/gemm/math_warps.cuh>
@@ -27,8 +27,8 @@
 
 namespace weft {
 
-constexpr u32 normal_sums = block_n / 2;  // of a thread of a normal tile
-constexpr u32 scales_read_ahead = 3;      // float4s that are read while wgmma runs
+constexpr u32 normal_sums = block_n / 2;  // per thread of a normal tile
+constexpr u32 scales_read_ahead = 3;      // float4s that a thread reads while wgmma runs
 
 // One k block of a swapped tile of N rows.
 template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbKBlock {
@@ -40,7 +40,7 @@ template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbK
     WEFT_FN void issue(u32 weights, u32 rows) {
         issue_k_block<S.operand, N>(acc, weights, rows, false);
     }
-    // first_row: of the block, among the tile's.
+    // first_row: the block's first row in the tile.
     WEFT_FN void read_scales(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
                              u32 first_row = 0) {
         scales = reinterpret_cast<const float4*>(smem.scales[stage].rows[0] + first_row +
@@ -48,7 +48,7 @@ template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbK
 #pragma unroll
         for (u32 j = 0; j < ahead; ++j) first[j] = scales[4 * j];
     }
-    // `sum += acc * scale`, rounded once; sum is `[N / 2]`.
+    // Computes `sum += acc * scale`, rounded once; sum is `[N / 2]`.
     template <u32 pending> WEFT_FN void promote(float* sum) {
         wait_accumulator<pending>(acc);
 #pragma unroll
@@ -62,7 +62,7 @@ template <GemmShape S, u32 N, u32 most_ahead = scales_read_ahead> struct SwapAbK
     }
 };
 
-// The scales of a thread's two rows of a normal tile: of gate's and of up's columns.
+// The scales of a thread's two rows of a normal tile, for gate and for up columns.
 template <GemmShape S> struct NormalScales {
     float by[2][2];
 
@@ -72,7 +72,7 @@ template <GemmShape S> struct NormalScales {
             by[i / 2][i % 2] =
                 smem.scales[stage].rows[S.gated() ? i / 2 : 0][operands.normal_scales[i % 2]];
     }
-    // Of a split tile: of one block of weights.
+    // Reads the scales for one block of weights of a split tile.
     WEFT_FN void read_split(const Operands<S>& operands, const GemmShared<S>& smem, u32 stage,
                             u32 block) {
 #pragma unroll
@@ -97,7 +97,7 @@ template <GemmShape S> struct NormalKBlock {
     }
 };
 
-// From k block `first` on.
+// Runs a swapped tile from k block `first` on.
 template <GemmShape S, u32 N, u32 first = 0>
 WEFT_FN void mainloop_swap_ab(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                               const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
@@ -113,8 +113,8 @@ WEFT_FN void mainloop_swap_ab(GemmShared<S>& smem, PipelineState<S.stages>& pipe
     }
 }
 
-// The first k block of a stage is added while the second is multiplied. An odd last one is alone in
-// its stage.
+// Adds the first k block of a stage while the tensor cores multiply the second. If their number is
+// odd, the last one is alone in its stage.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_paired(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                              const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
@@ -138,7 +138,7 @@ WEFT_FN void mainloop_paired(GemmShared<S>& smem, PipelineState<S.stages>& pipel
         mainloop_swap_ab<S, N, S.k_blocks() - 1>(smem, pipeline, operands, rank, sum);
 }
 
-// Two k blocks at a time: the first is added while the second is multiplied.
+// Takes two k blocks at a time: adds the first while the tensor cores multiply the second.
 template <GemmShape S>
 WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                              const Operands<S>& operands, u32 rank, float (&sum)[normal_sums]) {
@@ -173,7 +173,7 @@ WEFT_FN void mainloop_normal(GemmShared<S>& smem, PipelineState<S.stages>& pipel
 }
 
 // The sums leave no registers for two products in flight, so the tensor cores work for the other
-// warpgroup while this one adds. A warpgroup that has rows of padding alone multiplies nothing.
+// warpgroup while this one adds. A warpgroup with only padding rows multiplies nothing.
 template <GemmShape S>
 WEFT_FN void mainloop_split(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, bool has_rows,

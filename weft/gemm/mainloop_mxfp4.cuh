@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mainloop of FP8 rows and MXFP4 weights. All tiles are swapped, up to 160 rows high: which
-// sums a thread holds is said in mainloop_fp8.cuh, and so is the scaling of each k block.
+// The mainloop of FP8 rows and MXFP4 weights. All tiles are swapped, with up to 160 rows;
+// mainloop_fp8.cuh documents which sums a thread holds and how k blocks are scaled.
 #pragma once
 #include <weft/gemm/epilogue.cuh>
 #include <weft/gemm/expand.cuh>
@@ -13,8 +13,8 @@
 
 namespace weft {
 
-// A thread's two columns: the power of two that their weights have in common, and the bias. Loaded
-// before the mainloop, for it takes a trip to memory. Gated, one warpgroup has gates, one has ups.
+// The weights' common power of two and the bias of a thread's two columns. Both are loaded before
+// the mainloop, which hides the latency. With gating, one warpgroup has gates, the other ups.
 template <GemmShape S> struct Mxfp4Columns {
     float scale[2] = {}, bias[2] = {};
 
@@ -33,7 +33,7 @@ template <GemmShape S> struct Mxfp4Columns {
                 bias[i] = BiasColumns<S>::load(a, tile.expert, column);
         }
     }
-    // Exact but for the rounding of the bias: the scale is a power of two.
+    // The scale is a power of two, so only the addition of the bias rounds.
     template <u32 sums> WEFT_FN void apply_to(float (&sum)[sums]) const {
 #pragma unroll
         for (u32 i = 0; i < sums; ++i)
@@ -42,10 +42,10 @@ template <GemmShape S> struct Mxfp4Columns {
     }
 };
 
-// Multiplies a k block. A CTA alone on its SM multiplies 32 columns of k while the next ones are
-// expanded. Of CTAs that share one, the tensor cores work for one while the others expand; where
-// their tiles have more than 64 rows, a thread has no registers for all products beside its sums,
-// and the last 48 rows come after the others.
+// Multiplies a k block. A CTA alone on its SM expands 32 columns of k while the tensor cores
+// multiply the previous ones. If CTAs share an SM, the tensor cores work for one while the others
+// expand. With more than 64 rows, a thread of such a CTA has too few registers for all products
+// besides its sums, so the last 48 rows are multiplied after the others.
 template <GemmShape S, u32 N>
 WEFT_FN void multiply_packed(GemmShared<S>& smem, u32 stage, const Operands<S>& operands,
                              const PackedWeights& packed, u32 rows, float (&sum)[N / 2],
@@ -83,13 +83,13 @@ WEFT_FN void multiply_packed(GemmShared<S>& smem, u32 stage, const Operands<S>& 
     hold_registers(a);
 }
 
-// Alone on its SM, a CTA reads the next k block's packed weights while one is multiplied.
+// A CTA alone on its SM reads the next k block's packed weights while it multiplies one.
 template <GemmShape S, u32 N>
 WEFT_FN void mainloop_mxfp4(GemmShared<S>& smem, PipelineState<S.stages>& pipeline,
                             const Operands<S>& operands, u32 rank, float (&sum)[N / 2]) {
-    static_assert(S.stages >= 2);  // one is read while the next is awaited
+    static_assert(S.stages >= 2);  // one stage is read while the next is loaded
     constexpr bool ahead = S.ctas_per_sm() == 1;
-    const u32 rows = warp_uniform(operands.swap_b);  // of the first stage
+    const u32 rows = warp_uniform(operands.swap_b);  // in the first stage
     PackedWeights packed, next;
     const auto read = [&] {
         smem.full[pipeline.stage].wait(pipeline.parity);

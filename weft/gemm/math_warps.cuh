@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two math warpgroups: who a thread is among them, where they meet, and their operands.
+// The two math warpgroups: thread indices, barriers and operands.
 #pragma once
 #include <weft/gemm/pipeline.cuh>
 #include <weft/gemm/shape.cuh>
@@ -18,21 +18,20 @@ WEFT_FN void sync_math_warps() { named_barrier(math_barrier, math_threads); }
 WEFT_FN u32 math_thread() { return threadIdx.x - warpgroup_threads; }
 WEFT_FN u32 math_warpgroup() { return math_thread() / warpgroup_threads; }
 
-// The same value, which all lanes of the warp have, where the compiler keeps it in a uniform
-// register.
+// Returns a value that is equal in all lanes such that the compiler keeps it in a uniform register.
 WEFT_FN u32 warp_uniform(u32 value) { return __shfl_sync(all_lanes, value, 0); }
 
-// The first of the 16 rows that this warp has of a normal tile.
+// The first of this warp's 16 rows of a normal tile.
 WEFT_FN u32 normal_row() { return math_thread() / warp_lanes * 16; }
 
-// The operands of the first stage, most of them as tiles for wgmma, and where a thread's scales
-// are.
+// The operands in the first stage, as tiles for wgmma (except `unit`), and the indices of a
+// thread's scales.
 template <GemmShape S> struct Operands {
-    u32 swap_a, swap_b;      // swapped: the warpgroup's half of the weights, and all rows
-    u32 normal_a, normal_b;  // normal: the warpgroup's half of the rows, and all weights
-    u32 split_a;  // split: the warpgroup's half of the rows, after both blocks of weights
+    u32 swap_a, swap_b;      // swapped tile: the warpgroup's half of the weights, and all rows
+    u32 normal_a, normal_b;  // normal tile: the warpgroup's half of the rows, and all weights
+    u32 split_a;  // split tile: the warpgroup's half of the rows, after both blocks of weights
     u32 swap_scales, normal_scales[2];
-    const u8* unit;  // MXFP4: the warpgroup's unit of the first stage
+    const u8* unit;  // MXFP4: the warpgroup's unit
 
     WEFT_FN explicit Operands(u8* tiles) {
         const u32 group = warp_uniform(math_warpgroup()), lane = threadIdx.x % 32;
@@ -49,7 +48,7 @@ template <GemmShape S> struct Operands {
     }
 };
 
-// From the tiles of the first stage to those of another, in 16 bytes.
+// The offset of a stage's tiles from those of the first stage, in units of 16 bytes.
 template <GemmShape S> WEFT_FN u32 descriptor_offset(u32 stage) {
     return stage * (S.stage_bytes() / 16);
 }

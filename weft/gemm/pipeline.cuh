@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of a CTA share: the ring of stages with its mbarriers, scales, and the memory of
-// the epilogues. The tiles of the stages lie in front of it, on a boundary of 1024 bytes.
+// Shared memory of a CTA: mbarriers and scales of the pipeline stages, and buffers of the
+// epilogues. The stages' tiles precede it, aligned to 1024 bytes.
 #pragma once
 #include <weft/device/tma.cuh>
 #include <weft/gemm/expand.cuh>
@@ -8,31 +8,31 @@
 
 namespace weft {
 
-// The scales of one k block: each row's scale times that of its block of weights. A CTA has two
-// blocks of weights where they are gate and up, and in split tiles. With MXFP4 weights each row's
-// alone. The order of rows is that of scale_slot; those of a pair's second k block come after
-// max_paired_m of the first.
+// The scales of one k block: each row's scale times that of its block of weights; with MXFP4
+// weights only the row's. A CTA has two blocks of weights if they are gate and up, and in split
+// tiles. Rows are in the order of scale_slot. In a pair, the second k block's scales start
+// max_paired_m after the first's.
 template <GemmShape S> struct alignas(16) StageScales {
     float rows[S.scales_of_row()][S.has_fp8_rows() ? S.cta_m() : 1];
 };
 
-// Where a row's scale lies. A thread of a swapped tile holds, for each j, row 8 j + 2 q and the
-// next: those of two neighbouring j lie side by side, so that it reads four scales at once.
+// The index of a row's scale. A thread of a swapped tile holds rows 8 j + 2 q and 8 j + 2 q + 1 for
+// each j. The scales for two neighbouring j are adjacent, so that one load reads four scales.
 WEFT_FN u32 scale_slot(u32 row) {
     const u32 j = row / 8, q = row % 8 / 2;
     return j / 2 * 16 + q * 4 + j % 2 * 2 + row % 2;
 }
 
-constexpr u32 staging_bytes = 1280;  // per math warp, for results on their way to global memory
+constexpr u32 staging_bytes = 1280;  // per math warp, for the epilogue's results
 
 template <GemmShape S> struct GemmShared {
-    // MXFP4: those of each exponent. Together they fill all banks once, so lanes that read
-    // different ones do not wait for each other.
+    // MXFP4: one table per exponent. Together they fill all banks once, so reads of different
+    // tables have no bank conflicts.
     alignas(S.is_mxfp4() ? 128 : 16) Magnitudes magnitudes[S.is_mxfp4() ? magnitude_tables : 1];
     StageScales<S> scales[S.has_fp8_rows() ? S.stages : 1];
     alignas(16) u8 staging[math_warps * staging_bytes];
     u64 dst_addrs[S.epilogue == Epilogue::push ? S.block_m : 1];
-    // The largest |x| of each row, as bits: by warp, and what the other CTA has seen.
+    // The largest |x| of each row, as bits: per warp, and from the other CTA.
     u32 amax[S.gated_fp8() ? math_warps : 1][S.gated_fp8() ? S.cta_m() / 2 : 1];
     u32 peer_amax[S.gated_fp8() ? 2 : 1][S.gated_fp8() ? S.cta_m() : 1];
     float inverse_scales[S.gated_fp8() ? S.cta_m() : 1];
@@ -59,7 +59,7 @@ template <u32 stages> struct PipelineState {
 
 template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     for (u32 i = 0; i < S.stages; ++i) {
-        // The TMA thread and the scale warps; then the math warps of both CTAs.
+        // `full`: the TMA thread and the scale warps. `empty`: the math warps of both CTAs.
         smem.full[i].init(S.has_fp8_rows() ? 1 + scale_warps : 1);
         smem.empty[i].init(2 * math_warps);
     }
@@ -68,9 +68,9 @@ template <GemmShape S> WEFT_FN void init_mbarriers(GemmShared<S>& smem) {
     fence_mbarrier_init();
 }
 
-// A math warp has read all it needs of a stage: both CTAs may load into it again. What the other
-// CTA loads, nothing but finished wgmmas has read; scales, and rows of a split tile, are this CTA's
-// own.
+// Signals both CTAs that this math warp has read a stage, so that they may load into it again. The
+// other CTA's loads overwrite only operands of completed wgmmas. Only this CTA overwrites its
+// scales and, in a split tile, its rows.
 template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage, u32 rank) {
     const u32 lane = threadIdx.x % warp_lanes;
     __syncwarp();
@@ -78,7 +78,7 @@ template <GemmShape S> WEFT_FN void release_stage(GemmShared<S>& smem, u32 stage
     if (lane == 1) arrive_remote(rank ^ 1, smem.empty[stage]);
 }
 
-// With PDL: what the previous kernel wrote is there from here on, and the next one may start.
+// With PDL: waits until the previous kernel's writes are visible, and lets the next kernel start.
 WEFT_FN void pdl_wait() {
     griddep_wait();
     launch_dependents();

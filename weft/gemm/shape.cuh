@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What specialises the grouped GEMM for Hopper (sizes, tiles, dtypes, epilogue), and its arguments.
+// Compile-time parameters of the grouped GEMM for Hopper (sizes, tiles, dtypes, epilogue), and its
+// arguments.
 #pragma once
 #include <weft/device/header.cuh>
 #include <weft/device/tma.cuh>
@@ -17,30 +18,31 @@ constexpr u32 block_k_bytes = swizzle_bytes;  // of k per stage; in FP8 also one
 constexpr u32 scale_block = 128;              // FP8: weights have a scale per block of 128 x 128
 constexpr u32 weight_tile_bytes = block_n * block_k_bytes;
 
-// MXFP4 weights come in units of 64 rows by a k block: values, then a byte of exponent for each 32
-// of k of a row (expand.cuh). A CTA has two units of a k block.
+// MXFP4 weights consist of units of 64 rows by a k block: values, then one exponent byte per 32
+// columns of a row (expand.cuh). A CTA has two units per k block.
 constexpr u32 unit_n = 64;
 constexpr u32 unit_value_bytes = unit_n * block_k_bytes / 2;
 constexpr u32 unit_bytes = unit_value_bytes + unit_n * block_k_bytes / 32;
-constexpr u32 unit_pair_bytes = 9 * 1024;  // of a stage: rows behind it begin at such a boundary
+constexpr u32 unit_pair_bytes =
+    9 * 1024;  // per stage, padded so that the rows after it are aligned
 static_assert(unit_pair_bytes >= 2 * unit_bytes && unit_pair_bytes % 1024 == 0);
 
 constexpr u32 block_m_granularity = 16;
-// Up to here tile heights are multiples of 16, above of 32. In FP8 this is also the highest tile
-// with A and B swapped; BF16 and FP16 swap all tiles.
+// Tile heights are multiples of 16 up to this, and of 32 above. In FP8 this is also the highest
+// tile with A and B swapped; BF16 and FP16 swap all tiles.
 constexpr u32 max_swap_ab_m = 160;
 constexpr u32 normal_m = 128;          // FP8: rows are wgmma's A operand
 constexpr u32 split_m = 2 * normal_m;  // FP8: each CTA of the cluster takes half of the rows
-// Gated, where tiles may be split: those of up to so many rows have two k blocks in a stage, one in
-// each half.
+// In gated kernels with split tiles, tiles of up to this many rows have two k blocks per stage, one
+// in each half.
 constexpr u32 max_paired_m = 64;
-constexpr u32 scale_k_blocks = 4;  // k blocks whose scales are loaded at a time
+constexpr u32 scale_k_blocks = 4;  // k blocks whose scales are loaded together
 
 constexpr u32 math_warpgroups = 2;
 constexpr u32 math_threads = math_warpgroups * warpgroup_threads;
 constexpr u32 math_warps = math_threads / warp_lanes;
 constexpr u32 gemm_threads = warpgroup_threads + math_threads;  // one warpgroup loads
-constexpr u32 scale_warps = 3;                                  // of those that load
+constexpr u32 scale_warps = 3;                                  // of the loading warpgroup
 
 constexpr u32 row_boxes = 4;  // TMA boxes of 8, 16, 32 and 64 rows
 
@@ -48,7 +50,7 @@ constexpr u32 row_boxes = 4;  // TMA boxes of 8, 16, 32 and 64 rows
 struct GemmShape {
     u32 experts, n, k;  // weights are [experts, n, k]
     u32 block_m;        // the highest tile
-    u32 stages;         // k blocks in flight, or pairs of them
+    u32 stages;         // k blocks, or pairs of them, in flight
     Epilogue epilogue;
     DType out_dtype;  // of 16-bit results
     Operand operand;
@@ -60,8 +62,8 @@ struct GemmShape {
     constexpr bool is_fp8() const { return operand == Operand::fp8; }
     constexpr bool is_mxfp4() const { return operand == Operand::mxfp4; }
     constexpr bool has_fp8_rows() const { return is_fp8() || is_mxfp4(); }
-    // MXFP4 takes so many instructions a byte that one CTA leaves memory idle. Where tiles are low,
-    // others have room beside it.
+    // MXFP4 takes so many instructions per byte that one CTA cannot saturate the memory bandwidth.
+    // With low tiles, an SM has room for several.
     constexpr u32 ctas_per_sm() const {
         return !is_mxfp4() || block_m > 96 ? 1 : block_m > 32 ? 2 : 3;
     }
@@ -73,25 +75,25 @@ struct GemmShape {
     }
     constexpr u32 weight_bytes() const { return is_mxfp4() ? unit_pair_bytes : weight_tile_bytes; }
     constexpr u32 stage_bytes() const { return weight_bytes() + block_m * block_k_bytes; }
-    // Scales of a row for each k block: FP8 weights have a scale of their own for gate and for up.
+    // Scales of a row per k block. FP8 weights have separate ones for gate and up.
     constexpr u32 scales_of_row() const { return is_fp8() && (gated() || has_split_m()) ? 2 : 1; }
     constexpr bool gated_fp8() const { return epilogue == Epilogue::gated_fp8; }
     constexpr bool gated() const { return gated_fp8() || epilogue == Epilogue::gated; }
-    // The step from a height of tiles down to the next one. Fewer heights compile faster.
+    // The difference between a tile height and the next lower one. Fewer heights compile faster.
     constexpr u32 m_granularity(u32 m) const {
         return m <= max_swap_ab_m ? block_m_granularity : 2 * block_m_granularity;
     }
     constexpr bool has_split_m() const { return is_fp8() && block_m == weft::split_m; }
-    // Stages with room for split tiles are few, and the round trip of one takes longer than a k
-    // block of few rows. Without gating k blocks are few, and high tiles lost 2 % (H200,
-    // 2026-11-26).
+    // Stages with room for split tiles are few, and the round trip of a stage takes longer than a k
+    // block of few rows. Without gating there are few k blocks, and high tiles took 2 % longer
+    // (H200, 2026-11-26).
     constexpr bool has_pairs() const { return has_split_m() && gated(); }
-    // From a stage's first k block of weights and rows to its second.
+    // The offset of a stage's second k block of weights and rows from its first.
     constexpr u32 half_stage_bytes() const { return stage_bytes() / 2; }
-    // The most rows that one CTA multiplies.
+    // Maximum rows that one CTA multiplies.
     constexpr u32 cta_m() const { return has_split_m() ? max_swap_ab_m : block_m; }
-    // An expert with more than block_m rows is cut: in FP8 into tiles of this many rows and a last
-    // one with the rest, else into tiles of equal height.
+    // An expert with more than block_m rows is split: in FP8 into tiles of this many rows and a
+    // last one with the rest, else into tiles of equal height.
     constexpr u32 full_m() const {
         return is_fp8() && !has_split_m() && block_m > normal_m ? normal_m : block_m;
     }
@@ -103,16 +105,16 @@ struct GemmArgs {
     const float *row_scales, *weight_scales;
     void* out;
     float* out_scales;
-    const u64* dst_addr;    // push: where each row goes, 0 for nowhere
-    const u32* abort_flag;  // push: where it is not 0, no row goes anywhere; may be null
+    const u64* dst_addr;    // push: destination of each row; 0 skips the row
+    const u32* abort_flag;  // push: if it is not 0, no row is stored; may be null
     const void* bias;
     const i32 *counts, *starts;
-    const u8* weights;  // what weights_map describes; MXFP4: units, without a map
+    const u8* weights;  // the tensor of weights_map; MXFP4: units, which have no map
     i64 row_scale_stride, k_scale_stride;
     float beta, linear_beta;     // situ
-    u32 max_rows, rows;          // of an expert; of all
-    float alpha, offset, limit;  // limit: infinite for none
-    u32 reserved;                // to a multiple of 64 bytes
+    u32 max_rows, rows;          // per expert; in total
+    float alpha, offset, limit;  // limit: infinity without a limit
+    u32 reserved;                // pads the size to a multiple of 64 bytes
 };
 
 WEFT_FN u32 round_up(u32 x, u32 to) { return (x + to - 1) / to * to; }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tile a cluster computes next.
+// The tile scheduler.
 //
 // Static persistent scheduling: one warp of each CTA reads the counts, sorts experts by the height
-// of their tiles and numbers their M-blocks; from then on every warp finds its tiles by itself.
+// of their tiles and numbers their M-blocks. Then every warp finds its cluster's tiles on its own.
 #pragma once
 #include <weft/device/team.cuh>
 #include <weft/gemm/pipeline.cuh>
@@ -13,30 +13,29 @@ namespace weft {
 // One tile of a cluster: rows of one expert by 256 weight rows (128 columns of a gated result).
 struct Tile {
     u32 expert, n_block, first_row;
-    u32 valid_m, m;  // rows, and rows with padding
+    u32 valid_m, m;  // rows without and with padding
 
-    // Whether each CTA has half of the rows and all weights of the tile, or all rows and half of
-    // the weights.
+    // Whether each CTA has half of the rows and all weights of the tile. In other tiles, each CTA
+    // has all rows and half of the weights.
     template <GemmShape S> WEFT_FN bool is_split() const { return S.has_split_m() && m == split_m; }
 
     // Whether two k blocks share a stage.
     template <GemmShape S> WEFT_FN bool is_paired() const {
         return S.has_pairs() && m <= max_paired_m;
     }
-    // How many k blocks the stage has that begins with k block k.
+    // The number of k blocks in the stage that begins with k block k.
     template <GemmShape S> WEFT_FN u32 k_blocks_of_stage(u32 k) const {
         return is_paired<S>() && k + 1 < S.k_blocks() ? 2 : 1;
     }
 };
 
-// Reads each expert's count and first row. A count or a start that reaches outside the tensor is
-// cut to the rows that lie inside.
+// Reads each expert's count and first row. Counts are clamped to the rows inside the tensor.
 template <GemmShape S> WEFT_FN void read_counts(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     for (u32 e = lane; e < S.experts; e += warp_lanes) {
         const volatile i32* const starts = a.starts;
         const i64 first = starts == nullptr ? i64(e) * a.max_rows : starts[e];
         const i64 room = first < 0 ? 0 : max(i64(a.rows) - first, i64(0));
-        // Volatile: bypasses this SM's L1, which may hold what the counts were before.
+        // Volatile: bypasses this SM's L1, which may hold stale counts.
         const i32 count = *const_cast<const volatile i32*>(a.counts + e);
         smem.counts[e] = u32(min(min(max(i64(count), i64(0)), i64(a.max_rows)), room));
         smem.first_rows[e] = u32(first);
@@ -44,15 +43,15 @@ template <GemmShape S> WEFT_FN void read_counts(const GemmArgs& a, GemmShared<S>
     __syncwarp();
 }
 
-// M-blocks of an expert with `count` rows.
+// The number of M-blocks of an expert with `count` rows.
 template <GemmShape S> WEFT_FN u32 m_blocks_of(u32 count) {
-    constexpr u32 spare = S.block_m - S.full_m();  // what the last block may have more
+    constexpr u32 spare = S.block_m - S.full_m();  // additional rows that the last block may have
     const u32 blocks = (max(count, spare) - spare + S.full_m() - 1) / S.full_m();
     return blocks == 0 && count != 0 ? 1 : blocks;
 }
 
-// Sorts experts by the mean height of their tiles, highest first, so that clusters share them out
-// evenly. More than 64 experts stay in their order.
+// Sorts experts by the mean height of their tiles, highest first, so that clusters get equal loads.
+// More than 64 experts are not sorted.
 template <GemmShape S> WEFT_FN void sort_experts(GemmShared<S>& smem, u32 lane) {
     u32* const height = smem.block_ends;  // free until count_m_blocks writes it
     for (u32 e = lane; e < S.experts; e += warp_lanes)
@@ -71,7 +70,7 @@ template <GemmShape S> WEFT_FN void sort_experts(GemmShared<S>& smem, u32 lane) 
     __syncwarp();
 }
 
-// The inclusive prefix sum of M-blocks over the sorted experts.
+// Computes the inclusive prefix sum of M-blocks over the sorted experts.
 template <GemmShape S> WEFT_FN void count_m_blocks(GemmShared<S>& smem, u32 lane) {
     u32 end = 0;
     for (u32 base = 0; base < S.experts; base += warp_lanes) {
@@ -88,7 +87,7 @@ template <GemmShape S> WEFT_FN void count_m_blocks(GemmShared<S>& smem, u32 lane
     }
 }
 
-// By one warp, before anybody asks for a tile.
+// Prepares the schedule; run by one warp before the first TileScheduler::next.
 template <GemmShape S>
 WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     read_counts(a, smem, lane);
@@ -96,14 +95,14 @@ WEFT_FN void schedule_tiles(const GemmArgs& a, GemmShared<S>& smem, u32 lane) {
     count_m_blocks(smem, lane);
 }
 
-// This cluster's tiles in order. Experts are sorted by height and tiles dealt to clusters in
-// boustrophedon order (0..n-1, n-1..0, ...), so the cluster that got the highest tile of one round
-// gets the lowest of the next. Where experts have several M-blocks, their heights alternate with a
-// period that may divide the number of clusters: each round then starts one cluster further, or
-// some would get only the high ones. (Simulated, 32 experts of about 512 rows by chance: the
-// busiest of 66 clusters has 5 % more than the mean, 10 % in boustrophedon order.) M-blocks that
-// share weights are adjacent, for L2 reuse; all M-blocks of an expert but the last are equally
-// high.
+// Enumerates this cluster's tiles. Experts are sorted by height, and tiles are dealt to clusters in
+// boustrophedon order (0..n-1, n-1..0, ...), so the cluster with the highest tile of one round gets
+// the lowest of the next. With several M-blocks per expert, heights alternate with a period that
+// may divide the number of clusters, and some clusters would get only high tiles. In kernels with
+// split tiles, each round therefore starts one cluster further. (In a simulation of 32 experts with
+// random numbers of rows around 512, the busiest of 66 clusters has 5 % more than the mean, against
+// 10 % in boustrophedon order.) M-blocks that share weights are adjacent, for L2 reuse. All
+// M-blocks of an expert but the last have equal heights.
 template <GemmShape S> struct TileScheduler {
     const GemmShared<S>& smem;
     u32 position = 0, round = 0;

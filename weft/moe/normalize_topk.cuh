@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A routing that the caller made, in the form that dispatch takes: ids in int32 with -1 for no
-// expert, weights in float32, logical experts replaced by physical ones. One thread takes one
-// entry.
+// Converts the caller's top-k to the form for dispatch: int32 ids with -1 for no expert, float32
+// weights, physical instead of logical experts. Grid: one thread per entry.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/device/team.cuh>
@@ -10,14 +9,14 @@
 namespace weft {
 
 constexpr u32 normalize_threads = 128;
-constexpr i32 no_such_expert = 0x7fffffff;  // an id that int32 cannot hold; dispatch refuses it
+constexpr i32 no_such_expert = 0x7fffffff;  // replaces an invalid id; dispatch refuses it
 
 // Mirrored by `NormalizeArgs` in moe/kernels.py.
 struct NormalizeArgs {
     const void* ids;        // [tokens, top_k], int32 or int64
     const void* weights;    // the same shape
-    const i32* num_tokens;  // on the device: rows from there on are padding; null: none
-    const i32* replicas;    // [experts][width]: how many, then which; null: ids stay
+    const i32* num_tokens;  // rows from *num_tokens on are padding; null: no padding
+    const i32* replicas;    // [experts][width]: count, then physical ids; null: ids stay
     i32* out_ids;
     float* out_weights;
     i64 padding_id;
@@ -25,7 +24,7 @@ struct NormalizeArgs {
     u32 ids_bytes;  // 4 or 8
     DType number;   // dtype of the weights
     u32 experts, width, rank;
-    u32 skips_zeros;  // entries of weight 0 are of no expert
+    u32 skips_zeros;  // entries of weight 0 become -1
 };
 
 WEFT_FN float weight_at(const NormalizeArgs& a, u32 i) {
@@ -33,7 +32,7 @@ WEFT_FN float weight_at(const NormalizeArgs& a, u32 i) {
     return low_half(a.number, static_cast<const u16*>(a.weights)[i]);
 }
 
-// A replica of a logical expert: neighbouring tokens take its replicas in turn, each rank beginning
+// Returns a replica of a logical expert. Tokens take the replicas in turn, and each rank starts
 // with another one.
 WEFT_FN i32 replica_of(const NormalizeArgs& a, u32 expert, u32 token) {
     const i32* row = a.replicas + u64(expert) * a.width;
@@ -50,10 +49,10 @@ WEFT_FN void normalize_topk(const NormalizeArgs& a) {
     const float weight = weight_at(a, i);
     const bool none = id == -1 || id == a.padding_id || (a.skips_zeros != 0 && weight == 0.0f) ||
                       (a.num_tokens != nullptr && i64(token) >= *a.num_tokens);
-    i32 found = id < -i64(no_such_expert) - 1 || id > no_such_expert ? no_such_expert : i32(id);
+    i32 result = id < -i64(no_such_expert) - 1 || id > no_such_expert ? no_such_expert : i32(id);
     if (!none && a.replicas != nullptr)
-        found = u32(found) < a.experts ? replica_of(a, u32(found), token) : no_such_expert;
-    a.out_ids[i] = none ? -1 : found;
+        result = u32(result) < a.experts ? replica_of(a, u32(result), token) : no_such_expert;
+    a.out_ids[i] = none ? -1 : result;
     a.out_weights[i] = none ? 0.0f : weight;
 }
 

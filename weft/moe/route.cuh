@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// weft.moe.route in one launch: one warp finds a token's experts and their weights. Lane l holds
-// experts l, l + 32, ...; each round takes the largest choice and, among equal ones, the lowest id.
+// weft.moe.route in one launch: one warp computes a token's experts and their weights. Lane l holds
+// experts l, l + 32, ... Each of top_k rounds selects the largest choice and, among equal ones, the
+// lowest id. Grid: ceil(tokens / route_warps) CTAs.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/device/team.cuh>
 
 namespace weft {
 
-constexpr u32 route_warps = 4;          // one token each
+constexpr u32 route_warps = 4;          // per CTA, one token each
 constexpr float smallest_sum = 1e-20f;  // SMALLEST_SUM in moe/router.py
-constexpr u32 no_key = 0;  // below the key of every value: an expert that cannot be chosen
+constexpr u32 no_key = 0;               // less than the key of every value: not selectable
 
 enum class Score : u32 { softmax, sigmoid, softmax_chosen, sqrtsoftplus };
 
-// What specialises the kernel; `weft.moe.Routing` documents the fields.
+// Compile-time parameters; `weft.moe.Routing` documents the fields.
 struct Routing {
     u32 experts, top_k;
     Score score;
@@ -53,7 +54,8 @@ template <Routing R> struct RouteScratch {
     bool kept[R.groups];
 };
 
-// Keys order values as the choice needs it: NaN above all, -0 equal to +0, all above `no_key`.
+// Maps a value to an integer key in the order of choice: NaN is the largest, -0 equals +0, and
+// every key is greater than `no_key`.
 WEFT_FN u32 key_of(float x) {
     if (x != x) return 0xffffffffu;
     const u32 bits = __float_as_uint(x + 0.0f), sign = 0x80000000u;
@@ -68,7 +70,7 @@ WEFT_FN float value_of_key(u32 key) {
 WEFT_FN float as_float(DType, float x) { return x; }
 WEFT_FN float as_float(DType dtype, u16 x) { return low_half(dtype, x); }
 
-// Loads this lane's logits; -inf where there is no expert. All loads are in flight at once.
+// Loads this lane's logits, -inf beyond the last expert. All loads are in flight at once.
 template <Routing R, class T>
 WEFT_FN void load_logits(const RouteArgs& a, u32 token, u32 lane, float (&logit)[R.each()]) {
     const T* row = static_cast<const T*>(a.logits) + i64(token) * a.row_stride;
@@ -102,7 +104,7 @@ WEFT_FN float warp_sum(float x) {
     return x;
 }
 
-// A NaN among the values may be ignored.
+// May ignore a NaN among the values.
 WEFT_FN float warp_max(float x) {
 #pragma unroll
     for (u32 step = warp_lanes / 2; step != 0; step /= 2)
@@ -110,7 +112,7 @@ WEFT_FN float warp_max(float x) {
     return x;
 }
 
-// Logits become scores. A NaN reaches a softmax through its own exponential.
+// Replaces logits by scores. In a softmax, NaN propagates through its own exponential.
 template <Routing R> WEFT_FN void score_all(float (&x)[R.each()]) {
     if constexpr (R.score == Score::sigmoid) {
 #pragma unroll
@@ -144,7 +146,7 @@ struct BestTwo {
     }
 };
 
-// The score of each group: the sum of its best two choices, or its best one.
+// Computes the score of each group: its best choice, or the sum of its best two.
 template <Routing R> WEFT_FN void score_groups(RouteScratch<R>& s, u32 lane) {
     constexpr u32 lanes = R.group_lanes(), at_once = warp_lanes / lanes, size = R.group_size();
 #pragma unroll 1
@@ -169,8 +171,9 @@ template <Routing R> WEFT_FN void score_groups(RouteScratch<R>& s, u32 lane) {
     __syncwarp();
 }
 
-// Sets the choices of groups that lose to -inf. A group is kept if fewer than top_groups beat it.
-// In kept groups experts that a correction of -inf shuts come last, but before all other groups'.
+// Sets the choices of all but the best groups to -inf. A group is kept if fewer than top_groups
+// have a better score. Experts of kept groups with a correction of -inf rank last, but still above
+// all experts of other groups.
 template <Routing R>
 WEFT_FN void limit_groups(RouteScratch<R>& s, u32 lane, float (&choice)[R.each()]) {
 #pragma unroll
@@ -198,7 +201,7 @@ WEFT_FN void limit_groups(RouteScratch<R>& s, u32 lane, float (&choice)[R.each()
     }
 }
 
-// The keys of this lane's experts; their scores go where all lanes can read them.
+// Computes the keys of this lane's experts and writes their scores to shared memory.
 template <Routing R>
 WEFT_FN void score_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u32 lane,
                            u32 (&key)[R.each()]) {
@@ -207,7 +210,7 @@ WEFT_FN void score_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u3
         load_logits<R, float>(a, token, lane, x);
     else
         load_logits<R, u16>(a, token, lane, x);
-    // Loaded before anything is stored: the compiler may not move a load up across a store.
+    // Load before the stores below: the compiler cannot move a load above a store.
     if constexpr (R.correction) load_correction<R>(a, lane, bias);
     if constexpr (R.by_logits()) set_keys<R>(x, lane, key);
     score_all<R>(x);
@@ -220,7 +223,7 @@ WEFT_FN void score_experts(const RouteArgs& a, RouteScratch<R>& s, u32 token, u3
     if constexpr (!R.by_logits()) set_keys<R>(x, lane, key);
 }
 
-// Lane k gets the k-th best expert; `best` is the first one, in every lane.
+// Returns the k-th best expert in lane k; sets `best` to the first one in every lane.
 template <Routing R> WEFT_FN u32 choose(u32 (&key)[R.each()], u32 lane, u32& best) {
     u32 own = 0;
     for (u32 k = 0; k < R.top_k; ++k) {
@@ -240,7 +243,7 @@ template <Routing R> WEFT_FN u32 choose(u32 (&key)[R.each()], u32 lane, u32& bes
     return own;
 }
 
-// The weight of lane k's expert.
+// Returns the weight of lane k's expert.
 template <Routing R>
 WEFT_FN float weigh(const RouteArgs& a, const RouteScratch<R>& s, u32 lane, u32 id, u32 best) {
     float weight = lane < R.top_k ? s.score[id] : 0.0f;
