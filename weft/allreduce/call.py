@@ -23,7 +23,7 @@ from weft.arguments import instance, one_of, real, refuse, shown
 from weft.errors import InvalidArgument
 from weft.heap.header import Site
 from weft.runtime.check import (
-    Pair,
+    Apart,
     check_alignment,
     check_tensor,
     check_tokens,
@@ -265,7 +265,7 @@ class Checked:
         """
         tensors = self.tensors
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        apart = _pairs(tensors, [index for index, _ in self.made])
+        apart = _apart(tensors, [index for index, _ in self.made])
         check_overlaps(addresses, apart)
         args = self._arguments(backend, site, layer)
         unused = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if tensors[i] is None]
@@ -308,7 +308,7 @@ class Prepared:
     """One kind of call that was checked: its entry, and arguments that lack only addresses.
 
     made: outputs to be made.   unused: indices of those that nobody asked for.
-    apart: pairs of tensors that must not overlap.
+    apart: outputs and the tensors that they must not overlap.
     """
 
     entry: str
@@ -316,7 +316,7 @@ class Prepared:
     args: ReduceArgs
     made: tuple[tuple[int, Maker], ...]
     unused: tuple[int, ...]
-    apart: tuple[Pair, ...]
+    apart: tuple[Apart, ...]
 
     def serves(self, addresses: Sequence[int]) -> bool:
         """Would the check accept the same call at these addresses?"""
@@ -528,33 +528,34 @@ def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tens
     return made.t()[:tokens]
 
 
-def check_overlaps(addresses: Sequence[int], pairs: Iterable[Pair]) -> None:
+def check_overlaps(addresses: Sequence[int], apart: Iterable[Apart]) -> None:
     """Raise InvalidArgument, naming both tensors, for an output that overlaps another tensor.
 
     Outputs may be exactly x. Those other than `out`, which is written before residual is read, may
     be exactly residual.
     """
-    pair = overlap(addresses, pairs)
+    pair = overlap(addresses, apart)
     if pair is not None:
         raise InvalidArgument(
-            f"output {PUBLIC[pair[0]]!r} overlaps {PUBLIC[pair[2]]!r} in memory; outputs may be "
+            f"output {PUBLIC[pair[0]]!r} overlaps {PUBLIC[pair[1]]!r} in memory; outputs may be "
             "exactly x, those other than 'out' exactly residual, and no other tensor of the call"
         )
 
 
-def _pairs(tensors: Sequence[torch.Tensor | None], made: Sequence[int]) -> tuple[Pair, ...]:
+def _apart(tensors: Sequence[torch.Tensor | None], made: Sequence[int]) -> tuple[Apart, ...]:
     """Each given output with those before it and with the inputs; new memory overlaps nothing."""
     spans = {i: (_bytes(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
     outputs = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if i in spans and i not in made]
-    pairs = []
+    apart = []
     for i, index in enumerate(outputs):
-        size = spans[index][0]
+        others = []
         for other in (*outputs[:i], *EXACT, *NEVER):
             if other in spans:
                 alike = other in EXACT and spans[other] == spans[index]
                 alike = alike and (index, other) != OUT_AND_RESIDUAL
-                pairs.append((index, size, other, spans[other][0], alike))
-    return tuple(pairs)
+                others.append((other, spans[other][0], alike))
+        apart.append((index, spans[index][0], tuple(others)))
+    return tuple(apart)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

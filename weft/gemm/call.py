@@ -20,7 +20,7 @@ from weft.gemm.config import (
     Push,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, check_like, weight_sizes
-from weft.runtime.check import Pair, extent, overlap, refuse_tensor
+from weft.runtime.check import Apart, extent, overlap, refuse_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
@@ -89,23 +89,21 @@ class GemmCall:
         return [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """Pairs of `tensors` that must not overlap: each result and every other tensor."""
+    def disjoint(self) -> tuple[Apart, ...]:
+        """Results, and the tensors that they must not overlap: all others."""
         sizes = {i: _size_in_memory(t) for i, t in enumerate(self.tensors) if t is not None}
         return tuple(
-            (result, sizes[result], other, size, False)
+            (result, sizes[result], tuple((i, n, False) for i, n in sizes.items() if i != result))
             for result in (OUT, OUT_SCALE)
             if result in sizes
-            for other, size in sizes.items()
-            if other != result
         )
 
-    def check_apart(self, pairs: tuple[Pair, ...]) -> None:
-        """Raise InvalidArgument that names both tensors of a pair if they overlap."""
-        pair = overlap(self.addresses, pairs)
+    def check_apart(self, disjoint: tuple[Apart, ...]) -> None:
+        """Raise InvalidArgument that names both tensors if a result overlaps another tensor."""
+        pair = overlap(self.addresses, disjoint)
         if pair is not None:
             raise InvalidArgument(
-                f"{NAMES[pair[0]]} overlaps {NAMES[pair[2]]} in memory: results are written while "
+                f"{NAMES[pair[0]]} overlaps {NAMES[pair[1]]} in memory: results are written while "
                 "other tensors of the call are read; pass a tensor of its own"
             )
 

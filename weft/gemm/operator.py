@@ -35,7 +35,7 @@ from weft.gemm.config import plan as triton_plan
 from weft.keywords import refuse_unknown
 from weft.reference import quantize
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import Pair, check_tensor, overlap, refuse_tensor, tensors_key
+from weft.runtime.check import Apart, check_tensor, overlap, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
 MOST_PREPARED = 512  # cached launches per thread; each takes about 2 KiB
@@ -49,13 +49,13 @@ class Prepared:
 
     Attributes:
         results: Shape and dtype of the result and of its scales, if the call allocates them.
-        disjoint: Pairs of tensors that must not overlap.
+        disjoint: Results and the tensors that they must not overlap.
     """
 
     device: torch.device
     launch: Launch
     results: tuple[tuple[torch.Size, torch.dtype], ...]
-    disjoint: tuple[Pair, ...]
+    disjoint: tuple[Apart, ...]
 
 
 class _Calls(threading.local):
@@ -156,7 +156,7 @@ def grouped_gemm(
         epilogue=epilogue,
         prefetch_weights=prefetch_weights and programmatic_launch,
     )
-    disjoint = () if out is None else call.pairs
+    disjoint = () if out is None else call.disjoint
     call.check_apart(disjoint)
     plan = plan or _default_plan(call)
     if isinstance(plan, WgmmaPlan):
@@ -207,7 +207,7 @@ def _prepare(
     plan: GemmPlan | WgmmaPlan,
     num_sms: int | None,
     programmatic: bool,
-    disjoint: tuple[Pair, ...],
+    disjoint: tuple[Apart, ...],
 ) -> Prepared:
     results = () if disjoint else (call.out, call.out_scale)
     with torch.cuda.device(call.a.device):

@@ -23,8 +23,9 @@ from weft.runtime.layout import vector_bytes
 
 _data_ptr = torch.Tensor.data_ptr  # unbound: raises TypeError for an object that is not a tensor
 
-# (index, bytes, other index, other bytes, whether both may be exactly the same memory)
-Pair = tuple[int, int, int, int, bool]
+# (index of a result, bytes, the tensors that it must not overlap), each of these as
+# (index, bytes, whether both may be exactly the same memory)
+Apart = tuple[int, int, tuple[tuple[int, int, bool], ...]]
 
 
 class _Tracing(threading.local):
@@ -194,16 +195,18 @@ def check_apart(
         )
 
 
-def overlap(addresses: Sequence[int], pairs: Iterable[Pair]) -> Pair | None:
-    """Return the first pair of tensors with a forbidden overlap, or None.
+def overlap(addresses: Sequence[int], apart: Iterable[Apart]) -> tuple[int, int] | None:
+    """Return the indices of the first two tensors with a forbidden overlap, or None.
 
-    The fast path of `check_apart`: the pairs hold the sizes, and only the addresses vary.
+    The fast path of `check_apart`: `apart` holds the sizes, and only the addresses vary.
     """
-    for pair in pairs:
-        i, size, j, other, exact = pair
-        a, b = addresses[i], addresses[j]
-        if a < b + other and b < a + size and not (exact and a == b):
-            return pair
+    for result, size, others in apart:
+        start = addresses[result]
+        end = start + size
+        for other, other_size, exact in others:
+            address = addresses[other]
+            if address < end and start < address + other_size and not (exact and address == start):
+                return result, other
     return None
 
 
