@@ -9,6 +9,7 @@ of compiled code are made of. Only fork servers import this.
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
@@ -28,3 +29,6 @@ with contextlib.suppress(CompileError):  # without a compiler, tests say so
     compiler_identity(find_compiler())
 # As in conftest.py: torch starts with another seed in every process.
 torch.manual_seed(0)
+# A full collection in a rank would look through all that is imported here, and copy its pages.
+gc.collect()
+gc.freeze()
