@@ -37,11 +37,7 @@ def on_hosts(
         group.process_group(), device=group.device, timeout=600.0
     ) as spanning:
         assert spanning.hosts == len(set(of_rank))
-        result = body(spanning, *args)
-        # Rank 0 serves the store in which others look for the cause of a failure.
-        with contextlib.suppress(RendezvousFailed):
-            group.barrier(timeout=60.0)
-        return result
+        return body(spanning, *args)
 
 
 def across(
@@ -55,8 +51,13 @@ def across(
     def decorate(body: Test) -> Test:
         @functools.wraps(body)
         def spread(group: weft.Group, **given: Any) -> None:
-            of_rank = given[hosts] if isinstance(hosts, str) else hosts
-            on_hosts(group, of_rank, functools.partial(body, **given))
+            def run(spanning: weft.Group) -> None:
+                body(spanning, **given)
+                # Rank 0 serves the store in which others look for the cause of a failure.
+                with contextlib.suppress(RendezvousFailed):
+                    group.barrier(timeout=60.0)
+
+            on_hosts(group, given[hosts] if isinstance(hosts, str) else hosts, run)
 
         return on_ranks(count, "cpu", **options)(spread)
 
