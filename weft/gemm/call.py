@@ -272,7 +272,7 @@ def _results(
         return torch.empty(size, dtype=_dtype(a, epilogue), device=a.device), None
     if isinstance(out, tuple):
         raise InvalidArgument(
-            f"out is {shown(out)}; it must be one tensor, or None: only GatedQuant makes a pair"
+            f"out is {shown(out)}; it must be one tensor, or None: only GatedQuant returns a pair"
         )
     check_like("out", out, a, size, OUT_DTYPES, aligned=16)
     return out, None

@@ -454,8 +454,8 @@ def _load(shape: GemmShape) -> Function:
         )
     if torch.cuda.is_current_stream_capturing():
         raise OutOfOrder(
-            "the first grouped GEMM of a shape on a device loads its kernel, which a graph cannot "
-            "hold; call it once before capturing"
+            "the first grouped GEMM of a shape on a device loads its kernel, which cannot be "
+            "captured; call it once before capturing"
         )
     with loading(torch.cuda.current_device()):
         module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", stays=True)

@@ -200,7 +200,7 @@ class LayerReader:
             if columns % unit:
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} as {dtype} with {columns} columns; "
-                    f"such weights have multiples of {unit}: pad them before they are quantised"
+                    f"such weights need a multiple of {unit}: pad them before quantisation"
                 )
         if dtype in PACKED:
             values = self._read(name, (rows, columns // 2), dtypes=PACKED).view(torch.uint8)
@@ -220,8 +220,8 @@ class LayerReader:
                 if scale_name in self._names:
                     raise InvalidArgument(
                         f"{self._source} has scales {self._stem}{scale_name} beside plain weights "
-                        f"{self._stem}{name} ({dtype}), which have none: one of the two is of "
-                        "another checkpoint"
+                        f"{self._stem}{name} ({dtype}), which have none: one of the two belongs "
+                        "to another checkpoint"
                     )
                 return self._part(field, expert, target_rows, values, None, columns)
             blocks: list[tuple[int, ...]] = [(-(-rows // FP8_BLOCK), row_groups[1])]
@@ -286,7 +286,7 @@ class LayerReader:
         raise InvalidArgument(
             f"{self._source} has {self._stem}{name} as {dtype}, which is {scheme}, but "
             f"quantization_config of {declared.source} says that these experts are "
-            f"{declared.scheme}: one of the two is of another model"
+            f"{declared.scheme}: one of the two belongs to another model"
         )
 
     def _check_block(
@@ -301,8 +301,8 @@ class LayerReader:
                 raise InvalidArgument(
                     f"{self._source} has {self._stem}{name} {list(scales)} for weights "
                     f"{list(shape)}, but quantization_config of {declared.source} says blocks of "
-                    f"{list(declared_block)}, which need {list(expected)}: one of the two is of "
-                    "another model"
+                    f"{list(declared_block)}, which need {list(expected)}: one of the two belongs "
+                    "to another model"
                 )
             return
         unambiguous = all(

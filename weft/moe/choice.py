@@ -70,7 +70,7 @@ def choose_mode(
     modes = {mode for mode, _ in serving}
     if len(modes) == 1:
         mode = modes.pop()
-        return mode, f"mode {mode}: the only one that was asked for or serves this layer."
+        return mode, f"mode {mode}: the only one that was requested or that supports this layer."
     small = max_tokens <= LOW_LATENCY_TOKENS and gpus and ("low_latency", "gemm_push") in serving
     mode = "low_latency" if small else "throughput"
     return mode, (
@@ -89,7 +89,7 @@ def choose_overlap(
     """
     candidates = [overlap for other_mode, overlap in serving if other_mode == mode]
     if len(candidates) == 1:
-        return candidates[0], f"overlap {candidates[0]}: no other serves this layer."
+        return candidates[0], f"overlap {candidates[0]}: no other supports this layer."
     limit = PUSHED_TOKENS[mode] if ranks > 1 else PUSHED_TOKENS_ALONE
     if "gemm_push" in candidates and max_tokens <= limit:
         overlap = "gemm_push"

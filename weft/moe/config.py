@@ -76,11 +76,11 @@ class LayerOptions:
             self._check_replicas(self.replicas, config.routing.num_experts, hosts)
 
     def _check_replicas(self, replicas: Replicas, experts: int, hosts: int) -> None:
-        instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
+        instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
         if self.expert_map is not None:
             raise InvalidArgument(
-                "expert_map and replicas are both given: replicas say where every expert is; leave "
-                "expert_map out"
+                "expert_map and replicas exclude each other, because replicas place every expert: "
+                "leave expert_map out"
             )
         if replicas.num_experts != experts:
             raise InvalidArgument(
@@ -88,8 +88,8 @@ class LayerOptions:
             )
         if hosts > 1:
             raise InvalidArgument(
-                f"replicas are given in a group of {hosts} hosts: a rank that takes one does not "
-                "know its host yet; leave them out, or give experts an expert_map"
+                f"replicas are given in a group of {hosts} hosts, but weft does not choose "
+                "replicas by host yet: leave them out, or pass expert_map"
             )
 
     def num_physical(self, config: MoEConfig) -> int:
@@ -199,7 +199,7 @@ def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> 
     if low_latency and not pushes_in_place(config, experts, fp8=options.fp8, device=device):
         raise InvalidArgument(
             "overlap 'gemm_push', mode 'low_latency': only the Hopper GEMM stores rows whose "
-            "arrival their owner polls, and it does not serve this layer here: use "
+            "arrival their owner polls, and it does not support this layer on this device: use "
             "'shared_expert' or 'none', or mode='throughput'"
         )
     return plan

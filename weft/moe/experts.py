@@ -184,7 +184,7 @@ class ExpertWeights:
         """
         if self.gate_up_scale is not None or self.down_scale is not None:
             raise InvalidArgument(
-                f"weights are {self.gate_up.dtype} with scales; MXFP4 is made of weights without"
+                f"weights are {self.gate_up.dtype} with scales; to_mxfp4 needs weights without"
             )
         return self._convert(lambda weights: pack_mxfp4(*quantize_mxfp4(weights)))
 
@@ -467,8 +467,8 @@ class ExpertWeights:
                     "it"
                 )
             raise InvalidArgument(
-                f"{field.name} is given, the layer's weights are {config.dtype}: leave it out, or "
-                "build the layer with fp8=True"
+                f"{field.name} is set, but the layer's weights are {config.dtype}: leave it out, "
+                "or build the layer with fp8=True"
             )
         gate_up = self.gate_up
         if isinstance(gate_up, torch.Tensor):
@@ -480,7 +480,7 @@ class ExpertWeights:
             if gate_up.dim() and gate_up.shape[0] != local_experts:
                 raise InvalidArgument(
                     f"gate_up has {gate_up.shape[0]} experts, and this rank has {local_experts} of "
-                    f"the layer's {config.routing.num_experts}: pass this rank's alone"
+                    f"the layer's {config.routing.num_experts}: pass only this rank's experts"
                 )
         for name, (shape, dtype) in expected.items():
             check_tensor(

@@ -139,26 +139,25 @@ def _compressed_tensors(quantization: Mapping[str, Any], path: Path, experts: st
 def _weights_scheme(weights: Mapping[str, Any], path: Path) -> Declared:
     bits, kind = weights.get("num_bits"), weights.get("type")
     strategy, size = weights.get("strategy"), weights.get("group_size")
+    symmetric, actorder = weights.get("symmetric"), weights.get("actorder")
     where = f"weights in quantization_config of {path}"
-    scheme = f"{bits} bits, type {kind!r}, strategy {strategy!r}, group_size {size!r}"
-    refusal = InvalidArgument(
-        f"weights in quantization_config of {path} are {scheme}; {_SUPPORTED}"
-    )
-    if weights.get("symmetric") is False or weights.get("actorder") not in (None, False, "weight"):
+    if symmetric is False or actorder not in (None, False, "weight"):
         raise InvalidArgument(
-            f"{where} are asymmetric or reordered (symmetric "
-            f"{weights.get('symmetric')!r}, actorder {weights.get('actorder')!r}); {_SUPPORTED}"
+            f"{where} are asymmetric or reordered (symmetric {symmetric!r}, actorder "
+            f"{actorder!r}); {_SUPPORTED}"
         )
     if (bits, kind, strategy) == (4, "int", "group") and size in INT4_GROUPS:
         return Declared(str(path), "int4", (1, int(size)))
     if (bits, kind) == (4, "float") and size == 32:
         return Declared(str(path), "mxfp4", (1, 32))
-    if (bits, kind) != (8, "float"):
-        raise refusal
-    if strategy == "group" and size in (32, FP8_BLOCK):
-        return Declared(str(path), "fp8", (1, int(size)))
-    if strategy == "block" and weights.get("block_structure") in (None, [FP8_BLOCK, FP8_BLOCK]):
-        return Declared(str(path), "fp8", (FP8_BLOCK, FP8_BLOCK))
-    if strategy in ("channel", "tensor"):
-        return Declared(str(path), "fp8", (1, 0) if strategy == "channel" else (0, 0))
-    raise refusal
+    if (bits, kind) == (8, "float"):
+        if strategy == "group" and size in (32, FP8_BLOCK):
+            return Declared(str(path), "fp8", (1, int(size)))
+        if strategy == "block" and weights.get("block_structure") in (None, [FP8_BLOCK] * 2):
+            return Declared(str(path), "fp8", (FP8_BLOCK, FP8_BLOCK))
+        if strategy in ("channel", "tensor"):
+            return Declared(str(path), "fp8", (1, 0) if strategy == "channel" else (0, 0))
+    raise InvalidArgument(
+        f"{where} are {bits} bits, type {kind!r}, strategy {strategy!r}, group_size {size!r}; "
+        f"{_SUPPORTED}"
+    )

@@ -110,8 +110,8 @@ class StatelessKernel(threading.local):
         """Compile and load for the current device; the module is never unloaded."""
         if torch.cuda.is_current_stream_capturing():
             raise OutOfOrder(
-                f"the first {self.doing} on a device loads its kernel, which a graph cannot hold; "
-                "call it once before capturing, with zero tokens if you like"
+                f"the first {self.doing} on a device loads its kernel, which cannot be captured; "
+                "call it once before capturing, for example with zero tokens"
             )
         with loading(torch.cuda.current_device()):
             source, arch = self.source(rule), current_arch()

@@ -398,7 +398,7 @@ class MoE:
             return
         device, size = self.exchange.group.device, (1, self.config.hidden)
         result = self._shared(torch.zeros(size, dtype=self.config.dtype, device=device))
-        name, dtypes = "what the shared expert returns", (self.config.dtype,)
+        name, dtypes = "the shared expert's result", (self.config.dtype,)
         check_tensor(name, result, shape=size, dtypes=dtypes, device=device, aligned=16)
         self._checked_shared = True
 
@@ -552,7 +552,7 @@ class MoE:
             if replicas is not None:
                 self._check_replicas(replicas)
             local = weights(self.local_experts) if callable(weights) else weights
-            instance("weights", local, ExpertWeights, "or a function that makes them")
+            instance("weights", local, ExpertWeights, "or a function that returns them")
             local.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
             self._workspace.experts.prepare(local)
             if shared is not None:
@@ -560,8 +560,8 @@ class MoE:
             if (shared is None) == (config.shared > 0):
                 have = "None" if shared is None else "given"
                 raise InvalidArgument(
-                    f"shared is {have}, the config has shared={config.shared}; pass one where it "
-                    "is above 0, or dataclasses.replace(config, shared=0)"
+                    f"shared is {have}, the config has shared={config.shared}; pass a shared "
+                    "expert exactly if it is above 0, or dataclasses.replace(config, shared=0)"
                 )
             if self._workspace.plan.overlap == "shared_expert" and shared is None:
                 raise InvalidArgument(
@@ -605,7 +605,7 @@ class MoE:
         self._check_open()
         if self._mixed and not self.exchange.broken:
             raise ExpertsLost(
-                "moving experts failed in the middle, and their weights are of no placement: call "
+                "moving experts failed in the middle, so their weights match no placement: call "
                 "relocate with weights=, from a checkpoint, on all ranks"
             )
         if self._lost and self._workspace.options.missing == "error":
@@ -642,11 +642,11 @@ class MoE:
 
     def _check_replicas(self, replicas: Replicas) -> None:
         """Raise InvalidArgument if the placement's sizes are not those of the layer."""
-        instance("replicas", replicas, Replicas, "weft.moe.balance makes one of loads")
+        instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
         original = self._workspace.options.replicas
         if original is None:
             raise InvalidArgument(
-                "replicas for a layer that was built without: pass replicas= to MoE as well"
+                "replicas for a layer that was built without them: pass replicas= to MoE, too"
             )
         sizes = (replicas.ranks, replicas.num_experts, len(replicas.logical))
         expected = (original.ranks, original.num_experts, len(original.logical))

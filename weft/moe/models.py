@@ -34,7 +34,7 @@ class Gating(GateNumbers):
 
     Raises:
         InvalidArgument: a number is not finite, a limit or beta is not positive, or only one beta
-            is given.
+            is set.
     """
 
     def apply(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

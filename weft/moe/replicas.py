@@ -61,11 +61,11 @@ class Replicas:
         ranks = integer("ranks", self.ranks, 1, MAX_RANKS)
         if not logical or len(logical) % ranks:
             raise InvalidArgument(
-                f"logical has {len(logical)} entries for {ranks} ranks; each rank has equally many"
+                f"logical has {len(logical)} entries for {ranks} ranks; pass a multiple of ranks"
             )
         if absent := sorted(set(range(max(logical) + 1)).difference(logical)):
             raise InvalidArgument(
-                f"logical leaves out expert {absent[0]} of 0..{max(logical)}; each has a place"
+                f"logical leaves out expert {absent[0]} of 0..{max(logical)}; each must occur"
             )
         adopt(self, logical=logical, ranks=ranks)
 

@@ -131,8 +131,8 @@ class Routing:
             )
         if self.score == "softmax-chosen" and (self.correction or self.groups > 1):
             raise InvalidArgument(
-                "score 'softmax-chosen' has no scores before the choice: it goes without "
-                f"correction and groups; correction is {self.correction}, groups {self.groups}"
+                "score 'softmax-chosen' has no scores before the choice: use it without correction "
+                f"and groups; correction is {self.correction}, groups {self.groups}"
             )
         if self.weigh == "input" and self.top_k != 1:
             raise InvalidArgument(
