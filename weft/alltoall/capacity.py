@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens one rank can bring to a call, from the arguments a server is started with."""
+"""Computation of `max_tokens` from a server's settings."""
 
 from __future__ import annotations
 
 from weft.arguments import integer
 
-MOST = 1 << 30  # of anything that a server is started with
+MOST = 1 << 30  # limit of every setting
 
 
 def tokens_per_rank(
@@ -37,7 +37,7 @@ def tokens_per_rank(
         Tokens per rank.
 
     Raises:
-        InvalidArgument: a value is no integer or out of range.
+        InvalidArgument: a value is not an integer or out of range.
     """
     max_running_requests = integer("max_running_requests", max_running_requests, 1, MOST)
     prefill_tokens = integer("prefill_tokens", prefill_tokens, 0, MOST)

@@ -32,17 +32,17 @@ def _dispatch(
 
 
 @_dispatch.register_fake
-def _(*given: Any) -> None:
-    payloads, topk_ids, topk_weights, num_tokens, stats, _, _, handle = given
+def _(*args: Any) -> None:
+    payloads, topk_ids, topk_weights, num_tokens, stats, _, _, handle = args
     owner: AllToAll = find(handle)
     config, device = owner.config, owner.group.device
     with tracing():
         config.check_dispatch(payloads, topk_ids, topk_weights, num_tokens, stats, device)
 
 
-# Apart from dispatch, because an op that mutates may not return a list; reading `order` keeps it
-# after dispatch. Copies, because a compiler may move a pointwise read of a view after combine,
-# when peers write there again.
+# A separate operator, because a mutating operator may not return a list; it reads `order`, which
+# keeps it after dispatch. It returns copies, because a compiler may move a pointwise read of a view
+# past combine, when peers overwrite the memory.
 @torch.library.custom_op("weft::received", mutates_args=())
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [
@@ -68,7 +68,7 @@ def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
 
 
 def _parts(received: Received) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What has slots `[ep_size, rows, ...]`, and what has not."""
+    """Return the tensors with slots `[ep_size, rows, ...]`, and the others."""
     stats = [] if received.stats is None else [received.stats]
     return [*received.payloads, received.ids, received.weights], [received.counts, *stats]
 
@@ -85,18 +85,18 @@ def _combine(
 
 
 @_combine.register_fake
-def _(*given: Any) -> None:
-    y, out, add, _, handle = given
+def _(*args: Any) -> None:
+    y, out, add, _, handle = args
     owner: AllToAll = find(handle)
     dtypes, device = (owner.dtype,), owner.group.device
-    size = (None, owner.config.shape.hidden)  # of how many tokens, the round knows
+    size = (None, owner.config.shape.hidden)  # the round determines the number of tokens
     check_tensor("out", out, shape=size, dtypes=dtypes, device=device)
     if add is not None:
         check_tensor("add", add, shape=out.shape, dtypes=dtypes, device=device)
     if y is not None and owner.config.shape.combine != "gemm_push":
         ranks, _, hidden = owner._output.shape
-        wanted = (ranks, None, hidden)  # of how many rows, the round knows
-        check_tensor("y", y, shape=wanted, dtypes=dtypes, device=device)
+        shape = (ranks, None, hidden)  # the round determines the number of rows
+        check_tensor("y", y, shape=shape, dtypes=dtypes, device=device)
 
 
 def dispatch(
@@ -110,8 +110,8 @@ def dispatch(
 ) -> Received:
     """Dispatch inside a compiled graph."""
     order, handle = owner._order, owner._handle
-    given = ([p.detach() for p in payloads], topk_ids, plain(topk_weights), num_tokens, stats)
-    torch.ops.weft.dispatch(*given, rows, order, handle)
+    inputs = ([p.detach() for p in payloads], topk_ids, plain(topk_weights), num_tokens, stats)
+    torch.ops.weft.dispatch(*inputs, rows, order, handle)
     views = torch.ops.weft.received(rows, order, handle)
     gathered = None if stats is None else views[-1]
     *planes, ids, received_weights, counts = views if stats is None else views[:-1]
@@ -128,7 +128,7 @@ def combine(
     if out is None:
         size = (owner._traced_tokens, owner.config.shape.hidden)
         out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
-    # Named as an argument, so that the compiler keeps what was written there before.
-    given = owner._output if y is None else y.detach()
-    torch.ops.weft.combine(given, out, plain(add), owner._order, owner._handle)
+    # The output buffer is an argument, so that the compiler keeps earlier writes to it.
+    rows = owner._output if y is None else y.detach()
+    torch.ops.weft.combine(rows, out, plain(add), owner._order, owner._handle)
     return out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one all-to-all is made from: arguments, their checks, its Shape, and where its parts are."""
+"""Configuration of an all-to-all: checked arguments, the Shape and the offsets of its share."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CombineArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Where the parts of one rank's share are, in bytes: `Share<S>` in alltoall/layout.cuh.
+    """Byte offsets of the parts of one rank's share; mirrors `Share<S>` in alltoall/layout.cuh.
 
     In order: header, inbox (flags, counts, routes, payload planes, returned rows, stats), outbox,
     destinations, saved routing.
@@ -106,7 +106,7 @@ class Offsets:
 
     @classmethod
     def of(cls, shape: Shape) -> Offsets:
-        """The offsets of a Shape."""
+        """Return the offsets of a Shape."""
         slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
         counts = header_bytes(shape.ranks) + 2 * up(8 * shape.ranks)
         route = counts + up(4 * shape.ranks)
@@ -118,8 +118,8 @@ class Offsets:
             planes.append(at)
             pitches.append(pitch)
             at += up(slots * pitch)
-        # A C++ struct without members takes one line: the end of the recursion over planes, rows
-        # that are not pushed (one line with it), statistics, the outbox of gemm_push. At the end of
+        # An empty aligned C++ struct takes one line: the end of the recursion over planes together
+        # with unused returned rows, unused statistics, and the outbox of gemm_push. At the end of
         # the share it takes a byte.
         at += LINE
         returned = up(shape.returned_rows * shape.returned_bytes)
@@ -141,7 +141,7 @@ class Offsets:
         )
 
     def asserted(self) -> Numbers:
-        """C++ expressions of these offsets, after the Shape literal S, and their values."""
+        """Return C++ expressions of these offsets, for a Shape named S, and their values."""
         members = {
             "inbox.counts": self.counts,
             "inbox.route": self.route,
@@ -161,10 +161,18 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True)
 class AllToAllConfig(HostsConfig):
-    """All that ranks must agree on before they share memory.
+    """Everything that ranks must agree on before they share memory.
 
-    inputs: what callers hand over.   payloads: what arrives; they differ where dispatch quantises.
-    planes: the plane of each input: a quantised first one arrives as two, numbers and scales.
+    Attributes:
+        shape: Sizes that are compiled into the kernels.
+        offsets: Byte offsets of the parts of a share.
+        dtype: Dtype of combine rows.
+        inputs: Payloads that callers pass.
+        payloads: Payloads that are delivered; differ from `inputs` if dispatch quantises.
+        planes: Plane of each input. A quantised first input is delivered as two planes, values and
+            scales.
+        placement: Rank of each expert.
+        span: Hosts of the group, if there are several.
     """
 
     shape: Shape
@@ -195,10 +203,13 @@ class AllToAllConfig(HostsConfig):
         _hosts: Sequence[Sequence[int]] = (),
         _host: int = 0,
     ) -> AllToAllConfig:
-        """Raises InvalidArgument naming the argument, its value and what it may be.
+        """Check the arguments of `AllToAll` and build its config.
 
-        _hosts: the ranks of each host (`Group.host_ranks`), where there are several, and `ranks` of
-            one; the Shape is then of the part on this one, `_host`.
+        With several hosts, `_hosts` are the ranks of each (`Group.host_ranks`), `ranks` is the
+        number of ranks of one, and the Shape describes the part on host `_host`.
+
+        Raises:
+            InvalidArgument: names the argument, its value and the allowed values.
         """
         sizes = checked(
             Shape,
@@ -212,14 +223,14 @@ class AllToAllConfig(HostsConfig):
         ranks, num_experts, hidden = sizes["ranks"], sizes["experts"], sizes["hidden"]
         dtype = one_of("dtype", dtype, DTYPE_NAMES)
         quantize = one_of("quantize", quantize, (None, *SCALES))
-        returns = combine_of(combine, combine_dtype)
+        mode = _combine_mode(combine, combine_dtype)
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
-        arriving = _arriving(inputs, hidden, dtype, quantize)
+        delivered = _delivered(inputs, hidden, dtype, quantize)
         shape = Shape(
             **sizes,
             dtype=DTYPE_NAMES[dtype],
-            row_bytes=tuple(p.row_bytes for p in arriving),
-            combine=returns,
+            row_bytes=tuple(p.row_bytes for p in delivered),
+            combine=mode,
             quant=quantize or "none",
             mapped=expert_map is not None,
         )
@@ -228,7 +239,7 @@ class AllToAllConfig(HostsConfig):
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
         placement = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
-        scales = len(arriving) - len(inputs)
+        scales = len(delivered) - len(inputs)
         planes = tuple(i + scales if i else 0 for i in range(len(inputs)))
         span = None
         if len(_hosts) > 1:
@@ -242,29 +253,29 @@ class AllToAllConfig(HostsConfig):
                 row_bytes=shape.row_bytes,
                 stats=shape.stats,
                 quantize=quantize,
-                returns_fp8=returns == "push_fp8",
+                returns_fp8=mode == "push_fp8",
                 placement=placement,
             )
-            shape, planes = on_one_host(shape, span), tuple(range(len(arriving)))
-        return cls(shape, Offsets.of(shape), dtype, inputs, arriving, planes, placement, span)
+            shape, planes = _shape_of_host(shape, span), tuple(range(len(delivered)))
+        return cls(shape, Offsets.of(shape), dtype, inputs, delivered, planes, placement, span)
 
     @property
     def stats(self) -> int:
-        """Numbers that each rank passes to a dispatch."""
+        """Number of statistics that each rank passes to a dispatch."""
         return self.shape.stats if self.span is None else self.span.stats
 
     @property
     def quantized(self) -> bool:
-        """Does dispatch quantise the first payload?"""
+        """Whether dispatch quantises the first payload."""
         return len(self.payloads) > len(self.inputs)
 
     def manifest(self) -> dict[str, JSON]:
-        """What the ranks compare at creation, name by name."""
-        found = HostsConfig.manifest(self)
-        found["payloads"] = [f"{list(p.shape)} {p.dtype}" for p in self.payloads]
+        """Return the arguments that the ranks compare at creation, by name."""
+        manifest = HostsConfig.manifest(self)
+        manifest["payloads"] = [f"{list(p.shape)} {p.dtype}" for p in self.payloads]
         if self.span is not None:
-            found |= {"quantize": self.span.quantize, "stats": self.stats}
-        return found
+            manifest |= {"quantize": self.span.quantize, "stats": self.stats}
+        return manifest
 
     def check_dispatch(
         self,
@@ -275,9 +286,11 @@ class AllToAllConfig(HostsConfig):
         stats: torch.Tensor | None,
         device: torch.device,
     ) -> int:
-        """Return the number of tokens.
+        """Check the tensors of a dispatch and return the number of tokens.
 
-        Raises InvalidArgument and TokenOverflow for what the host can see.
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            TokenOverflow: there are more tokens than `max_tokens`.
         """
         tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
@@ -288,63 +301,60 @@ class AllToAllConfig(HostsConfig):
             )
         for plane, (tensor, payload) in enumerate(zip(tensors, self.inputs, strict=True)):
             name = "x" if len(tensors) == 1 else f"x[{plane}]"
-            row = (tokens, *payload.shape)
-            kind, aligned = (payload.dtype,), payload.row_bytes
             check_tensor(
                 name,
                 tensor,
-                shape=row,
-                dtypes=kind,
+                shape=(tokens, *payload.shape),
+                dtypes=(payload.dtype,),
                 device=device,
-                aligned=aligned,
+                aligned=payload.row_bytes,
                 rows_of="topk_ids",
             )
+        int32 = (torch.int32,)
         if num_tokens is not None:
-            name, count = "num_tokens", (torch.int32,)
-            check_tensor(name, num_tokens, shape=(1,), dtypes=count, device=device, aligned=1)
+            check_tensor(
+                "num_tokens", num_tokens, shape=(1,), dtypes=int32, device=device, aligned=1
+            )
         if stats is not None or self.stats:
             self._check_stats(stats, device)
         return tokens
 
     def check_rows(self, rows: int | None, tokens: int) -> int:
-        """Return the slots for each source. Raises InvalidArgument."""
+        """Return the number of slots for each source. Raises InvalidArgument."""
         if rows is None:
             return self.max_tokens
         rows = integer("rows", rows, 1, self.max_tokens)
         if rows < tokens:
             raise InvalidArgument(
-                f"rows is {rows}, but this rank sends {tokens} tokens: pass the most that any rank "
-                "sends, on all ranks the same"
+                f"rows is {rows}, but this rank sends {tokens} tokens: pass the largest token "
+                "count of any rank, equal on all ranks"
             )
         return rows
 
     def _check_stats(self, stats: torch.Tensor | None, device: torch.device) -> None:
-        """Require this rank's statistics where there are any, and nothing where there are none.
-
-        Raises InvalidArgument naming what was passed and what this all-to-all was built with.
-        """
+        """Require `stats` exactly if this all-to-all was built with statistics."""
         size = self.stats
         if stats is None and size:
             raise InvalidArgument(
                 f"stats is None in an all-to-all built with stats={size}; pass int32 [{size}] in "
-                "every call, zeros where there is nothing to tell"
+                "every call, zeros if there is nothing to report"
             )
         if stats is not None and not size:
             text = list(stats.shape) if isinstance(stats, torch.Tensor) else shown(stats)
             raise InvalidArgument(
                 f"stats is {text} in an all-to-all built with stats=0; leave it out, or build the "
-                "all-to-all with as many numbers as each rank has to tell"
+                "all-to-all with the number of statistics that each rank sends"
             )
         if stats is not None:
-            number = (torch.int32,)
-            check_tensor("stats", stats, shape=(size,), dtypes=number, device=device, aligned=1)
+            int32 = (torch.int32,)
+            check_tensor("stats", stats, shape=(size,), dtypes=int32, device=device, aligned=1)
 
 
-def on_one_host(shape: Shape, span: Span) -> Shape:
-    """The Shape of a host's part: this host's experts, and the rows of every host's ranks.
+def _shape_of_host(shape: Shape, span: Span) -> Shape:
+    """Return the Shape of one host's part: its experts, and the rows of all hosts' ranks.
 
-    Rows that are quantised come so, and each rank forwards the numbers of tokens that came to it
-    with the statistics.
+    Rows are quantised before they reach the host, and each rank forwards the token counts that it
+    received together with the statistics.
     """
     local, hosts = span.local_placement, span.hosts
     return replace(
@@ -357,10 +367,11 @@ def on_one_host(shape: Shape, span: Span) -> Shape:
     )
 
 
-def combine_of(combine: str | None, combine_dtype: str | None) -> str:
-    """How the Shape says that rows are combined, from what callers say.
+def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
+    """Return `Shape.combine` for the public arguments.
 
-    Raises InvalidArgument for words that are none, and for FP8 rows that nobody pushes.
+    Raises:
+        InvalidArgument: a value is unknown, or FP8 rows are not pushed.
     """
     one_of("combine", combine, (None, *COMBINES))
     one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
@@ -378,14 +389,18 @@ memory_bytes = share_bytes_of(AllToAllConfig.of)
 
 
 def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
-    """A caller's payloads, each what it says it is. Raises InvalidArgument naming the one."""
+    """Return a caller's payloads after checking them.
+
+    Raises:
+        InvalidArgument: names the invalid payload.
+    """
     if not isinstance(payloads, list | tuple):
         refuse("payloads", payloads, "a list of weft.Payload, or None for x alone")
     if not 1 <= len(payloads) <= MAX_PLANES:
         raise InvalidArgument(
             f"payloads has {len(payloads)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
         )
-    found = []
+    checked_payloads = []
     for plane, payload in enumerate(payloads):
         name = f"payloads[{plane}]"
         instance(name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row")
@@ -393,14 +408,14 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
         shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, after the token axis")
         if dtype in QUANTISED:
             refuse(f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes")
-        found.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))
-    return tuple(found)
+        checked_payloads.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))
+    return tuple(checked_payloads)
 
 
-def _arriving(
+def _delivered(
     inputs: tuple[Payload, ...], hidden: int, dtype: torch.dtype, quantize: str | None
 ) -> tuple[Payload, ...]:
-    """The payloads as they arrive: a quantised first one becomes FP8 numbers and their scales."""
+    """Return the delivered payloads: a quantised first one becomes FP8 values and scales."""
     if quantize is None:
         return inputs
     if inputs[0] != Payload((hidden,), dtype):
@@ -408,5 +423,5 @@ def _arriving(
             f"quantize={quantize!r} with a first payload of {list(inputs[0].shape)} "
             f"{inputs[0].dtype}; it must be [{hidden}] {dtype}, like the rows of combine"
         )
-    numbers = Payload((hidden,), torch.float8_e4m3fn)
-    return (numbers, SCALES[quantize](hidden), *inputs[1:])
+    values = Payload((hidden,), torch.float8_e4m3fn)
+    return (values, SCALES[quantize](hidden), *inputs[1:])

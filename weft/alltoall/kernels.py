@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of an all-to-all: generated entries, and how each is launched.
+"""Kernels of an all-to-all: generated entries and launch plans.
 
-Launches are local to a rank: peers may choose differently. The numbers are from sweeps on 8 x H200,
-hidden 7168, 2026-11-20 (docs/results/index.md).
+Launch plans are local to a rank; peers may choose others. The constants are from sweeps on 8 x
+H200, hidden 7168, 2026-11-20 (docs/results/index.md).
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import loading
 from weft.shape import Shape
 
-# From so many 16-byte words on, a launch that overlaps its predecessor only takes room from it: at
-# 2048 tokens x 7168 it costs 0.5 %; at 32 it gains 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
-LONG = 256 * 896
-LARGEST = 512  # threads of a dispatch CTA
-SMALLEST = 64
-GRID_LIMIT = 65535  # pieces of a row; a CTA takes more of them in turn
-PIECE = 128  # threads of a combine CTA
-PIECES_PER_SM = 4
-LOADS = 8  # of a thread, that are in flight at once; loads_in_flight in alltoall/combine.cuh
+# From this number of 16-byte words on, programmatic dependent launch does not pay, because the
+# kernel takes resources from its predecessor: at 2048 tokens x 7168 it costs 0.5 %; at 32 it gains
+# 4 %, at 128 up to 1 % (8 x H200, 2026-11-20).
+PROGRAMMATIC_LIMIT = 256 * 896
+MAX_THREADS = 512  # of a dispatch CTA
+MIN_THREADS = 64  # of any CTA
+GRID_LIMIT = 65535  # CTAs of a row; a CTA loops over the rest
+COMBINE_THREADS = 128  # of a combine CTA
+COMBINE_CTAS_PER_SM = 4
+LOADS_IN_FLIGHT = 8  # per thread; loads_in_flight in alltoall/combine.cuh
 STRIP = 512  # columns that a warp pushes, or sums, at a time
-FP8_PIECES_PER_SM = 4  # CTAs of a combine by FP8, one of which sums
-MANY_PER_SM = 200  # strips that may have to be pushed: from so many on an SM has one CTA less
-MOST_STRIPS = 8  # that one warp pushes at once; max_strips in alltoall/combine_fp8.cuh
+FP8_CTAS_PER_SM = 4  # of a combine by FP8; one of them sums
+MANY_STRIPS_PER_SM = 200  # from this number of strips to push on, an SM has one CTA less
+MOST_STRIPS = 8  # strips that a warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
 PHASES: EntryPoints = {
@@ -49,7 +50,7 @@ PHASES: EntryPoints = {
 
 
 def cpu_program(shape: Shape) -> Program:
-    """The generated C++ entries of a Shape; both halves of a phase included, they cost nothing."""
+    """Return the C++ program of a Shape; it always has both halves of each phase."""
     return Program(
         name="alltoall",
         what="all-to-all",
@@ -65,14 +66,14 @@ def cpu_program(shape: Shape) -> Program:
 
 
 def cuda_program(shape: Shape, rank: int, *, split_phase: bool = False) -> Program:
-    """The generated CUDA entries of a Shape on one rank."""
+    """Return the CUDA program of a Shape on one rank."""
     program, entries = cpu_program(shape), in_parts(PHASES, split_phase=split_phase)
     return replace(
         program,
         headers=("alltoall/combine.cuh", "alltoall/dispatch.cuh"),
         constants=f"{program.constants}constexpr weft::u32 rank = {rank};\n",
         entry_points=entries,
-        bounds={name: (LARGEST, 2 if name.startswith("dispatch") else 1) for name in entries},
+        bounds={name: (MAX_THREADS, 2 if name.startswith("dispatch") else 1) for name in entries},
     )
 
 
@@ -85,9 +86,9 @@ class CudaAllToAll(CudaKernels):
 
     def _find(self, name: str, tokens: int) -> Launch:
         p = self._plan(name, tokens)
-        early = self._build.programmatic and tokens * self._in_vectors < LONG
+        programmatic = self._build.programmatic and tokens * self._in_vectors < PROGRAMMATIC_LIMIT
         fields = (("pushers", p.pushers), ("strips", p.strips)) if p.strips else ()
-        launcher = self._launcher(name, programmatic=early)
+        launcher = self._launcher(name, programmatic=programmatic)
         return Launch(launcher, (p.workers, p.chunks, 1), p.threads, fields)
 
     def _plan(self, name: str, tokens: int) -> Plan:
@@ -104,34 +105,33 @@ class CudaAllToAll(CudaKernels):
         if shape.combine == "push_fp8":
             return self._plan_combine_fp8(name, tokens, per_sm)
         if not pushes or name == "combine_receive":
-            # Pushed rows are in this GPU's own memory: as many loads as it needs, from few ranks.
-            pieces = PIECES_PER_SM * (max(1, LOADS // shape.ranks) if pushes else 1)
-            return plan_combine(
-                tokens, out_vectors, sms=self._sms, per_sm=per_sm, pieces_per_sm=pieces
-            )
+            # Pushed rows are in local memory, so with few ranks more CTAs keep enough loads in
+            # flight.
+            ctas = COMBINE_CTAS_PER_SM * (max(1, LOADS_IN_FLIGHT // shape.ranks) if pushes else 1)
+            return plan_combine(tokens, out_vectors, sms=self._sms, per_sm=per_sm, ctas_per_sm=ctas)
         return self._plan_push(tokens, per_sm)
 
     def _plan_push(self, tokens: int, per_sm: Callable[[int], int]) -> Plan:
-        """Rows of all sources are pushed, about as many as this rank's tokens have peers.
+        """Return the plan of a push, assuming a row for each pair of an own token and a peer.
 
-        A whole combine is resident as a whole, because its CTAs wait for what all of them pushed.
+        All CTAs must be co-resident: each waits for rows that the others push.
         """
         shape = self._shape
-        # As if of 16 tokens at least: peers may send rows to a rank that has none itself.
+        # At least 16 tokens, because peers may send rows to a rank without tokens.
         rows = max(tokens, min(shape.tokens, 16)) * min(shape.ranks, shape.top_k)
         p = plan_combine(rows, shape.out_bytes // 16, sms=self._sms, per_sm=per_sm)
-        most = self._sms * per_sm(p.threads)
-        return Plan(p.workers, min(p.chunks, most), p.threads)
+        resident = self._sms * per_sm(p.threads)
+        return Plan(p.workers, min(p.chunks, resident), p.threads)
 
     def _plan_combine_fp8(self, name: str, tokens: int, per_sm: Callable[[int], int]) -> Plan:
-        """Rows of all sources are pushed, about as many as this rank's tokens have slots."""
+        """Return the plan of a combine by FP8, assuming a row for each token and rank."""
         shape = self._shape
         if name == "combine_receive":
             return plan_sums(tokens, shape.hidden, sms=self._sms, per_sm=per_sm)
         slots = max(tokens, min(shape.tokens, 8)) * shape.ranks
-        taken = tokens if name == "combine" else 0
+        summed = tokens if name == "combine" else 0
         return plan_combine_fp8(
-            taken, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
+            summed, slots, shape.hidden, sms=self._sms, per_sm=per_sm, whole=self._whole
         )
 
 
@@ -144,7 +144,7 @@ def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build:
 
 
 def _in_vectors(shape: Shape) -> int:
-    """Loads of one token's payload: vectors of each row, or 16 columns of a quantised one."""
+    """Return the loads of one token's payload; a load of a quantised row has 16 columns."""
     quantised = shape.quant != "none"
     copied = shape.row_bytes[2:] if quantised else shape.row_bytes
     columns = shape.hidden if quantised else 0
@@ -153,10 +153,11 @@ def _in_vectors(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch: `workers` x `chunks` CTAs of `threads`.
+    """A launch of `workers` x `chunks` CTAs of `threads` threads.
 
-    A worker takes tokens in turn, a chunk takes part of each row. Where CTAs differ by what they
-    do: a coordinator, then `pushers`, and the rest sum; a warp pushes `strips` strips at a time.
+    Workers loop over tokens, and the chunks of a worker share a row. A combine by FP8 has one
+    coordinator CTA, `pushers` CTAs that push rows, and the rest sum; a warp pushes `strips` strips
+    at a time.
     """
 
     workers: int
@@ -169,15 +170,20 @@ class Plan:
 def plan_dispatch(tokens: int, vectors: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
     """Split rows of `vectors` 16-byte words over the CTAs that push them.
 
-    Few tokens: one SM pushes about 36 GB/s and the GPU 334, so a row is cut into as many pieces as
-    fill the SMs, down to `SMALLEST` threads each. Many: the whole resident grid takes turns.
+    One SM pushes about 36 GB/s and the GPU 334. With few tokens, a row is therefore split until all
+    SMs have a CTA, each of at least `MIN_THREADS` threads. With many, the resident CTAs loop over
+    the tokens.
 
-    per_sm: resident CTAs of one SM, by threads of a CTA.
+    Args:
+        tokens: Number of tokens.
+        vectors: 16-byte words of a row.
+        sms: Number of SMs.
+        per_sm: Returns the resident CTAs per SM for a number of threads.
     """
-    chunks = -(-vectors // LARGEST)
+    chunks = -(-vectors // MAX_THREADS)
     if tokens * chunks < sms:
-        chunks = max(chunks, min(sms // max(tokens, 1), -(-vectors // SMALLEST)))
-    threads = min(LARGEST, max(SMALLEST, _whole_warps(-(-vectors // chunks))))
+        chunks = max(chunks, min(sms // max(tokens, 1), -(-vectors // MIN_THREADS)))
+    threads = min(MAX_THREADS, max(MIN_THREADS, _whole_warps(-(-vectors // chunks))))
     chunks = min(-(-vectors // threads), GRID_LIMIT)
     resident = max(1, sms * per_sm(threads) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
@@ -189,20 +195,26 @@ def plan_combine(
     *,
     sms: int,
     per_sm: Callable[[int], int],
-    pieces_per_sm: int = PIECES_PER_SM,
+    ctas_per_sm: int = COMBINE_CTAS_PER_SM,
 ) -> Plan:
     """Split rows of `vectors` 16-byte words over the CTAs that pull them.
 
-    Every thread has a load to each peer in flight, so few threads fill the links, and more only
-    queue: twelve CTAs of 64 an SM cost 8 % against four at 128 tokens. At most two pieces an SM are
-    taken one after the other (30.3 against 31.6 us a pair at 32 tokens).
+    Every thread has a load to each peer in flight, so a few threads saturate the links and more
+    only queue: at 128 tokens, twelve CTAs of 64 threads per SM are 8 % slower than four. Up to two
+    chunks per SM run in one CTA per SM (30.3 against 31.6 us for dispatch and combine of 32
+    tokens).
 
-    pieces_per_sm: most CTAs of an SM.
+    Args:
+        tokens: Number of tokens.
+        vectors: 16-byte words of a row.
+        sms: Number of SMs.
+        per_sm: Returns the resident CTAs per SM for a number of threads.
+        ctas_per_sm: Maximum number of CTAs per SM.
     """
-    threads = min(PIECE, max(SMALLEST, _whole_warps(vectors)))
+    threads = min(COMBINE_THREADS, max(MIN_THREADS, _whole_warps(vectors)))
     chunks = -(-vectors // threads)
-    deep = 1 if tokens * chunks <= 2 * sms else pieces_per_sm
-    resident = max(1, sms * min(deep, per_sm(threads)) // chunks)
+    limit = 1 if tokens * chunks <= 2 * sms else ctas_per_sm
+    resident = max(1, sms * min(limit, per_sm(threads)) // chunks)
     return Plan(workers=max(1, min(tokens, resident)), chunks=chunks, threads=threads)
 
 
@@ -211,35 +223,40 @@ def plan_combine_fp8(
 ) -> Plan:
     """Divide the CTAs of a combine by FP8 into those that push rows and those that sum them.
 
-    Those that push come first and wait for nobody, so the grid need not be resident; it is, because
-    who waits outside sums nothing. A warp takes one strip at a time where there are few, else up to
-    eight: scales of strips that go together share a packet, and the sums of the last rows begin
-    when the rows that are pushed at the same time have come.
+    Pushing CTAs come first in the grid and wait for no other CTA, so co-residency is not required
+    for progress; the grid is co-resident because a CTA that is not resident does no work. A warp
+    pushes one strip at a time if there are few, else up to eight. Strips that are pushed together
+    share a packet for their scales, but the last sums start later.
 
-    slots: rows that may have to be pushed.   per_sm: resident CTAs of one SM, by threads of a CTA.
-    whole: `sms` are all that the GPU has.
+    Args:
+        tokens: Number of tokens to sum; 0 for a kernel that only pushes.
+        slots: Maximum number of rows to push.
+        hidden: Columns of a row.
+        sms: Number of SMs.
+        per_sm: Returns the resident CTAs per SM for a number of threads.
+        whole: Whether `sms` are all SMs of the GPU.
     """
-    warps, strips = PIECE // 32, -(-hidden // STRIP)
-    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: two CTAs an SM that push took
-    # 81.0 us a pair where three took 83.7, at 512 tokens (217 strips an SM; the same dispatch
-    # differed by 1.9 us); as long at 128 (54), more below. Other sizes, and 8 ranks, where this
-    # means 236 tokens and more, are inferred. Fewer SMs, and a half that only pushes, were not
-    # timed: as before.
-    many = whole and tokens > 0 and slots * strips >= MANY_PER_SM * sms
-    most = FP8_PIECES_PER_SM - 1 if many else FP8_PIECES_PER_SM
-    resident = max(3, sms * min(most, per_sm(PIECE)))
-    receivers = min(-(-tokens * strips // warps), resident // most or 1)
+    warps, strips = COMBINE_THREADS // 32, -(-hidden // STRIP)
+    # Measured on 4 x H200, hidden 7168, 2026-11-21, in one run: dispatch and combine of 512 tokens
+    # (217 strips per SM) take 81.0 us with two pushing CTAs per SM and 83.7 us with three; the
+    # dispatch alone differed by 1.9 us. At 128 tokens (54 strips) both take the same time, below
+    # that two are slower. Other sizes, and 8 ranks, where the limit is 236 tokens, are
+    # extrapolated. Fewer SMs and the separate sending half are untimed and keep the default.
+    many = whole and tokens > 0 and slots * strips >= MANY_STRIPS_PER_SM * sms
+    limit = FP8_CTAS_PER_SM - 1 if many else FP8_CTAS_PER_SM
+    resident = max(3, sms * min(limit, per_sm(COMBINE_THREADS)))
+    receivers = min(-(-tokens * strips // warps), resident // limit or 1)
     pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
-    at_once = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
-    at_once = -(-strips // -(-strips // at_once))  # fragments of one length
-    return Plan(1 + pushers + receivers, 1, PIECE, pushers, at_once)
+    per_warp = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
+    per_warp = -(-strips // -(-strips // per_warp))  # fragments of equal length
+    return Plan(1 + pushers + receivers, 1, COMBINE_THREADS, pushers, per_warp)
 
 
 def plan_sums(tokens: int, hidden: int, *, sms: int, per_sm: Callable[[int], int]) -> Plan:
-    """The receiving half of a combine by FP8: one CTA waits for the peers, the rest sum."""
-    units = -(-tokens * -(-hidden // STRIP) // (PIECE // 32))
-    resident = sms * min(PIECES_PER_SM, per_sm(PIECE))
-    return Plan(1 + min(units, resident), 1, PIECE, 0, 1)
+    """Plan the receiving half of a combine by FP8: one CTA waits for peers, the others sum."""
+    units = -(-tokens * -(-hidden // STRIP) // (COMBINE_THREADS // 32))
+    resident = sms * min(COMBINE_CTAS_PER_SM, per_sm(COMBINE_THREADS))
+    return Plan(1 + min(units, resident), 1, COMBINE_THREADS, 0, 1)
 
 
 def _whole_warps(threads: int) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AllToAll: expert-parallel dispatch and combine, rank-major, over symmetric memory.
 
-A round is a dispatch and a combine; each is one call, or a send and a receive with anything between
-them. The strict order on one object makes single buffers safe (docs/design/protocol.md).
+A round is a dispatch and a combine. Each is one call, or a send half and a receive half with other
+work between them. The strict order of calls makes single buffers safe (docs/design/protocol.md).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.timeline import DEFINE, Span, read_timeline
 
-MAX_VIEWS = 256  # numbers of rows whose views are kept: one for each batch size of an engine
+MAX_VIEWS = 256  # cached views, by number of rows: one for each batch size of an engine
 
 
 class State(Enum):
-    """What a round has done, by what may come next."""
+    """State of a round; the value names the calls that may follow."""
 
     IDLE = "dispatch or dispatch_send"
     SENT = "dispatch_recv"
@@ -51,10 +51,10 @@ class AllToAll(Placed, AcrossHosts):
     sums.
 
     `weft.reference.dispatch` and `weft.reference.combine` specify the results bit for bit. The
-    constructor allocates all memory and is collective. A call allocates only its result,
-    synchronises with no host, and may be captured in CUDA graphs of any batch size that replay
-    between eager calls. Every rank makes the same sequence of calls; a rank without tokens calls
-    with zero of them.
+    constructor allocates all memory and is collective. A call allocates only its result, does not
+    synchronise with the host, and may be captured in CUDA graphs of any batch size; replays and
+    eager calls may alternate. Every rank makes the same sequence of calls; a rank without tokens
+    passes empty tensors.
 
     Args:
         group: Ranks of the job.
@@ -70,24 +70,24 @@ class AllToAll(Placed, AcrossHosts):
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first round may take.
         quantize: "fp8" (one fp32 scale for 128 columns) or "mxfp8" (one power of two for 32):
-            dispatch quantises x `[tokens, hidden]` and delivers FP8 numbers and scales. None:
-            payloads travel as they are.
-        combine: "pull": the owner of a token reads its rows from the ranks that made them
-            (default). "push": those ranks store them at the owner. "gemm_push": the kernel that
-            makes a row stores it at the owner (`Grouped.dst_addr`). All are exact.
-        combine_dtype: "fp8": rows are pushed as FP8 with a scale for 128 columns. None: rows travel
-            in `dtype`.
+            dispatch quantises x `[tokens, hidden]` and delivers FP8 values and scales. None:
+            payloads are sent unchanged.
+        combine: "pull": the owner of a token reads its rows from the experts' ranks (default).
+            "push": the experts' ranks store them at the owner. "gemm_push": the kernel that
+            computes a row stores it at the owner (`Grouped.dst_addr`). All are exact.
+        combine_dtype: "fp8": rows are pushed as FP8 with one scale for 128 columns. None: rows are
+            sent in `dtype`.
         split_phase: Also build `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`.
         stats: Number of int32 values that each rank sends to all in every dispatch.
-        num_sms: SMs that the kernels may fill. Default: all.
+        num_sms: Number of SMs that the kernels may use. Default: all.
         programmatic_launch: Let a short kernel become resident while its predecessor in the stream
-            still runs. It touches no memory before the predecessor has ended.
+            still runs. It accesses no memory before the predecessor has finished.
         profile: Record the times of the last 32 rounds for `timeline`.
 
     Raises:
         InvalidArgument: an argument is invalid on every rank.
-        CreationFailed: a rank cannot do its part. Every rank raises it.
-        GeometryMismatch: ranks pass different sizes.
+        CreationFailed: the creation failed on a rank. Every rank raises it.
+        GeometryMismatch: ranks passed different sizes.
     """
 
     config: AllToAllConfig
@@ -149,7 +149,7 @@ class AllToAll(Placed, AcrossHosts):
         )
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
-        self._round = 0  # the number of this round, counted from its dispatch
+        self._round = 0  # number of rounds, incremented by dispatch
         self._start_anew()
         self._dispatch_args = DispatchArgs(site=self._site)
         self._combine_args = CombineArgs(site=self._site)
@@ -172,29 +172,28 @@ class AllToAll(Placed, AcrossHosts):
         rows: int | None = None,
         **_unknown: Never,
     ) -> Received:
-        """Send this rank's tokens and return what all ranks sent here.
+        """Send this rank's tokens and return the tokens that all ranks sent to this rank.
 
-        Ids out of range and repeated ids are recorded on the device and raised by `check()`; they
-        never touch anybody's memory. With several hosts, rows cross to each other host once, in
-        `rows` slots. Under torch.compile the result is a copy, because compilers move reads past
-        combine.
+        Out-of-range and repeated ids are recorded on the device and raised by `check()`; an
+        out-of-range id is dropped. With several hosts, a row is sent to each other host once, and
+        each source takes `rows` slots. Under torch.compile the result is a copy, because compilers
+        may move reads past combine.
 
         Args:
             x: Payload tensor `[tokens, ...]`, or one tensor for each declared payload.
             topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
             topk_weights: float32 `[tokens, top_k]`. None means ones.
-            num_tokens: int32 `[1]` on the device: number of rows that count. Later rows are not
-                sent.
+            num_tokens: int32 `[1]` on the device: number of valid rows. Later rows are not sent.
             stats: int32 `[stats]`, required if the object was built with `stats`.
-            rows: Slots per source in the result and in `output(rows)`: the most tokens that any
-                rank sends in this call, equal on all ranks. Default: `max_tokens`.
+            rows: Slots per source in the result and in `output(rows)`: the largest token count of
+                any rank in this call, equal on all ranks. Default: `max_tokens`.
 
         Returns:
             Views of symmetric memory, valid until this rank calls combine.
 
         Raises:
             InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
-            TokenOverflow: more tokens than `max_tokens`.
+            TokenOverflow: there are more tokens than `max_tokens`.
             OutOfOrder: a round is open, or the object is closed.
             GeometryMismatch: ranks passed different `rows`.
             GroupError: the group is broken.
@@ -205,8 +204,8 @@ class AllToAll(Placed, AcrossHosts):
         if torch.compiler.is_dynamo_compiling():
             self._traced_tokens = topk_ids.shape[0]
             self._traced_rows = self.config.check_rows(rows, self._traced_tokens)
-            given = (tensors, topk_ids, topk_weights, num_tokens, stats)
-            return traced.dispatch(self, *given, self._traced_rows)
+            inputs = (tensors, topk_ids, topk_weights, num_tokens, stats)
+            return traced.dispatch(self, *inputs, self._traced_rows)
         self._dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats, rows)
         return self._views(self._rows)[0]
 
@@ -218,7 +217,7 @@ class AllToAll(Placed, AcrossHosts):
         and combine only: peers read it from combine until the next dispatch has returned.
 
         Args:
-            rows: What the dispatch of this round was called with. Default: `max_tokens`.
+            rows: The `rows` of this round's dispatch. Default: `max_tokens`.
 
         Returns:
             A contiguous view.
@@ -231,7 +230,7 @@ class AllToAll(Placed, AcrossHosts):
         if self.config.shape.combine == "gemm_push":
             raise InvalidArgument(
                 "output() of an all-to-all with combine='gemm_push': every row is stored at its "
-                "token's owner by the kernel that makes it, see ExpertGroups"
+                "token's owner by the kernel that computes it, see ExpertGroups"
             )
         rows = self.config.check_rows(rows, 0)
         if torch.compiler.is_dynamo_compiling():
@@ -249,11 +248,11 @@ class AllToAll(Placed, AcrossHosts):
         """Sum every token's rows at its owner: `out[t] = sum over ranks + add[t]`.
 
         Sums are in fp32 and in rank order. With several hosts, each host's sum is rounded to the
-        dtype that travels, and these are added in the order of hosts.
+        transfer dtype, and these sums are added in the order of hosts.
 
         Args:
-            y: `[ep_size, rows, hidden]`. None, or the `output(rows)` tensor itself, if the results
-                were written in place. Another tensor costs one copy.
+            y: `[ep_size, rows, hidden]`. None, or the `output(rows)` tensor itself, if the experts
+                wrote their results to it. Another tensor costs one copy.
             out: `[tokens, hidden]` to write into. Default: a new tensor.
             add: `[tokens, hidden]` added to the sum, such as a shared expert's result.
 
@@ -306,16 +305,16 @@ class AllToAll(Placed, AcrossHosts):
         """Wait for all peers' tokens: the second half of `dispatch`.
 
         Returns:
-            What `dispatch` returns.
+            As `dispatch`.
         """
         self._check_split_phase("dispatch_recv")
         return self._receive()
 
     def combine_send(self, y: torch.Tensor | None = None) -> None:
-        """Publish that this rank's rows are ready, or push them: the first half of `combine`.
+        """Publish or push this rank's rows: the first half of `combine`.
 
-        With several hosts, it waits for the ranks of this host, sums, and starts to return the
-        sums.
+        With several hosts, it waits for the ranks of this host, sums their rows and starts to
+        return the sums.
 
         Args:
             y: As in `combine`.
@@ -333,13 +332,13 @@ class AllToAll(Placed, AcrossHosts):
             add: As in `combine`.
 
         Returns:
-            What `combine` returns.
+            As `combine`.
         """
         self._check_split_phase("combine_recv")
         return self._combine("combine_receive", None, out, add)
 
     def timeline(self, rank: int | None = None) -> list[Span]:
-        """Return the last 32 rounds of a rank. Needs profile=True; synchronise before you read.
+        """Return the last 32 rounds of a rank. Needs profile=True; synchronise first.
 
         Args:
             rank: Rank to read. Default: this rank.
@@ -350,7 +349,7 @@ class AllToAll(Placed, AcrossHosts):
         self._check_open()
         return read_timeline(self.heap, rank)
 
-    # The calls: each is checked, handed to a kernel, and changes the state of the round.
+    # Implementation of the calls: check, launch, advance the state of the round.
 
     @one_call("dispatch")
     def _dispatch(
@@ -371,16 +370,16 @@ class AllToAll(Placed, AcrossHosts):
         rows = self.max_tokens if rows is None else self.config.check_rows(rows, tokens)
         self._tokens, self._rows = tokens, rows
         call = self._identify(self._dispatch_args, rows)
-        given = (tensors, topk_ids, topk_weights, num_tokens, stats)
+        inputs = (tensors, topk_ids, topk_weights, num_tokens, stats)
         if self._rail is None:
-            self._run_dispatch(entry, *given)
+            self._run_dispatch(entry, *inputs)
         else:
-            self._rail.send(*given, rows, call)
+            self._rail.send(*inputs, rows, call)
             if entry == "dispatch":
                 self._forward()
-        self._traced_tokens, self._traced_rows = tokens, rows  # for a combine compiled alone
+        self._traced_tokens, self._traced_rows = tokens, rows  # for a combine traced on its own
         self._round += 1
-        self._reach(State.RECEIVED if entry == "dispatch" else State.SENT)
+        self._set_state(State.RECEIVED if entry == "dispatch" else State.SENT)
 
     def _run_dispatch(
         self,
@@ -404,14 +403,14 @@ class AllToAll(Placed, AcrossHosts):
         self._kernels.run(entry, args, tokens)
 
     def _forward(self) -> None:
-        """Wait for the rows of all hosts, and send them to the ranks of this one."""
+        """Receive the rows of all hosts, and send them to the ranks of this host."""
         assert self._rail is not None
-        came = self._rail.receive(self._rows)
-        self._run_dispatch("dispatch", came.planes, came.ids, came.weights, None, came.stats)
+        rows = self._rail.receive(self._rows)
+        self._run_dispatch("dispatch", rows.planes, rows.ids, rows.weights, None, rows.stats)
 
     @property
     def _source_rows(self) -> int:
-        """Slots for each rank of this host in this round: of the rows that each host sent it."""
+        """Slots for each rank of this host in this round: `rows` for each host."""
         return self._rows * self.config.hosts
 
     @one_call("dispatch_recv")
@@ -422,28 +421,28 @@ class AllToAll(Placed, AcrossHosts):
             self._kernels.run("dispatch_receive", self._dispatch_args, self._tokens)
         else:
             self._forward()
-        self._reach(State.RECEIVED)
+        self._set_state(State.RECEIVED)
         return self._views(self._rows)[0]
 
     @one_call("combine_send")
     def _combine_send(self, y: torch.Tensor | None) -> None:
         """Run `combine_send`."""
         self._expect(State.RECEIVED, "combine_send")
-        self._stage(y)
+        self._copy_to_output(y)
         self._combine_args.source_rows = self._source_rows
         if self._rail is None:
             self._kernels.run("combine_send", self._combine_args, self._tokens)
         else:
-            self._return("combine")
-        self._reach(State.RETURNED)
+            self._return_rows("combine")
+        self._set_state(State.RETURNED)
 
     def _sent(self, tokens: int | None = None) -> None:
-        """Experts' rows were sent by another kernel, which set the flags at the peers.
+        """Record that another kernel has sent the experts' rows and set the peers' flags.
 
-        tokens: of this rank, that rows come back for, where they are not those of the dispatch.
+        tokens: Number of own tokens whose rows return. Default: that of the dispatch.
         """
         self._tokens = self._tokens if tokens is None else tokens
-        self._reach(State.RETURNED)
+        self._set_state(State.RETURNED)
 
     @one_call("combine")
     def _combine(
@@ -453,7 +452,7 @@ class AllToAll(Placed, AcrossHosts):
         out: torch.Tensor | None,
         add: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run `combine` or `combine_receive`; return what `out` holds."""
+        """Run `combine` or `combine_receive` and return `out`."""
         self._expect(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
         device, dtypes = self.group.device, (self.config.dtype,)
         size = (self._tokens, self.config.shape.hidden)
@@ -465,7 +464,7 @@ class AllToAll(Placed, AcrossHosts):
         if add is not None:
             check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
             check_apart("out", out, {"add": add}, exact="add")
-        self._stage(y)
+        self._copy_to_output(y)
         if self._rail is None:
             args, tokens = self._combine_args, self._tokens
             args.out, args.add = out.data_ptr(), 0 if add is None else add.data_ptr()
@@ -473,13 +472,13 @@ class AllToAll(Placed, AcrossHosts):
             self._kernels.run(entry, args, tokens)
         else:
             if not self._rail.returning:
-                self._return(entry)
+                self._return_rows(entry)
             self._rail.receive_home(out, add)
-        self._reach(State.IDLE)
+        self._set_state(State.IDLE)
         return out
 
-    def _return(self, entry: str) -> None:
-        """Sum over this host the rows that all hosts sent this rank, and start to return them."""
+    def _return_rows(self, entry: str) -> None:
+        """Sum this host's rows of the tokens that this rank received, and start to return them."""
         assert self._rail is not None
         args, tokens = self._combine_args, self._source_rows
         args.out, args.add = self._rail.sums(self._rows).data_ptr(), 0
@@ -490,25 +489,25 @@ class AllToAll(Placed, AcrossHosts):
 
     @one_call("combine")
     def _finish(self) -> None:
-        """End a round that returns no rows: peers may write this rank's inbox again."""
+        """End a round without returning rows, so that peers may write this rank's inbox again."""
         self._expect(State.RECEIVED, "finish")
         args = self._combine_args
         args.out = args.add = args.tokens = 0
         args.source_rows = self._source_rows
         self._kernels.run("combine", args, 0)
-        self._reach(State.IDLE)
+        self._set_state(State.IDLE)
 
     def _poison(self, doing: str, *, before: bool) -> None:
-        received, output = self._whole
+        received, output = self._full_views
         if before and doing in ("combine", "combine_send") and self._state is State.RECEIVED:
-            for plane in received.payloads:  # the experts are done, and peers wait for this rank
+            for plane in received.payloads:  # experts have finished; peers wait for this combine
                 poison(plane)
         elif not before and self._state is State.RECEIVED:
-            poison(output)  # peers have read what the last round had here
+            poison(output)  # peers have read the rows of the last round
 
     @property
     def _mid_round(self) -> bool:
-        """Has a round begun that has not ended?"""
+        """Whether a round is open: between dispatch and combine."""
         return self._state is not State.IDLE
 
     @property
@@ -516,14 +515,14 @@ class AllToAll(Placed, AcrossHosts):
         """Views of this rank's inbox with max_tokens slots for each source."""
         return self._views(self.max_tokens)[0]
 
-    def _stage(self, y: torch.Tensor | None) -> None:
+    def _copy_to_output(self, y: torch.Tensor | None) -> None:
         output = self._views(self._rows)[1]
         if y is not None and not isinstance(y, torch.Tensor):
             refuse_tensor("y", y)
         if y is not None and self.config.shape.combine == "gemm_push" and y.numel():
             raise InvalidArgument(
                 "y in an all-to-all with combine='gemm_push': every row is stored at its "
-                "token's owner, by ExpertGroups.send or by the kernel that makes it"
+                "token's owner, by ExpertGroups.send or by the kernel that computes it"
             )
         if y is None or y is output:
             return
@@ -543,15 +542,15 @@ class AllToAll(Placed, AcrossHosts):
             "one dispatch and one combine, each whole or as send then recv"
         )
 
-    def _reach(self, state: State) -> None:
+    def _set_state(self, state: State) -> None:
         self._state = state
         self._raise_if_broken()
 
-    # The share's first contents, and views of it.
+    # Initial contents and views of the share.
 
     def _start_anew(self) -> None:
         self._state = State.IDLE
-        self._tokens = 0  # that this rank has dispatched and not yet combined
+        self._tokens = 0  # own tokens of the open round
         self._rows = self.max_tokens  # slots for each source in this round
         self._traced_tokens, self._traced_rows = 0, self.max_tokens
 
@@ -566,9 +565,9 @@ class AllToAll(Placed, AcrossHosts):
         if shape.stats:
             size = (shape.ranks, shape.stats)
             heap.tensor(size, torch.int32, offset=at.stats).zero_()
-        if shape.combine == "push_fp8":  # blank: a row is there when no word of it is all ones
-            places = (shape.returned_rows * shape.returned_bytes,)
-            heap.tensor(places, torch.uint8, offset=at.returned).fill_(0xFF)
+        if shape.combine == "push_fp8":  # sentinels: a word of all ones has not arrived
+            returned = (shape.returned_rows * shape.returned_bytes,)
+            heap.tensor(returned, torch.uint8, offset=at.returned).fill_(0xFF)
 
     def _make_views(self) -> None:
         config, heap = self.config, self.heap
@@ -589,7 +588,7 @@ class AllToAll(Placed, AcrossHosts):
         counts = heap.tensor((shape.ranks,), torch.int32, offset=at.counts)
         size = (shape.ranks, shape.stats)
         stats = heap.tensor(size, torch.int32, offset=at.stats) if shape.stats else None
-        # Each choice's row is stored at its token's owner: there is no outbox to write to.
+        # With gemm_push, kernels store rows directly at the owners, and there is no outbox.
         sources = 0 if shape.combine == "gemm_push" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
         self._output = heap.tensor(rows, config.dtype, offset=at.outbox)
@@ -597,29 +596,29 @@ class AllToAll(Placed, AcrossHosts):
         if config.span is not None:
             received = received._by_host(config.hosts)
             self._output = by_host(self._output, config.hosts)
-        self._whole = received, self._output
-        self._seen_views = {config.max_tokens: self._whole}
+        self._full_views = received, self._output
+        self._view_cache = {config.max_tokens: self._full_views}
 
     def _views(self, rows: int) -> tuple[Received, torch.Tensor]:
-        """What arrived, and `output`, as a round with so many rows for each source has them."""
-        found = self._seen_views.get(rows)
-        if found is None:
-            received, output = self._whole
-            if len(self._seen_views) == MAX_VIEWS:
-                self._seen_views = {self.max_tokens: self._whole}
-            seen = with_rows(output, rows) if len(output) else output
-            found = self._seen_views[rows] = received._with_rows(rows), seen
-        return found
+        """Return views of the inbox and of the output with `rows` slots for each source."""
+        views = self._view_cache.get(rows)
+        if views is None:
+            received, output = self._full_views
+            if len(self._view_cache) == MAX_VIEWS:
+                self._view_cache = {self.max_tokens: self._full_views}
+            output = with_rows(output, rows) if len(output) else output
+            views = self._view_cache[rows] = received._with_rows(rows), output
+        return views
 
     def _drop_views(self) -> None:
-        self._seen_views.clear()
-        del self._whole, self._output
+        self._view_cache.clear()
+        del self._full_views, self._output
 
 
 def _plane(
     heap: Heap, slots: tuple[int, int], payload: Payload, offset: int, pitch: int
 ) -> torch.Tensor:
-    """The view of one payload plane; in memory its rows are padded to whole 16-byte vectors."""
+    """Return the view of one payload plane, whose rows are padded to 16-byte vectors."""
     item = payload.dtype.itemsize
     if pitch % item:
         raise InvalidArgument(f"rows of {payload} cannot be padded to {pitch} bytes")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LowLatencyAllToAll in compiled graphs: its operators of torch.library (runtime/library.py).
+"""LowLatencyAllToAll's dispatch and combine as operators of torch.library (runtime/library.py).
 
-In a graph what a dispatch brings is in tensors of its own, which the kernel writes: nothing is
-copied, and a compiler sees when it is read for the last time. What only combine needs stays in the
-slot. Which slot that is, a graph cannot know: a traced handle says which of the results that graphs
-keep alive it is, a number that is the same in every call.
+In a compiled graph the kernel writes the result to new tensors instead of the slot, so that nothing
+is copied and the compiler knows their last use. The slot keeps only the data that combine needs.
+The graph cannot know which slot that is: a traced handle is the index of the result among those
+that graphs keep alive, which is the same in every run.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ FiveTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torc
 class TracedHandles:
     """The results that graphs keep alive.
 
-    taken: while tracing, by number; written when a graph has run, as any attribute is.
-    alive: while running, the dispatch of each number.
+    Attributes:
+        taken: Which numbers are taken, while tracing. Like any attribute, it is written after the
+            graph has run.
+        alive: Handle of the dispatch of each number, while running.
     """
 
     def __init__(self, slots: int) -> None:
         self.taken = (False,) * slots
         self.alive: dict[int, Handle] = {}
 
-    def take(self) -> int:
-        """The number of a traced dispatch: -1 for the first that is free. Raises OutOfOrder."""
-        for place, taken in enumerate(self.taken):
+    def acquire(self) -> int:
+        """Return a free number for a traced dispatch: -1, -2, ... Raises OutOfOrder."""
+        for index, taken in enumerate(self.taken):
             if not taken:
-                self._note(place, True)
-                return -1 - place
+                self._set(index, True)
+                return -1 - index
         raise OutOfOrder(
             f"dispatch while {len(self.taken)} results of compiled graphs are alive: combine one "
             "first"
         )
 
     def release(self, number: int) -> None:
-        """The traced dispatch of this number is combined."""
-        self._note(-1 - number, False)
+        """Free the number of a traced dispatch that has been combined."""
+        self._set(-1 - number, False)
 
-    def _note(self, place: int, taken: bool) -> None:
-        self.taken = (*self.taken[:place], taken, *self.taken[place + 1 :])
+    def _set(self, index: int, taken: bool) -> None:
+        self.taken = (*self.taken[:index], taken, *self.taken[index + 1 :])
 
 
-def is_of_graph(handle: object) -> bool:
-    """Is this the handle of a traced dispatch?"""
+def is_traced(handle: object) -> bool:
+    """Whether a handle belongs to a traced dispatch."""
     return isinstance(handle, Handle) and handle.number < 0
 
 
@@ -71,21 +73,21 @@ def _dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     owner: LowLatencyAllToAll = find(handle)
     alive = owner._traced_handles.alive
-    if number in alive:  # an earlier run of the graph raised: nobody has that handle any more
+    if number in alive:  # an earlier run of the graph raised, and its handle is lost
         owner._drop(alive.pop(number))
     results = _results(owner)
     rows = owner._dispatch("dispatch", x, topk_ids, topk_weights, results)
     alive[number] = rows.handle
-    return _shown(owner, results)
+    return _public_tensors(owner, results)
 
 
 @_dispatch.register_fake
-def _(*given: Any) -> FiveTensors:
-    x, topk_ids, topk_weights, _, _, handle = given
+def _(*args: Any) -> FiveTensors:
+    x, topk_ids, topk_weights, _, _, handle = args
     owner: LowLatencyAllToAll = find(handle)
     with tracing():
         owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
-    return _shown(owner, _results(owner))
+    return _public_tensors(owner, _results(owner))
 
 
 @torch.library.custom_op("weft::lowlatency_combine", mutates_args=("out", "order"))
@@ -113,8 +115,8 @@ def _combine(
 
 
 @_combine.register_fake
-def _(*given: Any) -> None:
-    y, topk_ids, topk_weights, out, add, _, _, _, handle = given
+def _(*args: Any) -> None:
+    y, topk_ids, topk_weights, out, add, _, _, _, handle = args
     owner: LowLatencyAllToAll = find(handle)
     config, device = owner.config, owner.group.device
     dtypes, shape = (owner.dtype,), config.shape
@@ -138,18 +140,17 @@ def dispatch(
     """Dispatch inside a compiled graph."""
     if owner.config.shape.gemm_push:
         raise InvalidArgument(
-            "dispatch under torch.compile with combine='gemm_push': what stores rows at their "
-            "owners is outside of what a compiler sees; use combine='push', or weft.MoE with "
-            "overlap='gemm_push', which is one operation to it"
+            "dispatch under torch.compile with combine='gemm_push': a compiler does not see the "
+            "stores of rows at their owners; use combine='push', or weft.MoE with "
+            "overlap='gemm_push', which is one operator in the graph"
         )
-    number = owner._traced_handles.take()
-    names = (number, owner._order, owner._handle)
+    number = owner._traced_handles.acquire()
     rows, scales, counts, source, ranges = torch.ops.weft.lowlatency_dispatch(
-        x.detach(), topk_ids, plain(topk_weights), *names
+        x.detach(), topk_ids, plain(topk_weights), number, owner._order, owner._handle
     )
     handle = Handle(number, -1 - number, topk_ids.shape[0], counts)
-    shown = scales if owner.config.shape.group else None
-    return ExpertRows(rows, shown, counts, source, ranges, handle)
+    public_scales = scales if owner.config.shape.group else None
+    return ExpertRows(rows, public_scales, counts, source, ranges, handle)
 
 
 def combine(
@@ -161,20 +162,28 @@ def combine(
     out: torch.Tensor | None,
     add: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Combine inside a compiled graph, or of what one has dispatched."""
+    """Combine inside a compiled graph, or with a handle of a traced dispatch."""
     if out is None:
         size = (topk_ids.shape[0], owner.config.shape.hidden)
         out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
-    given = (plain(y), topk_ids, plain(topk_weights), out, plain(add))
-    names = (handle.number, owner._order, owner._handle)
-    torch.ops.weft.lowlatency_combine(*given, handle.counts, *names)
+    torch.ops.weft.lowlatency_combine(
+        plain(y),
+        topk_ids,
+        plain(topk_weights),
+        out,
+        plain(add),
+        handle.counts,
+        handle.number,
+        owner._order,
+        owner._handle,
+    )
     if handle.number < 0:
         owner._traced_handles.release(handle.number)
     return out
 
 
 def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
-    """New memory for what a dispatch brings, by the names that a slot has for it."""
+    """Allocate the result of a dispatch, by the names that a slot uses."""
     shapes = owner.config.result_shapes(owner.num_local_experts)
     device = owner._order.device
     return {
@@ -183,8 +192,8 @@ def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
     }
 
 
-def _shown(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> FiveTensors:
-    """As callers see it; scales that there are not are empty."""
-    scales = owner.config.shown_scales(results["scales"])
+def _public_tensors(owner: LowLatencyAllToAll, results: dict[str, torch.Tensor]) -> FiveTensors:
+    """Return the tensors of a result in the public layout; scales are empty if there are none."""
+    scales = owner.config.scales_view(results["scales"])
     metadata = (results["counts"], results["source"], results["ranges"])
     return (results["x"], results["scales"] if scales is None else scales, *metadata)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-latency all-to-all is made from: arguments, their checks, its shape, its memory."""
+"""Configuration of a low-latency all-to-all: checked arguments, its shape and its memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
 CHUNK_TOKENS = 24  # chunk_tokens in lowlatency/layout.cuh
-MAX_TABLE = 8192  # ranks x local experts: a CTA keeps a number for each in shared memory
+MAX_TABLE = 8192  # ranks x local experts: a CTA has a counter for each in shared memory
 GROUPS = (32, 64, 128)
 SCALES = ("fp32_row", "fp32_col", "ue8m0")
 RECIPES = ("weft", "deep_ep", "triton_dist", "quantised")
@@ -41,7 +41,7 @@ REDUCES = ("receiver", "sender")
 QUANTS = (None, "fp8")
 COMBINES = ("push", "gemm_push")
 COMBINE_DTYPES = (None, "fp8")
-MAX_SLOTS = 2  # one is filled while the experts multiply the other's rows
+MAX_SLOTS = 2  # one is received while the experts process the other
 
 
 class RoutingRecord(ctypes.Structure):
@@ -105,7 +105,7 @@ class LowLatencyCombineArgs(ctypes.Structure):
 
 @functools.cache
 def trace_record(ranks: int) -> type[ctypes.Structure]:
-    """Mirror of `weft::TraceRecord` in lowlatency/trace.cuh, in a domain of so many ranks."""
+    """Return the mirror of `weft::TraceRecord` in lowlatency/trace.cuh for a number of ranks."""
 
     class TraceRecord(ctypes.Structure):
         _fields_ = (
@@ -129,21 +129,27 @@ MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
 
 
 def tracks(ranks: int) -> tuple[int, int, int]:
-    """The bytes that profiled kernels keep: of 32 rounds, by phase and team."""
+    """Return the shape in bytes of the records of profiled kernels: [rounds, teams, record]."""
     return RING_TIMELINES, MAX_TRACES, ctypes.sizeof(trace_record(ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class LowShape:
-    """Sizes of one low-latency all-to-all; `weft::LowLatencyShape` is the same struct.
+    """Sizes of one low-latency all-to-all. Mirrors `weft::LowLatencyShape`.
 
-    local: experts of the rank that has most.  group: columns that share a scale, 0 for rows that
-    are not quantised.  combine_fp8: returned rows are FP8.  gemm_push: a row's kernel stores
-    it at its owner.  recipe: whose arithmetic quantises dispatched rows, weft's own or that of the
-    library whose calls weft.compat serves; "quantised": they came so from another host.  The others
-    as in `weft.LowLatencyAllToAll`.
+    The other attributes are those of `weft.LowLatencyAllToAll`.
 
-    Raises InvalidArgument naming the size and its limits.
+    Attributes:
+        local: Largest number of experts of a rank.
+        group: Columns that share a scale; 0 if rows are not quantised.
+        combine_fp8: Whether returned rows are FP8.
+        gemm_push: Whether the kernel that computes a row stores it at its owner.
+        mapped: Whether a table maps experts to ranks instead of contiguous blocks.
+        recipe: Arithmetic that quantises dispatched rows: "weft", or that of a library which
+            weft.compat imitates. "quantised": rows arrive quantised from another host.
+
+    Raises:
+        InvalidArgument: a size is out of range; names the size and its limits.
     """
 
     ranks: Annotated[int, Size("ranks", 1, MAX_RANKS)]
@@ -188,41 +194,41 @@ class LowShape:
 
     @property
     def rows(self) -> int:
-        """Rows that one expert can get."""
+        """Maximum number of rows of one expert."""
         return self.ranks * self.tokens
 
     @property
     def blocks(self) -> int:
-        """Scales of a row."""
+        """Number of scales of a row."""
         return self.hidden // self.group if self.group else 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on its way out: numbers, then scales, each in whole 16 bytes."""
-        numbers = self.hidden if self.group else self.hidden * ITEM_BYTES[self.dtype]
-        return up(numbers, 16) + up(4 * self.blocks, 16)
+        """Bytes of a dispatched row: values, then scales, each padded to 16 bytes."""
+        values = self.hidden if self.group else self.hidden * ITEM_BYTES[self.dtype]
+        return up(values, 16) + up(4 * self.blocks, 16)
 
     @property
     def sent_bytes(self) -> int:
-        """The same with the weights that travel with a row."""
+        """Bytes of a dispatched row with its weights, if they are sent."""
         weights = 4 * self.top_k if self.reduce == "sender" else 0
         return self.row_bytes + up(weights, 16)
 
     @property
     def back_bytes(self) -> int:
-        """Bytes of a row on its way back to its owner."""
+        """Bytes of a row that is returned to its owner."""
         if self.combine_fp8:
             return self.hidden + up(4 * (self.hidden // FP8_BLOCK), 16)
         return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
     def chunks(self) -> int:
-        """Words in which a source tells of its choices of one expert."""
+        """Number of mask words that a source sends for each expert."""
         return -(-self.tokens // CHUNK_TOKENS)
 
     @property
     def rows_bytes(self) -> tuple[int, int]:
-        """Bytes of an inbox for dispatched rows, and for returned rows."""
+        """Bytes of the inbox for dispatched rows, and for returned rows."""
         back_rows = self.ranks if self.reduce == "sender" else self.top_k
         return self.rows * self.sent_bytes, self.tokens * back_rows * self.back_bytes
 
@@ -232,15 +238,16 @@ class LowShape:
         return config_hash(self, "low ")
 
     def literal(self) -> str:
-        """The C++ initialiser."""
+        """Return the C++ initializer."""
         return literal(self, "weft::LowLatencyShape")
 
 
 @dataclass(frozen=True, slots=True)
 class LowOffsets:
-    """Where the parts of a share are, in bytes; flags come before `tokens`.
+    """Byte offsets of the parts of a share.
 
-    tokens: the first word that is all ones while it is blank; so is everything after it.
+    Flags come before `tokens`. From `tokens` on, every word is a sentinel (all ones) until it
+    arrives.
     """
 
     share_bytes: int
@@ -253,7 +260,7 @@ class LowOffsets:
 
     @classmethod
     def of(cls, shape: LowShape) -> LowOffsets:
-        """The offsets of a shape: `LowLatencyShare` in lowlatency/layout.cuh."""
+        """Return the offsets of a shape; mirrors `LowLatencyShare` in lowlatency/layout.cuh."""
         flags, progress = up(8 * shape.ranks), header_bytes(shape.ranks)
         tokens = progress + LINE + 3 * flags
         token_masks = tokens + 2 * flags
@@ -264,7 +271,7 @@ class LowOffsets:
         return cls(share, progress, tokens, token_masks, choices, rows, rows + dispatched)
 
     def asserted(self) -> Numbers:
-        """C++ expressions of these offsets, after the Shape literal S, and their values."""
+        """Return C++ expressions of these offsets, for a shape named S, and their values."""
         members = {
             "progress": self.progress,
             "inbox.tokens": self.tokens,
@@ -282,7 +289,7 @@ class LowOffsets:
 
 @dataclass(frozen=True, slots=True)
 class LowLatencyConfig(HostsConfig):
-    """All that ranks must agree on, from a caller's sizes."""
+    """Everything that ranks must agree on before they share memory."""
 
     shape: LowShape
     offsets: LowOffsets
@@ -315,9 +322,12 @@ class LowLatencyConfig(HostsConfig):
         _hosts: Sequence[Sequence[int]] = (),
         _host: int = 0,
     ) -> LowLatencyConfig:
-        """Raises InvalidArgument naming the argument, its value and what it may be.
+        """Check the arguments of `LowLatencyAllToAll` and build its config.
 
-        _hosts, _host: as `AllToAllConfig.of` takes them.
+        `_hosts` and `_host` are as in `AllToAllConfig.of`.
+
+        Raises:
+            InvalidArgument: names the argument, its value and the allowed values.
         """
         flags(profile=profile)
         sizes = checked(
@@ -340,11 +350,11 @@ class LowLatencyConfig(HostsConfig):
         group_size = one_of("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
         placement = local = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
-        several = len(_hosts) > 1
-        if several:
+        multi_host = len(_hosts) > 1
+        if multi_host:
             local = host_placement(placement, tuple(_hosts[_host]))
             sizes |= {"tokens": len(_hosts) * sizes["tokens"], "experts": len(local.ranks)}
-            _recipe = "quantised"  # by the rank that has the token, before it leaves its host
+            _recipe = "quantised"  # by the token's owner, before the row leaves its host
         shape = LowShape(
             **sizes,
             local=max(len(local.experts_of(rank)) for rank in range(ranks)),
@@ -358,7 +368,7 @@ class LowLatencyConfig(HostsConfig):
             recipe=_recipe if quantize else "weft",
         )
         span = None
-        if several:
+        if multi_host:
             span = Span(
                 ranks=tuple(map(tuple, _hosts)),
                 host=_host,
@@ -375,7 +385,7 @@ class LowLatencyConfig(HostsConfig):
         return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile, span)
 
     def manifest(self) -> dict[str, JSON]:
-        """What the ranks compare at creation, name by name."""
+        """Return the arguments that the ranks compare at creation, by name."""
         return HostsConfig.manifest(self) | {"slots": self.slots}
 
     def check_dispatch(
@@ -385,9 +395,11 @@ class LowLatencyConfig(HostsConfig):
         topk_weights: torch.Tensor | None,
         device: torch.device,
     ) -> int:
-        """Return the number of tokens.
+        """Check the tensors of a dispatch and return the number of tokens.
 
-        Raises InvalidArgument and TokenOverflow for what the host can see.
+        Raises:
+            InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
+            TokenOverflow: there are more tokens than `max_tokens`.
         """
         tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
@@ -398,9 +410,9 @@ class LowLatencyConfig(HostsConfig):
         return tokens
 
     def result_shapes(self, own: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every tensor that one slot of a rank with `own` experts holds, by name.
+        """Return shape and dtype of the tensors of one slot on a rank with `own` experts.
 
-        Column-major scales are shaped here as memory has them.
+        Column-major scales have the shape of their memory here.
         """
         s = self.shape
         padded, words = -(-s.rows // 4) * 4, -(-s.blocks // 4)
@@ -410,7 +422,7 @@ class LowLatencyConfig(HostsConfig):
             "ue8m0": ((own, words, padded), torch.int32),
         }
         entries = (s.ranks, s.tokens, s.top_k)
-        came = (s.tokens if self.hosts > 1 else 0, s.top_k)  # from all hosts
+        from_hosts = (s.tokens if self.hosts > 1 else 0, s.top_k)
         return {
             "x": ((own, s.rows, s.hidden), torch.float8_e4m3fn if s.group else self.dtype),
             "scales": scales[s.scales] if s.group else ((0,), torch.float32),
@@ -421,34 +433,31 @@ class LowLatencyConfig(HostsConfig):
             "weights": (entries if s.reduce == "sender" else (0,), torch.float32),
             "source_tokens": ((s.ranks,), torch.int32),
             "expected": ((s.tokens, 1 + rank_words(s.ranks)), torch.int32),
-            "came_ids": (came, torch.int32),
-            "came_weights": (came, torch.float32),
+            "host_ids": (from_hosts, torch.int32),
+            "host_weights": (from_hosts, torch.float32),
             "dst_addr": ((own, s.rows) if s.gemm_push else (0,), torch.int64),
         }
 
-    def shown_scales(self, scales: torch.Tensor) -> torch.Tensor | None:
-        """Scales as callers see them, from how memory has them; None where there are none."""
+    def scales_view(self, scales: torch.Tensor) -> torch.Tensor | None:
+        """Return the scales in the public layout; None without quantisation."""
         if not self.shape.group:
             return None
         return scales if self.shape.scales == "fp32_row" else scales.mT[:, : self.shape.rows]
 
     @property
     def memory(self) -> Memory:
-        """Bytes of the rank that holds most experts."""
+        """Memory of the rank with the most experts."""
         s = self.shape
         slot = sum(
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self.result_shapes(s.local).values()
         )
-        traced = math.prod(tracks(s.ranks)) if self.profile else 0
-        return Memory(
-            shared=self.share_bytes,
-            ordinary=self.slots * slot + traced,
-        )
+        profile = math.prod(tracks(s.ranks)) if self.profile else 0
+        return Memory(shared=self.share_bytes, ordinary=self.slots * slot + profile)
 
 
 def _check_gemm_push(combine: str, combine_dtype: str | None, reduce: str, slots: int) -> None:
-    """Raises InvalidArgument for what rows exclude that the caller's kernel pushes."""
+    """Raise InvalidArgument for options that combine="gemm_push" does not support."""
     if combine == "gemm_push" and (combine_dtype, reduce, slots) != (None, "receiver", 1):
         raise InvalidArgument(
             f"combine is 'gemm_push', combine_dtype {combine_dtype!r}, reduce {reduce!r}, slots "
@@ -464,8 +473,11 @@ def _memory(config: LowLatencyConfig) -> Memory:
 memory_bytes = sizes_of(
     LowLatencyConfig.of,
     _memory,
-    """Bytes that the rank with most experts will allocate, before anything is allocated.
+    """Return the memory that the rank with the most experts will allocate.
 
-    Takes the constructor's sizes, and `ranks`. Raises InvalidArgument as the constructor does.
+    Takes the constructor's sizes, and `ranks`. Allocates nothing.
+
+    Raises:
+        InvalidArgument: as the constructor.
     """,
 )

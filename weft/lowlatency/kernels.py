@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of a low-latency all-to-all: generated entries, and how each is launched."""
+"""Kernels of a low-latency all-to-all: generated entries and launch plans."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from weft.runtime.kernels import (
 from weft.runtime.stream import loading
 
 THREADS = 256  # max_threads in lowlatency/metadata.cuh
-FEW_TOKENS, FEW_THREADS = 32, 128  # up to so many tokens, more and smaller CTAs
-SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS
+FEW_TOKENS, FEW_THREADS = 32, 128  # up to this number of tokens, use smaller CTAs
+SENDERS_PER_SM, RECEIVERS_PER_SM = 1, 2  # CTAs of THREADS threads
 RECEIVED_VECTORS = 128  # 16-byte vectors of a row that a warp receives at once: RowFragment::span
 
 
 @dataclass(frozen=True, slots=True)
 class LowLatencyPlan:
-    """A launch: CTAs by role (weft::CtaRoles), of so many threads, and the coordinator."""
+    """A launch: number of CTAs of each role (weft::CtaRoles) and threads per CTA."""
 
     metadata: int
     senders: int
@@ -46,7 +46,7 @@ class LowLatencyPlan:
 
     @property
     def ctas(self) -> int:
-        """All of them."""
+        """Number of CTAs, with the coordinator."""
         return 1 + self.metadata + self.senders + self.receivers
 
 
@@ -57,7 +57,7 @@ PHASES: EntryPoints = {
 
 
 def cpu_program(shape: LowShape) -> Program:
-    """The generated C++ entries of a shape; both halves of a phase included, they cost nothing."""
+    """Return the C++ program of a shape; it always has both halves of each phase."""
     return Program(
         name="lowlatency",
         what="all-to-all",
@@ -71,9 +71,9 @@ def cpu_program(shape: LowShape) -> Program:
 
 
 def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
-    """The generated CUDA entries of a shape."""
+    """Return the CUDA program of a shape."""
     entries = in_parts(PHASES, split_phase=split_phase)
-    # Many FP8 rows of a token, and many peers, need more registers: two CTAs an SM, not three.
+    # Many FP8 rows per token, or many peers, need more registers: two CTAs per SM, not three.
     rows = shape.ranks if shape.reduce == "sender" else shape.top_k
     per_sm = {
         "dispatch": 2 if shape.ranks > 16 else 3,
@@ -95,7 +95,7 @@ class CudaLowLatency(CudaKernels):
         self._shape = shape
 
     def _find(self, name: str, tokens: int) -> Launch:
-        """All of a launch fits on the GPU at once."""
+        """Return a launch whose CTAs are co-resident."""
         threads = FEW_THREADS if tokens <= FEW_TOKENS else THREADS
         resident = self._sms * self._per_sm(name, threads)
         p = plan_low(self._shape, name, tokens, threads, self._sms, resident)
@@ -111,33 +111,42 @@ def plan_low(
     sms: int,
     resident: int,
 ) -> LowLatencyPlan:
-    """How many CTAs send metadata, send rows and receive.
+    """Divide the CTAs of a launch into those that send metadata, send rows and receive.
 
-    Sizes of other ranks are not known here: rows of theirs are planned for as if they had as many
-    tokens as this one, and 16 at least. All CTAs together fit on the GPU (`resident`).
+    The token counts of other ranks are unknown: the plan assumes that they equal this rank's, but
+    at least 16. All CTAs are co-resident.
+
+    Args:
+        shape: Sizes of the all-to-all.
+        name: Name of the entry.
+        tokens: Number of own tokens.
+        threads: Threads per CTA.
+        sms: Number of SMs.
+        resident: Number of CTAs that fit on the GPU at once.
     """
-    warps, wide = threads // 32, THREADS // threads
-    others = max(tokens, min(shape.tokens, 16))
-    pieces = -(-shape.hidden // 512)  # warps that send one row
+    warps, scale = threads // 32, THREADS // threads
+    peer_tokens = max(tokens, min(shape.tokens, 16))
+    strips = -(-shape.hidden // 512)  # warps that send one row
+    # Work of senders and receivers, in warps.
     if name.startswith("dispatch"):
         metadata = max(1, -(-tokens // CHUNK_TOKENS))
-        sending = tokens * pieces
-        receiving = others * shape.ranks * -(-shape.sent_bytes // (16 * RECEIVED_VECTORS))
+        sending = tokens * strips
+        receiving = peer_tokens * shape.ranks * -(-shape.sent_bytes // (16 * RECEIVED_VECTORS))
     else:
         metadata = 0
-        sending = 0 if shape.gemm_push else others * min(shape.ranks, shape.top_k) * pieces
+        sending = 0 if shape.gemm_push else peer_tokens * min(shape.ranks, shape.top_k) * strips
         receiving = tokens * -(-shape.hidden // (512 if shape.combine_fp8 else 256))
     if name.endswith("_receive"):
         metadata = sending = 0
     if name.endswith("_send"):
         receiving = 0
-    senders = min(-(-sending // warps), sms * SENDERS_PER_SM * wide)
-    receivers = min(-(-receiving // warps), sms * RECEIVERS_PER_SM * wide)
-    room = max(2, resident - metadata - 1)
-    # Where room is short, receivers go first: senders wait for loads, receivers for senders.
-    if senders + receivers > room:
-        senders = min(senders, room // 2 if receivers else room)
-        receivers = min(receivers, room - senders)
+    senders = min(-(-sending // warps), sms * SENDERS_PER_SM * scale)
+    receivers = min(-(-receiving // warps), sms * RECEIVERS_PER_SM * scale)
+    available = max(2, resident - metadata - 1)
+    # If they do not all fit, limit the senders to half of the CTAs.
+    if senders + receivers > available:
+        senders = min(senders, available // 2 if receivers else available)
+        receivers = min(receivers, available - senders)
     if not name.endswith("_send"):
         receivers = max(receivers, 1)
     if not metadata and not shape.gemm_push:
@@ -148,7 +157,8 @@ def plan_low(
 def load_kernels(device: torch.device, shape: LowShape, build: Build) -> Kernels:
     """Compile and load the operations of a shape for one rank's device.
 
-    Raises InvalidArgument for halves of a combine that sends nothing.
+    Raises:
+        InvalidArgument: split_phase with combine="gemm_push".
     """
     if build.split_phase and shape.gemm_push:
         raise InvalidArgument(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LowLatencyAllToAll: expert-parallel dispatch and combine for decoding, expert-major.
 
-A result lives from its dispatch to its combine. As many are alive at once as there are slots. At
-most one dispatch and one combine may be on their way, sent and not yet received.
+A result is alive from its dispatch to its combine, and occupies one of the slots. At most one
+dispatch and one combine may be in flight, that is, sent and not yet received.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from weft.runtime.timeline import DEFINE
 Hook = Callable[[], object]
 
 
-def as_sent(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
-    """Rows of x `[tokens, hidden]` as they leave a host: uint8 `[tokens, shape.row_bytes]`.
+def _rows_between_hosts(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
+    """Return rows of x `[tokens, hidden]` for other hosts: uint8 `[tokens, shape.row_bytes]`.
 
-    Quantised, these are the numbers and then the scales in float32, as the kernels take them.
+    A quantised row has the values and then the float32 scales, as the kernels read them.
     """
     if not shape.group:
         return x.view(torch.uint8)
-    numbers, scales = sent(x, "fp8", shape.group, shape.scales)
+    values, scales = sent(x, "fp8", shape.group, shape.scales)
     assert scales is not None
     rows = torch.zeros((len(x), shape.row_bytes), dtype=torch.uint8, device=x.device)
-    rows[:, : shape.hidden] = numbers.view(torch.uint8)
+    rows[:, : shape.hidden] = values.view(torch.uint8)
     rows[:, shape.hidden :][:, : 4 * shape.blocks] = scales.view(torch.uint8)
     return rows
 
 
 class LowLatencyAllToAll(Placed, AcrossHosts):
-    """Quantise tokens on their way to their experts, lay them out by expert, and return the sums.
+    """Quantise tokens, send them to their experts in expert-major layout, and return the sums.
 
     `weft.lowlatency.reference` specifies the results bit for bit. The constructor allocates all
-    memory and is collective. A call allocates only its result, synchronises with no host, and may
-    be captured in CUDA graphs. Every rank makes the same sequence of calls; a rank without tokens
-    calls with zero of them.
+    memory and is collective. A call allocates only its result, does not synchronise with the host,
+    and may be captured in CUDA graphs. Every rank makes the same sequence of calls; a rank without
+    tokens passes empty tensors.
 
     Args:
         group: Ranks of the job.
@@ -80,33 +80,32 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             if needed.
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first round may take.
-        quantize: "fp8": dispatch delivers e4m3 numbers and scales. None: it delivers rows as they
-            are.
+        quantize: "fp8": dispatch delivers e4m3 values and scales. None: it delivers rows unchanged.
         combine: "push": combine sends the experts' rows to the tokens' owners. "gemm_push": the
-            kernel that makes a row stores it at the owner (`ExpertRows.dst_addr`); needs slots=1,
-            reduce="receiver", and neither combine_dtype nor split_phase.
-        combine_dtype: "fp8": rows return as FP8 with a scale for 128 columns. None: in `dtype`.
+            kernel that computes a row stores it at the owner (`ExpertRows.dst_addr`); needs
+            slots=1, reduce="receiver", and neither combine_dtype nor split_phase.
+        combine_dtype: "fp8": rows return as FP8 with one scale for 128 columns. None: in `dtype`.
         split_phase: Also build `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`.
             A dispatch and a combine may then be in flight at once.
         group_size: Columns that share a scale: 32, 64 or 128.
         scale: "fp32_row", "fp32_col" (column-major, as TMA reads it) or "ue8m0" (powers of two,
             four in an int32, column-major).
         reduce: "receiver": the owner adds a token's weighted rows in fp32 in top-k order. "sender":
-            each rank first adds the rows of its own experts, and fewer rows travel.
+            each rank first adds the rows of its own experts, so that fewer rows are sent.
         slots: Results that may be alive at once, 1 or 2.
-        num_sms: SMs that the kernels may fill. Default: all.
+        num_sms: Number of SMs that the kernels may use. Default: all.
         programmatic_launch: Let a kernel become resident while its predecessor in the stream still
-            runs. It touches no memory before the predecessor has ended.
+            runs. It accesses no memory before the predecessor has finished.
         profile: Record the times of the last 32 rounds for `dump_trace`.
 
     Raises:
         InvalidArgument: an argument is invalid on every rank.
-        CreationFailed: a rank cannot do its part. Every rank raises it.
-        GeometryMismatch: ranks pass different sizes.
+        CreationFailed: the creation failed on a rank. Every rank raises it.
+        GeometryMismatch: ranks passed different sizes.
     """
 
     config: LowLatencyConfig
-    _drops_repeats = True  # a row is among an expert's once
+    _drops_repeats = True  # an expert receives a row once
 
     @as_creation
     def __init__(
@@ -173,12 +172,12 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         )
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
-        # May a dispatch be dropped, and combined again? Then a slot keeps its result until a later
-        # dispatch needs it.
+        # Whether a result may be combined repeatedly or never. A slot then keeps its result until a
+        # later dispatch needs the slot.
         self._allow_handle_reuse = _allow_handle_reuse
-        self._number = 0  # of this rank's dispatches
-        self._sent: Handle | None = None
-        self._returned: Handle | None = None
+        self._number = 0  # number of dispatches of this rank
+        self._sent_handle: Handle | None = None  # dispatch in flight
+        self._returned_handle: Handle | None = None  # combine in flight
         self._dispatch_args = LowLatencyDispatchArgs(site=self._site)
         self._combine_args = LowLatencyCombineArgs(site=self._site)
         for args in (self._dispatch_args, self._combine_args):
@@ -195,7 +194,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
     @property
     def memory(self) -> Memory:
-        """Bytes that the rank with most experts holds for this object."""
+        """Memory of this object on the rank with the most experts."""
         return self.config.memory
 
     def dispatch(
@@ -205,15 +204,14 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         topk_weights: torch.Tensor | None = None,
         **_unknown: Never,
     ) -> ExpertRows:
-        """Send this rank's tokens and return what all ranks sent to its experts.
+        """Send this rank's tokens and return the tokens that all ranks sent to its experts.
 
-        Ids out of range, and ids that repeat an earlier one of their row, are dropped; `check()`
-        raises them.
+        Out-of-range ids, and repeated ids of a row, are dropped and raised by `check()`.
 
         Args:
             x: `[tokens, hidden]` of `dtype`.
             topk_ids: int32 or int64 `[tokens, top_k]`, global expert ids, -1 for none.
-            topk_weights: float32 `[tokens, top_k]`. Needed with reduce="sender" and on several
+            topk_weights: float32 `[tokens, top_k]`. Required with reduce="sender" and on several
                 hosts. None means ones.
 
         Returns:
@@ -221,7 +219,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
         Raises:
             InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
-            TokenOverflow: more tokens than `max_tokens`.
+            TokenOverflow: there are more tokens than `max_tokens`.
             OutOfOrder: `slots` results are alive, or the object is closed.
             GroupError: the group is broken.
         """
@@ -243,17 +241,18 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     ) -> torch.Tensor:
         """Sum the experts' results at their tokens' owners.
 
-        `out[t] = sum over k of weight * y + add[t]`. Products and sums are rounded to fp32 in top-k
-        order ("sender": a rank's rows in top-k order, rounded to what travels, then by rank); then
-        `add`; then one rounding to `dtype`. With several hosts, pass dispatch the same weights;
-        each host's sum is rounded to what travels.
+        `out[t] = sum over k of weight * y + add[t]`. Products and sums are rounded to fp32, in
+        top-k order. With reduce="sender", each rank's rows are summed in top-k order, rounded to
+        the transfer dtype, and these sums are added in rank order. Then `add` is added, and the
+        result is rounded once to `dtype`. With several hosts, pass the weights of the dispatch;
+        each host's sum is rounded to the transfer dtype.
 
         Args:
             y: `[local_experts, ep_size * max_tokens, hidden]` of `dtype`, a result for each row of
                 the dispatch; rows from `counts` on are not read. None with combine="gemm_push".
             topk_ids: As in the dispatch.
             topk_weights: As in the dispatch. None means ones.
-            handle: `ExpertRows.handle`. Its result may be overwritten from now on.
+            handle: `ExpertRows.handle`. Its result may be overwritten after this call.
             out: `[tokens, hidden]` to write into. Default: a new tensor.
             add: `[tokens, hidden]` added to the sum, such as a shared expert's result.
 
@@ -267,7 +266,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         """
         if _unknown:
             refuse_unknown(self.combine, _unknown)
-        if torch.compiler.is_dynamo_compiling() or traced.is_of_graph(handle):
+        if torch.compiler.is_dynamo_compiling() or traced.is_traced(handle):
             return traced.combine(self, y, topk_ids, topk_weights, handle, out, add)
         return self._combine("combine", y, topk_ids, topk_weights, handle, out, add)
 
@@ -286,8 +285,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             topk_weights: As in `dispatch`.
 
         Returns:
-            The result, which holds nothing yet, and a function that receives it. Call that function
-                or `dispatch_recv`.
+            The result, which is valid after the receive, and a function that receives it. Call that
+                function or `dispatch_recv`.
         """
         if _unknown:
             refuse_unknown(self.dispatch_send, _unknown)
@@ -298,7 +297,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         """Wait for all peers' tokens and lay them out: the second half of `dispatch`.
 
         Returns:
-            What `dispatch` returns.
+            As `dispatch`.
         """
         self._check_split_phase("dispatch_recv")
         return self._receive()
@@ -315,8 +314,9 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     ) -> tuple[torch.Tensor, Hook]:
         """Send rows to their owners: the first half of `combine`.
 
-        With several hosts, it waits for the ranks of this host, sums, and starts to return the
-        sums. `add`, `out`, ids and weights must stay unchanged until the second half has run.
+        With several hosts, it waits for the ranks of this host, sums their rows and starts to
+        return the sums. `add`, `out`, ids and weights must stay unchanged until the second half has
+        run.
 
         Args:
             y: As in `combine`.
@@ -327,8 +327,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             add: As in `combine`.
 
         Returns:
-            `out`, which holds nothing yet, and a function that receives it. Call that function or
-                `combine_recv`.
+            `out`, which is valid after the receive, and a function that receives it. Call that
+                function or `combine_recv`.
         """
         if _unknown:
             refuse_unknown(self.combine_send, _unknown)
@@ -340,7 +340,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         """Wait for the rows and add them: the second half of `combine`.
 
         Returns:
-            What `combine` returns.
+            As `combine`.
         """
         self._check_split_phase("combine_recv")
         return self._combine_receive()
@@ -348,15 +348,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
     def dump_trace(self, path: str | os.PathLike[str]) -> None:
         """Write this rank's last 32 rounds as JSON for Perfetto. Needs profile=True.
 
-        It waits for this rank's own work. Every rank writes its own file, all on rank 0's clock;
-        `weft.lowlatency.trace.merge` joins them. Call it when all ranks have finished the same
-        rounds.
+        It waits for this rank's own work. Every rank writes its own file with times of rank 0's
+        clock; `weft.lowlatency.trace.merge` joins the files. Call it when all ranks have finished
+        the same rounds.
 
         Args:
             path: File to write.
 
         Raises:
-            InvalidArgument: the object was built without profile=True, or path is no path.
+            InvalidArgument: the object was built without profile=True, or path is not a path.
             OutOfOrder: the object is closed.
         """
         self._check_open()
@@ -364,7 +364,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             refuse("path", path, "a str or os.PathLike")
         dump(Path(path), self._tracks, self.heap)
 
-    # The calls: each is checked, handed to a kernel, and changes which results are alive.
+    # Implementation of the calls: check, launch, update which results are alive.
 
     @one_call("dispatch")
     def _dispatch(
@@ -375,34 +375,34 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         topk_weights: torch.Tensor | None,
         results: Mapping[str, torch.Tensor] | None = None,
     ) -> ExpertRows:
-        """Run `dispatch` or `dispatch_send`; the result is there after it, or after its receive.
+        """Run `dispatch` or `dispatch_send`.
 
-        results: where the rows and their metadata go, by name; default, into the slot.
+        results: Output tensors of the rows and their metadata, by name. Default: those of the slot.
         """
         tokens = self.config.check_dispatch(x, topk_ids, topk_weights, self.group.device)
-        if self._sent is not None:
+        if self._sent_handle is not None:
             raise OutOfOrder(
-                f"{entry} while dispatch {self._sent.number} is on its way: receive it first"
+                f"{entry} while dispatch {self._sent_handle.number} is on its way: receive it first"
             )
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         call = self._identify(self._dispatch_args, self.max_tokens)
         slot = self._slots[handle.slot]
-        args, t = self._dispatch_args, slot.tensors if results is None else results
-        slot.point(args)
-        args.rows, args.scales = t["x"].data_ptr(), t["scales"].data_ptr()
-        args.counts, args.source = t["counts"].data_ptr(), t["source"].data_ptr()
-        args.ranges = t["ranges"].data_ptr()
+        args, out = self._dispatch_args, slot.tensors if results is None else results
+        slot.set_routing(args)
+        args.rows, args.scales = out["x"].data_ptr(), out["scales"].data_ptr()
+        args.counts, args.source = out["counts"].data_ptr(), out["source"].data_ptr()
+        args.ranges = out["ranges"].data_ptr()
         if self._rail is None:
             self._run_dispatch(entry, x, topk_ids, topk_weights)
         else:
-            row = (as_sent(x, self.config.shape),)
-            self._rail.send(row, topk_ids, topk_weights, None, None, self.max_tokens, call)
+            rows = (_rows_between_hosts(x, self.config.shape),)
+            self._rail.send(rows, topk_ids, topk_weights, None, None, self.max_tokens, call)
             slot.sent_weights = topk_weights
             if entry == "dispatch":
                 self._forward(slot)
         self._number, slot.alive, slot.latest = handle.number, handle, handle
         if entry != "dispatch":
-            self._sent = handle
+            self._sent_handle = handle
         self._raise_if_broken()
         return slot.rows(handle)
 
@@ -421,18 +421,18 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         self._kernels.run(entry, args, tokens)
 
     def _forward(self, slot: Slot) -> None:
-        """Wait for the rows of all hosts, and send them to the ranks of this one."""
+        """Receive the rows of all hosts, and send them to the ranks of this host."""
         assert self._rail is not None
-        came = self._rail.receive(self.max_tokens)
-        # Combine needs them, and another dispatch may come before it.
-        slot.tensors["came_ids"].copy_(came.ids)
-        slot.tensors["came_weights"].copy_(came.weights)
-        self._run_dispatch("dispatch", came.planes[0], came.ids, came.weights)
+        rows = self._rail.receive(self.max_tokens)
+        # Copies for combine, because the next dispatch may overwrite them before it.
+        slot.tensors["host_ids"].copy_(rows.ids)
+        slot.tensors["host_weights"].copy_(rows.weights)
+        self._run_dispatch("dispatch", rows.planes[0], rows.ids, rows.weights)
 
     @one_call("dispatch_recv")
     def _receive(self) -> ExpertRows:
         """Run `dispatch_receive`."""
-        handle = self._sent
+        handle = self._sent_handle
         if handle is None:
             raise OutOfOrder("dispatch_recv without a dispatch_send")
         if self._rail is None:
@@ -440,7 +440,7 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             self._kernels.run("dispatch_receive", self._dispatch_args, handle.tokens)
         else:
             self._forward(self._slots[handle.slot])
-        self._sent = None
+        self._sent_handle = None
         self._raise_if_broken()
         return self._slots[handle.slot].rows(handle)
 
@@ -456,9 +456,9 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         add: torch.Tensor | None,
         counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run `combine` or `combine_send`; the result is there after it, or after its receive.
+        """Run `combine` or `combine_send`.
 
-        counts: of the dispatch, where its results did not go into the slot.
+        counts: Counts of the dispatch, if its results are not in the slot.
         """
         self._check_handle(handle, entry)
         device, dtypes = self.group.device, (self.dtype,)
@@ -477,22 +477,22 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             if tensor is not None:
                 check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
         self._check_outside("out", out)
-        read = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
-        check_apart("out", out, read, exact="add")
+        inputs = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
+        check_apart("out", out, inputs, exact="add")
         args = self._combine_args
         args.y = 0 if y is None else y.data_ptr()
         args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()
-        given, sums = (topk_ids, topk_weights), out
+        routing, sums = (topk_ids, topk_weights), out
         if self._rail is not None:
             slot.check_weights(topk_weights)
-            topk_ids, topk_weights = slot.tensors["came_ids"], slot.tensors["came_weights"]
+            topk_ids, topk_weights = slot.tensors["host_ids"], slot.tensors["host_weights"]
             tokens, sums = len(topk_ids), self._rail.sums(self.max_tokens)
         args.ids, args.ids_bytes = topk_ids.data_ptr(), topk_ids.itemsize
         args.weights = 0 if topk_weights is None else topk_weights.data_ptr()
         args.out = sums.data_ptr()
         args.add = 0 if add is None or self._rail is not None else add.data_ptr()
-        args.tokens, args.dispatch_id = tokens, self._place(handle)
-        slot.point(args)
+        args.tokens, args.dispatch_id = tokens, self._age_order(handle)
+        slot.set_routing(args)
         self._kernels.run(entry if self._rail is None else "combine", args, tokens)
         if self._rail is not None:
             self._raise_if_broken()
@@ -502,24 +502,24 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
                 self._rail.receive_home(out, add)
             slot.alive = None
         else:
-            self._returned = slot.alive = handle
-            self._kept = (out, add, given)  # the receive reads them
+            self._returned_handle = slot.alive = handle
+            self._combine_tensors = (out, add, routing)  # kept alive until the receive
         self._raise_if_broken()
         return out
 
     @one_call("combine_recv")
     def _combine_receive(self) -> torch.Tensor:
         """Run `combine_receive`."""
-        handle = self._returned
+        handle = self._returned_handle
         if handle is None:
             raise OutOfOrder("combine_recv without a combine_send")
-        out, add, _ = self._kept
+        out, add, _ = self._combine_tensors
         if self._rail is None:
             self._kernels.run("combine_receive", self._combine_args, handle.tokens)
         else:
             self._rail.receive_home(out, add)
-        self._slots[handle.slot].alive = self._returned = None
-        del self._kept
+        self._slots[handle.slot].alive = self._returned_handle = None
+        del self._combine_tensors
         self._raise_if_broken()
         return out
 
@@ -534,44 +534,45 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
 
     @property
     def _mid_round(self) -> bool:
-        """Is a result alive that has not been combined?"""
+        """Whether a result is alive, that is, not combined yet."""
         return bool(self._alive)
 
     @property
     def _alive(self) -> list[Handle]:
-        """The dispatches whose results are alive."""
+        """Handles of the results that are alive."""
         return [slot.alive for slot in self._slots if slot.alive is not None]
 
     def _handle_of(self, number: int) -> Handle | None:
-        """The handle of dispatch `number`, as long as its result is alive."""
+        """Return the handle of dispatch `number`, or None if its result is not alive."""
         return next((h for h in self._alive if h.number == number), None)
 
     def _drop(self, handle: Handle) -> None:
-        """Give up a result that nobody will combine."""
+        """Discard a result that will not be combined."""
         slot = self._slots[handle.slot]
         if slot.alive is handle:
             slot.alive = None
 
-    def _place(self, handle: Handle) -> int:
-        """Which of the results that are alive this is, the oldest being 1; ranks compare it.
+    def _age_order(self, handle: Handle) -> int:
+        """Return the position of a result among those alive, 1 for the oldest; ranks compare it.
 
-        Not the dispatch's number: graphs replay dispatches that no host counts.
+        The number of the dispatch cannot be compared: the host does not count replays of graphs.
         """
         return 1 + sum(h.number < handle.number for h in self._alive)
 
     def _free_slot(self, entry: str) -> int:
-        """The next slot in turn that no result lives in; results may be combined in any order.
+        """Return the next free slot in round-robin order; results may be combined in any order.
 
-        With `_allow_handle_reuse` and none free, the slot of the oldest result, unless its combine
-        is on its way. Only the order of calls decides, so all ranks drop the same result.
+        With `_allow_handle_reuse` and no free slot, return that of the oldest result, unless its
+        combine is in flight. The choice depends on the order of calls alone, so all ranks drop the
+        same result.
         """
         slots = len(self._slots)
-        for turn in range(slots):
-            slot = (self._number + turn) % slots
+        for i in range(slots):
+            slot = (self._number + i) % slots
             if self._slots[slot].alive is None:
                 return slot
         oldest = min(self._alive, key=lambda handle: handle.number)
-        if self._allow_handle_reuse and oldest is not self._returned:
+        if self._allow_handle_reuse and oldest is not self._returned_handle:
             return oldest.slot
         raise OutOfOrder(
             f"{entry} while {slots} results are alive, the oldest of dispatch {oldest.number}: "
@@ -582,8 +583,8 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
         if self.config.shape.gemm_push:
             if y is not None:
                 raise InvalidArgument(
-                    "y is given, combine='gemm_push': rows are stored at their owners by the "
-                    "kernel that makes them; pass None"
+                    "y is a tensor with combine='gemm_push': rows are stored at their owners by "
+                    "the kernel that computes them; pass None"
                 )
             return
         if y is None:
@@ -596,15 +597,15 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
             raise InvalidArgument(
                 f"handle is a {type(handle).__name__}; pass the handle of what dispatch returned"
             )
-        if self._returned is not None:
+        if self._returned_handle is not None:
             raise OutOfOrder(
-                f"{entry} while the combine of dispatch {self._returned.number} is on its way: "
-                "receive it first"
+                f"{entry} while the combine of dispatch {self._returned_handle.number} is on its "
+                "way: receive it first"
             )
-        # By identity: another all-to-all's handle may have the same numbers.
+        # Compared by identity: a handle of another all-to-all may have the same numbers.
         if self._allow_handle_reuse:
             kept = any(slot.latest is handle for slot in self._slots)
-            if kept and handle is not self._sent:
+            if kept and handle is not self._sent_handle:
                 return
             why = "it has not been received" if kept else "a later dispatch has taken its slot"
             raise OutOfOrder(
@@ -612,29 +613,29 @@ class LowLatencyAllToAll(Placed, AcrossHosts):
                 "combine before that dispatch"
             )
         alive = any(h is handle for h in self._alive)
-        if not alive or handle is self._sent:
+        if not alive or handle is self._sent_handle:
             why = "it has not been received" if alive else "it is not alive"
             raise OutOfOrder(
                 f"{entry} of dispatch {handle.number}: {why}; each dispatch is combined once, by "
                 "the all-to-all that made it"
             )
 
-    # The share's first contents, and this rank's own memory.
+    # Initial contents of the share, and this rank's own memory.
 
     def _own_bytes(self) -> int:
         return super()._own_bytes() + self.config.memory.ordinary
 
     def _start_anew(self) -> None:
-        self._sent = self._returned = None
+        self._sent_handle = self._returned_handle = None
         self._traced_handles.alive.clear()
         for slot in self._slots:
-            slot.start_anew()
+            slot.reset()
 
     def _write_contents(self, header: ctypes.Structure) -> None:
         at, heap = self.config.offsets, self.heap
         heap.tensor((at.tokens - at.progress,), torch.uint8, offset=at.progress).zero_()
-        blank = at.share_bytes - at.tokens
-        heap.tensor((blank,), torch.uint8, offset=at.tokens).fill_(0xFF)
+        sentinels = (at.share_bytes - at.tokens,)
+        heap.tensor(sentinels, torch.uint8, offset=at.tokens).fill_(0xFF)
         heap.tensor((4,), torch.int64, offset=at.progress).fill_(header.first_epoch)
 
     def _make_views(self) -> None:

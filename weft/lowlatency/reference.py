@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the low-latency all-to-all means, in plain torch: the specification, and the tests' oracle.
+"""Reference implementation of the low-latency all-to-all in torch: specification and test oracle.
 
-All ranks' tensors are given as lists indexed by rank; results are on the device of the inputs.
+Tensors of all ranks are lists indexed by rank; results are on the device of the inputs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.runtime.ambient import without_autocast
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What one rank's experts get; as `ExpertRows`, with zeros where nothing is defined.
+    """The rows of one rank's experts, as in `ExpertRows`, with zeros in undefined rows.
 
-    scales: by row, float32, whatever the layout; None without quantisation.
+    scales are float32 and row-major for every layout; None without quantisation.
     """
 
     x: torch.Tensor
@@ -32,44 +32,49 @@ class Expected:
 
 
 def choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """int64 `[tokens, top_k]`: the ids, -1 for what is no expert or appears earlier in its row."""
+    """Return the ids as int64 `[tokens, top_k]`, -1 for out-of-range and repeated ones."""
     ids = topk_ids.long()
-    known = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
-    for k in range(1, known.shape[1]):
-        repeats = (known[:, :k] == known[:, k : k + 1]).any(dim=1)
-        known[:, k] = torch.where(repeats, -1, known[:, k])
-    return known
+    valid = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
+    for k in range(1, valid.shape[1]):
+        repeats = (valid[:, :k] == valid[:, k : k + 1]).any(dim=1)
+        valid[:, k] = torch.where(repeats, -1, valid[:, k])
+    return valid
 
 
 def sent(
     x: torch.Tensor, kind: str | None, group_size: int, scale: str, recipe: str = "weft"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A token's row as it arrives: numbers, and float32 scales `[tokens, hidden / group_size]`.
+    """Return the delivered values, and float32 scales `[tokens, hidden / group_size]`.
 
-    "ue8m0" scales are powers of two, the smallest that bring a block down to 448 or less. Rows that
-    are not quantised arrive as they are, but that a NaN whose bits are all ones has no sign.
+    "ue8m0" scales are powers of two, the smallest that scale a block to at most 448. Rows that are
+    not quantised are delivered unchanged, except that the sign of a NaN of all ones is cleared.
 
-    recipe: whose arithmetic. "deep_ep": amax counts as 1e-4 at least, scale = amax * fl(1 / 448),
-        q = round(x * (448 / amax)) (its csrc/kernels/legacy/utils.cuh). "triton_dist": the same
-        scale, q = round(x / scale), zeros where the scale is 0 (its low_latency_all_to_all_v2.py);
-        kernels have that quotient within two units in the last place.
+    Args:
+        x: `[tokens, hidden]`.
+        kind: "fp8" or None.
+        group_size: Columns that share a scale.
+        scale: Layout of the scales.
+        recipe: Arithmetic. "deep_ep": amax is at least 1e-4, scale = amax * fl(1 / 448), q =
+            round(x * (448 / amax)) (its csrc/kernels/legacy/utils.cuh). "triton_dist": the same
+            scale, q = round(x / scale), 0 if the scale is 0 (its low_latency_all_to_all_v2.py);
+            kernels compute that quotient to within two ulp.
     """
     if kind is None:
         words = {2: torch.int16, 4: torch.int32}[x.element_size()]
         bits = x.view(words)
         return torch.where(bits == -1, torch.iinfo(words).max, bits).view(x.dtype), None
     if recipe != "weft":
-        return _sent_as(recipe, x, group_size, scale)
+        return _quantize_by_recipe(recipe, x, group_size, scale)
     if scale == "ue8m0":
-        numbers, powers = quantize(x, "mxfp8", group_size)
-        return numbers, powers.float()
+        values, powers = quantize(x, "mxfp8", group_size)
+        return values, powers.float()
     return quantize(x, "fp8", group_size)
 
 
-def _sent_as(
+def _quantize_by_recipe(
     recipe: str, x: torch.Tensor, group_size: int, scale: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 rows and scales by the arithmetic of another library."""
+    """Return FP8 values and scales by the arithmetic of another library."""
     blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
     amax, broken = block_amax(blocks)
     if recipe == "deep_ep":
@@ -100,32 +105,41 @@ def dispatch(
     scale: str = "fp32_row",
     recipe: str = "weft",
 ) -> Expected:
-    """What the experts of `rank` get: rows in the order of source rank, then token.
+    """Return the rows of the experts of `rank`, ordered by source rank and then token.
 
-    x: for each rank, `[tokens, hidden]`.   topk_ids: for each rank, `[tokens, top_k]`.
+    Args:
+        x: `[tokens, hidden]` of each rank.
+        topk_ids: `[tokens, top_k]` of each rank.
+        placement: Rank of each expert.
+        rank: Rank that receives the rows.
+        max_tokens: As in `LowLatencyAllToAll`.
+        quantize: As in `LowLatencyAllToAll`.
+        group_size: As in `LowLatencyAllToAll`.
+        scale: As in `LowLatencyAllToAll`.
+        recipe: As in `sent`.
     """
     ranks, experts = len(x), placement.experts_of(rank)
     rows, device = ranks * max_tokens, x[0].device
-    arriving = [sent(tokens, quantize, group_size, scale, recipe) for tokens in x]
-    numbers = arriving[0][0]
-    out = torch.zeros((len(experts), rows, numbers.shape[1]), dtype=numbers.dtype, device=device)
-    blocks = 0 if arriving[0][1] is None else arriving[0][1].shape[1]
+    delivered = [sent(tokens, quantize, group_size, scale, recipe) for tokens in x]
+    values = delivered[0][0]
+    out = torch.zeros((len(experts), rows, values.shape[1]), dtype=values.dtype, device=device)
+    blocks = 0 if delivered[0][1] is None else delivered[0][1].shape[1]
     scales = torch.zeros((len(experts), rows, blocks), dtype=torch.float32, device=device)
     source = torch.zeros((len(experts), rows), dtype=torch.int32, device=device)
     ranges = torch.zeros((len(experts), ranks, 2), dtype=torch.int32, device=device)
     for e, expert in enumerate(experts):
-        at = 0
+        begin = 0
         for s in range(ranks):
-            chosen = choices(topk_ids[s], len(placement.ranks))
-            tokens = (chosen == expert).any(dim=1).nonzero()[:, 0]
-            until = at + len(tokens)
-            out.view(torch.uint8)[e, at:until] = arriving[s][0].view(torch.uint8)[tokens]
-            brought = arriving[s][1]
-            if brought is not None:
-                scales[e, at:until] = brought[tokens]
-            source[e, at:until] = (s * max_tokens + tokens).int()
-            ranges[e, s, 0], ranges[e, s, 1] = at, len(tokens)
-            at = until
+            ids = choices(topk_ids[s], len(placement.ranks))
+            tokens = (ids == expert).any(dim=1).nonzero()[:, 0]
+            end = begin + len(tokens)
+            out.view(torch.uint8)[e, begin:end] = delivered[s][0].view(torch.uint8)[tokens]
+            source_scales = delivered[s][1]
+            if source_scales is not None:
+                scales[e, begin:end] = source_scales[tokens]
+            source[e, begin:end] = (s * max_tokens + tokens).int()
+            ranges[e, s, 0], ranges[e, s, 1] = begin, len(tokens)
+            begin = end
     counts = ranges[..., 1].sum(dim=1).int()
     return Expected(out, scales if quantize else None, counts, source, ranges)
 
@@ -142,69 +156,76 @@ def combine(
     add: torch.Tensor | None = None,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """What one rank's tokens get, `[tokens, hidden]` in the dtype of rows.
+    """Return the sums of one rank's tokens, `[tokens, hidden]` in the dtype of rows.
 
-    rows: `[tokens, top_k, hidden]`, what the expert of each choice made of the token; rows of
-    choices that are none are not read.
+    With reduce="receiver", the sum over k of weight * row starts at 0, in top-k order, and each
+    product and sum is rounded to fp32; with combine_dtype="fp8", rows are quantised first. With
+    reduce="sender", the rows of each rank are summed in the same way and rounded to dtype (or FP8),
+    and these sums are added in rank order. Then `add` is added, and the result is rounded once to
+    dtype. With several hosts, the same is done for the experts of each host, rounded to dtype (or
+    FP8), and these sums are added in the order of hosts.
 
-    receiver: `sum over k of weight * row`, each product and sum rounded to fp32, from 0 in top-k
-    order; with combine_dtype="fp8", row is what its FP8 reads back as. sender: the same sum over
-    the choices of each rank, rounded to dtype (or FP8), and the sum of these in rank order. Then
-    `add`, and one rounding to dtype.
-
-    hosts: the ranks of each host, where there are several: the same for the experts of each host,
-        rounded to dtype (or FP8), and the sum of these in the order of hosts.
+    Args:
+        rows: `[tokens, top_k, hidden]`, the expert's result for each choice; rows of ids of -1 are
+            not read.
+        topk_ids: `[tokens, top_k]`.
+        topk_weights: float32 `[tokens, top_k]`. None means ones.
+        placement: Rank of each expert.
+        reduce: As in `LowLatencyAllToAll`.
+        combine_dtype: As in `LowLatencyAllToAll`.
+        add: `[tokens, hidden]` added to the sum, or None.
+        hosts: Ranks of each host, if there are several.
     """
     if hosts is not None and len(hosts) > 1:
-        how = {"reduce": reduce, "combine_dtype": combine_dtype}
+        options = {"reduce": reduce, "combine_dtype": combine_dtype}
         parts = []
         for ranks in hosts:
-            held = torch.tensor([*(rank in ranks for rank in placement.ranks), False])
-            here = held.to(topk_ids.device)[choices(topk_ids, len(placement.ranks))]
-            own = torch.where(here, topk_ids, -1)
-            part = combine(rows, own, topk_weights, placement, **how)  # type: ignore[arg-type]
-            parts.append(_travelled(part, combine_dtype))
-        every = [torch.ones(len(rows), dtype=torch.bool, device=rows.device)] * len(parts)
-        return add_hosts(parts, every, add=add, dtype=rows.dtype)
-    chosen = choices(topk_ids, len(placement.ranks))
-    tokens, top_k = chosen.shape
+            on_host = torch.tensor([*(rank in ranks for rank in placement.ranks), False])
+            mask = on_host.to(topk_ids.device)[choices(topk_ids, len(placement.ranks))]
+            ids = torch.where(mask, topk_ids, -1)
+            part = combine(rows, ids, topk_weights, placement, **options)  # type: ignore[arg-type]
+            parts.append(_round_trip(part, combine_dtype))
+        all_rows = [torch.ones(len(rows), dtype=torch.bool, device=rows.device)] * len(parts)
+        return add_hosts(parts, all_rows, add=add, dtype=rows.dtype)
+    ids = choices(topk_ids, len(placement.ranks))
+    tokens, top_k = ids.shape
     weights = torch.ones((tokens, top_k), dtype=torch.float32, device=rows.device)
     if topk_weights is not None:
         weights = topk_weights
     owners = torch.tensor((*placement.ranks, -1), dtype=torch.int64, device=rows.device)
-    owner = owners[chosen]
+    owner = owners[ids]
     total = torch.zeros((tokens, rows.shape[2]), dtype=torch.float32, device=rows.device)
     if reduce == "receiver":
         for k in range(top_k):
-            row = _travelled(rows[:, k], combine_dtype)
-            here = (chosen[:, k] >= 0)[:, None]
-            total = torch.where(here, total + weights[:, k : k + 1] * row, total)
+            row = _round_trip(rows[:, k], combine_dtype)
+            valid = (ids[:, k] >= 0)[:, None]
+            total = torch.where(valid, total + weights[:, k : k + 1] * row, total)
     else:
         for rank in range(max(placement.ranks) + 1):
             part = torch.zeros_like(total)
             for k in range(top_k):
-                here = (owner[:, k] == rank)[:, None]
+                on_rank = (owner[:, k] == rank)[:, None]
                 product = weights[:, k : k + 1] * rows[:, k].float()
-                part = torch.where(here, part + product, part)
+                part = torch.where(on_rank, part + product, part)
             if combine_dtype != "fp8":
                 part = part.to(rows.dtype)
-            comes = (owner == rank).any(dim=1)[:, None]
-            total = torch.where(comes, total + _travelled(part, combine_dtype), total)
+            has_rows = (owner == rank).any(dim=1)[:, None]
+            total = torch.where(has_rows, total + _round_trip(part, combine_dtype), total)
     if add is not None:
         total = total + add.float()
     return total.to(rows.dtype)
 
 
 def unpack_scales(scales: torch.Tensor, blocks: int) -> torch.Tensor:
-    """float32 `[..., R, blocks]` of scales in any layout that dispatch returns."""
+    """Return scales in any layout of dispatch as float32 `[..., R, blocks]`."""
     if scales.dtype == torch.float32:
         return scales
-    # By shifts: a view of words as bytes needs them in rows, and inductor may keep the columns.
-    places = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-    bytes_ = (scales.unsqueeze(-1) >> places & 0xFF).flatten(-2)[..., :blocks]
+    # Shifts, because a view as bytes needs row-major words, and inductor may keep column-major.
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+    bytes_ = (scales.unsqueeze(-1) >> shifts & 0xFF).flatten(-2)[..., :blocks]
     return bytes_.to(torch.uint8).view(torch.float8_e8m0fnu).float()
 
 
-def _travelled(rows: torch.Tensor, combine_dtype: str | None) -> torch.Tensor:
-    """Rows in float32 as their owner reads them."""
+def _round_trip(rows: torch.Tensor, combine_dtype: str | None) -> torch.Tensor:
+    """Return rows as float32 after the transfer to their owner."""
     return dequantize(*quantize(rows, "fp8")) if combine_dtype == "fp8" else rows.float()

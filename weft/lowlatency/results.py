@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-latency dispatch returns, and its memory."""
+"""The result of a low-latency dispatch, and its memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from weft.lowlatency.config import (
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Which dispatch a combine answers. number: of the dispatch, counted from 1.
+    """Identifies the dispatch whose rows a combine returns.
 
-    Of a dispatch in a compiled graph, which knows no count: -1 for the first one alive, -2 for the
-    second. counts: as it brought them, where its results did not go into the slot.
+    Attributes:
+        number: Number of the dispatch, from 1. In a compiled graph, which cannot count: -1 for the
+            first result alive, -2 for the second.
+        slot: Slot of the result.
+        tokens: Number of own tokens of the dispatch.
+        counts: Counts of the dispatch, if its results are not in the slot.
     """
 
     number: int
@@ -32,27 +36,27 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Hold what a dispatch brought to this rank's experts, `R = ep_size * max_tokens` rows for
-    each.
+    """The rows that a dispatch delivered to this rank's experts.
 
-    The first `counts[e]` rows of expert e are valid, ordered by source rank and then token; later
-    rows hold old data. All of it is this rank's own memory, valid until `handle` is combined.
+    Each expert has `R = ep_size * max_tokens` rows. The first `counts[e]` rows of expert e are
+    valid, ordered by source rank and then token; later rows hold stale data. The tensors are in
+    this rank's own memory and valid until `handle` is combined.
 
     Attributes:
-        x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype that was sent if quantize is
-            None.
+        x: `[local_experts, R, hidden]`, float8_e4m3fn, or the dtype of x if quantize is None.
         scales: float32 `[local_experts, R, hidden / group_size]` ("fp32_row": contiguous;
             "fp32_col": column-major, R padded to 4), or int32 `[local_experts, R, hidden /
             group_size / 4]` of four UE8M0 bytes, column-major ("ue8m0"). None if quantize is None.
         counts: int32 `[local_experts]`.
-        source: int32 `[local_experts, R]`, `source rank * max_tokens + token`. With several hosts
-            the place in `sources` replaces the rank.
+        source: int32 `[local_experts, R]`, `source rank * max_tokens + token`. With several hosts,
+            the index into `sources` replaces the rank.
         ranges: int32 `[local_experts, ep_size, 2]`: first row and number of rows of each source.
-            With several hosts, of each rank of this host, which forwards those of its rail.
-        handle: What `combine` takes.
-        dst_addr: int64 `[local_experts, R]` with combine="gemm_push": the address of the row's
-            place at the token's owner. Pass it to `weft.gemm.Push(dst_addr, flag_in_data=True,
-            ...)`.
+            With several hosts, the sources are the ranks of this host, which forward the rows of
+            their rails.
+        handle: Argument of `combine`.
+        dst_addr: int64 `[local_experts, R]` with combine="gemm_push": the address at the token's
+            owner where the row's result is stored. Pass it to `weft.gemm.Push(dst_addr,
+            flag_in_data=True, ...)`.
         abort_flag: int32 `[1]`, not 0 once the group is broken. No row may be stored then.
     """
 
@@ -67,7 +71,7 @@ class ExpertRows:
 
 
 class Slot:
-    """The memory of one result and of what its combine needs."""
+    """Memory of one result and of the routing that its combine needs."""
 
     def __init__(
         self, config: LowLatencyConfig, own: int, device: torch.device, broken: torch.Tensor
@@ -80,38 +84,38 @@ class Slot:
         }
         x = self.tensors["x"]
         self.x = x.view(torch.float8_e4m3fn) if config.shape.group else x
-        self.scales = config.shown_scales(self.tensors["scales"])
+        self.scales = config.scales_view(self.tensors["scales"])
         self._addresses = (
             (self.tensors["dst_addr"], broken) if config.shape.gemm_push else (None, None)
         )
-        self.sent_weights: torch.Tensor | None = None  # with several hosts: those of the dispatch
+        self.sent_weights: torch.Tensor | None = None  # of the dispatch, with several hosts
         self.alive: Handle | None = None
         self.latest: Handle | None = None  # alive or not
 
-    def start_anew(self) -> None:
-        """No result is alive, and no GEMM stores a row anywhere."""
+    def reset(self) -> None:
+        """Discard the result, and clear the addresses to which GEMMs store rows."""
         self.alive = self.latest = None
         self.tensors["dst_addr"].zero_()
 
-    def check_weights(self, given: torch.Tensor | None) -> None:
-        """Raise InvalidArgument for weights in a combine that its dispatch has not sent."""
+    def check_weights(self, weights: torch.Tensor | None) -> None:
+        """Raise InvalidArgument if the weights of a combine are not those of its dispatch."""
         sent = self.sent_weights
-        same = given is sent or (
-            given is not None and sent is not None and given.data_ptr() == sent.data_ptr()
+        same = weights is sent or (
+            weights is not None and sent is not None and weights.data_ptr() == sent.data_ptr()
         )
         if not same:
             raise InvalidArgument(
-                f"topk_weights are {shown(given)} in combine, {shown(sent)} in its dispatch: with "
-                "several hosts they cross with the rows, so pass the same tensor to both"
+                f"topk_weights are {shown(weights)} in combine, {shown(sent)} in its dispatch: "
+                "with several hosts they are sent with the rows, so pass the same tensor to both"
             )
 
-    def point(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
-        """Let arguments speak of this slot's record of the routing."""
+    def set_routing(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:
+        """Set the addresses of this slot's routing record in kernel arguments."""
         for name in ("position", "weights", "source_tokens", "expected", "dst_addr"):
             setattr(args.routing, name, self.tensors[name].data_ptr())
 
     def rows(self, handle: Handle) -> ExpertRows:
-        """What a dispatch into this slot returns."""
+        """Return the public result of a dispatch into this slot."""
         t = self.tensors
         metadata = t["counts"], t["source"], t["ranges"]
         return ExpertRows(self.x, self.scales, *metadata, handle, *self._addresses)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What profiled low-latency kernels wrote down, as a timeline for Perfetto (ui.perfetto.dev).
+"""Traces of profiled low-latency kernels for Perfetto (ui.perfetto.dev).
 
-Each rank writes a file of its own; all files are on rank 0's clock, so that several can be loaded
-together, or merged. Clocks are aligned by the flags of dispatches (runtime/skew.py), which every
-rank can read in all ranks' headers.
+Each rank writes its own file. All files use rank 0's clock, so that several can be loaded together
+or merged. Clocks are aligned by the flags of dispatches (runtime/skew.py), which every rank can
+read in all ranks' headers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from weft.runtime.skew import Skew, estimate_skew
 from weft.runtime.stream import synchronize_device
 from weft.runtime.timeline import read_timeline
 
-ROLES = ("metadata", "sender", "receiver")  # by the numbers of weft::CtaRole in device/header.cuh
-# What a team does: (name, begin, end) by phase and role; stamps by their names in TraceRecord.
+ROLES = ("metadata", "sender", "receiver")  # by the value of weft::CtaRole in device/header.cuh
+# Steps of a team, by phase and role: (name, begin, end), with the names of stamps in TraceRecord.
 STEPS = {
     ("dispatch", "metadata"): (
         ("wait for credits", "start", "credited"),
@@ -52,11 +52,22 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one team of one rank did in one operation; nanoseconds of that rank's clock.
+    """Work of one team of one rank in one operation.
 
-    role: "metadata", "sender" or "receiver".   units: pieces of work of its first warp.
-    waited_ns: how long that warp waited, by source (of a combine all of it is under its own rank).
-    A stamp is 0 where the team has none of its kind.
+    Times are nanoseconds of that rank's clock. A stamp is 0 if the team has none of its kind.
+
+    Attributes:
+        rank: Rank of the team.
+        phase: Name of the operation.
+        epoch: Epoch of the round.
+        role: "metadata", "sender" or "receiver".
+        team: Index of the team.
+        units: Units of work of its first warp.
+        start_ns: When the team started.
+        credited_ns: When it had the peers' credits.
+        learned_ns: When it had the metadata.
+        end_ns: When it finished.
+        waited_ns: How long the first warp waited, by source; in a combine, all under its own rank.
     """
 
     rank: int
@@ -73,35 +84,36 @@ class Work:
 
 
 def read_work(tracks: torch.Tensor, rank: int, ranks: int) -> list[Work]:
-    """The finished tracks of a rank, in the order of their starts. Synchronise before reading.
+    """Return the finished records of a rank, ordered by start. Synchronise before reading.
 
-    None as long as no operation has ended on this rank: then teams' clocks cannot be read in ns.
+    The list is empty until an operation has finished on this rank, because the teams' clocks cannot
+    be converted to nanoseconds before.
     """
     tracks = tracks.cpu()
     words = tracks.view(torch.int64)
     record = trace_record(ranks)
     epochs, starts = (words[..., at.offset // 8] for at in (record.epoch, record.start_ns))
-    # Where an operation has fewer teams, those of an earlier one follow them.
+    # After an operation with fewer teams, records of an earlier operation follow its own.
     latest = epochs.gather(1, starts.argmax(dim=1, keepdim=True))
-    used = tracks[(starts != 0) & (epochs == latest)]  # a team writes all of its track, at its end
+    used = tracks[(starts != 0) & (epochs == latest)]  # a team writes its record when it finishes
     lines = [record.from_buffer_copy(bytes(row.numpy())) for row in used]
     if not any(line.end_ns for line in lines):
         return []
-    clock = ns_per_tick(lines)
+    clock = _ns_per_tick(lines)
     works = (_work(line, rank, ranks, clock) for line in lines)
     return sorted(works, key=lambda work: work.start_ns)
 
 
-def ns_per_tick(lines: Sequence[ctypes.Structure]) -> float:
-    """How long a tick of teams' own clocks is: the tracks that end on both clocks, together."""
+def _ns_per_tick(lines: Sequence[ctypes.Structure]) -> float:
+    """Return the ns per tick of the teams' clocks, from records that end on both clocks."""
     both = [line for line in lines if line.end_ns]
-    lasted: int = sum(line.end_ns - line.start_ns for line in both)
+    elapsed: int = sum(line.end_ns - line.start_ns for line in both)
     ticks: int = sum(line.ended for line in both)
-    return lasted / ticks
+    return elapsed / ticks
 
 
 def _work(line: ctypes.Structure, rank: int, ranks: int, clock: float) -> Work:
-    def at(ticks: int) -> int:
+    def to_ns(ticks: int) -> int:
         return line.start_ns + round(ticks * clock) if ticks else 0
 
     return Work(
@@ -112,17 +124,18 @@ def _work(line: ctypes.Structure, rank: int, ranks: int, clock: float) -> Work:
         team=line.team,
         units=line.units,
         start_ns=line.start_ns,
-        credited_ns=at(line.credited),
-        learned_ns=at(line.learned),
-        end_ns=at(line.ended),
+        credited_ns=to_ns(line.credited),
+        learned_ns=to_ns(line.learned),
+        end_ns=to_ns(line.ended),
         waited_ns=tuple(round(line.waited[source] * clock) for source in range(ranks)),
     )
 
 
-def common_clock(heap: Heap) -> Skew:
-    """The difference of each rank's clock to rank 0's. CPU ranks read one clock.
+def _clock_skew(heap: Heap) -> Skew:
+    """Return the offsets of the ranks' clocks; CPU ranks share one clock.
 
-    Raises InvalidArgument when two ranks share no finished dispatch, or their clocks drifted.
+    Raises:
+        InvalidArgument: two ranks have no finished dispatch in common, or their clocks drifted.
     """
     group = heap.group
     if group.device.type != "cuda":
@@ -135,7 +148,7 @@ def common_clock(heap: Heap) -> Skew:
 
 
 def to_chrome(works: Iterable[Work], skew: Skew, *, first_ns: float = 0.0) -> dict[str, Any]:
-    """The trace as a JSON object; times in us, `first_ns` of rank 0's clock is their zero."""
+    """Return the trace as a JSON object, in us since `first_ns` of rank 0's clock."""
     works = list(works)
     events = [event for team in _teams(works) for event in _names(*team)]
     for work in works:
@@ -190,9 +203,11 @@ def _slices(work: Work, shift_ns: float) -> Iterator[Event]:
 
 
 def dump(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
-    """Write one rank's last rounds.
+    """Write the last rounds of one rank.
 
-    Raises InvalidArgument without profile, OutOfOrder before any round has finished.
+    Raises:
+        InvalidArgument: the all-to-all was built without profile.
+        OutOfOrder: no round has finished.
     """
     group = heap.group
     if not tracks.numel():
@@ -201,24 +216,29 @@ def dump(path: Path, tracks: torch.Tensor, heap: Heap) -> None:
     works = read_work(tracks, group.rank, group.size)
     if not works:
         raise OutOfOrder("dump_trace before any round has finished: run some first")
-    skew = common_clock(heap)
+    skew = _clock_skew(heap)
     path.write_text(json.dumps(to_chrome(works, skew)) + "\n")
 
 
 def merge(paths: Sequence[Path], path: Path) -> None:
-    """One file of several ranks' traces; the earliest slice begins at 0.
+    """Merge the traces of several ranks into one file; the earliest slice begins at 0.
 
-    Raises InvalidArgument for a file that is no trace of `dump_trace`.
+    Args:
+        paths: Files of `dump_trace`.
+        path: File to write.
+
+    Raises:
+        InvalidArgument: a file is not a trace of `dump_trace`.
     """
     events: list[Event] = []
     metadata: dict[str, Any] = {}
-    for each in paths:
-        document = read_json(each, "the trace")
+    for source in paths:
+        document = read_json(source, "the trace")
         try:
             events += document["traceEvents"]
             metadata = document["metadata"]
         except (KeyError, TypeError) as error:
-            raise InvalidArgument(f"{each} is no trace of dump_trace: {error!r}") from error
+            raise InvalidArgument(f"{source} is no trace of dump_trace: {error!r}") from error
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:
