@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of the fused all-reduce: what a caller asks for, its one check, and what a kernel reads.
+"""Calls of the fused all-reduce: options, check and kernel arguments.
 
-An engine makes the same few calls for every token: other rows, other weights, equal in everything
-else. `Fused.key` is what the check reads of a call except for where its tensors are; a call with a
-known key is compared by addresses alone (`Prepared`), and any other goes to the check, which
-refuses it in words. Nothing that is kept holds a tensor: memory that a caller gives up is free.
+An engine repeats a few calls that differ only in the addresses of their tensors. `Fused.key` covers
+everything that the check reads except for the addresses. For a known key only the addresses are
+checked (`Prepared`); any other call takes the full check, which raises the errors. Cached objects
+hold no tensors, so they do not keep a caller's memory alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GROUP_SIZES, GROUP_SCALES = (128,), ("fp32", "ue8m0")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FP8Static:
-    """Quantise with one given scale: `q = e4m3(norm * (1 / scale))`, saturating at 448.
+    """Quantise with one static scale: `q = e4m3(norm * (1 / scale))`, saturating at 448.
 
     Attributes:
         scale: float32 `[1]` on the device.
@@ -51,11 +51,10 @@ class FP8Static:
 
 @dataclass(frozen=True, slots=True)
 class FP8Token:
-    """Quantise with one computed scale for each row, float32 `[tokens, 1]`.
+    """Quantise with one dynamic scale for each row, float32 `[tokens, 1]`.
 
     `scale = max(amax * fl(1 / 448), 2^-9 / 448)` and `q = e4m3(norm / scale)`, as in
-    flashinfer.comm and in torch on GPUs. A row that holds an Inf or a NaN has a NaN scale and NaN
-    numbers.
+    flashinfer.comm and in torch on GPUs. A row with an Inf or a NaN has a NaN scale and NaN values.
     """
 
 
@@ -83,15 +82,15 @@ Quant = FP8Static | FP8Token | FP8Group
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MoEFinalize:
-    """Make this rank's rows as weighted sums of experts' rows on the way into the all-reduce.
+    """Compute this rank's rows as weighted sums of experts' rows within the all-reduce.
 
     `x[t] = routed_scaling_factor * (sum over k of rows[index[t, k]] * scales[t, k]) + shared[t]`,
     in fp32, in the order of k, rounded once.
 
     Attributes:
         rows: `[n, hidden]`, the experts' results.
-        index: int32 `[tokens, top_k]`, -1 for none. Others out of range are dropped and raised by
-            `check()`.
+        index: int32 `[tokens, top_k]`, -1 for none. Other out-of-range entries are dropped and
+            raised by `check()`.
         scales: `[tokens, top_k]`, float32 or the rows' dtype. None means 1.
         shared: `[tokens, hidden]`, such as a shared expert's result, or None.
         routed_scaling_factor: Factor of the routed sum.
@@ -106,7 +105,7 @@ class MoEFinalize:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """Hold the outputs of one call; None for those that were not requested.
+    """The outputs of one call; None for those that were not requested.
 
     Attributes:
         out: `[tokens, hidden]`, the rounded sum.
@@ -124,7 +123,7 @@ class Reduced:
 
 
 def quant_scheme(quant: Quant | None) -> str:
-    """The name of a quant spec in the protocol. Raises InvalidArgument for what is none."""
+    """Return the name of a quant spec in CODINGS. Raises InvalidArgument for another type."""
     if quant is None:
         return "none"
     if isinstance(quant, FP8Static):
@@ -142,7 +141,7 @@ def quant_scheme(quant: Quant | None) -> str:
 def implied_outputs(
     residual: torch.Tensor | None, weight: torch.Tensor | None, quant: Quant | None
 ) -> dict[str, bool]:
-    """Which outputs a call has of which the caller said nothing."""
+    """Return which outputs a call has by default."""
     return {
         "out": residual is None and weight is None,
         "residual_out": residual is not None,
@@ -152,12 +151,12 @@ def implied_outputs(
     }
 
 
-Requested = torch.Tensor | bool | None  # an output: a tensor to write, True, False, or by default
+Requested = torch.Tensor | bool | None  # a tensor to write, new output, no output, or default
 Maker = Callable[[], torch.Tensor]
 GROUP = 128
 OUTPUTS = ("out", "residual_out", "norm_out", "quant_out", "scale_out")
 FIRST_OUTPUT, END_OUTPUT = ADDRESSES.index("out"), ADDRESSES.index("scale_out") + 1
-# As callers know them: what a MoEFinalize or a quant spec holds is named with its place there.
+# Public names of ADDRESSES; fields of a MoEFinalize or a quant spec are qualified.
 PUBLIC = tuple(
     f"prologue.{name}"
     if name in ("rows", "index", "scales", "shared")
@@ -166,7 +165,7 @@ PUBLIC = tuple(
     else name
     for name in ADDRESSES
 )
-# The inputs that an output may exactly replace, and those that it may not touch.
+# Inputs that an output may alias exactly, and inputs that it may not overlap.
 EXACT, NEVER = (
     tuple(ADDRESSES.index(name) for name in names)
     for names in (("x", "residual", "shared"), ("weight", "rows", "scales", "index", "scale"))
@@ -182,7 +181,7 @@ Key = tuple[object, ...]
 
 
 class Fused(NamedTuple):
-    """One call: sum over ranks, then residual, RMSNorm, FP8. The tensors first, as in ADDRESSES."""
+    """Arguments of one call. The tensors come first, in the order of ADDRESSES."""
 
     x: torch.Tensor | None
     residual: torch.Tensor | None
@@ -198,7 +197,7 @@ class Fused(NamedTuple):
     weight_bias: float
 
     def tensors(self) -> list[Any]:
-        """What the caller passed, in the order of ADDRESSES: tensors, or placeholders."""
+        """Return the arguments in the order of ADDRESSES: tensors, or placeholders."""
         quant, prologue = self.quant, self.prologue
         scale = quant.scale if isinstance(quant, FP8Static) else None
         if prologue is None:
@@ -209,11 +208,10 @@ class Fused(NamedTuple):
         return [*self[:8], scale, *parts]
 
     def key(self, tensors: Sequence[Any], backend: str, layer: int) -> tuple[Key | None, list[int]]:
-        """Everything that the check reads of a call except for where it is, and the addresses.
+        """Return a key of everything that the check reads except for the addresses, and these.
 
-        Of an address only its alignment counts; constants count by their bits, as 0.0 equals -0.0.
-        The key is None where an argument is not what it should be, has no memory, or wants a
-        gradient.
+        The key has the alignment of addresses and the bits of constants, because 0.0 equals -0.0.
+        It is None if an argument has a wrong type, has no memory, or requires a gradient.
         """
         try:
             constants = _CONSTANTS.pack(self.eps, self.weight_bias)
@@ -221,55 +219,67 @@ class Fused(NamedTuple):
             moe = self.prologue
             factor = None if moe is None else _FACTOR.pack(moe.routed_scaling_factor)
         except (TypeError, AttributeError, OverflowError, struct.error):
-            return None, []  # the check, which comes next, says what is wrong with it
+            return None, []  # the full check raises the error
         key, addresses = tensors_key(tensors)
         return None if key is None else (backend, layer, scheme, constants, factor, key), addresses
 
     def checked(self, config: ReduceConfig, device: torch.device) -> Checked:
-        """Check everything that the host can see, and make the outputs that were not given.
+        """Check the call on the host, and allocate the outputs that the caller did not pass.
 
-        Raises InvalidArgument and TokenOverflow.
+        Raises:
+            InvalidArgument: an argument is invalid.
+            TokenOverflow: there are more tokens than `max_tokens`.
         """
-        return Check(config, _DTYPES[config.dtype], device).call(self)
+        return _Checker(config, _DTYPES[config.dtype], device).check(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A call that was checked.
+    """A call that passed the check.
 
-    reduced: its outputs, those that it makes included.   made: indices in ADDRESSES of these, and
-    what makes another.
+    Attributes:
+        call: The call.
+        tokens: Number of tokens.
+        scheme: Name of the quant spec.
+        reduced: All outputs, including newly allocated ones.
+        makers: Index in ADDRESSES of each newly allocated output, and a function that allocates
+            another.
     """
 
     call: Fused
     tokens: int
     scheme: str
     reduced: Reduced
-    made: tuple[tuple[int, Maker], ...]
+    makers: tuple[tuple[int, Maker], ...]
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
         """All tensors of the call, in the order of ADDRESSES."""
-        r, found = self.reduced, self.call.tensors()
-        found[FIRST_OUTPUT:END_OUTPUT] = (r.out, r.residual, r.norm, r.quant, r.scale)
-        return found
+        r, tensors = self.reduced, self.call.tensors()
+        tensors[FIRST_OUTPUT:END_OUTPUT] = (r.out, r.residual, r.norm, r.quant, r.scale)
+        return tensors
 
     def prepared(
         self, backend: str, entry: str, site: Site, *, layer: int
     ) -> tuple[Prepared, list[int]]:
-        """What every call with this key has in common, and the addresses of this one.
+        """Return the state that calls with this key share, and the addresses of this call.
 
-        layer: number of the lease that calls.
+        Args:
+            backend: Name of the backend.
+            entry: Name of the kernel's entry.
+            site: Memory of this rank.
+            layer: Number of the calling lease.
 
-        Raises InvalidArgument where tensors overlap that must not, or constants are no float32.
+        Raises:
+            InvalidArgument: tensors overlap that must not, or a constant does not fit a float32.
         """
         tensors = self.tensors
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        apart = _apart(tensors, [index for index, _ in self.made])
-        check_overlaps(addresses, apart)
+        apart = _apart(tensors, [index for index, _ in self.makers])
+        _check_overlaps(addresses, apart)
         args = self._arguments(backend, site, layer)
         unused = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if tensors[i] is None]
-        return Prepared(entry, self.tokens, args, self.made, tuple(unused), apart), addresses
+        return Prepared(entry, self.tokens, args, self.makers, tuple(unused), apart), addresses
 
     def _arguments(self, backend: str, site: Site, layer: int) -> ReduceArgs:
         call, reduced = self.call, self.reduced
@@ -296,7 +306,7 @@ class Checked:
         return a
 
     def _scale_stride(self) -> int:
-        """int32 words from one column of packed scales to the next."""
+        """Return the int32 words from one column of packed scales to the next."""
         scale = self.reduced.scale
         if scale is None or scale.dtype != torch.int32:
             return 0
@@ -305,51 +315,55 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One kind of call that was checked: its entry, and arguments that lack only addresses.
+    """The state that checked calls with equal keys share.
 
-    made: outputs to be made.   unused: indices of those that nobody asked for.
-    apart: outputs and the tensors that they must not overlap.
+    Attributes:
+        entry: Name of the kernel's entry.
+        tokens: Number of tokens.
+        args: Kernel arguments without the addresses.
+        makers: As in `Checked`.
+        unused: Indices of outputs that were not requested.
+        apart: Outputs and the tensors that they must not overlap.
     """
 
     entry: str
     tokens: int
     args: ReduceArgs
-    made: tuple[tuple[int, Maker], ...]
+    makers: tuple[tuple[int, Maker], ...]
     unused: tuple[int, ...]
     apart: tuple[Apart, ...]
 
     def serves(self, addresses: Sequence[int]) -> bool:
-        """Would the check accept the same call at these addresses?"""
+        """Whether the check would accept the same call at these addresses."""
         return overlap(addresses, self.apart) is None
 
     def outputs(self, tensors: list[Any], addresses: list[int]) -> Reduced:
-        """Make the outputs that were not given, and put them into both lists.
+        """Allocate the outputs that the caller did not pass, and add them to both lists.
 
-        They need no check: no other tensor is in memory that was just allocated.
+        They need no check, because newly allocated memory overlaps no other tensor.
         """
-        for index, maker in self.made:
-            made = maker()
-            tensors[index], addresses[index] = made, made.data_ptr()
+        for index, make in self.makers:
+            output = make()
+            tensors[index], addresses[index] = output, output.data_ptr()
         for index in self.unused:
             tensors[index] = None
         return Reduced(*tensors[FIRST_OUTPUT:END_OUTPUT])
 
     def arguments(self, addresses: Sequence[int]) -> ReduceArgs:
-        """The arguments of a call at these addresses; the same struct for every call."""
+        """Return the kernel arguments for these addresses, in one struct that calls reuse."""
         _BLOCK.pack_into(self.args, _START, *addresses)
         return self.args
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """The one check of a call on an all-reduce of these sizes."""
+class _Checker:
+    """The full check of a call."""
 
     config: ReduceConfig
     dtype: torch.dtype
     device: torch.device
 
-    def call(self, call: Fused) -> Checked:
-        """Raises InvalidArgument and TokenOverflow for what the host can see of tensors."""
+    def check(self, call: Fused) -> Checked:
         real("eps", call.eps, least=0.0)
         real("weight_bias", call.weight_bias)
         scheme = quant_scheme(call.quant)
@@ -358,21 +372,22 @@ class Check:
         if call.x is not None:
             self._check_rows("x", call.x, tokens)
         if call.residual is not None:
-            made_by = "prologue.index" if call.x is None else "x"
-            self._check_rows("residual", call.residual, tokens, rows_of=made_by)
+            source = "prologue.index" if call.x is None else "x"
+            self._check_rows("residual", call.residual, tokens, rows_of=source)
         if call.weight is not None:
-            kinds = self.dtype, torch.float32
-            self._check("weight", call.weight, (self.config.hidden,), *kinds, aligned=16)
+            dtypes = self.dtype, torch.float32
+            self._check("weight", call.weight, (self.config.hidden,), *dtypes, aligned=16)
         self._check_quant(call.quant, call.weight)
-        made: list[tuple[int, Maker]] = []
+        makers: list[tuple[int, Maker]] = []
         outputs: list[torch.Tensor | None] = []
-        for index, (name, said) in enumerate(self._requested(call).items(), FIRST_OUTPUT):
-            if said is True:
-                made.append((index, self._maker(name, tokens, call.quant)))
-                outputs.append(made[-1][1]())
+        for index, (name, output) in enumerate(self._requested(call).items(), FIRST_OUTPUT):
+            if output is True:
+                make = self._maker(name, tokens, call.quant)
+                makers.append((index, make))
+                outputs.append(make())
             else:
-                outputs.append(self._output(name, tokens, call.quant, said))
-        return Checked(call, tokens, scheme, Reduced(*outputs), tuple(made))
+                outputs.append(self._passed_output(name, tokens, call.quant, output))
+        return Checked(call, tokens, scheme, Reduced(*outputs), tuple(makers))
 
     def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
@@ -384,9 +399,9 @@ class Check:
             if not isinstance(x, torch.Tensor):
                 refuse_tensor("x", x)
             if x.is_nested or x.dim() != 2:
-                found = "nested" if x.is_nested else list(x.shape)
+                shape = "nested" if x.is_nested else list(x.shape)
                 raise InvalidArgument(
-                    f"x is {found}; it must be a dense tensor [tokens, {self.config.hidden}]"
+                    f"x is {shape}; it must be a dense tensor [tokens, {self.config.hidden}]"
                 )
             return x.shape[0]
         instance("prologue", prologue, MoEFinalize)
@@ -445,7 +460,7 @@ class Check:
             )
 
     def _requested(self, call: Fused) -> dict[str, torch.Tensor | bool]:
-        """Which outputs to write: those given or asked for, and those that the inputs imply."""
+        """Return which outputs to write: those that the caller requested, and the defaults."""
         implied = implied_outputs(call.residual, call.weight, call.quant)
         makes_scale = implied["scale_out"]
         possible = {
@@ -455,84 +470,84 @@ class Check:
             "quant_out": (call.quant is not None, "quant, which is None"),
             "scale_out": (makes_scale, f"a quant that makes scales; it is {shown(call.quant)}"),
         }
-        found: dict[str, torch.Tensor | bool] = {}
+        requested: dict[str, torch.Tensor | bool] = {}
         for name in OUTPUTS:
-            said = getattr(call, name)
-            if said is not None and not isinstance(said, bool | torch.Tensor):
-                refuse_tensor(name, said)
-            found[name] = implied[name] if said is None else said
-            may, needs = possible[name]
-            if found[name] is not False and not may:
+            output = getattr(call, name)
+            if output is not None and not isinstance(output, bool | torch.Tensor):
+                refuse_tensor(name, output)
+            requested[name] = implied[name] if output is None else output
+            is_possible, needs = possible[name]
+            if requested[name] is not False and not is_possible:
                 raise InvalidArgument(f"{name} without {needs}: there is nothing to write there")
-        if (found["quant_out"] is False) != (found["scale_out"] is False) and makes_scale:
+        if (requested["quant_out"] is False) != (requested["scale_out"] is False) and makes_scale:
             raise InvalidArgument("quant_out and scale_out belong together: pass both or neither")
-        return found
+        return requested
 
-    def _output(
-        self, name: str, tokens: int, quant: Quant | None, given: torch.Tensor | bool
+    def _passed_output(
+        self, name: str, tokens: int, quant: Quant | None, output: torch.Tensor | bool
     ) -> torch.Tensor | None:
-        """An output that was given, checked; None for one that nobody asked for."""
-        if given is False:
+        """Check and return an output that the caller passed; None if it was not requested."""
+        if output is False:
             return None
-        assert given is not True
+        assert output is not True
         if name == "scale_out":
-            return self._scale(tokens, quant, given)
-        kind = torch.float8_e4m3fn if name == "quant_out" else self.dtype
+            return self._passed_scale(tokens, quant, output)
+        dtype = torch.float8_e4m3fn if name == "quant_out" else self.dtype
         hidden = self.config.hidden
-        self._check(name, given, (tokens, hidden), kind, aligned=hidden * kind.itemsize)
-        return given
+        self._check(name, output, (tokens, hidden), dtype, aligned=hidden * dtype.itemsize)
+        return output
 
-    def _scale(self, tokens: int, quant: Quant | None, given: torch.Tensor) -> torch.Tensor:
-        if not _packs(quant):
-            self._check("scale_out", given, (tokens, self._groups(quant)), torch.float32)
-            return given
-        if not isinstance(given, torch.Tensor):
-            refuse_tensor("scale_out", given)
-        check_alignment("scale_out", given, given.itemsize)  # and that it is dense
+    def _passed_scale(self, tokens: int, quant: Quant | None, scale: torch.Tensor) -> torch.Tensor:
+        if not _is_packed(quant):
+            self._check("scale_out", scale, (tokens, self._groups(quant)), torch.float32)
+            return scale
+        if not isinstance(scale, torch.Tensor):
+            refuse_tensor("scale_out", scale)
+        check_alignment("scale_out", scale, scale.itemsize)  # also raises for sparse tensors
         columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
-        right = given.dtype == torch.int32 and tuple(given.shape) == (tokens, columns)
-        strided = (tokens <= 1 or given.stride(0) == 1) and (
-            columns == 1 or given.stride(1) >= tokens
+        has_shape = scale.dtype == torch.int32 and tuple(scale.shape) == (tokens, columns)
+        has_strides = (tokens <= 1 or scale.stride(0) == 1) and (
+            columns == 1 or scale.stride(1) >= tokens
         )
-        if not (right and strided and given.device == self.device):
+        if not (has_shape and has_strides and scale.device == self.device):
             raise InvalidArgument(
-                f"scale_out is {given.dtype} {list(given.shape)} with strides "
-                f"{given.stride()} on {given.device}; it must be torch.int32 "
+                f"scale_out is {scale.dtype} {list(scale.shape)} with strides "
+                f"{scale.stride()} on {scale.device}; it must be torch.int32 "
                 f"[{tokens}, {columns}] with strides (1, {pitch}) on {self.device}"
             )
-        return given
+        return scale
 
     def _maker(self, name: str, tokens: int, quant: Quant | None) -> Maker:
-        """What makes an output that was not given; it holds no tensor."""
-        size, kind = (tokens, self.config.hidden), self.dtype
+        """Return a function that allocates an output; it holds no tensor."""
+        size, dtype = (tokens, self.config.hidden), self.dtype
         if name == "quant_out":
-            kind = torch.float8_e4m3fn
-        elif name == "scale_out" and _packs(quant):
+            dtype = torch.float8_e4m3fn
+        elif name == "scale_out" and _is_packed(quant):
             columns = -(-self._groups(quant) // 4)
             return functools.partial(_packed_scale, tokens, columns, self.device)
         elif name == "scale_out":
-            size, kind = (tokens, self._groups(quant)), torch.float32
-        return functools.partial(torch.empty, size, dtype=kind, device=self.device)
+            size, dtype = (tokens, self._groups(quant)), torch.float32
+        return functools.partial(torch.empty, size, dtype=dtype, device=self.device)
 
     def _groups(self, quant: Quant | None) -> int:
         return self.config.hidden // GROUP if isinstance(quant, FP8Group) else 1
 
 
-def _packs(quant: Quant | None) -> bool:
+def _is_packed(quant: Quant | None) -> bool:
     return isinstance(quant, FP8Group) and quant.scale == "ue8m0"
 
 
 def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Zeros: nobody writes the padding after the last token."""
-    made = torch.zeros((columns, -(-tokens // 4) * 4), dtype=torch.int32, device=device)
-    return made.t()[:tokens]
+    """Allocate zeros, because kernels do not write the padding after the last token."""
+    scales = torch.zeros((columns, -(-tokens // 4) * 4), dtype=torch.int32, device=device)
+    return scales.t()[:tokens]
 
 
-def check_overlaps(addresses: Sequence[int], apart: Iterable[Apart]) -> None:
-    """Raise InvalidArgument, naming both tensors, for an output that overlaps another tensor.
+def _check_overlaps(addresses: Sequence[int], apart: Iterable[Apart]) -> None:
+    """Raise InvalidArgument for an output that overlaps another tensor.
 
-    Outputs may be exactly x. Those other than `out`, which is written before residual is read, may
-    be exactly residual.
+    Outputs may be exactly x. Outputs other than `out`, which is written before residual is read,
+    may be exactly residual.
     """
     pair = overlap(addresses, apart)
     if pair is not None:
@@ -542,23 +557,25 @@ def check_overlaps(addresses: Sequence[int], apart: Iterable[Apart]) -> None:
         )
 
 
-def _apart(tensors: Sequence[torch.Tensor | None], made: Sequence[int]) -> tuple[Apart, ...]:
-    """Each given output with those before it and with the inputs; new memory overlaps nothing."""
-    spans = {i: (_bytes(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
-    outputs = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if i in spans and i not in made]
+def _apart(tensors: Sequence[torch.Tensor | None], new: Sequence[int]) -> tuple[Apart, ...]:
+    """Return each passed output with the inputs and the outputs before it.
+
+    Outputs with indices in `new` are newly allocated and overlap nothing.
+    """
+    spans = {i: (_span_bytes(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
+    outputs = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if i in spans and i not in new]
     apart = []
     for i, index in enumerate(outputs):
         others = []
         for other in (*outputs[:i], *EXACT, *NEVER):
             if other in spans:
-                alike = other in EXACT and spans[other] == spans[index]
-                alike = alike and (index, other) != OUT_AND_RESIDUAL
-                others.append((other, spans[other][0], alike))
+                may_alias = other in EXACT and spans[other] == spans[index]
+                may_alias = may_alias and (index, other) != OUT_AND_RESIDUAL
+                others.append((other, spans[other][0], may_alias))
         apart.append((index, spans[index][0], tuple(others)))
     return tuple(apart)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the end of the last element of a tensor, which may be strided."""
+def _span_bytes(tensor: torch.Tensor) -> int:
     start, end = extent(tensor)
     return end - start

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend "auto" takes: a rule by the bytes of one rank's rows, the same on every rank.
+"""Backend selection of "auto": a rule by the bytes of one rank's rows, equal on every rank.
 
-Every backend gives the same bits, so this decides about time alone.
+All backends give the same bits, so the rule considers time alone.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument
 
-# KiB of one rank's rows from which on another backend is faster, for a sum alone and for a sum with
-# an epilogue, by ranks. 8 x H200 2026-11-20, 4 x H200 2026-11-21, 2 x H200 2026-11-22; hidden 4096
+# Lower limits of a backend in KiB of one rank's rows, by number of ranks: (for a sum alone, for a
+# sum with an epilogue). 8 x H200 2026-11-20, 4 x H200 2026-11-21, 2 x H200 2026-11-22; hidden 4096
 # and 7168 in bf16, 1 to 2048 tokens (benchmarks/results/*/allreduce-choices.json): within 1.7 % of
-# the fastest on 4 and 8 ranks, 5 % on 2 (8.4 % for sums alone of 2048 rows of 4096). More ranks
-# than 8 were never measured and take the rule of 8.
+# the fastest backend on 4 and 8 ranks, 5 % on 2 (8.4 % for sums alone of 2048 rows of 4096). More
+# than 8 ranks are not measured and use the limits of 8.
 TWOSHOT_FROM = {2: (7168, 7168), 4: (224, 256), 8: (112, 112)}
 BULK_FROM = {2: (math.inf, 7168), 4: (math.inf, 1792), 8: (28672, 7168)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Hold a chosen backend and the reason.
+    """A chosen backend and the reason.
 
     Attributes:
         backend: Name of the backend.
-        text: Why it is chosen, in a sentence.
+        text: The reason, in a sentence.
     """
 
     backend: str
@@ -36,16 +36,21 @@ class Choice:
 
 
 def able(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
-    """The backends that have slots for so many tokens."""
+    """Return the backends that have slots for a number of tokens."""
     return [name for name in backends if name != "oneshot" or tokens <= config.direct]
 
 
 def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilogue: bool) -> Choice:
-    """The backend of `backends` for so many tokens.
+    """Choose one of `backends` for a number of tokens.
 
-    Raises InvalidArgument where none serves them: one shot has no slots beyond `config.direct`.
+    Args:
+        config: Sizes of the all-reduce.
+        backends: Names of the built backends.
+        tokens: Number of tokens of the call.
+        epilogue: Whether rows are normed.
 
-    epilogue: are the rows normed?
+    Raises:
+        InvalidArgument: no backend has enough slots.
     """
     names = able(config, backends, tokens)
     if not names:
@@ -62,7 +67,7 @@ def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilog
     twoshot, bulk = TWOSHOT_FROM[measured][epilogue], BULK_FROM[measured][epilogue]
     best = "oneshot" if kib < twoshot else "twoshot" if kib < bulk else "twoshot_bulk"
     order = {"oneshot": 0, "twoshot": 1, "twoshot_bulk": 2}
-    name = min(names, key=lambda each: (abs(order[each] - order[best]), -order[each]))
+    name = min(names, key=lambda n: (abs(order[n] - order[best]), -order[n]))
     limits = f"twoshot from {twoshot} KiB a rank, twoshot_bulk from {bulk}"
     work = "a sum with an epilogue" if epilogue else "a sum alone"
     return Choice(

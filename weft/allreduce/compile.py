@@ -27,8 +27,8 @@ from weft.runtime.library import find, plain
 if TYPE_CHECKING:
     from weft.allreduce.operator import AllReduce
 
-# What is returned for an output that was given, or that nobody asked for, is empty: an operator may
-# not return what it was passed, and returns as many tensors in every call.
+# An operator may not return its arguments, and returns the same number of tensors in every call. It
+# returns an empty tensor for an output that the caller passed or did not request.
 SCHEMA = (
     "(Tensor? x, Tensor? residual, Tensor? weight, Tensor(a!)? out, Tensor(b!)? residual_out, "
     "Tensor(c!)? norm_out, Tensor(d!)? quant_out, Tensor(e!)? scale_out, Tensor? quant_scale, "
@@ -38,9 +38,9 @@ SCHEMA = (
 )
 
 
-def _allreduce(*given: Any) -> tuple[torch.Tensor, ...]:
-    call, make, backend, order, owner = _call_of(*given)
-    return _returned(owner._fused(call, backend), make, order)
+def _allreduce(*args: Any) -> tuple[torch.Tensor, ...]:
+    call, make, backend, order, owner = _parse_arguments(*args)
+    return _new_outputs(owner._fused(call, backend), make, order)
 
 
 _operator = torch.library.custom_op(
@@ -49,61 +49,58 @@ _operator = torch.library.custom_op(
 
 
 @_operator.register_fake
-def _(*given: Any) -> tuple[torch.Tensor, ...]:
-    call, make, _, order, owner = _call_of(*given)
+def _(*args: Any) -> tuple[torch.Tensor, ...]:
+    call, make, _, order, owner = _parse_arguments(*args)
     with tracing():
-        found = call.checked(owner.config, owner.group.device).reduced
-    return _returned(found, make, order)
+        reduced = call.checked(owner.config, owner.group.device).reduced
+    return _new_outputs(reduced, make, order)
 
 
 def fused(owner: AllReduce, call: Fused, backend: str) -> Reduced:
-    """`fused` inside a compiled graph."""
+    """Run `fused` inside a compiled graph."""
     scheme, implied = quant_scheme(call.quant), implied_outputs(*call[1:3], call.quant)
-    said = {name: getattr(call, name) for name in OUTPUTS}
-    given = [_tensor(name, each) for name, each in said.items()]
-    make = [implied[name] if each is None else each is True for name, each in said.items()]
+    requested: dict[str, Requested] = {name: getattr(call, name) for name in OUTPUTS}
+    passed = [_passed_tensor(name, output) for name, output in requested.items()]
+    make = [implied[name] if out is None else out is True for name, out in requested.items()]
     x, residual, weight, *_, scale, rows, index, scales, shared = call.tensors()
     factor = 1.0 if call.prologue is None else call.prologue.routed_scaling_factor
-    made = torch.ops.weft.allreduce(
+    new = torch.ops.weft.allreduce(
         *map(plain, (x, residual, weight)),
-        *given,
+        *passed,
         *map(plain, (scale, rows, index, scales, shared)),
         *(make, scheme, call.eps, call.weight_bias, factor, backend, owner._order, owner._handle),
     )
-    return Reduced(
-        *[new if makes else old for new, makes, old in zip(made, make, given, strict=True)]
-    )
+    return Reduced(*[n if is_new else p for n, is_new, p in zip(new, make, passed, strict=True)])
 
 
-def _call_of(
-    x: Any, residual: Any, weight: Any, *more: Any
+def _parse_arguments(
+    x: Any, residual: Any, weight: Any, *args: Any
 ) -> tuple[Fused, list[bool], str, torch.Tensor, AllReduce]:
-    """The call of SCHEMA's arguments: every output was decided while tracing."""
-    outputs, quant_scale, parts, rest = more[:5], more[5], more[6:10], more[10:]
-    make, scheme, eps, weight_bias, factor, backend, order, handle = rest
-    wanted: list[Requested] = [
-        makes if tensor is None else tensor for tensor, makes in zip(outputs, make, strict=True)
-    ]
+    """Return the call for the arguments of SCHEMA; tracing has decided about every output."""
+    outputs, quant_scale, parts, options = args[:5], args[5], args[6:10], args[10:]
+    make, scheme, eps, weight_bias, factor, backend, order, handle = options
+    out, residual_out, norm_out, quant_out, scale_out = (
+        is_new if tensor is None else tensor for tensor, is_new in zip(outputs, make, strict=True)
+    )
     rows, index, scales, shared = parts
     prologue = None if rows is None else MoEFinalize(rows, index, scales, shared, factor)
     quant = _quant(scheme, quant_scale)
-    out, residual_out, norm_out, quant_out, scale_out = wanted
-    given = (out, residual_out, norm_out, quant_out, scale_out)
-    call = Fused(x, residual, weight, *given, quant, prologue, eps, weight_bias)
+    requested = (out, residual_out, norm_out, quant_out, scale_out)
+    call = Fused(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
     return call, make, backend, order, find(handle)
 
 
-def _tensor(name: str, said: Requested) -> torch.Tensor | None:
-    """The tensor of an output that was given. Raises InvalidArgument for what is no answer."""
-    if isinstance(said, torch.Tensor):
-        return said
-    if said is not None and said is not True and said is not False:
-        raise InvalidArgument(f"{name} is {said!r}; pass a tensor, True, False or None")
+def _passed_tensor(name: str, output: Requested) -> torch.Tensor | None:
+    """Return the tensor that the caller passed for an output, if any. Raises InvalidArgument."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if output is not None and output is not True and output is not False:
+        raise InvalidArgument(f"{name} is {output!r}; pass a tensor, True, False or None")
     return None
 
 
 def _quant(scheme: str, scale: torch.Tensor | None) -> Quant | None:
-    """The spec that `quant_scheme` named."""
+    """Return the quant spec of a scheme, the inverse of `quant_scheme`."""
     if scheme == "static":
         assert scale is not None
         return FP8Static(scale)
@@ -116,9 +113,11 @@ def _quant(scheme: str, scale: torch.Tensor | None) -> Quant | None:
     return specs[scheme]
 
 
-def _returned(found: Reduced, make: list[bool], order: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    tensors = (found.out, found.residual, found.norm, found.quant, found.scale)
+def _new_outputs(
+    reduced: Reduced, make: list[bool], order: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    tensors = (reduced.out, reduced.residual, reduced.norm, reduced.quant, reduced.scale)
     return tuple(
-        tensor if makes and tensor is not None else order.new_empty(0)
-        for tensor, makes in zip(tensors, make, strict=True)
+        tensor if is_new and tensor is not None else order.new_empty(0)
+        for tensor, is_new in zip(tensors, make, strict=True)
     )

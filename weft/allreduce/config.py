@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one all-reduce is made from: arguments, their checks, and where its slots are."""
+"""Configuration of an all-reduce: checked arguments and the offsets of its slots."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from weft.heap.header import CallRecord, Site, header_bytes
 from weft.runtime.layout import Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
-MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for them
+MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for the tokens
 MAX_VECTORS = 4096  # 16-byte words of a row: eight CTAs of 512 threads
-# Rows that one shot has slots for: beyond, two shots move fewer bytes, or on two ranks the same and
-# faster. One shot wins up to about 7 tokens of 7168 on 8 ranks, 24 on 4 and 270 on 2 (512 of 4096);
-# the slots leave room to measure.
+# Slots of the one-shot backend, by number of ranks. With more rows two shots move fewer bytes, or
+# on two ranks the same number faster. One shot is faster up to about 7 tokens of 7168 on 8 ranks,
+# 24 on 4 and 270 on 2 (512 of 4096); the additional slots allow measurements.
 DIRECT = {2: 512, 3: 64, 4: 64}
-FEWEST_DIRECT = 32
+FEWEST_DIRECT = 32  # for other numbers of ranks
 EPILOGUES_AT = ("owner", "receiver")
 MISSING = ("error", "drop")
 
 
 class ReduceArgs(ctypes.Structure):
-    """`weft::ReduceArgs` in allreduce/layout.cuh."""
+    """Mirror of `weft::ReduceArgs` in allreduce/layout.cuh."""
 
     _fields_ = (
         ("site", Site),
@@ -62,7 +62,7 @@ class ReduceArgs(ctypes.Structure):
     )
 
 
-# The tensors of a call, in the order in which ReduceArgs holds their addresses, without a gap.
+# The tensors of a call, in the order of their addresses in ReduceArgs, which are contiguous there.
 ADDRESSES = (
     *("x", "residual", "weight"),
     *("out", "residual_out", "norm_out", "quant_out", "scale_out"),
@@ -72,14 +72,20 @@ ADDRESSES = (
 
 @dataclass(frozen=True, slots=True)
 class ReduceConfig:
-    """`weft::Reduction` in allreduce/layout.cuh is the same struct.
+    """Sizes of one all-reduce. Mirrors `weft::Reduction` in allreduce/layout.cuh.
 
-    ranks: 1..72.   tokens: most of one call.   direct: most of one call in one shot.
-    hidden, dtype: elements and type of a row.   epilogue_at: the rank of two shots that adds the
-    residual and takes a row's statistics: its "owner", which sums it, or each "receiver".
-    missing: what a sum does when ranks are gone.
+    Attributes:
+        ranks: Number of ranks, 1..72.
+        tokens: Maximum number of tokens of a call.
+        direct: Maximum number of tokens of a call with the one-shot backend.
+        hidden: Elements of a row.
+        dtype: Type of a row.
+        epilogue_at: Rank that adds the residual and computes a row's statistics in two shots: the
+            "owner", which sums the row, or each "receiver".
+        missing: What a call does after ranks are gone: "error" or "drop".
 
-    Raises InvalidArgument naming the size and its limits.
+    Raises:
+        InvalidArgument: a size is out of range; names the size and its limits.
     """
 
     ranks: int
@@ -101,12 +107,12 @@ class ReduceConfig:
         epilogue_at: str = "owner",
         missing: str = "error",
     ) -> ReduceConfig:
-        """The sizes for a caller's arguments."""
+        """Check the arguments of `AllReduce` and build its config."""
         dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
         max_tokens = integer("max_tokens", max_tokens, 1, MAX_TOKENS)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        if one_of("missing", missing, MISSING) == "drop" or ranks == 1:  # one shot serves all calls
-            direct = max_tokens
+        if one_of("missing", missing, MISSING) == "drop" or ranks == 1:
+            direct = max_tokens  # oneshot is the only backend
         return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at, missing)
 
     def __post_init__(self) -> None:
@@ -144,23 +150,23 @@ class ReduceConfig:
 
     @property
     def owned(self) -> int:
-        """Most tokens that one rank sums in two shots."""
+        """Maximum number of tokens that one rank sums in two shots."""
         return -(-self.tokens // self.ranks)
 
     @property
     def slots(self) -> int:
-        """Where the part of a share that peers write begins."""
+        """Byte offset of the part of a share that peers write."""
         return header_bytes(self.ranks)
 
     @property
     def rows(self) -> int:
-        """Where the slots for rows begin, after the call words: what sentinels fill."""
+        """Byte offset of the slots for rows, which sentinels fill, after the call words."""
         return self.slots + 2 * up(8 * self.ranks, 64)
 
     @property
     def trailers(self) -> int:
-        """Where the slots for statistics begin, after those for rows."""
-        if self.ranks == 1:  # as in layout.cuh: one slot of each kind, which nothing uses
+        """Byte offset of the slots for statistics, after those for rows."""
+        if self.ranks == 1:  # layout.cuh has one unused slot of each kind
             return self.rows + sum(up(count * self.row_bytes) for count in (2, 2, 1))
         row = (self.ranks - 1) * self.row_bytes
         sizes = (2 * self.direct, 2 * self.owned, self.owned)
@@ -168,7 +174,7 @@ class ReduceConfig:
 
     @property
     def descriptor(self) -> int:
-        """24 bits of this reduction's hash."""
+        """24 bits of this config's hash."""
         return config_hash(self, "reduce ")
 
     @property
@@ -177,7 +183,7 @@ class ReduceConfig:
         return self.trailers + up(16 * max(1, (self.ranks - 1) * self.owned))
 
     def asserted(self) -> Numbers:
-        """C++ expressions of these offsets, after the literal R, and their values."""
+        """Return C++ expressions of these offsets, for a Reduction named R, and their values."""
         share = "ReductionShare<R>"
         return [
             (f"sizeof(weft::{share})", self.share_bytes),
@@ -187,11 +193,11 @@ class ReduceConfig:
         ]
 
     def manifest(self) -> dict[str, JSON]:
-        """What the ranks compare at creation, name by name."""
+        """Return the arguments that the ranks compare at creation, by name."""
         return by_argument(self)
 
     def literal(self) -> str:
-        """The C++ initialiser."""
+        """Return the C++ initializer."""
         return literal(self, "weft::Reduction")
 
 

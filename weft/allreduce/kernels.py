@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of an all-reduce: generated entries, and how each is launched.
+"""Kernels of an all-reduce: generated entries and launch plans.
 
-Launches are local to a rank: peers may choose differently, and no choice changes a bit of a result.
+Launch plans are local to a rank: peers may choose others, and no choice changes a bit of a result.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch
 from weft.runtime.stream import loading
 
 T = TypeVar("T")
-# One rounding for each operation: bits must not depend on who fuses a multiply with an add.
+# Round after each operation: results must not depend on the fusion of multiplies and adds.
 OPTIONS = (*CUDA_OPTIONS, "-fmad=false")
 ENTRIES = {"oneshot": "oneshot", "twoshot": "twoshot", "twoshot_bulk": "bulk"}
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The template of one backend. pieces: vectors of a row that one thread of a CTA holds."""
+    """The template of one backend; a thread holds `pieces` vectors of a row."""
 
     call: str
     pieces: int
@@ -38,11 +38,11 @@ KERNELS = {
     "twoshot": Kernel("twoshot<R, {moe}, 1, false>", 1),
     "twoshot_bulk": Kernel("twoshot<R, {moe}, 2, true>", 2),
 }
-MOE = "_moe"  # at the end of an entry's name: rows are made by a prologue
+MOE = "_moe"  # suffix of entries whose rows are computed by a prologue
 
 
 def cpu_program(config: ReduceConfig) -> Program:
-    """The generated C++ entries: one of a backend serves rows and prologues."""
+    """Return the C++ program, in which one function of a backend serves rows and prologues."""
     return Program(
         name="allreduce",
         what="all-reduce",
@@ -60,9 +60,9 @@ def cpu_program(config: ReduceConfig) -> Program:
 
 
 def cuda_program(config: ReduceConfig) -> Program:
-    """The generated CUDA entries."""
+    """Return the CUDA program."""
     kernels = _served(config, KERNELS)
-    if not _larger_stays(config):
+    if not _uses_resident_grid(config):
         del kernels["oneshot_resident"]
     entries = {
         name + end: (ReduceArgs, kernel.call.format(moe=moe))
@@ -79,24 +79,25 @@ def cuda_program(config: ReduceConfig) -> Program:
 
 def _served(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
     """Return the entries of `by_backend` that a config has kernels for."""
-    alone = config.missing == "drop" or config.ranks == 1
-    return {k: v for k, v in by_backend.items() if k.startswith("oneshot") or not alone}
+    oneshot_only = config.missing == "drop" or config.ranks == 1
+    return {k: v for k, v in by_backend.items() if k.startswith("oneshot") or not oneshot_only}
 
 
-def _larger_stays(config: ReduceConfig) -> bool:
-    """Is one shot of more tokens than fit on the GPU at once a grid that stays, or waves of CTAs?
+def _uses_resident_grid(config: ReduceConfig) -> bool:
+    """Whether one shot of more tokens than fit on the GPU uses a resident grid, not waves of CTAs.
 
-    It stays where a row of the waves is a cluster of several CTAs, whose barrier waits for every
-    store in flight. With norm, 2 x H200, 2026-11-24, us in waves / staying: hidden 7168 in bf16,
-    two CTAs, 9.22 / 8.06 at 67 tokens, 20.96 / 18.4 at 256, 39.3 / 35.4 at 512; hidden 4096, one
-    CTA, 9.87 / 9.7 at 192, 11.3 / 11.3 at 256, 14.94 / 16.5 at 384, 18.5 / 19.7 at 512.
+    The resident grid is faster if a row takes a cluster of several CTAs, because the cluster's
+    barrier waits for every store in flight. With norm, 2 x H200, 2026-11-24, us in waves /
+    resident: hidden 7168 in bf16, two CTAs, 9.22 / 8.06 at 67 tokens, 20.96 / 18.4 at 256, 39.3 /
+    35.4 at 512; hidden 4096, one CTA, 9.87 / 9.7 at 192, 11.3 / 11.3 at 256, 14.94 / 16.5 at 384,
+    18.5 / 19.7 at 512.
     """
     return config.vectors > LARGEST_CTA
 
 
-# 16-byte words of a call, for each rank, from which on a launch that overlaps its predecessor only
-# takes room from it: it gains 0.5 us up to 32 tokens x 7168 on 8 ranks, and loses 5 % at 128
-# (8 x H200, 2026-11-20).
+# From this number of 16-byte words per rank on, programmatic dependent launch does not pay, because
+# the kernel takes resources from its predecessor: it gains 0.5 us up to 32 tokens x 7168 on 8
+# ranks, and loses 5 % at 128 (8 x H200, 2026-11-20).
 LONG = 7500
 
 
@@ -109,7 +110,7 @@ class CudaReduceKernels(CudaKernels):
         self._resident: dict[tuple[str, int, int], int] = {}
 
     def resident(self, name: str, threads: int, cluster: int) -> int:
-        """CTAs of a kernel that fit on the GPU at once; of both kernels of a backend."""
+        """Return how many CTAs fit on the GPU at once, for either kernel of a backend."""
         key = (name, threads, cluster)
         if key not in self._resident:
             self._resident[key] = cluster * min(
@@ -121,17 +122,17 @@ class CudaReduceKernels(CudaKernels):
     def _find(self, name: str, tokens: int) -> Launch:
         backend = name.removesuffix(MOE)
         p = self._plan(backend, tokens)
-        short = tokens * self._config.vectors < LONG * self._config.ranks
-        early = self._build.programmatic and short
-        stays = backend == "oneshot" and _larger_stays(self._config)
-        if stays and p.ctas > self.resident(backend, p.threads, p.cluster):
+        is_short = tokens * self._config.vectors < LONG * self._config.ranks
+        programmatic = self._build.programmatic and is_short
+        may_stay = backend == "oneshot" and _uses_resident_grid(self._config)
+        if may_stay and p.ctas > self.resident(backend, p.threads, p.cluster):
             p = self._plan("oneshot_resident", tokens)
             name = name.replace(backend, "oneshot_resident")
-        launcher = self._launcher(name, programmatic=early, cluster=p.cluster)
+        launcher = self._launcher(name, programmatic=programmatic, cluster=p.cluster)
         return Launch(launcher, (p.ctas, 1, 1), p.threads, (("pushers", p.pushers),))
 
     def _plan(self, name: str, tokens: int) -> ReducePlan:
-        """The launch of a kernel on so many tokens."""
+        """Return the launch plan of a kernel for a number of tokens."""
 
         def resident(threads: int, cluster: int) -> int:
             return self.resident(name, threads, cluster)
@@ -154,17 +155,17 @@ def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Ke
 
 
 WARP = 32
-LARGEST_CTA = 512  # threads, the launch bounds of every kernel
-LARGEST_CLUSTER = 8  # that every GPU from Hopper on can form
-# CTAs of a cluster, by threads of a CTA -> CTAs that fit on the GPU at once.
+LARGEST_CTA = 512  # threads; the launch bounds of every kernel
+LARGEST_CLUSTER = 8  # portable cluster size from Hopper on
+# (threads per CTA, CTAs per cluster) -> CTAs that fit on the GPU at once.
 Resident = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
-    """A launch: `ctas` of `threads`, `cluster` of them to a row.
+    """A launch of `ctas` CTAs of `threads` threads; `cluster` CTAs share a row.
 
-    pushers: of the two-shot backends, how many CTAs push and then finish rows; the others sum.
+    In the two-shot backends, `pushers` CTAs push rows and then finish them; the others sum.
     """
 
     ctas: int
@@ -176,9 +177,9 @@ class ReducePlan:
 def plan_oneshot(
     tokens: int, vectors: int, ranks: int, *, sms: int, resident: Resident
 ) -> ReducePlan:
-    """One cluster a token, as wide as fills the SMs: one SM pushes only about 36 GB/s."""
+    """Plan one cluster per token, wide enough to use all SMs: an SM pushes about 36 GB/s."""
     for widest in range(min(LARGEST_CLUSTER, max(1, sms // tokens)), LARGEST_CLUSTER + 1):
-        for threads, cluster in _rows(vectors, widest, ranks):
+        for threads, cluster in _row_shapes(vectors, widest, ranks):
             if resident(threads, cluster) >= cluster:
                 return ReducePlan(tokens * cluster, threads, cluster)
     raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
@@ -187,58 +188,59 @@ def plan_oneshot(
 def plan_resident(
     tokens: int, vectors: int, ranks: int, *, pieces: int, resident: Resident
 ) -> ReducePlan:
-    """One shot of clusters that all fit at once and take one token after the other."""
-    threads, cluster, room = _roomy(-(-vectors // pieces), 1, ranks, resident)
-    if room == 0:
+    """Plan a resident grid, whose clusters loop over the tokens."""
+    threads, cluster, limit = _resident_shape(-(-vectors // pieces), 1, ranks, resident)
+    if limit == 0:
         raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
-    return ReducePlan(min(tokens * cluster, room), threads, cluster)
+    return ReducePlan(min(tokens * cluster, limit), threads, cluster)
 
 
 def plan_twoshot(
     tokens: int, vectors: int, ranks: int, *, pieces: int, resident: Resident
 ) -> ReducePlan:
-    """All CTAs fit at once: those that finish rows hold their places while they wait for sums.
+    """Plan two shots, whose CTAs are all co-resident: those that finish rows wait for the sums.
 
-    One piece, few rows: a row is a cluster's, so that few of them fill the SMs. Two pieces, many
-    rows: a row is one CTA's, which meets in itself (8 x H200, 7168, 2026-11-20: 47.4 against 51.1
-    us at 512 tokens, 169 against 177 at 2048, for 1 x 448 against 4 x 128 threads a row).
+    With one piece (few rows), a cluster shares a row, so that few rows use all SMs. With two pieces
+    (many rows), a row takes one CTA, which avoids cluster barriers (8 x H200, 7168, 2026-11-20:
+    47.4 against 51.1 us at 512 tokens, 169 against 177 at 2048, for 1 x 448 against 4 x 128 threads
+    per row).
     """
     rows = -(-tokens // ranks)
-    share = -(-vectors // pieces)
     widest = LARGEST_CLUSTER if pieces == 1 else 1
-    threads, cluster, room = _roomy(share, widest, ranks, resident)
-    if room < 2 * cluster:
+    threads, cluster, limit = _resident_shape(-(-vectors // pieces), widest, ranks, resident)
+    if limit < 2 * cluster:
         raise InvalidArgument(f"no cluster of this GPU holds a row of {16 * vectors} bytes")
-    # The fewer the ranks, the more of the work is summing: a rank owns more of the rows.
-    share_of_sums = 3 if pieces == 1 else 2 + ranks / 4
-    reducers = min(rows, max(1, int(room // cluster / share_of_sums))) * cluster
-    wanted = -(-rows * (ranks - 1) * vectors // threads)
-    pushers = min(room - reducers, -(-wanted // cluster) * cluster)
+    # With fewer ranks, a rank owns more of the rows, and summing is a larger part of the work.
+    ctas_per_reducer = 3 if pieces == 1 else 2 + ranks / 4
+    reducers = min(rows, max(1, int(limit // cluster / ctas_per_reducer))) * cluster
+    useful = -(-rows * (ranks - 1) * vectors // threads)
+    pushers = min(limit - reducers, -(-useful // cluster) * cluster)
     return ReducePlan(pushers + reducers, threads, cluster, pushers)
 
 
-def _roomy(vectors: int, widest: int, ranks: int, resident: Resident) -> tuple[int, int, int]:
-    """(threads, cluster, CTAs that fit at once) of the first shape of which two clusters fit."""
-    for most in range(widest, LARGEST_CLUSTER + 1):
-        # Warps of a CTA: four at least, so that few CTAs make a row.
-        most = min(most, max(1, -(-vectors // (4 * WARP))))
-        for threads, cluster in _rows(vectors, most, ranks):
-            room = resident(threads, cluster) // cluster * cluster
-            if room >= 2 * cluster:
-                return threads, cluster, room
+def _resident_shape(
+    vectors: int, widest: int, ranks: int, resident: Resident
+) -> tuple[int, int, int]:
+    """Return threads, cluster and resident CTAs of the first shape of which two clusters fit."""
+    for max_ctas in range(widest, LARGEST_CLUSTER + 1):
+        # A CTA has at least four warps, so that a row takes few CTAs.
+        max_ctas = min(max_ctas, max(1, -(-vectors // (4 * WARP))))
+        for threads, cluster in _row_shapes(vectors, max_ctas, ranks):
+            ctas = resident(threads, cluster) // cluster * cluster
+            if ctas >= 2 * cluster:
+                return threads, cluster, ctas
     return WARP, 1, 0
 
 
-def _rows(vectors: int, widest: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """(threads, cluster) with a thread for each vector, in at most `widest` CTAs.
+def _row_shapes(vectors: int, widest: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield (threads, cluster) with a thread for each vector, in at most `widest` CTAs.
 
-    Each CTA has a thread for each peer, too, whose call word it sends and compares.
-
-    The second has a power of two, for GPUs that form no other clusters; some CTAs of it may idle.
+    Each CTA also has a thread for each peer, which sends and compares the call word. The second
+    cluster size is a power of two, for GPUs that support no others; some of its CTAs may be idle.
     """
     warps = -(-vectors // WARP)
-    each = max(-(-warps // widest), -(-(ranks - 1) // WARP))
-    cluster = -(-warps // each)
-    if each * WARP <= LARGEST_CTA:
-        yield each * WARP, cluster
-        yield each * WARP, 1 << (cluster - 1).bit_length()
+    cta_warps = max(-(-warps // widest), -(-(ranks - 1) // WARP))
+    cluster = -(-warps // cta_warps)
+    if cta_warps * WARP <= LARGEST_CTA:
+        yield cta_warps * WARP, cluster
+        yield cta_warps * WARP, 1 << (cluster - 1).bit_length()

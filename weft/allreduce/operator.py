@@ -40,31 +40,31 @@ from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
-MOST_PREPARED = 512  # kinds of calls that are kept; each takes about 3 KiB
+MOST_PREPARED = 512  # cached call states; each takes about 3 KiB
 
 
 class AllReduce(Operator):
     """Sum every rank's rows and, in the same launch, add a residual, normalise and quantise.
 
-    `weft.reference.allreduce_fused` specifies the results bit for bit, whatever the backend, the
-    number of tokens or the launch. The constructor allocates all memory, makes all kernels and is
-    collective. A call allocates only outputs that were not passed, waits for no host, and may be
-    captured in CUDA graphs. Every rank passes the same number of tokens, eps and weight_bias.
-    Residuals, weights and the scale of `FP8Static` are equal on all ranks unless `epilogue_at` says
-    otherwise.
+    `weft.reference.allreduce_fused` specifies the results bit for bit, for every backend, number of
+    tokens and launch. The constructor allocates all memory, compiles all kernels and is collective.
+    A call allocates only outputs that were not passed, does not synchronise with the host, and may
+    be captured in CUDA graphs. Every rank passes the same number of tokens, eps and weight_bias.
+    Residuals, weights and the scale of `FP8Static` must be equal on all ranks unless `epilogue_at`
+    is "receiver".
 
     Args:
-        group: Ranks of one host. With one rank the sum is its rows, and all the rest is the same.
+        group: Ranks of one host. A single rank is allowed: the sum is then its own rows.
         max_tokens: Maximum rows of one rank in one call.
         hidden: Columns of a row, a multiple of 8.
         dtype: bfloat16, float16 or float32.
-        backends: Some of "oneshot" (every rank sums everything), "twoshot" and "twoshot_bulk" (each
-            token is summed by one rank; bulk is for prefill). Default: all.
-        epilogue_at: Whose residual, weight and `FP8Static` scale a row of two shots gets. "owner":
-            those of the rank that sums it, which must be equal on all ranks. "receiver": each rank
-            applies its own.
-        missing: What calls do after a recovery without some ranks. "error": they raise. "drop":
-            they sum over the living ranks in rank order, with the one-shot backend.
+        backends: Some of "oneshot" (every rank sums all rows), "twoshot" and "twoshot_bulk" (one
+            rank sums each row; bulk is for prefill). Default: all.
+        epilogue_at: Whose residual, weight and `FP8Static` scale the two-shot backends apply to a
+            row. "owner": those of the rank that sums it, which must be equal on all ranks.
+            "receiver": each rank applies its own.
+        missing: Behaviour of calls after a recovery without some ranks. "error": they raise.
+            "drop": they sum over the living ranks in rank order, with the one-shot backend.
         timeout: Seconds that a wait for a peer may take.
         first_timeout: Seconds that a wait in the first call may take.
         programmatic_launch: Let a short kernel become resident while its predecessor in the stream
@@ -72,8 +72,8 @@ class AllReduce(Operator):
 
     Raises:
         InvalidArgument: an argument is invalid on every rank.
-        CreationFailed: a rank cannot do its part. Every rank raises it.
-        GeometryMismatch: ranks pass different sizes.
+        CreationFailed: the creation failed on a rank. Every rank raises it.
+        GeometryMismatch: ranks passed different sizes.
     """
 
     config: ReduceConfig
@@ -150,22 +150,22 @@ class AllReduce(Operator):
         backend: str = "auto",
         **_unknown: Never,
     ) -> Reduced:
-        """Sum all ranks' rows and make the requested outputs.
+        """Sum all ranks' rows and write the requested outputs.
 
-        For each `*_out` argument, pass a tensor to write, True to make one, or False for none. None
-        makes `out` if there is neither residual nor weight, the residual if there is one, the norm
-        if there is a weight and no quant, and quant and scale if there is a quant. Outputs may be
-        exactly x, and those other than `out` exactly residual.
+        For each `*_out` argument, pass a tensor to write, True to allocate one, or False for none.
+        With None, `out` is written if there is neither residual nor weight, the residual if there
+        is one, the norm if there is a weight and no quant, and quant and scale if there is a quant.
+        Outputs may be exactly x, and outputs other than `out` exactly residual.
 
         Args:
-            x: `[tokens, hidden]`, this rank's rows. None with a prologue that makes them.
+            x: `[tokens, hidden]`, this rank's rows. None if there is a prologue.
             residual: `[tokens, hidden]`, added to the rounded sum.
             weight: `[hidden]` of the rows' dtype or float32, the weight of RMSNorm.
             eps: Added to the mean of squares.
-            weight_bias: Added to `weight`; 1 is Gemma's RMSNorm.
-            quant: `FP8Static(scale)`, `FP8Token()` or `FP8Group(128, scale=...)`, of the normed
-                rows.
-            prologue: `MoEFinalize`, which makes this rank's rows from experts' rows.
+            weight_bias: Added to `weight`; 1 for Gemma's RMSNorm.
+            quant: `FP8Static(scale)`, `FP8Token()` or `FP8Group(128, scale=...)`: quantisation of
+                the normed rows.
+            prologue: `MoEFinalize`, which computes this rank's rows from experts' rows.
             out: The rounded sum.
             residual_out: The sum plus the residual.
             norm_out: The normed rows.
@@ -174,18 +174,18 @@ class AllReduce(Operator):
             backend: "auto" or one of `backends`.
 
         Returns:
-            All outputs by name, None where there is none.
+            All outputs by name; None for those that were not written.
 
         Raises:
             InvalidArgument: a tensor or an option is invalid, or tensors overlap that must not.
-            TokenOverflow: more tokens than `max_tokens`.
+            TokenOverflow: there are more tokens than `max_tokens`.
             OutOfOrder: another thread is in a call, or the object is closed.
             GroupError: the group is broken, or ranks made different calls.
         """
         if _unknown:
             refuse_unknown(self.fused, _unknown)
-        given = (out, residual_out, norm_out, quant_out, scale_out)
-        call = Fused(x, residual, weight, *given, quant, prologue, eps, weight_bias)
+        requested = (out, residual_out, norm_out, quant_out, scale_out)
+        call = Fused(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
         if torch.compiler.is_dynamo_compiling():
             return traced.fused(self, call, backend)
         return self._fused(call, backend)
@@ -194,7 +194,7 @@ class AllReduce(Operator):
     def _fused(self, call: Fused, backend: str) -> Reduced:
         tensors = call.tensors()
         key, addresses = call.key(tensors, backend, self._layer)
-        prepared = self._known(key)
+        prepared = self._cached(key)
         if prepared is not None and prepared.serves(addresses):
             reduced = prepared.outputs(tensors, addresses)
         else:
@@ -202,11 +202,11 @@ class AllReduce(Operator):
             name, reduced = self._backend(backend, checked), checked.reduced
             if not checked.tokens:
                 return reduced
-            # One rank has no second shot: whatever the backend, the same kernel makes the outputs.
+            # With one rank, all backends use the one-shot kernel.
             kernel = "oneshot" if self.config.ranks == 1 else name
             entry = kernel if call.prologue is None else kernel + MOE
             prepared, addresses = checked.prepared(name, entry, self._site, layer=self._layer)
-            self._keep(key, prepared)
+            self._cache(key, prepared)
         if self._debug is not None and self.config.epilogue_at == "owner":
             scale = call.quant.scale if isinstance(call.quant, FP8Static) else None
             equal = {"residual": call.residual, "weight": call.weight, "quant.scale": scale}
@@ -216,18 +216,18 @@ class AllReduce(Operator):
         return reduced
 
     def explain(self, tokens: int, *, norm: bool = True) -> Choice:
-        """Return which backend "auto" takes, and why.
+        """Return which backend "auto" selects, and the reason.
 
         Args:
-            tokens: Tokens of the call.
+            tokens: Number of tokens of the call.
             norm: Whether the call has a weight, so that rows are normed.
 
         Returns:
-            The backend and a sentence.
+            The backend and the reason.
 
         Raises:
-            InvalidArgument: tokens is no integer.
-            TokenOverflow: more tokens than `max_tokens`.
+            InvalidArgument: tokens is not an integer.
+            TokenOverflow: there are more tokens than `max_tokens`.
         """
         self._check_open()
         tokens = integer("tokens", tokens, 0)
@@ -235,22 +235,22 @@ class AllReduce(Operator):
         check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue=norm)
 
-    def _known(self, key: Key | None) -> Prepared | None:
-        """What is kept of an equal call; None where the check must decide."""
+    def _cached(self, key: Key | None) -> Prepared | None:
+        """Return the state of an equal call, or None if the full check is needed."""
         try:
             return None if key is None else self._prepared.get(key)
-        except TypeError:  # a backend that cannot be hashed is none: the check says so
+        except TypeError:  # an unhashable backend is invalid: the check raises
             return None
 
-    def _keep(self, key: Key | None, prepared: Prepared) -> None:
-        """Keep what was checked just now; the oldest goes where there are too many."""
+    def _cache(self, key: Key | None, prepared: Prepared) -> None:
+        """Store the state of a checked call, and evict the oldest if there are too many."""
         if key is not None:
             if len(self._prepared) >= MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
             self._prepared[key] = prepared
 
-    def _backend(self, asked: str, checked: Checked) -> str:
-        name = one_of("backend", asked, (AUTO, *self.backends))
+    def _backend(self, backend: str, checked: Checked) -> str:
+        name = one_of("backend", backend, (AUTO, *self.backends))
         names = able(self.config, self.backends, checked.tokens)
         if name == AUTO or not names:
             return self._choose(checked.tokens, epilogue=checked.call.weight is not None).backend
@@ -262,21 +262,21 @@ class AllReduce(Operator):
         return name
 
     def _choose(self, tokens: int, *, epilogue: bool) -> Choice:
-        found = self._choices.get((tokens, epilogue))
-        if found is None:
-            found = choose(self.config, self.backends, tokens, epilogue=epilogue)
-            if self.group.rank == 0:  # of the many sizes of eager calls, tell what is news
-                known = {each.backend for each in self._choices.values()}
-                level = logging.DEBUG if found.backend in known else logging.INFO
-                _log.log(level, "all-reduce: %s", found.text)
-            self._choices[tokens, epilogue] = found
-        return found
+        choice = self._choices.get((tokens, epilogue))
+        if choice is None:
+            choice = choose(self.config, self.backends, tokens, epilogue=epilogue)
+            if self.group.rank == 0:  # INFO once per backend, because eager calls have many sizes
+                logged = {earlier.backend for earlier in self._choices.values()}
+                level = logging.DEBUG if choice.backend in logged else logging.INFO
+                _log.log(level, "all-reduce: %s", choice.text)
+            self._choices[tokens, epilogue] = choice
+        return choice
 
     def _manifest(self) -> dict[str, JSON]:
         return {**self.config.manifest(), "backends": list(self.backends)}
 
     def _start_anew(self) -> None:
-        """No call leaves anything to the next one."""
+        """Do nothing: calls share no state."""
 
     def _write_contents(self, header: ctypes.Structure) -> None:
         config = self.config
@@ -292,10 +292,10 @@ class AllReduce(Operator):
             header.failed = self._mailbox.broken_code = GONE_UNMASKED
 
     def _make_views(self) -> None:
-        """There are none."""
+        """Do nothing: an all-reduce has no views."""
 
     def _drop_views(self) -> None:
-        """There are none."""
+        """Do nothing: an all-reduce has no views."""
 
 
 def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, ...]:
@@ -303,14 +303,14 @@ def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, .
         return ("oneshot",) if missing == "drop" else tuple(BACKENDS)
     if not isinstance(names, list | tuple):
         refuse("backends", names, f"a list of some of {listed(BACKENDS)}")
-    found = tuple(one_of(f"backends[{i}]", name, BACKENDS) for i, name in enumerate(names))
-    if not found or len(set(found)) != len(found):
+    backends = tuple(one_of(f"backends[{i}]", name, BACKENDS) for i, name in enumerate(names))
+    if not backends or len(set(backends)) != len(backends):
         raise InvalidArgument(
             f"backends is {list(names)!r}; choose some of {listed(BACKENDS)}, each once"
         )
-    if missing == "drop" and found != ("oneshot",):
+    if missing == "drop" and backends != ("oneshot",):
         raise InvalidArgument(
             f"backends is {list(names)!r} with missing='drop'; in two shots each rank sums its own "
-            "tokens, so only oneshot goes on without a rank: leave backends out"
+            "tokens, so only oneshot works without a rank: leave backends out"
         )
-    return found
+    return backends

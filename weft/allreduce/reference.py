@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fused all-reduce means, in plain torch: the specification, bit for bit."""
+"""Reference implementation of the fused all-reduce in torch: the specification, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def allreduce_fused(
     """Return all outputs of a fused all-reduce of every rank's rows.
 
     Args:
+        xs: `[tokens, hidden]` of each rank.
         residual: `[tokens, hidden]`.
         weight: `[hidden]`, of the rows' dtype or float32.
-        quant: Needs a weight.
+        eps: Epsilon of the RMSNorm.
+        weight_bias: Added to `weight`.
+        quant: Quantisation of the normed rows; needs a weight.
     """
     dtype = xs[0].dtype
     total = xs[0].float()
@@ -42,28 +45,28 @@ def allreduce_fused(
         total = total + x.float()
     out = round_to(total, dtype)
     rows = out if residual is None else round_to(out.float() + residual.float(), dtype)
-    kept = None if residual is None else rows
+    residual_out = None if residual is None else rows
     if weight is None:
-        return Reduced(out=out, residual=kept)
+        return Reduced(out=out, residual=residual_out)
     product = rows.float() * (full_like(weight, weight_bias) + weight.float())
     norm = round_to(product * inverse_rms(rows, eps), dtype)
     if quant is None:
-        return Reduced(out=out, residual=kept, norm=norm)
+        return Reduced(out=out, residual=residual_out, norm=norm)
     q, scale = quantize_norm(norm, quant)
-    return Reduced(out=out, residual=kept, norm=norm, quant=q, scale=scale)
+    return Reduced(out=out, residual=residual_out, norm=norm, quant=q, scale=scale)
 
 
 def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
-    """Return the rows `[tokens, hidden]` that a rank brings into the all-reduce."""
+    """Return the rows `[tokens, hidden]` of a prologue, the input of the all-reduce."""
     rows, index = prologue.rows, prologue.index.long()
-    known = (index >= 0) & (index < rows.shape[0])
+    valid = (index >= 0) & (index < rows.shape[0])
     size = (index.shape[0], rows.shape[1])
     total = torch.zeros(size, dtype=torch.float32, device=rows.device)
     for k in range(index.shape[1]):
-        row = rows[torch.where(known[:, k], index[:, k], 0)].float()
+        row = rows[torch.where(valid[:, k], index[:, k], 0)].float()
         if prologue.scales is not None:
             row = row * prologue.scales[:, k : k + 1].float()
-        total = torch.where(known[:, k : k + 1], total + row, total)
+        total = torch.where(valid[:, k : k + 1], total + row, total)
     total = total * full_like(total, prologue.routed_scaling_factor)
     if prologue.shared is not None:
         total = total + prologue.shared.float()
@@ -71,20 +74,23 @@ def finalize_moe(prologue: MoEFinalize) -> torch.Tensor:
 
 
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x rounded to nearest even; every NaN becomes the one that GPUs write."""
+    """Return x rounded to nearest even; every NaN becomes the canonical NaN of GPUs."""
     integer, bits = CANONICAL[dtype]
     rounded = x.to(dtype)
-    one = torch.full((), bits, dtype=integer, device=x.device)  # torch.tensor is not captured
-    return torch.where(x.isnan(), one, rounded.view(integer)).view(dtype)
+    nan = torch.full((), bits, dtype=integer, device=x.device)  # torch.tensor cannot be captured
+    return torch.where(x.isnan(), nan, rounded.view(integer)).view(dtype)
 
 
 def full_like(x: torch.Tensor, value: float) -> torch.Tensor:
-    """`value` as float32 beside x: torch divides by a number as a product with its reciprocal."""
+    """Return a float32 tensor of `value`; torch replaces division by a number with a product."""
     return torch.full(x.shape, value, dtype=torch.float32, device=x.device)
 
 
 def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
-    """`[tokens, 1]`: 1 / sqrt(mean of squares + eps), with the tree of allreduce/rmsnorm.cuh."""
+    """Return 1 / sqrt(mean of squares + eps) as `[tokens, 1]`.
+
+    The order of the sums is that of allreduce/rmsnorm.cuh.
+    """
     tokens, hidden = rows.shape
     width = 16 // rows.element_size()
     x = rows.float().view(tokens, hidden // width, width)
@@ -98,14 +104,13 @@ def inverse_rms(rows: torch.Tensor, eps: float) -> torch.Tensor:
         total = total + lanes[:, i]
     squares = _butterfly(total[:, None])
     mean = squares / full_like(squares, hidden)
-    # In float32 torch's sqrt on CPUs is off by one place at times (2.13); a float64 root, rounded,
-    # is the right one.
+    # torch's float32 sqrt on CPUs (2.13) can be off by one ulp; a rounded float64 root is exact.
     root = (mean + full_like(mean, eps)).double().sqrt().float()
     return full_like(root, 1.0) / root
 
 
 def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8_e4m3fn `[tokens, hidden]`, scales) of normed rows, as the quant spec says."""
+    """Return float8_e4m3fn `[tokens, hidden]` and the scales of normed rows."""
     match quant:
         case FP8Static():
             one = torch.ones_like(quant.scale, dtype=torch.float32)
@@ -120,12 +125,12 @@ def quantize_norm(norm: torch.Tensor, quant: Quant) -> tuple[torch.Tensor, torch
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x as e4m3, saturating at 448."""
+    """Return x as e4m3, saturating at 448."""
     return round_to(x.clamp(-448.0, 448.0), torch.float8_e4m3fn)
 
 
 def pack_ue8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Bytes `[tokens, groups]` as int32 `[tokens, ceil(groups / 4)]`, columns first."""
+    """Pack bytes `[tokens, groups]` into column-major int32 `[tokens, ceil(groups / 4)]`."""
     tokens, groups = exponents.shape
     columns, pitch = -(-groups // 4), -(-tokens // 4) * 4
     packed = torch.zeros((columns, pitch, 4), dtype=torch.uint8, device=exponents.device)
@@ -151,14 +156,14 @@ def _powers(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_lanes(sums: torch.Tensor) -> torch.Tensor:
-    """`[tokens, n]` as `[tokens, ceil(n / 32), 32]`, missing ones 0."""
+    """Pad `[tokens, n]` with zeros to `[tokens, ceil(n / 32), 32]`."""
     tokens, count = sums.shape
     padded = torch.nn.functional.pad(sums, (0, -count % 32))
     return padded.view(tokens, -(-count // 32), 32)
 
 
 def _butterfly(lanes: torch.Tensor) -> torch.Tensor:
-    """`[tokens, n, 32]` summed over the lanes: xor 16, 8, 4, 2, 1."""
+    """Sum `[tokens, n, 32]` over the lanes by xor 16, 8, 4, 2, 1."""
     for step in (16, 8, 4, 2, 1):
         lanes = lanes[..., :step] + lanes[..., step : 2 * step]
     return lanes[..., 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the received rows of a rank are grouped: checked sizes, and what the kernels are given."""
+"""Configuration of grouping: checked sizes and kernel arguments."""
 
 from __future__ import annotations
 
@@ -45,11 +45,14 @@ class GroupArgs(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """What specialises grouping beside the Shape; `weft::Grouping` in grouping/layout.cuh.
+    """Sizes of grouping, in addition to the Shape. Mirrors `weft::Grouping` in grouping/layout.cuh.
 
-    packing: "contiguous" or "masked".
-    groups: local experts.   align: groups start at multiples of it.
-    rows: contiguous: rows that all groups share; otherwise rows of each group.
+    Attributes:
+        packing: "contiguous" or "masked".
+        groups: Number of local experts, at least 1.
+        rows: Rows that all groups share (contiguous), or rows of each group (masked).
+        align: Groups start at multiples of it.
+        tile: Tokens that one CTA counts.
     """
 
     packing: Annotated[str, Choice("packing", get_args(Layout), "weft::Packing")]
@@ -64,20 +67,28 @@ class GroupConfig:
         return self.rows if self.packing == "contiguous" else self.groups * self.rows
 
     def tiles(self, shape: Shape) -> int:
-        """Tiles of all sources: CTAs of the counting kernel."""
+        """Return the number of tiles of all sources: CTAs of the counting kernel."""
         return shape.ranks * -(-shape.tokens // TILE)
 
     def literal(self) -> str:
-        """The C++ initialiser."""
+        """Return the C++ initializer."""
         return literal(self, "weft::Grouping")
 
 
 def by_expert(
     config: AllToAllConfig, experts: int, max_rows: int | None, align: int, layout: Layout
 ) -> GroupConfig:
-    """How rows of a rank with so many experts are grouped; max_rows as given, or by default.
+    """Check the arguments of `ExpertGroups` and build its config.
 
-    Raises InvalidArgument with value and limits.
+    Args:
+        config: Config of the all-to-all.
+        experts: Number of local experts.
+        max_rows: As in `ExpertGroups`; None for the worst case.
+        align: As in `ExpertGroups`.
+        layout: As in `ExpertGroups`.
+
+    Raises:
+        InvalidArgument: a value is out of range; names the value and its limits.
     """
     shape = config.shape
     one_of("layout", layout, get_args(Layout))
@@ -91,7 +102,7 @@ def by_expert(
         else:
             entries = tokens * min(shape.top_k, experts)
             max_rows = (entries + min(experts, entries) * (align - 1)) // align * align
-            max_rows = max(max_rows, align)  # also without experts there is a buffer
+            max_rows = max(max_rows, align)  # a rank without experts has a buffer, too
     max_rows = integer("max_rows", max_rows, 1, MAX_ROWS)
     if max_rows % align:
         refuse("max_rows", max_rows, f"a positive multiple of align, {align}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of grouping: generated entries, and how each is launched."""
+"""Kernels of grouping: generated entries and their launches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weft.runtime.layout import vector_bytes
 from weft.runtime.stream import current_stream, loading
 from weft.shape import Shape
 
-COUNTING = 512  # threads of a CTA that counts
-GATHERING = 512  # most threads of a CTA that copies rows
-SUMMING = 256  # threads of a CTA that sums rows, or sends them
-STRIP_BYTES = 512  # of a row, that one warp takes at a time
-IN_FLIGHT = 4  # vectors that a copying thread holds
-# Threads of a CTA, and CTAs that fit on one SM.
+COUNTING = 512  # threads of a counting CTA
+GATHERING = 512  # maximum threads of a CTA that copies rows
+SUMMING = 256  # threads of a CTA that sums or sends rows
+STRIP_BYTES = 512  # bytes of a row that a warp processes at a time
+IN_FLIGHT = 4  # vectors that a copying thread has in flight
+# Threads per CTA, and CTAs per SM.
 BOUNDS = {
     "group": (COUNTING, 2),
     "gather": (GATHERING, 2),
@@ -37,7 +37,7 @@ BOUNDS = {
 
 
 def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
-    """The generated C++ entries."""
+    """Return the C++ program."""
     constants = f"constexpr weft::Shape S = {shape.literal()};\n"
     return Program(
         name="grouping",
@@ -51,7 +51,7 @@ def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Pr
 
 
 def cuda_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
-    """The generated CUDA entries."""
+    """Return the CUDA program."""
     program = cpu_program(shape, config, sends=sends)
     numbers = [("weft::group_threads", COUNTING), ("weft::vectors_in_flight", IN_FLIGHT)]
     numbers.append(("weft::warp_lanes * sizeof(uint4)", STRIP_BYTES))
@@ -71,7 +71,7 @@ def _entry_points(*names: str) -> EntryPoints:
 class CudaGroupKernels(CudaKernels):
     """The kernels of one config.
 
-    Grids depend on sizes alone, never on what was received, so a captured call serves any routing.
+    Grids depend on sizes alone, not on the received rows, so a captured call serves any routing.
     """
 
     def __init__(self, shape: Shape, config: GroupConfig, build: Build, *, sends: bool) -> None:
@@ -81,7 +81,7 @@ class CudaGroupKernels(CudaKernels):
             self._launches[name, 0] = self._find(name, 0)
 
     def run(self, name: str, args: ctypes.Structure, tokens: int) -> None:
-        """Enqueue one operation; a gather counts before it copies."""
+        """Enqueue one operation; a gather is preceded by the counting kernel."""
         stream = current_stream(torch.cuda.current_device())
         if name == "gather":
             count = self._launches["group", 0]
@@ -117,11 +117,11 @@ def load_kernels(
 
 
 def results(shape: Shape, sends: bool) -> tuple[str, ...]:
-    """The entries that take the experts' results. Choices have addresses: nothing is scattered."""
+    """Return the entries that read the experts' results; gemm_push has no scatter."""
     scatter = () if shape.combine == "gemm_push" else ("scatter",)
     return (*scatter, "send") if sends else scatter
 
 
-def _threads(wanted: int, most: int) -> int:
-    """Whole warps, two at least."""
-    return min(most, max(64, -(-wanted // 32) * 32))
+def _threads(minimum: int, limit: int) -> int:
+    """Return a number of threads in whole warps, at least two."""
+    return min(limit, max(64, -(-minimum // 32) * 32))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Received rows by expert, as grouped GEMMs want them, and the way back.
+"""Packing of received rows by expert for grouped GEMMs, and the return of their results.
 
-A `Received` has a slot for every token that could come, most of them empty. `ExpertGroups` packs
-what came, expert after expert. The order follows from the ids alone (source rank, token, place in
-the top k), so equal rounds give equal bits. See docs/user/grouping.md.
+A `Received` has a slot for every token that could arrive; most are empty. `ExpertGroups` packs the
+received rows, expert after expert. The order depends on the ids alone (source rank, token, top-k
+index), so equal rounds give equal bits. See docs/user/grouping.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
 from weft.runtime.stream import synchronize_stream
 
-# What to do where a call does not serve an all-to-all's combine.
-OTHER = {
+# The fix if a call does not support the all-to-all's combine mode.
+COMBINE_FIXES = {
     "scatter": "its rows are summed at their owners: use send, or combine='pull' or 'push'",
     "send": "owners fetch the rows: use scatter, or combine='push' or 'gemm_push'",
     "sent": "its rows have no addresses: use send, or combine='gemm_push'",
@@ -38,20 +38,20 @@ OTHER = {
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Hold rows by expert: views of buffers that the next gather overwrites.
+    """Rows by expert: views of buffers that the next gather overwrites.
 
     `R` is `[max_rows]` (contiguous) or `[local_experts, max_rows]` (masked).
 
     Attributes:
         rows: Payloads `[*R, *row]`. Expert e has `counts[e]` rows from row `offsets[e]` of the flat
-            buffer on. Rows up to the next multiple of `align` are zero, others hold old data.
-        offsets: int32 `[local_experts + 1]`, multiples of `align`. `offsets[1:]` is what
-            `torch.nn.functional.grouped_mm` takes as `offs`.
-        counts: int32 `[local_experts]`, rows that carry a token.
+            buffer on. Rows up to the next multiple of `align` are zero, others hold stale data.
+        offsets: int32 `[local_experts + 1]`, multiples of `align`. Pass `offsets[1:]` to
+            `torch.nn.functional.grouped_mm` as `offs`.
+        counts: int32 `[local_experts]`, rows of each expert without padding.
         slot: int32 `[*R]`, `source * max_tokens + token`; -1 for a row without a token.
         weight: float32 `[*R]`, the token's weight for this expert; 0 for a row without a token.
-        dst_addr: int64 `[*R]` with combine="gemm_push": address of `[hidden]` numbers at the
-            token's owner where the row's result is stored; 0 for a row without a token.
+        dst_addr: int64 `[*R]` with combine="gemm_push": address at the token's owner where the
+            row's result `[hidden]` is stored; 0 for a row without a token.
     """
 
     rows: tuple[torch.Tensor, ...]
@@ -68,7 +68,7 @@ class Grouped:
 
 
 class Buffers(NamedTuple):
-    """Everything that one object allocates; sizes in grouping/layout.cuh."""
+    """All memory of one object; sizes in grouping/layout.cuh."""
 
     rows: tuple[torch.Tensor, ...]
     slot: torch.Tensor
@@ -91,9 +91,10 @@ class Buffers(NamedTuple):
         on_gpu: bool,
         own_rows: bool = True,
     ) -> Buffers:
-        """Zeroed, so that a masked GEMM meets finite numbers in rows that were never written.
+        """Allocate all buffers.
 
-        own_rows: are there buffers of payload rows? Without, each gather brings its own.
+        They are zeroed, so that a masked GEMM reads finite values from rows that were never
+        written. Without `own_rows` there are no payload rows, and each gather passes its own.
         """
         shape, total = a2a.shape, config.total
         entries = (shape.ranks, shape.tokens, shape.top_k)
@@ -112,7 +113,7 @@ class Buffers(NamedTuple):
             offsets=zeros(config.groups + 1),
             counts=zeros(config.groups),
             position=zeros(*entries),
-            # Only the GPU's two passes keep what they have counted.
+            # Counts that the first of the GPU's two passes hands to the second.
             within=zeros(*(entries if on_gpu else (0,))),
             before=zeros(config.tiles(shape) if on_gpu else 0, config.groups),
             arrived=zeros(1),
@@ -120,15 +121,19 @@ class Buffers(NamedTuple):
         )
 
     def bytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all buffers."""
         tensors = (*self.rows, *self[1:])
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class RowGroups:
-    """Rows of one all-to-all's rounds in groups: buffers, kernels, and the order of calls.
+    """Grouping of the rows of one all-to-all: buffers, kernels and the order of calls.
 
-    own_rows: as in Buffers.make.
+    Args:
+        a2a: All-to-all whose rounds are grouped.
+        config: Sizes of the groups.
+        programmatic: Whether kernels use programmatic dependent launch.
+        own_rows: As in `Buffers.make`.
     """
 
     def __init__(
@@ -138,24 +143,24 @@ class RowGroups:
         shape, device = a2a.config.shape, a2a.group.device
         self._a2a, self.config = a2a, config
         self._operator = a2a
-        self._gathered = 0  # the round whose rows are grouped
+        self._gathered = 0  # number of the round whose rows are grouped
         sends = shape.combine != "pull" and a2a._build.split_phase
         build = Build(programmatic=programmatic, defines=a2a._build.defines)
         self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed(device), plain_tensors():
-            b = Buffers.make(a2a.config, config, device, on_gpu=on_gpu, own_rows=own_rows)
+            buffers = Buffers.make(a2a.config, config, device, on_gpu=on_gpu, own_rows=own_rows)
             synchronize_stream(device)
-        self._buffers = b
+        self._buffers = buffers
         self._args = GroupArgs(site=a2a._site, row_limit=config.total)
-        for plane, rows in enumerate(b.rows):
+        for plane, rows in enumerate(buffers.rows):
             self._args.rows[plane] = rows.data_ptr()
-        for name in b._fields[1:]:
-            setattr(self._args, name, getattr(b, name).data_ptr())
+        for name in buffers._fields[1:]:
+            setattr(self._args, name, getattr(buffers, name).data_ptr())
         a2a._on_recovery(self._start_anew)
 
     def _start_anew(self) -> None:
-        """Forget what a broken round had counted, and addresses at ranks that are gone."""
+        """Clear the counter of a broken round, and addresses at ranks that are gone."""
         if self._kernels is not None:
             self._buffers.arrived.zero_()
             self._buffers.dst_addr.zero_()
@@ -163,17 +168,17 @@ class RowGroups:
 
     @one_call("gather")
     def _gather_rows(self, received: Received, into: Sequence[torch.Tensor] = ()) -> None:
-        """Group what the round's dispatch brought.
+        """Group the rows of this round's dispatch.
 
-        into: where there are no buffers of rows: for each payload, contiguous `[rows, *row]` on
-            the device, all of as many rows; what does not fit is dropped and refused.
+        into: Outputs if there are no own buffers: for each payload a contiguous `[rows, *row]` on
+            the device, with equal numbers of rows. Rows that do not fit are dropped and reported.
         """
         kernels = self._running("gather")
         instance("received", received, Received, "pass what dispatch of this all-to-all returned")
-        ours, theirs = self._a2a._received.ids.data_ptr(), received.ids.data_ptr()
-        if ours != theirs:
+        expected, actual = self._a2a._received.ids.data_ptr(), received.ids.data_ptr()
+        if expected != actual:
             raise InvalidArgument(
-                f"received has its ids at {theirs:#x}, this all-to-all at {ours:#x}: "
+                f"received has its ids at {actual:#x}, this all-to-all at {expected:#x}: "
                 "pass what its own dispatch returned, not a copy"
             )
         self._args.source_rows = self._a2a._source_rows
@@ -185,7 +190,7 @@ class RowGroups:
         self._gathered = self._a2a._round
 
     def close(self) -> None:
-        """Unload the kernels, once they have run, and let go of the buffers."""
+        """Unload the kernels after they have finished, and free the buffers."""
         if self._kernels is None:
             return
         kernels, self._kernels = self._kernels, None
@@ -210,16 +215,16 @@ class RowGroups:
 class ExpertGroups(RowGroups):
     """Pack the rows of each local expert, and scatter the experts' results into `output()`.
 
-    The constructor allocates all memory. A call allocates nothing, synchronises with no host, waits
-    for no peer, and may be captured between the dispatch and the combine of its round. Entries
-    beyond max_rows get no row and count as zero; `a2a.check()` then raises TokenOverflow.
+    The constructor allocates all memory. A call allocates nothing, does not synchronise with the
+    host, waits for no peer, and may be captured between the dispatch and the combine of its round.
+    Entries beyond max_rows get no row and count as zero; `a2a.check()` then raises TokenOverflow.
 
     Args:
         a2a: All-to-all whose rounds are grouped. It must stay open.
         max_rows: Contiguous: rows of the buffer with padding. Masked: rows of each expert. Default:
             the worst case, `ep_size * max_tokens * min(top_k, local_experts)` rows and `align - 1`
             more for each expert; masked, `ep_size * max_tokens`.
-        align: Experts start at multiples of it. max_rows must be one.
+        align: Alignment of each expert's first row; max_rows must be a multiple.
         layout: "contiguous": one expert after the other. "masked": max_rows rows for each expert.
         programmatic_launch: As in AllToAll.
 
@@ -244,7 +249,7 @@ class ExpertGroups(RowGroups):
         super().__init__(a2a, config, programmatic_launch)
         self.max_rows, self.align = config.rows, config.align
         experts, buffers = self.num_local_experts, self._buffers
-        # A rank without experts has the buffers of one, and shows none of it.
+        # A rank without experts allocates buffers for one, and returns empty views.
         shape: tuple[int, ...]
         if layout == "masked":
             shape = (experts, self.max_rows)
@@ -285,13 +290,13 @@ class ExpertGroups(RowGroups):
         return buffer_bytes(a2a.config, config, a2a.group.device)
 
     def gather(self, received: Received) -> Grouped:
-        """Pack the rows that the last dispatch of the all-to-all brought.
+        """Pack the rows of the all-to-all's last dispatch.
 
         Args:
-            received: What that dispatch returned.
+            received: Result of that dispatch.
 
         Returns:
-            The same tensors at every call.
+            The packed rows, in the same tensors at every call.
 
         Raises:
             InvalidArgument: `received` belongs to another all-to-all.
@@ -319,7 +324,7 @@ class ExpertGroups(RowGroups):
         """
         kernels = self._running("scatter")
         self._check_combine("scatter", ("pull", "push", "push_fp8"))
-        self._take(y, "scatter")
+        self._set_results(y, "scatter")
         kernels.run("scatter", self._args, 0)
         self._gathered = 0
 
@@ -329,7 +334,7 @@ class ExpertGroups(RowGroups):
 
         With combine="gemm_push" it stores every row at its `dst_addr`. The bits are those of
         scatter and `combine_send`; `output()` is not written, and `combine_recv` is the next call.
-        Needs split_phase=True and rows that are pushed.
+        Needs split_phase=True and a combine that pushes rows.
 
         Args:
             y: As in `scatter`.
@@ -342,7 +347,7 @@ class ExpertGroups(RowGroups):
         kernels = self._open("send")
         self._check_combine("send", ("push", "push_fp8", "gemm_push"))
         self._a2a._expect(State.RECEIVED, "send")
-        self._take(y, "send")
+        self._set_results(y, "send")
         kernels.run("send", self._args, 0)
         self._a2a._sent()
         self._gathered = 0
@@ -354,7 +359,7 @@ class ExpertGroups(RowGroups):
         (`combine` does both.) Needs split_phase=True and combine="gemm_push".
 
         Raises:
-            InvalidArgument: the all-to-all was built otherwise.
+            InvalidArgument: the all-to-all was built with other options.
             OutOfOrder: there was no gather in this round.
             GroupError: the group is broken.
         """
@@ -369,8 +374,8 @@ class ExpertGroups(RowGroups):
         super().close()
         vars(self).pop("_grouped", None)
 
-    def _take(self, y: torch.Tensor, doing: str) -> None:
-        """Check one result for each row of this round's gather, and where it is."""
+    def _set_results(self, y: torch.Tensor, doing: str) -> None:
+        """Check the results of this round's rows, and set their address in the arguments."""
         self._check_gathered(doing)
         a2a = self._a2a
         check_tensor("y", y, shape=self._y_shape, dtypes=(a2a.dtype,), device=a2a.group.device)
@@ -382,11 +387,11 @@ class ExpertGroups(RowGroups):
             raise OutOfOrder(f"{doing} without a gather: gather what this round's dispatch brought")
 
     def _check_combine(self, doing: str, supported: tuple[str, ...]) -> None:
-        """Raise InvalidArgument for an all-to-all whose rows do not return in this way."""
+        """Raise InvalidArgument if a call does not support the all-to-all's combine mode."""
         combine = self._a2a.config.shape.combine
         if combine not in supported:
             raise InvalidArgument(
-                f"{doing} on an all-to-all with combine={combine!r}; {OTHER[doing]}"
+                f"{doing} on an all-to-all with combine={combine!r}; {COMBINE_FIXES[doing]}"
             )
         if doing != "scatter" and not self._a2a._build.split_phase:
             raise InvalidArgument(
@@ -400,6 +405,6 @@ def _check_a2a(a2a: AllToAll) -> None:
 
 
 def buffer_bytes(a2a: AllToAllConfig, config: GroupConfig, device: torch.device) -> int:
-    """Bytes that an object of this config allocates on a rank's device."""
+    """Return the bytes that an object of this config allocates on a rank's device."""
     on_gpu = device.type == "cuda"
     return Buffers.make(a2a, config, torch.device("meta"), on_gpu=on_gpu).bytes()
