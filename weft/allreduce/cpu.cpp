@@ -5,7 +5,7 @@
 
 namespace weft {
 
-// One call of one rank: its epoch, and whether a wait of it has failed.
+// One call of one rank: its epoch, and whether a wait has failed.
 template <Reduction R> struct Call {
     const ReduceArgs& a;
     u64 epoch;
@@ -20,7 +20,7 @@ template <Reduction R> void push_row(u8* slot, const u8* row) {
     for (u32 at = 0; at < R.row_bytes(); at += 8) {
         u32 word[2];
         std::memcpy(word, row + at, 8);
-        for (u32& each : word) each = without_sentinel<R.dtype>(each);
+        for (u32& w : word) w = without_sentinel<R.dtype>(w);
         store_release(reinterpret_cast<u64*>(slot + at), u64(word[1]) << 32 | word[0]);
     }
 }
@@ -135,7 +135,7 @@ template <Reduction R> void reduce_part(Call<R>& call, u32 group) {
     finish_row<R>(a, token, row, m);
 }
 
-// Waits for the two words of a trailer, each of which has the call's tag.
+// Waits until both words of a trailer have the call's tag.
 template <Reduction R>
 bool read_row_stats(Call<R>& call, Trailer& trailer, RowStats& m, u32 peer, u32 token) {
     u64 *word = reinterpret_cast<u64*>(&trailer), rstd, peak;
@@ -148,7 +148,7 @@ bool read_row_stats(Call<R>& call, Trailer& trailer, RowStats& m, u32 peer, u32 
     return true;
 }
 
-// Receives the summed rows of a group's other tokens and makes their outputs.
+// Receives the summed rows of a group's other tokens and computes their outputs.
 template <Reduction R> void finish_parts(Call<R>& call, u32 group) {
     const ReduceArgs& a = call.a;
     const u32 me = a.site.rank;
@@ -176,8 +176,8 @@ template <Reduction R> void finish_parts(Call<R>& call, u32 group) {
     }
 }
 
-// `ahead`: groups that are pushed before the first one is summed. A rank waits for a group only
-// after it has pushed its own rows of that group, so no order of ranks can deadlock.
+// `ahead`: number of groups that are pushed before the first one is summed. A rank waits for a
+// group only after it has pushed its own rows of that group, so no order of ranks can deadlock.
 template <Reduction R> void twoshot(Call<R>& call, u32 ahead) {
     const u32 groups = (call.a.tokens + R.ranks - 1) / R.ranks;
     for (u32 step = 0; step < groups + ahead + 1 && !call.broken; ++step) {

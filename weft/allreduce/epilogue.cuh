@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue: what is elementwise once a row's statistics are known, that is the norm and its
-// FP8. Whole warps come here together, because the lanes of a group share their maximum; a lane
-// without a vector is not valid.
+// The epilogue, which is elementwise given a row's statistics: the norm and its FP8 quantisation.
+// Whole warps call it together, because the lanes of a group share their maximum; a lane without a
+// vector is not valid.
 #pragma once
 #include <weft/allreduce/row.cuh>
 

@@ -3,11 +3,10 @@
 //
 // It uses flag-in-data. Every 32-bit word of an empty slot holds the sentinel; a sender never
 // writes that word, so a vector is ready when none of its words is the sentinel. The reader
-// restores the sentinel. Call words say what each peer has called, so that ranks whose calls differ
-// are detected.
+// restores the sentinel. Call words identify the call of each peer, so that ranks whose calls
+// differ are detected.
 //
-// docs/design/protocol.md says why rows that are pushed to be summed need two buffers, and summed
-// rows one.
+// docs/design/protocol.md explains why rows to be summed need two buffers, and summed rows one.
 #pragma once
 #include <weft/device/sentinel.cuh>
 #include <weft/device/wait.cuh>
@@ -16,19 +15,19 @@ namespace weft {
 
 constexpr Phase all_reduce_phase = Phase(4);  // in error records
 
-// Which rank of twoshot adds the residual and takes the statistics of a row: the one that summed
-// it, or each one, with a residual, a weight and a scale of its own.
+// Which rank of twoshot adds the residual and computes the statistics of a row: the one that summed
+// it, or each one, with its own residual, weight and scale.
 enum class EpilogueAt : u32 { owner, receiver };
 
-// What a sum does when ranks are gone: it is refused, or it goes on over the living. Only one shot
-// goes on: in two shots ranks own tokens.
+// Behaviour of a sum when ranks are gone: it fails, or it continues over the living ranks. Only
+// oneshot can continue: in twoshot ranks own tokens.
 enum class Missing : u32 { error, drop };
 
-// What specialises the entries; allreduce/reduction.py mirrors it.
+// The sizes that specialise the entries; ReduceConfig in allreduce/config.py mirrors it.
 struct Reduction {
     u32 ranks;   // 1..72
-    u32 tokens;  // at most, of one call
-    u32 direct;  // at most, of one call of oneshot
+    u32 tokens;  // maximum of one call
+    u32 direct;  // maximum of one call of oneshot
     u32 hidden;
     DType dtype;
     EpilogueAt epilogue_at;
@@ -40,8 +39,8 @@ struct Reduction {
     constexpr u32 width() const { return 16 / element_bytes(); }  // elements of a vector
     constexpr u32 partials() const { return (vectors() + 31) / 32; }
     constexpr u32 peers() const { return ranks - 1; }
-    // Slots of an inbox, by peer and by row. C++ has no arrays of length 0: a rank without peers,
-    // which nobody sends to, has one of each.
+    // Slots of an inbox, by peer and by row. C++ has no arrays of length 0, so a rank without peers
+    // has one unused slot of each kind.
     constexpr u32 peer_slots() const { return ranks == 1 ? 1 : peers(); }
     constexpr u32 direct_slots() const { return ranks == 1 ? 1 : direct; }
     constexpr u32 owned_slots() const { return ranks == 1 ? 1 : owned(); }
@@ -55,8 +54,8 @@ enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
 // The statistics of a summed row, from its owner. Many threads read them, so none could restore
-// sentinels. Instead each u64 of the trailer, which is always seen whole, carries 31 bits of the
-// epoch and one bit that is not set in fresh memory.
+// sentinels. Instead each u64 of the trailer, which is single-copy atomic, carries 31 bits of the
+// epoch and one bit that is not set in zeroed memory.
 struct alignas(16) Trailer {
     u32 rstd, rstd_tag;  // bits of 1 / rms
     u32 peak, peak_tag;  // bits of the largest |row * weight|
@@ -66,7 +65,7 @@ WEFT_FN constexpr u32 trailer_tag(u64 epoch) { return u32(epoch) | 0x80000000u; 
 // Written by peers. Peer p's slots at rank r have index p, or p - 1 if p > r: no rank has slots at
 // itself.
 template <Reduction R> struct ReductionInbox {
-    alignas(128) u64 call[2][R.call_words()];  // by side: what each peer has called
+    alignas(128) u64 call[2][R.call_words()];  // by side: call word of each peer
     alignas(128) u8
         direct[2][R.peer_slots()][R.direct_slots()][R.row_bytes()];  // oneshot: every peer's rows
     alignas(128)
@@ -81,7 +80,7 @@ template <Reduction R> struct ReductionShare {
     ReductionInbox<R> inbox;
 };
 
-// The ranks whose rows are summed. Where a sum needs all of them, kernels hold no set.
+// The ranks whose rows are summed. If a sum needs all of them, the set is a constant.
 template <Reduction R> WEFT_FN RankSet summed_ranks(const Header& header) {
     if constexpr (R.missing == Missing::drop) return header.living;
     constexpr RankSet all = ranks_below(R.ranks);
@@ -91,17 +90,17 @@ template <Reduction R> WEFT_FN bool is_summed(RankSet summed, u32 rank) {
     return R.missing != Missing::drop || has(summed, rank);
 }
 
-// Two elements of 16 bits, or one of 32, that change no sum: -0, because +0 would change -0.
+// Two elements of 16 bits, or one of 32, that leave every sum unchanged: -0, because +0 would
+// change -0.
 template <DType D> constexpr u32 neutral_word = D == DType::fp32 ? 0x80000000u : 0x80008000u;
 
 // The buffer that a call uses, of two.
 WEFT_FN constexpr u32 side_of(u64 epoch) { return u32(epoch & 1); }
 
-// The arguments of one call. A null pointer is an output that is not wanted, or an input that is
-// not there.
+// The arguments of one call. A null pointer is an output that is not requested, or an absent input.
 struct ReduceArgs {
     Site site;
-    const void* x;         // [tokens, hidden]; null: made from `rows`
+    const void* x;         // [tokens, hidden]; null: computed from `rows`
     const void* residual;  // [tokens, hidden]
     const void* weight;    // [hidden] of the row's type, or fp32
     void* out;             // the rounded sum
@@ -114,7 +113,7 @@ struct ReduceArgs {
     const i32* index;    // [tokens, top_k] of indices into rows; -1 for none
     const void* scales;  // [tokens, top_k] of the row's type, or fp32; null means 1
     const void* shared;  // [tokens, hidden], added last
-    CallRecord call;     // whose hash is in the call word
+    CallRecord call;     // the call word has its hash
     u32 row_limit, top_k;
     u32 tokens;
     float eps, weight_bias;
@@ -125,8 +124,8 @@ struct ReduceArgs {
     float routed_scaling_factor;  // of the experts' sum, before `shared` is added
 };
 
-// Do peers get the sum, and add the residual themselves? Else they get the sum plus residual, from
-// which the sum could not be had.
+// Whether peers get the sum and add the residual themselves. Otherwise they get the sum plus
+// residual, from which the sum cannot be recovered.
 template <Reduction R> WEFT_FN bool sends_sum(const ReduceArgs& a) {
     return R.epilogue_at == EpilogueAt::receiver || a.out != nullptr;
 }
@@ -144,24 +143,24 @@ WEFT_FN constexpr u32 slot_index(u32 rank, u32 peer) { return peer - (peer > ran
 // The call word: 24 bits of the epoch and 40 of the call's hash.
 WEFT_FN constexpr u64 call_word(u64 epoch, u64 hash) { return epoch << 40 | (hash & epoch_mask); }
 
-// Does the peer's call word name another call than this rank's? Fresh memory names none.
-WEFT_FN bool disagrees(u64 seen, u64 mine) {
-    return seen != mine && seen != 0 && seen >> 40 == mine >> 40;
+// Whether the peer's call word is of the same epoch but another call; 0 is no call word.
+WEFT_FN bool disagrees(u64 seen, u64 own) {
+    return seen != own && seen != 0 && seen >> 40 == own >> 40;
 }
 
 WEFT_FN void fail_call(Header& header, const Site& site, u32 peer, u64 word, u64 seen) {
     fail_call(header, site, Code::geometry_mismatch, peer, all_reduce_phase, word, seen);
 }
 
-// What a wait is for, and since when it lasts.
+// The slot that a wait polls, and the start of the wait.
 struct SlotWait {
     Slot slot;
     u32 peer, token, vector;
     u64 start = 0;
 };
 
-// The peer whose call word names another call than this rank's, or R.ranks. A peer whose data does
-// not come may itself wait for that one, so a wait checks all of them.
+// The peer whose call word differs from this rank's, or R.ranks. A peer whose data does not arrive
+// may itself wait for that one, so a wait checks all of them.
 template <Reduction R>
 WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
     u64* const words = own_share<R>(site).inbox.call[side_of(epoch)];
@@ -172,8 +171,8 @@ WEFT_FN u32 mismatched_peer(const Site& site, u64 epoch, u64 word, u64& seen) {
     return R.ranks;
 }
 
-// The slow path of a wait for data: true ends it. Beyond check_wait it finds peers that have made
-// another call.
+// The slow path of a wait for data: true ends it. In addition to check_wait it detects peers that
+// have made another call.
 template <Reduction R>
 WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 hash, SlotWait& wait) {
     ReductionShare<R>& own = own_share<R>(site);
@@ -207,7 +206,7 @@ WEFT_FN void send_call_word(const Site& site, u64 epoch, u64 hash, u32 peer) {
                   call_word(epoch, hash));
 }
 
-// Waits for a peer's call word; false if the calls differ or the word does not come.
+// Waits for a peer's call word; false if the calls differ or the word does not arrive.
 // `seen` may have been read early, off the critical path.
 template <Reduction R>
 WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 hash, u32 peer, u64 seen) {
@@ -226,8 +225,8 @@ WEFT_SLOW_FN bool same_call(const Site& site, u64 epoch, u64 hash, u32 peer, u64
     return true;
 }
 
-// The row of `rows` that an index names, or row_limit for none. An index out of range is refused
-// here and never becomes an address.
+// The row of `rows` for an index, or row_limit for none. An out-of-range index is reported here and
+// never becomes an address.
 template <Reduction R>
 WEFT_FN u32 source_row(const ReduceArgs& a, i32 index, u32 token, u32 k, bool reports) {
     if (u32(index) < a.row_limit) return u32(index);

@@ -2,9 +2,9 @@
 // The fused all-reduce by oneshot: every rank stores its rows at every peer and sums all rows
 // itself. One trip over NVLink, no flag, no barrier of ranks.
 //
-// Roles: all CTAs do the same. A cluster has one token, a thread has one vector of it, because one
-// SM pushes about 36 GB/s and a GPU 334: a few tokens are spread over many SMs. The first CTA also
-// exchanges call words. A resident cluster has many tokens, one after the other.
+// Roles: all CTAs are equal. A cluster processes one token and a thread one vector of it, because
+// one SM pushes about 36 GB/s and a GPU 334: a few tokens are spread over many SMs. The first CTA
+// also exchanges call words. A resident cluster loops over tokens.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>
@@ -118,10 +118,11 @@ WEFT_FN void push_tokens(const Call<R>& call, const GridStride& grid) {
     }
 }
 
-// The same by a grid that stays: a cluster stores its rows of all its tokens before it waits for
-// one, so that no store queues behind a wait. All CTAs of a launch fit on the GPU at once. A row of
-// this rank is loaded again for its sum: a thread alone reads and overwrites a vector. Two pieces:
-// most rows are one CTA's, because a barrier of a cluster waits for every store in flight.
+// The same with a resident grid: a cluster stores the rows of all its tokens before its first wait,
+// so that no store is delayed by a wait. All CTAs are co-resident. This rank's own row is loaded
+// again for the sum, which is safe because one thread reads and overwrites each vector. With two
+// pieces most rows fit one CTA, which avoids cluster barriers, which wait for every store in
+// flight.
 template <Reduction R, bool moe, u32 pieces> WEFT_FN void oneshot_resident(const ReduceArgs& a) {
     __shared__ PartialBuffer<R> buffer;
     const Block team;

@@ -3,8 +3,8 @@
 // include it are compiled without fused multiply-adds; `/` and square_root are those of IEEE.
 //
 // The sum of squares of a row is a tree that depends on the row's length alone: the elements of a
-// 16-byte vector one after the other, then 32 neighbouring vectors as a butterfly (a partial), then
-// partials l, l + 32, ... one after the other, then the 32 sums as a butterfly again.
+// 16-byte vector in order, then 32 neighbouring vectors as a butterfly (a partial), then partials
+// l, l + 32, ... in order, then the 32 sums as a butterfly again.
 #pragma once
 #include <weft/device/order.cuh>
 

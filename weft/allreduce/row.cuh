@@ -20,8 +20,8 @@ template <Reduction R> WEFT_FN float factor(const void* from, u64 at, bool is_fp
     return low_half(R.dtype, static_cast<const u16*>(from)[at]);
 }
 
-// This rank's row as the weighted sum of experts' rows. reports: an index out of range is refused
-// aloud.
+// This rank's row as the weighted sum of experts' rows. reports: whether out-of-range indices are
+// reported.
 template <Reduction R>
 WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 token, u32 v, bool reports) {
     float sum[R.width()] = {}, x[R.width()];
@@ -40,14 +40,15 @@ WEFT_FN uint4 finalize_vector(const ReduceArgs& a, u32 token, u32 v, bool report
     return round_vector<R.dtype>(sum);
 }
 
-// moe: the rows are made of experts' rows. It has an entry of its own, because it costs registers.
+// moe: rows are computed from experts' rows. It is a separate entry, because it costs registers.
 template <Reduction R, bool moe>
 WEFT_FN uint4 load_own(const ReduceArgs& a, u32 token, u32 v, bool reports = true) {
     if constexpr (moe) return finalize_vector<R>(a, token, v, reports);
     return load_input(vector_of<R>(a.x, token, v));
 }
 
-// What the epilogue reads beside the row. It is loaded early, so that a wait hides its latency.
+// The inputs of the epilogue other than the row. They are loaded early, so that a wait hides the
+// latency.
 struct NormWeight {
     uint4 low, high;  // the weights of the vector's columns
     float inverse;    // of the scale, with Coding::fixed
@@ -86,7 +87,7 @@ WEFT_FN void apply_norm_weight(float (&x)[R.width()], const ReduceArgs& a,
     for (u32 i = 0; i < R.width(); ++i) x[i] = __fmul_rn(x[i], __fadd_rn(a.weight_bias, weight[i]));
 }
 
-// What stands in a sum for the vector of a rank that is gone.
+// The vector that replaces that of a rank that is gone in a sum.
 template <DType D> WEFT_FN uint4 neutral_vector() {
     constexpr u32 word = neutral_word<D>;
     return make_uint4(word, word, word, word);
@@ -98,7 +99,7 @@ template <Reduction R> WEFT_FN uint4 sum_in_order(const uint4 (&row)[R.ranks]) {
     widen_vector<R.dtype>(sum, row[0]);
 #pragma unroll
     for (u32 rank = 1; rank < R.ranks; ++rank) add_vector<R.dtype>(sum, row[rank]);
-    // A sum makes every NaN the one that GPUs write, and so does the sum of one row.
+    // A sum turns every NaN into the canonical NaN of GPUs; with one rank there is no addition.
     if constexpr (R.ranks == 1)
         for (u32 i = 0; i < R.width(); ++i)
             if (sum[i] != sum[i]) sum[i] = __uint_as_float(0x7fffffffu);
@@ -125,7 +126,7 @@ WEFT_FN float butterfly(float sum) {
     return sum;
 }
 
-// The sum of squares and the peak of 32 vectors, in every lane; a lane outside the row brings
+// The sum of squares and the peak of 32 vectors, in every lane; a lane outside the row contributes
 // zeros.
 template <Reduction R>
 WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const NormWeight& norm_weight) {
@@ -142,8 +143,8 @@ WEFT_FN u64 partial_of(const ReduceArgs& a, uint4 row, const NormWeight& norm_we
     return u64(peak) << 32 | __float_as_uint(squares);
 }
 
-// The partials of a row, for two rows alternately: those of one row may still be read while those
-// of the next one arrive.
+// The partials of a row, double-buffered: those of one row may still be read while those of the
+// next one arrive.
 template <Reduction R> struct PartialBuffer {
     u64 partial[2][R.partials()];
 };

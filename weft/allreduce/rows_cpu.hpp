@@ -142,7 +142,7 @@ void quantize_normed(const ReduceArgs& a, u32 token, Row<R>& norm, u32 peak) {
                                           : to_e4m3(norm[i] / scale.scale);
 }
 
-// The epilogue: everything that is elementwise once the row's statistics are known.
+// The epilogue, which is elementwise given the row's statistics.
 template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& row, RowStats m) {
     if (a.weight == nullptr) return;
     Row<R> norm;
@@ -154,7 +154,7 @@ template <Reduction R> void finish_row(const ReduceArgs& a, u32 token, Row<R>& r
         quantize_normed<R>(a, token, norm, std::bit_cast<u32>(peak) & 0x7fffffffu);
 }
 
-// From the rounded sum of a token to all of its outputs.
+// Computes all outputs of a token from its rounded sum.
 template <Reduction R> void finish_sum(const ReduceArgs& a, u32 token, Row<R>& row) {
     store_row<R>(a.out, token, row);
     add_residual<R>(a, token, row);

@@ -2,20 +2,21 @@
 // The fused all-reduce by twoshot: token t is summed by rank t % ranks. Twice the trips of oneshot,
 // 2 / ranks of its bytes. A build has the epilogue at one of two places:
 // owner     the rank that sums a row adds the residual, computes the row's statistics and sends row
-//           and statistics to its peers; they do only what is elementwise
+//           and statistics to its peers, which apply the elementwise part
 // receiver  the rank that sums a row sends the sum; every rank adds its own residual and computes
-//           the statistics, so that residuals, weights and scales may differ by rank. It reads the
-//           residual of all tokens instead of 1 / ranks of them, and no statistics travel.
+//           the statistics, so that residuals, weights and scales may differ by rank. Each rank
+//           reads the residual of all tokens instead of 1 / ranks of them, and no statistics are
+//           sent.
 //
 // Roles, in grid order:
-// pushers   store this rank's rows at their tokens' owners, and then make the outputs of the other
-//           ranks' summed rows: warps take any vectors of them, or, with the epilogue at the
-//           receiver, clusters take whole rows, as the reducers do
+// pushers   store this rank's rows at their tokens' owners, and then compute the outputs of the
+//           other ranks' summed rows: warps process individual vectors or, with the epilogue at the
+//           receiver, clusters process whole rows, as the reducers do
 // reducers  sum the rows that this rank owns
 //
 // Pushing waits for no rank, reducing only for pushing, finishing only for reducing. All CTAs of a
-// launch fit on the GPU at once, and all go through the tokens in order, so that both shots share
-// the links and one token's latency hides behind the others'.
+// launch are co-resident and process the tokens in order, so that both shots share the links and
+// the latencies of tokens overlap.
 #pragma once
 #include <weft/allreduce/epilogue.cuh>
 #include <weft/allreduce/wait.cuh>
@@ -70,7 +71,7 @@ template <Reduction R> WEFT_FN PeerSlots part_slots(const Call<R>& call, u32 gro
     return {reinterpret_cast<uint4*>(slots[0][group]) + v, sizeof(slots[0]), Slot::part};
 }
 
-// Rounded rows hold no sentinel, because every NaN of a conversion is another one.
+// Rounded rows hold no sentinel, because conversions produce another NaN.
 template <Reduction R> WEFT_FN void push_whole(const Call<R>& call, u32 group, u32 v, uint4 row) {
 #pragma unroll
     for (u32 offset = 1; offset < R.ranks; ++offset) {
@@ -113,7 +114,7 @@ WEFT_FN void send_row_stats(const Block& team, const Call<R>& call, u32 group, c
         make_uint4(__float_as_uint(m.rstd), tag, m.peak, tag));
 }
 
-// A cluster sums one token after the other; a thread has `pieces` of its vectors.
+// Each cluster loops over its tokens; a thread has `pieces` vectors of a row.
 template <Reduction R, bool moe, u32 pieces, bool polls_one>
 WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<R>& call,
                           PartialBuffer<R>& buffer) {
@@ -150,8 +151,8 @@ WEFT_FN void reduce_parts(const Block& team, const Cluster& cluster, const Call<
     }
 }
 
-// Receives one vector of a summed row and makes this rank's outputs from it, with the statistics
-// from the row's owner.
+// Receives one vector of a summed row and computes this rank's outputs, with the statistics from
+// the row's owner.
 template <Reduction R>
 WEFT_FN void finish_part(const Call<R>& call, const PeerVector<R>& at, bool valid) {
     const ReduceArgs& a = call.a;
@@ -188,8 +189,8 @@ template <Reduction R> WEFT_FN void finish_parts(const Block& team, const Call<R
     }
 }
 
-// A vector of a row that a peer sums, on its way to a thread: its slot as it was read first, and
-// this rank's residual. Loads of several are in flight together.
+// A pending vector of a row that a peer sums: the first poll of its slot, and this rank's residual.
+// Loads of several vectors are in flight together.
 struct Pending {
     uint4* slot;
     uint4 sum, residual;
@@ -204,7 +205,8 @@ template <Reduction R> WEFT_FN Pending expect_sum(const Call<R>& call, const Pee
     return {slot, poll_vector(slot), residual};
 }
 
-// Waits for it and makes sum and sum plus residual; false when the wait has failed.
+// Waits for a pending vector, and stores the sum and the sum plus residual; false when the wait has
+// failed.
 template <Reduction R>
 WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Pending& vector,
                          uint4& row) {
@@ -219,10 +221,10 @@ WEFT_FN bool receive_sum(const Call<R>& call, const PeerVector<R>& at, Pending& 
     return true;
 }
 
-// The same with the epilogue at the receiver: a cluster takes one row after the other. The buffer
-// alternates with the rows that are there, because the last group may lack tokens. What repeats
-// reduce_parts is not shared with it: a common function changed the code that NVRTC 13.5 makes of
-// reduce_parts (2026-11-23).
+// The same with the epilogue at the receiver: each cluster loops over rows. The buffer alternates
+// only for existing rows, because the last group may lack tokens. The code that repeats
+// reduce_parts is not shared, because a common function changed the code that NVRTC 13.5 generates
+// for reduce_parts (2026-11-23).
 template <Reduction R, u32 pieces>
 WEFT_FN void finish_rows(const Block& team, const Cluster& cluster, const Call<R>& call,
                          PartialBuffer<R>& buffer) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call of the fused all-reduce as its threads see it: the epoch, the slots, and the waits with
+// A thread's view of a call of the fused all-reduce: the epoch, the slots, and the waits with
 // flag-in-data. Every poll reads this rank's own memory.
 #pragma once
 #include <weft/allreduce/row.cuh>
@@ -17,9 +17,9 @@ template <Reduction R> struct Call {
 
     WEFT_FN explicit Call(const ReduceArgs& args)
         : a(args), header(own_share<R>(args.site).header), start(0) {
-        // One load instruction, which a compiler does not make of a struct: a team that has read
-        // `failed` and counts itself has read the epoch, too. The last team to count may write the
-        // next epoch.
+        // One load instruction, which a compiler does not generate for a struct: a team that has
+        // read `failed` and counts itself has read the epoch, too. The last team to count may write
+        // the next epoch.
         const uint4 state = load_input(reinterpret_cast<const uint4*>(&header.state));
         epoch = ((u64(state.y) << 32 | state.x) + 1) & epoch_mask;
         live = state.z == 0;
@@ -33,8 +33,8 @@ template <Reduction R> struct Call {
     WEFT_FN ReductionInbox<R>& at(u32 rank) const { return share<R>(a.site, rank).inbox; }
 
     // Counts the teams that have read the epoch state; the last one may advance it. Lane 0 gets the
-    // number of teams before it and needs it no earlier than in `advance`. Nothing is published
-    // here: a team comes here only with the epoch state, and no other order is needed.
+    // number of earlier teams, which only `advance` uses. The counter publishes nothing: every team
+    // has read the epoch state before, and no other order is needed.
     WEFT_FN u32 arrive(const Block& team) {
         live = team.all(live);
         if (team.lane() != 0 || !live) return 0;
@@ -43,7 +43,7 @@ template <Reduction R> struct Call {
         return add_relaxed(&header.arrived, 1);
     }
 
-    // `failed` is another word of the epoch state and stays as it is.
+    // `failed` is another word of the epoch state and is not written.
     WEFT_FN void advance(const Block& team, u32 before) {
         if (team.lane() != 0 || !live || before != team.teams() - 1) return;
         header.arrived = 0;
@@ -51,8 +51,8 @@ template <Reduction R> struct Call {
         keep_record(header, all_reduce_phase, epoch, start, a.tokens);
     }
 
-    // One lane per peer sends this call's word; the same lane compares the peer's. A CTA has as
-    // many threads (_rows in allreduce/kernels.py).
+    // One lane per peer sends this call's word; the same lane compares the peer's. A CTA has enough
+    // threads (_row_shapes in allreduce/kernels.py).
     WEFT_FN bool has_peer(u32 offset) const {
         return live && blockIdx.x == 0 && offset < R.ranks &&
                is_summed<R>(summed, next_rank<R>(me(), offset));
@@ -90,9 +90,9 @@ struct PeerSlots {
     }
 };
 
-// Waits for the vector of every peer that is summed; row[me] is the caller's own. polls_one: while
-// a vector is missing, only that one is polled, so that many waiting threads leave the memory to
-// those that work. Rows of more than 8 ranks do not fit into registers.
+// Waits for the vector of every peer that is summed; row[me] is the caller's own. polls_one: poll
+// only one missing vector at a time, so that many waiting threads leave memory bandwidth to the
+// others. Rows of more than 8 ranks do not fit into registers.
 template <Reduction R, bool polls_one>
 WEFT_FN bool await_vectors(const Call<R>& call, const PeerSlots& slots, u32 token, u32 v,
                            uint4 (&row)[R.ranks]) {
@@ -150,7 +150,7 @@ WEFT_FN bool await_trailer(const Call<R>& call, const Trailer* at, u32 peer, u32
     }
 }
 
-// A barrier of the cluster, or of the CTA where a cluster is one CTA.
+// A barrier of the cluster, or of the CTA if a cluster is one CTA.
 WEFT_FN void sync_cluster(const Cluster& cluster, u32 neighbours) {
     if (neighbours == 1) return __syncthreads();
     cluster.arrive();

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Combine: the rows that the experts' ranks made of a token are summed in rank order by the token's
-// owner. One launch, or split into a sending and a receiving kernel. The Shape fixes how rows
-// travel:
+// Combine: the owner of a token sums the rows of the experts' ranks in rank order. One launch, or
+// split into a sending and a receiving kernel. The Shape determines how rows are transferred:
 //
-// pull       the owner loads rows out of its peers' outboxes once their flags have come
+// pull       the owner loads rows from its peers' outboxes after their flags have arrived
 // push       the experts' ranks store rows into the owner's inbox (push.cuh)
-// push_fp8   the same as block-scaled FP8, and each row is its own flag (combine_fp8.cuh)
+// push_fp8   the same as block-scaled FP8, with flag-in-data (combine_fp8.cuh)
 // gemm_push  each expert's row is already in the owner's inbox (combine_gemm_push.cuh)
 //
 // Roles, except with push_fp8: with push all CTAs send rows and the last one publishes the flags;
@@ -73,8 +72,8 @@ WEFT_FN void reduce_token(const Block& team, const CombineArgs& a, u32 token,
     }
 }
 
-// Every CTA waits for the flags itself: the rows that it adds are ordered behind the flags that it
-// has seen.
+// Every CTA waits for the flags itself: its loads of rows are ordered after the flags that it has
+// observed.
 template <Shape S, u32 rank>
 WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochState& state,
                           RankSet living) {
@@ -95,7 +94,7 @@ WEFT_FN bool receive_rows(const Block& team, const CombineArgs& a, const EpochSt
     return true;
 }
 
-// Publishes that the peers' rows are in their inboxes, or in this rank's outbox. With gemm_push
+// Publishes that the peers' rows are in their inboxes, or in this rank's outbox. With gemm_push,
 // earlier kernels have stored them.
 template <Shape S>
 WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState& state,
@@ -108,7 +107,7 @@ WEFT_FN void send_rows(const Block& team, const CombineArgs& a, const EpochState
     if (publishes) publish_combine<S>(team, a.site, living, state.epoch);
 }
 
-// Every way but push_fp8: rows are summed once the flags of all peers have come.
+// All modes except push_fp8: rows are summed after the flags of all peers have arrived.
 template <Shape S, u32 rank, PhasePart part>
 WEFT_FN void combine_after_flags(const CombineArgs& a) {
     const Block team;

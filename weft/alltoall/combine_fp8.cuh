@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Combine by push_fp8, with flag-in-data: rows are summed as they arrive, so the link never waits
-// for a sum, nor a sum for the last row. A warp is the unit of work.
+// Combine by push_fp8, with flag-in-data: rows are summed as they arrive, so that transfers and
+// sums overlap. A warp is the unit of work.
 //
 // Roles, in grid order:
 // coordinator  publishes that this rank has read its inbox, and waits for the same from the peers
@@ -20,7 +20,7 @@ template <Shape S>
 using ReturnedRows = RowStrip<S.dtype, true, S.hidden, S.ranks, sizeof(Returned<S>::row[0])>;
 
 // Up to a.strips strips of one slot, at most max_strips. They are loaded before it is known whether
-// the row is wanted, so that cold loads share one round trip. Slots come in the order (token,
+// the slot has a row, so that cold loads share one round trip. Slots are in the order (token,
 // source), each rank starting with itself, so that ranks do not store to the same peer at once.
 template <Shape S> struct PushFragment {
     u32 source, token, strip, end;
@@ -59,8 +59,8 @@ template <Shape S> struct PushFragment {
     }
 };
 
-// Pushes one fragment. Its scales go together at its end, one word per lane: stores of four bytes
-// for each block would be packets of their own, some 6 % of a row's time on the link.
+// Pushes one fragment. Its scales are stored together at the end, one word per lane: separate
+// four-byte stores would be separate packets, about 6 % of a row's time on the link.
 template <Shape S>
 WEFT_FN void push_fragment(const CombineArgs& a, const PushFragment<S>& fragment) {
     const u32 lane = threadIdx.x % warp_lanes;
@@ -78,16 +78,16 @@ WEFT_FN void push_fragment(const CombineArgs& a, const PushFragment<S>& fragment
         if (v < ReturnedRows<S>::vectors)
             post_vector(reinterpret_cast<uint4*>(row) + v,
                         quantize(x, block.inverse, amax >= infinity_bits));
-        const u32 found = __shfl_sync(all_lanes, __float_as_uint(block.scale),
-                                      lane % blocks_in_strip * block_lanes);
-        if (lane / blocks_in_strip == strip - fragment.strip) scale = found;
+        const u32 strip_scale = __shfl_sync(all_lanes, __float_as_uint(block.scale),
+                                            lane % blocks_in_strip * block_lanes);
+        if (lane / blocks_in_strip == strip - fragment.strip) scale = strip_scale;
     }
     const u32 at = fragment.strip * blocks_in_strip + lane;
     if (at < min(fragment.end * blocks_in_strip, ReturnedRows<S>::blocks))
         store_relaxed(reinterpret_cast<u32*>(row + S.hidden) + at, scale);
 }
 
-// The token count of the source that sent most, loaded before anything is decided.
+// The largest token count of any source, from early loads.
 template <Shape S> WEFT_FN u32 max_source_tokens(const Site& site) {
     u32 source_tokens[S.ranks], max_tokens = 0;
 #pragma unroll
@@ -98,9 +98,9 @@ template <Shape S> WEFT_FN u32 max_source_tokens(const Site& site) {
     return min(max_tokens, S.tokens);
 }
 
-// Pushes all fragments of one CTA; `fragment` is each warp's first, loaded already. Before the last
-// ones the CTA counts itself: by then it has read everything that it reads of the inbox.
-// Order: the barrier gathers the CTA's loads to lane 0, whose add releases them to the coordinator.
+// Pushes all fragments of one CTA; `fragment` is each warp's first one. The CTA counts itself
+// before its last fragments, when it has finished all reads of the inbox. Order: the barrier
+// gathers the CTA's loads to lane 0, whose add releases them to the coordinator.
 template <Shape S>
 WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits warp_units,
                             PushFragment<S> fragment, u32 max_tokens) {
@@ -160,9 +160,9 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, War
     return true;
 }
 
-// The coordinator publishes once every sending CTA has read its last route, because then nobody
-// here reads the inbox any more. It has stored no row itself.
-// Order: lane 0 acquires all CTAs' counts, and the barrier gathers that to the lanes that release.
+// The coordinator publishes after every sending CTA has read its last route, when this rank has
+// finished reading the inbox. It stores no row itself.
+// Order: lane 0 acquires all CTAs' counts, and the barrier extends that to the lanes that release.
 template <Shape S>
 WEFT_FN bool publish_inbox_read(const Block& team, const CombineArgs& a, const EpochState& state,
                                 RankSet living) {

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// Stores a block of a row as FP8 at the owner. Nothing is written behind the last scale, because no
+// Stores a block of a row as FP8 at the owner. Nothing is written after the last scale, because no
 // reader would restore it.
 template <Shape S> void post_block(const float (&x)[scale_columns], u32 block, u8* row) {
     u8 values[scale_columns];

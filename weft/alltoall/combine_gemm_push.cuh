@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The receiver of combine by gemm_push: the kernels that made the experts' rows have stored them
+// The receiver of combine by gemm_push: the kernels that compute the experts' rows have stored them
 // into this rank's inbox, where they are weighted and summed. The sum of each rank's rows is
-// rounded as if that rank had made it, so the bits are those of pull.
+// rounded as on that rank, so the bits are those of pull.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/copy.cuh>
@@ -13,9 +13,9 @@ constexpr u32 expert_rows_in_flight = 8;
 
 // One entry of a token's top k, in its lane.
 struct Choice {
-    u32 rank;  // max_ranks where there is none
+    u32 rank;  // max_ranks for none
     float weight;
-    u32 order;  // in which it is added: by rank, then by entry
+    u32 order;  // position in the sum: by rank, then by entry
 };
 
 template <Shape S>

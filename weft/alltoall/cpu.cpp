@@ -15,7 +15,7 @@ template <Shape S, Quant quant> void quantize_row(const u8* row, u8* values, u8*
     }
 }
 
-// Stores the first payload as FP8 with its scales, where the Shape asks for it.
+// Stores the first payload as FP8 with its scales.
 template <Shape S> void quantize_payload(const DispatchArgs& a, Inbox<S>& to, u32 token) {
     const u8* row = static_cast<const u8*>(a.payload[0]) + u64(token) * S.out_bytes();
     const u32 slot = slot_of(a.source_rows, a.site.rank, token);
@@ -56,9 +56,10 @@ template <Shape S> RankSet send_token(const DispatchArgs& a, u32 token) {
     for (u32 peer = 0; peer < S.ranks; ++peer) {
         Route<S>& route = route_at<S>(a, own_share<S>(a.site).header.living, peer, token);
         for (u32 k = 0; k < S.top_k; ++k) {
-            const bool here = ids[k] >= 0 && location[k].rank == peer;
-            route.expert[k] = here ? i32(location[k].local) : -1;
-            route.weight[k] = !here ? 0.0f : a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
+            const bool is_local = ids[k] >= 0 && location[k].rank == peer;
+            const float weight = a.weights ? a.weights[u64(token) * S.top_k + k] : 1.0f;
+            route.expert[k] = is_local ? i32(location[k].local) : -1;
+            route.weight[k] = is_local ? weight : 0.0f;
         }
         if (!has(destinations, peer)) continue;
         Inbox<S>& to = share<S>(a.site, peer).inbox;
@@ -114,7 +115,7 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
 
 constexpr u32 block_columns = 256;  // of one partial sum, which stays in the L1 cache
 
-// Adds the expert rows that one peer made, summed and rounded as if by that peer.
+// Adds the rows of one peer's experts, summed and rounded as on that peer.
 template <Shape S, u32 count>
 void add_expert_rows(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at) {
     using Element = Bits<S.dtype>;
@@ -129,7 +130,7 @@ void add_expert_rows(float (&sum)[count], const Site& site, u32 peer, u32 token,
     for (u32 i = 0; i < count; ++i) sum[i] += widen<S.dtype>(narrow<S.dtype>(part[i]));
 }
 
-// Adds one peer's row, from where the Shape's combine leaves it; false when a wait has failed.
+// Adds one peer's row, from the buffer that the Shape's combine uses; false when a wait has failed.
 template <Shape S, u32 count>
 bool add_row(float (&sum)[count], const CombineArgs& a, u32 peer, u32 token, u32 at) {
     const Site& site = a.site;
@@ -188,17 +189,17 @@ template <Shape S> void post_fp8(const u8* from, u8* row) {
     }
 }
 
-// Stores the rows that this rank's experts made into the inboxes of the tokens' owners.
+// Stores the rows of this rank's experts into the inboxes of the tokens' owners.
 template <Shape S> void push_rows(const CombineArgs& a) {
     const Site& site = a.site;
     Share<S>& own = own_share<S>(site);
     for (u32 source = 0; source < S.ranks; ++source)
         for (u32 token = 0, count = tokens_from<S>(own.inbox, source); token < count; ++token) {
             const u32 slot = slot_of(a.source_rows, source, token);
-            bool is_for_me = false;
+            bool has_row = false;
             for (u32 k = 0; k < S.top_k; ++k)
-                is_for_me = is_for_me || own.inbox.route[slot].expert[k] >= 0;
-            if (!is_for_me) continue;
+                has_row = has_row || own.inbox.route[slot].expert[k] >= 0;
+            if (!has_row) continue;
             const u8* from = own.outbox.row[slot];
             u8* to = share<S>(site, source).inbox.returned.row[site.rank][token];
             if constexpr (S.combine == Combine::push_fp8)
@@ -222,8 +223,8 @@ template <Shape S, PhasePart part = PhasePart::whole> void combine(const Combine
         publish_combine<S>(Solo{}, a.site, own.header.living, state.epoch);
     }
     if constexpr (part != PhasePart::send) {
-        // FP8 rows are summed as they arrive; the flags, which say that the peers have read their
-        // inboxes, come last.
+        // FP8 rows are summed as they arrive; the flags, which publish that the peers have read
+        // their inboxes, arrive last.
         if (returns_fp8 && !reduce_tokens<S>(a)) return;
         if (!await_combine<S>(Solo{}, a.site, own.header.living, state.epoch)) return;
         if (!returns_fp8 && !reduce_tokens<S>(a)) return;

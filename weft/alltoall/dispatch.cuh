@@ -20,8 +20,8 @@ struct Routing {
     i32 id;
 };
 
-// A token as its threads load it before anything is decided: their part of the first payload, and
-// in lane k its k-th id and weight.
+// The loads of a token that start before its routing is known: each thread's part of the first
+// payload, and in lane k the k-th id and weight.
 template <Shape S> struct TokenFragment {
     PayloadFragment<S> payload;
     i64 id;
@@ -112,8 +112,8 @@ WEFT_FN void send_token(const Block& team, const DispatchArgs& a, RankSet living
     if (routes) send_route<S>(a, living, token, team.warp_lane(), r);
 }
 
-// Routes that the last round may have used and this one does not: their ids become -1, so no stale
-// token is ever read. Where the slots lie elsewhere than in the last round, any may be stale.
+// Sets the ids of routes that the last round may have used and this one does not to -1, so that no
+// stale token is read. If the slots have moved since the last round, all routes may be stale.
 template <Shape S>
 WEFT_FN void clear_rows(const Block& team, const DispatchArgs& a, RankSet living, u32 from,
                         u32 until) {
@@ -191,8 +191,8 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
             header.source_rows = a.source_rows;
         }
     }
-    // Only one team comes here: the last one of the whole kernel, or the only one of the receiving
-    // kernel. So it alone advances the epoch.
+    // Only one team gets here, the last one of the whole kernel or the only one of the receiving
+    // kernel, and advances the epoch.
     if constexpr (part != PhasePart::send) {
         if (!await_dispatch<S>(team, a, living, wanted)) return;
         if (team.lane() == 0) {

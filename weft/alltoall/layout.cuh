@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The layout of a rank's share of an all-to-all, and the arguments of its entries. A layout is a
-// struct: `sizeof` is its size, and `->` is its only address arithmetic. Nothing that changes from
-// call to call of a replayed graph is an argument: epochs live in the heap. Python mirrors the
+// struct: `sizeof` is its size, and `->` is its only address arithmetic. Values that change between
+// replays of a graph, such as epochs, are in the heap, not in the arguments. Python mirrors the
 // structs in alltoall/config.py and heap/header.py.
 #pragma once
 #include <weft/device/header.cuh>
@@ -12,9 +12,8 @@ namespace weft {
 constexpr u32 max_planes = 8;  // opaque payload tensors of one dispatch
 
 // How combine returns rows to the tokens' owners. pull: the owner loads them. push: the experts'
-// ranks store them; push_fp8: as FP8 with one scale per 128 columns, and each row is its own flag.
-// gemm_push: the kernel that makes an expert's row stores it at the owner, row by row, and the
-// owner weights and sums them.
+// ranks store them; push_fp8: as FP8 with one scale per 128 columns, with flag-in-data. gemm_push:
+// the kernel that computes an expert's row stores it at the owner, which weights and sums the rows.
 enum class Combine : u32 { pull = 0, push = 1, push_fp8 = 2, gemm_push = 3 };
 
 // One Shape specialises every kernel. All ranks of a group use equal Shapes; creation verifies it.
@@ -93,10 +92,10 @@ template <Shape S>
     requires(S.stats == 0)
 struct Stats<S> {};
 
-// The slot of a token of a source, in the inbox and in the outbox of every rank: slots lie source
-// after source, `source_rows` each, a number that each call chooses up to S.tokens and that is the
-// same on all ranks. A slot follows from the token's index at its source, so no counter is shared
-// and the order is kept.
+// The slot of a token of a source, in the inbox and in the outbox of every rank. Each source has
+// `source_rows` contiguous slots, a number up to S.tokens that each call chooses and that is equal
+// on all ranks. The slot depends only on the token's index at its source, so no counter is shared
+// and the order is deterministic.
 WEFT_FN constexpr u32 slot_of(u32 source_rows, u32 source, u32 token) {
     return source * source_rows + token;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A token's payload on its way into peers' inboxes: opaque rows, or the first row quantised to FP8
-// in registers. A PayloadFragment holds what a thread loads before anything is decided, so that all
-// cold loads of a token share one round trip.
+// Stores a token's payload into peers' inboxes: opaque rows, or the first row quantised to FP8 in
+// registers. A PayloadFragment holds the data that a thread loads before the token's routing is
+// known, so that all cold loads of a token share one round trip.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/quantize_warp.cuh>

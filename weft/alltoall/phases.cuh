@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The protocol: what each rank writes, in which order, and what it may read afterwards. A Team is
+// The protocol: the writes of each rank, their order, and the reads that they allow. A Team is
 // the set of threads that act as one (a CTA on a GPU, one thread on a CPU). It has the functions
 // lane, lanes and all; a profiled one also has first, teams and meet_publishers.
 //
@@ -18,8 +18,8 @@ template <Shape S> WEFT_FN i64 raw_id(const DispatchArgs& a, u32 token, u32 k) {
     return id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
 }
 
-// The id as an index, or -1 for "no expert". Ids come from users' prompts: anything outside [0,
-// experts) is refused here and never becomes an address.
+// The id as an index, or -1 for "no expert". Ids depend on users' prompts: an id outside [0,
+// experts) is reported here and never becomes an address.
 template <Shape S>
 WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool reports) {
     if (id >= 0 && id < i64(S.experts)) return i32(id);
@@ -28,8 +28,8 @@ WEFT_FN i32 expert_id(const DispatchArgs& a, i64 id, u32 token, u32 k, bool repo
     return -1;
 }
 
-// Where the expert of a known id is. For an expert on a rank that is gone the id becomes -1 and is
-// refused.
+// The location of the expert of a valid id. For an expert on a rank that is gone, the id becomes -1
+// and is reported.
 template <Shape S>
 WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i32& id, u32 token,
                                        u32 k, bool reports) {
@@ -40,8 +40,8 @@ WEFT_FN ExpertLocation living_location(const DispatchArgs& a, RankSet living, i3
     return location;
 }
 
-// The Route of one of this rank's tokens at a peer. It names no expert of a peer that is gone, and
-// goes to that peer's slot at this rank: its slots name none either when `source_rows` moves them.
+// The Route of one of this rank's tokens at a peer. For a peer that is gone it is the peer's slot
+// at this rank: those slots must hold no experts either when `source_rows` moves them.
 template <Shape S>
 WEFT_FN Route<S>& route_at(const DispatchArgs& a, RankSet living, u32 peer, u32 token) {
     const bool alive = has(living, peer);
@@ -64,16 +64,16 @@ template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) 
     return count < 0 ? 0 : a.tokens;
 }
 
-// The tokens that a source sent in this round. A count comes from a peer, so it is clamped to what
-// the inbox holds. If it is wrong, routes decide: they are -1 behind the last token.
+// The tokens that a source sent in this round. A peer wrote the count, so it is clamped to the
+// capacity of the inbox. A wrong count is harmless: routes after the last token are -1.
 template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     const u32 count = u32(inbox.counts[source]);
     return count < S.tokens ? count : S.tokens;
 }
 
-// Publishes epoch `wanted` at every living peer, under the hash of the call. With a dispatch goes
-// the token count. Order: each release covers everything that this team wrote or acquired: the
-// whole rank's payload, routes and counts.
+// Publishes epoch `wanted` with the hash of the call, and for a dispatch the token count, at every
+// living peer. Order: each release covers everything that this team wrote or acquired: the whole
+// rank's payload, routes and counts.
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
                      u64 wanted, u32 count) {
@@ -113,7 +113,7 @@ WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase
     return team.all(arrived);
 }
 
-// Publishes this rank's dispatch, and what call it is.
+// Publishes this rank's dispatch and its call record.
 template <Shape S, class Team>
 WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted,
                               u32 count) {
@@ -121,8 +121,8 @@ WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet l
     publish<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash), wanted, count);
 }
 
-// Publishes that peers may read what this rank's experts made. The ranks have agreed on the call in
-// the dispatch, so its flag carries the geometry alone.
+// Publishes that peers may read the rows of this rank's experts. The dispatch has verified the
+// call, so this flag carries the hash of the geometry.
 template <Shape S, class Team>
 WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 wanted) {
     publish<S>(team, site, living, Phase::combine, site.descriptor, wanted, 0);

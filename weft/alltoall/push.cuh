@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sender of combine by push: every row that this rank's experts made is stored into the inbox
-// of the token's owner, slot (this rank, token). Rows in FP8: combine_fp8.cuh.
+// The sender of combine by push: stores every row of this rank's experts into the inbox of the
+// token's owner, slot (this rank, token). For FP8 rows see combine_fp8.cuh.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 #include <weft/device/copy.cuh>
@@ -11,7 +11,7 @@ namespace weft {
 // One slot, and whether this rank has a row to push for it.
 struct RowToPush {
     u32 source, token;
-    bool wanted;  // the token has an expert here
+    bool has_row;  // the token has an expert on this rank
 };
 
 // Slots in the order (token, source), each rank starting with itself, so that ranks do not store to
@@ -47,7 +47,7 @@ template <Shape S> WEFT_FN void push_rows(const Block& team, const CombineArgs& 
     RowToPush row = find_row<S>(team, a, blockIdx.x, max_tokens);
     for (u32 i = blockIdx.x; i < max_tokens * S.ranks; i += gridDim.x) {
         const RowToPush next = find_row<S>(team, a, i + gridDim.x, max_tokens);
-        if (row.wanted) push_row<S>(team, a, row);
+        if (row.has_row) push_row<S>(team, a, row);
         row = next;
     }
 }

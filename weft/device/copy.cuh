@@ -32,7 +32,7 @@ constexpr u32 vector_bytes(u32 row_bytes) {
                                 : 1;
 }
 
-// A load of what is read once: it takes no place in L1.
+// A load of data that is read once: it allocates no line in L1.
 WEFT_FN uint4 load_once(const uint4* at) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -47,11 +47,11 @@ WEFT_FN uint4 load_once(const uint4* at) {
 WEFT_FN uint4 load_input(const uint4* at) { return load_once(at); }
 template <class V> WEFT_FN V load_input(const V* at) { return *at; }
 
-// Loads from a row that a peer wrote, or that lies in a peer's memory.
+// Loads from a row that a peer wrote, or that is in a peer's memory.
 WEFT_FN uint4 load_peer_row(const uint4* at) { return load_once(at); }
 
-// Loads a word now that is used later. The compiler may not move the load to its use, behind
-// another wait.
+// Loads a word now that is used later. The compiler may not move the load to its use, after another
+// wait.
 WEFT_FN u32 load_early(const void* at) {
     u32 v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -72,7 +72,7 @@ WEFT_FN void store(uint4* at, uint4 v) {
 template <class V> WEFT_FN void store(V* at, V v) { *at = v; }
 
 // Flag-in-data: a peer writes four words one by one, and this rank polls them in its own memory.
-// The accesses are strong but order nothing, and a 16-byte access may be seen in parts.
+// The accesses are strong but order nothing, and a 16-byte access may be observed in parts.
 WEFT_FN uint4 poll_vector(const uint4* at) {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -88,8 +88,8 @@ WEFT_FN void post_vector(uint4* at, uint4 v) {
                  : "memory");
 }
 
-// The same as two 64-bit accesses in no order, each of which is seen whole. For pairs of words in
-// which one word is the tag of the other; above, each of the four words stands alone (models/ptx
+// The same as two unordered 64-bit accesses, each of which is single-copy atomic. For pairs of
+// words in which one is the tag of the other; above, the four words are independent (models/ptx
 // E1).
 WEFT_FN uint4 poll_u64_pair(const uint4* at) {
     uint4 v;

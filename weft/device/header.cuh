@@ -7,7 +7,7 @@
 
 namespace weft {
 
-constexpr u32 abi = 11;                         // to be raised whenever a struct below changes
+constexpr u32 abi = 11;                         // increment whenever a struct below changes
 constexpr u32 max_ranks = WEFT_WIDE ? 72 : 32;  // of one NVLink domain; 72 is GB200 NVL72
 constexpr u32 rank_words = (max_ranks + 31) / 32, host_words = (max_ranks + 62) / 63;
 constexpr u32 ring_records = 256;
@@ -101,7 +101,7 @@ WEFT_FN constexpr RankSet ranks_below(u32 ranks) {
     return set;
 }
 
-// The rank that is `offset` after another one, in a circle.
+// The rank `offset` after another one, modulo the number of ranks.
 template <auto S> WEFT_FN u32 next_rank(u32 rank, u32 offset) {
     return rank + offset < S.ranks ? rank + offset : rank + offset - S.ranks;
 }
@@ -126,7 +126,7 @@ WEFT_FN constexpr u32 flag_call(u64 flag) { return u32(flag >> flag_bits) & flag
 WEFT_FN constexpr bool flag_not_older(u64 flag, u64 wanted) {
     return ((flag - wanted) & flag_mask) < (1u << (flag_bits - 1));
 }
-// The epoch of a flag, of all those that its bits may mean the one nearest to `wanted`.
+// The epoch of a flag: of all epochs with these bits, the one nearest to `wanted`.
 WEFT_FN constexpr u64 flag_epoch(u64 flag, u64 wanted) {
     const u64 ahead = (flag - wanted) & flag_mask;
     const u64 behind = ahead < (1u << (flag_bits - 1)) ? 0 : 1ull << flag_bits;
@@ -135,15 +135,16 @@ WEFT_FN constexpr u64 flag_epoch(u64 flag, u64 wanted) {
 
 // An error, as counters and ids only. The device writes it, the host reads it.
 struct ErrorRecord {
-    u32 code = 0, rank = 0, peer = 0, phase = 0;  // peer: whom it is about; who asked, if aborted
-    u64 wanted = 0, seen = 0;                     // epochs, hashes, or ids and their limit
+    u32 code = 0, rank = 0, peer = 0,
+        phase = 0;             // peer: the culprit; if aborted, the aborting rank
+    u64 wanted = 0, seen = 0;  // epochs, hashes, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
     u32 reported_by = 0;      // rank + 1 of the peer that detected it; 0: this rank itself
     u32 reserved = 0;
 };
 
-// The word by which a rank tells a peer that it has left the group, and which rank caused that:
+// The word that notifies a peer that a rank has left the group, and which rank caused that:
 // code 8 | culprit 16 | epoch 40. Zero: it has not left.
 WEFT_FN constexpr u64 make_notice(u32 code, u32 culprit, u64 epoch) {
     return u64(code) << 56 | u64(culprit & 0xffffu) << 40 | (epoch & epoch_mask);
@@ -164,9 +165,9 @@ struct Mailbox {
 
 constexpr u64 host_asks_to_leave = 1ull << 63;
 
-// What a rank's latest call is, for the peers' error messages: a kernel writes it before it
-// publishes the call's hash, and hosts compare it where the hashes differ. Python packs and reads
-// `what` and `constants` (runtime/identity.py).
+// A rank's latest call, for the peers' error messages: a kernel writes it before it publishes the
+// call's hash, and hosts compare the records if the hashes differ. Python packs and reads `what`
+// and `constants` (runtime/identity.py).
 struct CallRecord {
     u64 hash;  // 40 bits; flags carry the lower 24
     u64 what, constants, reserved;
@@ -188,7 +189,7 @@ struct Timeline {
     u64 arrived_ns[max_ranks];  // when each peer's flag was seen
 };
 
-// The epoch state: what every kernel reads first, in one 16-byte load.
+// The epoch state, which every kernel reads first, in one 16-byte load.
 struct alignas(16) EpochState {
     u64 epoch;   // finished dispatches
     u32 failed;  // a Code; not 0: the group is broken and kernels return at once
@@ -217,8 +218,8 @@ struct alignas(128) Header {
     u32 sending;                          // tokens of a dispatch that is sent and not yet received
     RankSet reported;                     // ranks that are gone, and reported as such
     alignas(128) u64 notices[max_ranks];  // notice of each peer that has left; one writer each
-    alignas(128) u64 waiting_ns;          // when a wait last looked round; peers read it
-    u32 looked;                           // in which 16 us that was: one wait claims them
+    alignas(128) u64 waiting_ns;          // time of the last check of a wait; peers read it
+    u32 looked;                           // 16 us period of that check; one wait claims it
     alignas(128) CallRecord call;         // the latest one
     alignas(128) u8 last_words[512];      // why this rank left, in UTF-8, for the notified peers
     alignas(128) Fault fault;
@@ -226,7 +227,7 @@ struct alignas(128) Header {
     alignas(128) Timeline timelines[ring_timelines];
 };
 
-// Where the shares lie, and which rank this is. Rank r's share starts at base + r * stride.
+// Addresses of the shares, and this rank. Rank r's share starts at base + r * stride.
 struct Site {
     u64 base, stride;
     u64 mailbox;

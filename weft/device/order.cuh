@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory model, in one place: integer names, the operations that every flag and counter goes
-// through (store_release, load_acquire, add_acq_rel, claim, raise_to), the clock, and the back-off
-// of a spin loop. All code above this file is the same text for NVRTC and for c++; this file holds
-// the only #if of the protocol. Flags that a peer reads have system scope; counters inside one GPU
-// have device scope.
+// The memory model: integer names, the operations of every flag and counter (store_release,
+// load_acquire, add_acq_rel, claim, raise_to), the clock, and the back-off of a spin loop. All code
+// that includes this file is the same text for NVRTC and for c++; this file has the only #if of the
+// protocol. Flags that a peer reads have system scope; counters inside one GPU have device scope.
 #pragma once
 
 // NVRTC before 13.4 has neither offsetof nor its builtin, but its front end folds this expression
@@ -58,20 +57,19 @@ using i64 = long long;
 #define WEFT_ADD(at, value, order, scope) __atomic_fetch_add(at, value, __ATOMIC_##order)
 #endif
 
-// Order: publishes everything that this thread wrote before it, and everything it acquired from its
+// Order: publishes all earlier writes of this thread, and everything that it acquired from its
 // team. Pairs with load_acquire.
 template <class Word> WEFT_FN void store_release(Word* at, Word value) {
     WEFT_STORE(at, value, RELEASE, SYSTEM);
 }
 
-// Order: the reads that follow see what the releasing thread published.
+// Order: later reads observe what the releasing thread published.
 template <class Word> WEFT_FN Word load_acquire(Word* at) { return WEFT_LOAD(at, ACQUIRE, SYSTEM); }
 
-// Order: the reads that follow see what a kernel of the same GPU released. Not for flags of peers.
+// Order: later reads observe what a kernel of the same GPU released. Not for flags of peers.
 WEFT_FN u32 load_acquire_local(u32* at) { return WEFT_LOAD(at, ACQUIRE, DEVICE); }
 
-// For words that are complete in themselves: they publish no other data, and nothing is read behind
-// them.
+// For self-contained words: they publish no other data, and no later read depends on them.
 template <class Word> WEFT_FN void store_relaxed(Word* at, Word value) {
     WEFT_STORE(at, value, RELAXED, SYSTEM);
 }
@@ -85,13 +83,13 @@ WEFT_FN u32 add_acq_rel(u32* at, u32 value) { return WEFT_ADD(at, value, ACQ_REL
 // Counts without any order, for callers that only need to know that they were the last.
 WEFT_FN u32 add_relaxed(u32* at, u32 value) { return WEFT_ADD(at, value, RELAXED, DEVICE); }
 
-// Changes a word from `free` to `mine`; true for the one thread that succeeds.
-WEFT_FN bool claim(u32* at, u32 free, u32 mine) {
+// Changes a word from `free` to `owned`; true for the one thread that succeeds.
+WEFT_FN bool claim(u32* at, u32 free, u32 owned) {
 #if defined(__CUDA_ARCH__)
-    return __nv_atomic_compare_exchange_n(at, &free, mine, false, __NV_ATOMIC_ACQ_REL,
+    return __nv_atomic_compare_exchange_n(at, &free, owned, false, __NV_ATOMIC_ACQ_REL,
                                           __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_DEVICE);
 #else
-    return __atomic_compare_exchange_n(at, &free, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    return __atomic_compare_exchange_n(at, &free, owned, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 #endif
 }
 
@@ -104,8 +102,8 @@ WEFT_FN void raise_to(u64* at, u64 value) {
 #endif
 }
 
-// Nanoseconds of a clock that all ranks of a host share well enough for deadlines. On a GPU it
-// ticks in steps of up to 1 us.
+// Nanoseconds of a clock that all ranks of a host share, accurate enough for deadlines. On a GPU
+// its resolution is up to 1 us.
 WEFT_FN u64 now_ns() {
 #if defined(__CUDA_ARCH__)
     u64 t;
@@ -152,20 +150,20 @@ WEFT_FN u32 bits_in(u32 word) {
 #endif
 }
 
-// Polls between two checks of what may end a wait. On a GPU that is 0.3 ms and more. On a CPU it
-// is so few that the clock of a wait starts before the thread first yields its core.
+// Polls between two checks of the conditions that end a wait: on a GPU 0.3 ms or more. On a CPU the
+// number is so small that the clock of a wait starts before the thread first yields its core.
 #if defined(__CUDACC__)
 constexpr u32 polls_per_check = 1024;
 #else
 constexpr u32 polls_per_check = 32;
 #endif
 
-// The back-off of a spin loop after so many polls. CPU ranks may outnumber the cores, so after a
-// short spin they yield: 4 ranks on a CI machine of 2 cores took 16.8 us a round with the yield and
-// 11.6 ms without it (2026-11-20). After more polls they sleep: beside one busy thread of another
-// program each yield may last a whole time slice, and a round then took 700 us; with sleeps it took
-// 16 us (2026-11-21). On GPUs they pause from 512 polls on, some 70 us, beside which 64 ns are
-// nothing: a rank that comes up to 600 us late costs no more than it is late (2026-11-27).
+// The back-off of a spin loop after a number of polls. CPU ranks may outnumber the cores, so they
+// yield after a short spin: 4 ranks on a CI machine with 2 cores took 16.8 us per round with the
+// yield and 11.6 ms without it (2026-11-20). After more polls they sleep: next to a busy thread of
+// another program each yield may last a whole time slice, and a round took 700 us; with sleeps it
+// took 16 us (2026-11-21). GPU threads pause for 64 ns from 512 polls (about 70 us) on, where the
+// pause is negligible: a rank that is up to 600 us late costs only its own delay (2026-11-27).
 WEFT_FN void relax(u32 polls) {
 #if defined(__CUDA_ARCH__)
     if (polls > 512) __nanosleep(64);

@@ -7,7 +7,7 @@
 //        smallest that brings amax down to 448 or less.
 //
 // The all-reduce also has `row_scale`, one for a row, and `group_exponent`, UE8M0 of 128 columns,
-// as other libraries have them.
+// as in other libraries.
 //
 // A block of zeros is stored as zeros; fp8 treats a block below 2^-117 as one. A block that holds
 // an Inf or a NaN has scale NaN, so all of it reads back as NaN: the error stays visible and stays
@@ -33,10 +33,10 @@ struct BlockScale {
 };
 
 #if defined(__CUDA_ARCH__)
-// x / y, rounded once, for x and y from 1 to 448, which tests/device/test_quotient.py tries.
-// reciprocal: of y, to two units in the last place. The language's division calls a function where
-// numbers are very small or large, and ptxas makes warps yield at the head of the loops of a kernel
-// that calls one: a k block of the gated GEMM took 7 % longer.
+// x / y, rounded once, for x and y from 1 to 448 (tests/device/test_quotient.py). reciprocal: of y,
+// to two ulp. The language's division calls a function for very small or large numbers, and ptxas
+// makes warps yield at the head of the loops of a kernel with calls: a k block of the gated GEMM
+// took 7 % longer.
 WEFT_FN float quotient(float x, float y, float reciprocal) {
     reciprocal = __fmaf_rn(__fmaf_rn(-y, reciprocal, 1.0f), reciprocal, reciprocal);
     const float near = x * reciprocal;
@@ -83,8 +83,8 @@ WEFT_FN float mx_inverse(u32 e) {
     return __builtin_bit_cast(float, (254 - e) << 23);
 }
 
-// One scale for a row, by which its numbers are divided: amax * fl(1 / 448), and at least the one
-// that makes 448 of 2^-9, the smallest e4m3 number above 0.
+// The scale of a row, by which its values are divided: amax * fl(1 / 448), but at least the scale
+// that maps 2^-9, the smallest positive e4m3 number, to 448.
 constexpr float smallest_row_scale = 0x1p-9f * inverse_fp8_max;
 
 WEFT_FN BlockScale row_scale(u32 amax_bits) {

@@ -67,8 +67,8 @@ template <u32 n> WEFT_FN void scale_by(float (&x)[n], float by) {
     for (u32 i = 0; i < n; ++i) x[i] = __fmul_rn(x[i], by);
 }
 
-// x / scale with one rounding, by the rounded inverse of the scale (Markstein): a product, less
-// what it has too much. The signs are so that -0 stays -0.
+// x / scale with one rounding, by the rounded inverse of the scale (Markstein): a product minus its
+// error. The signs keep -0 as -0.
 template <u32 n> WEFT_FN void divide_by(float (&x)[n], const BlockScale& by) {
 #pragma unroll
     for (u32 i = 0; i < n; ++i) {

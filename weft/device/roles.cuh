@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each CTA does in a kernel that sends rows and receives others at the same time.
+// CTA roles of a kernel that sends rows and receives others at the same time.
 #pragma once
 #include <weft/device/team.cuh>
 
@@ -10,10 +10,9 @@ struct WarpUnits {
     u32 first, step;
 };
 
-// The CTAs of a kernel by role. CTA 0 coordinates: it sends grants and receives what peers send
-// once per operation, so no row waits for it. Then come metadata CTAs, senders and receivers, in
-// this order: receivers spin on what the others produce, and the hardware starts CTAs in index
-// order.
+// The CTAs of a kernel by role. CTA 0 is the coordinator: it exchanges the words that ranks send
+// once per operation, so no row waits for it. Metadata CTAs, senders and receivers follow in this
+// order: receivers spin on data of the others, and the hardware starts CTAs in index order.
 struct CtaRoles {
     u32 metadata_ctas, sender_ctas;
 
@@ -25,7 +24,7 @@ struct CtaRoles {
             return blockIdx.x > metadata_ctas && blockIdx.x <= metadata_ctas + sender_ctas;
         return blockIdx.x > metadata_ctas + sender_ctas;
     }
-    // The role of any CTA but the coordinator.
+    // The role of a CTA other than the coordinator.
     WEFT_FN CtaRole worker_role() const {
         return is<CtaRole::metadata>() ? CtaRole::metadata
                : is<CtaRole::sender>() ? CtaRole::sender

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows on their way home with flag-in-data. A warp posts, polls, restores and adds one strip of
-// them at a time; operators say which rows, and where they are.
+// Rows that return to their owners with flag-in-data. A warp posts, polls, restores and adds one
+// strip at a time; operators determine the rows and their addresses.
 #pragma once
 #include <weft/device/quantize_warp.cuh>
 #include <weft/device/sentinel_vector.cuh>
@@ -12,9 +12,9 @@ constexpr u32 rows_in_flight = 8;  // of one token, in each lane
 constexpr u32 block_lanes = scale_columns / lane_columns;
 constexpr u32 blocks_in_strip = warp_lanes / block_lanes;
 
-// The index of a lane's i-th 16-byte vector, of 512 columns that a warp loads or posts. The vectors
-// of unquantised rows lie side by side, so that a warp's store fills whole lines. For rows that are
-// quantised each lane holds 16 columns of one block.
+// The index of a lane's i-th 16-byte vector, of 512 columns that a warp loads or posts. In
+// unquantised rows, the vectors of neighbouring lanes are contiguous, so that a warp's store fills
+// whole lines. In rows to be quantised, each lane holds 16 columns of one block.
 template <DType D, bool quantised> WEFT_FN u32 lane_vector(u32 part, u32 i) {
     constexpr u32 width = Columns<D>::vectors;
     const u32 lane = threadIdx.x % warp_lanes;
@@ -22,13 +22,13 @@ template <DType D, bool quantised> WEFT_FN u32 lane_vector(u32 part, u32 i) {
     return (part * width + i) * warp_lanes + lane;
 }
 
-// Is vector v one of the row's? Where a row is of whole parts of a warp, all are.
+// Whether vector v belongs to the row; always true if a row consists of whole parts of a warp.
 template <u32 vectors, u32 of_warp> WEFT_FN bool is_in_row(u32 v) {
     return vectors % of_warp == 0 || v < vectors;
 }
 
-// A lane's columns of such a part of a row. With `is_in_row` here a low-latency combine takes 95
-// registers in place of 80, and an SM two of its CTAs in place of three (NVRTC 13, sm_90a).
+// A lane's columns of such a part of a row. With `is_in_row` here, a low-latency combine takes 95
+// registers instead of 80, and an SM holds two of its CTAs instead of three (NVRTC 13, sm_90a).
 template <DType D, bool quantised, u32 hidden>
 WEFT_FN Columns<D> load_columns(const void* row, u32 part) {
     constexpr u32 vectors = hidden / elements_in_vector(D);
@@ -41,7 +41,7 @@ WEFT_FN Columns<D> load_columns(const void* row, u32 part) {
     return columns;
 }
 
-// The cheaper form (sentinel.cuh), for rows of which only the sum is seen.
+// The cheaper form (sentinel.cuh), for rows of which only the sum is visible to users.
 template <DType D> WEFT_FN Columns<D> without_sentinel(Columns<D> columns) {
 #pragma unroll
     for (u32 i = 0; i < Columns<D>::vectors; ++i) columns.v[i] = without_sentinel<D>(columns.v[i]);
@@ -88,11 +88,11 @@ template <u32 hidden, u32 n> WEFT_FN void post_fp8(u8* row, u32 v, const float (
                       __float_as_uint(block.scale));
 }
 
-// Vectors that one lane polls, `step` bytes apart, first when they are declared.
+// Vectors that one lane polls, `step` bytes apart; the constructor polls them once.
 template <u32 count, u64 step> struct PolledVectors {
     uint4 v[count];
     u8* first;
-    u32 mine;  // those that this lane has, as bits
+    u32 mine;  // vectors of this lane, as bits
 
     WEFT_FN PolledVectors(u8* first, u32 mine) : first(first), mine(mine) { poll(mine); }
 
@@ -117,7 +117,7 @@ template <u32 count, u64 step> struct PolledVectors {
 };
 
 // Polls the vectors that a lane misses (`left`, one bit each). With more than small_batch_tokens it
-// polls one, because other warps need the cache too, and the others once that one has come.
+// polls one, because other warps need the cache too, and the others after that one has arrived.
 constexpr u32 small_batch_tokens = 32;
 template <class Poll, class Missing>
 WEFT_FN void poll_missing(u32 left, u32 tokens, const Poll& poll, const Missing& missing) {
@@ -138,7 +138,7 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
     PolledVectors<count, step> values;
     u32* scale_at;
     u32 scale;
-    u32 wanted;  // the rows, as bits
+    u32 wanted;  // expected rows, as bits
     bool has_scale;
 
     WEFT_FN RowStrip(u8* row, u32 strip, u32 expected)
@@ -162,7 +162,7 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
         values.poll(fp8 ? which & values.mine : which);
         poll_scale();
     }
-    // The rows of which this lane still misses something.
+    // The rows that are incomplete in this lane.
     WEFT_FN u32 missing() const {
         return values.missing() | (has_scale && scale == sentinel ? 1u << scale_row() : 0);
     }
@@ -170,7 +170,7 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
         values.restore();
         if (has_scale) store_relaxed(scale_at, sentinel);
     }
-    // Adds row i, weighted or as it is. All lanes of the warp take part.
+    // Adds row i, weighted or not. All lanes of the warp take part.
     template <class... Weight>
     WEFT_FN void add_to(float (&sum)[columns], u32 i, Weight... weight) const {
         const u32 lane = i * blocks_in_strip + threadIdx.x % warp_lanes / block_lanes;
@@ -185,8 +185,8 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
     }
 };
 
-// Polls a strip until everything in it is ready, and restores its sentinels; false, for all lanes,
-// when a wait has failed. tokens: of the batch. peer_of(i): the rank that sends row i.
+// Polls a strip until all of it is ready, and restores its sentinels; false, for all lanes, when a
+// wait has failed. tokens: tokens of the batch. peer_of(i): the rank that sends row i.
 template <class Strip, class PeerOf>
 WEFT_FN bool await_rows(Header& header, const Site& site, u64 wanted, u32 tokens, Strip& rows,
                         const PeerOf& peer_of) {
@@ -205,7 +205,7 @@ WEFT_FN bool await_rows(Header& header, const Site& site, u64 wanted, u32 tokens
     return true;
 }
 
-// A lane's columns of a result, from its `at`-th vector on: the sum, then `add` where there is one,
+// Stores a lane's columns of a result, from its `at`-th vector on: the sum plus `add`, if any,
 // rounded once.
 template <DType D, u32 n>
 WEFT_FN void store_sum(void* out, const void* add, u64 at, float (&sum)[n]) {

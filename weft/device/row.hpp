@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in flight on a CPU with flag-in-data, in words of four or eight bytes that are seen whole.
+// Rows on a CPU with flag-in-data, in single-copy atomic words of four or eight bytes.
 #pragma once
 #include <weft/device/cpu.hpp>
 #include <weft/device/sentinel.cuh>
@@ -15,7 +15,7 @@ template <class Word> void post_words(u8* to, const void* from, u32 bytes) {
     }
 }
 
-// Posts a row, of which only the sum is seen, with no sentinel among its words.
+// Posts a row of which only the sum is visible to users, without sentinels among its words.
 template <DType D> void post_row(u8* to, const void* from, u32 bytes) {
     for (u32 at = 0; at < bytes; at += 8) {
         u32 word[2];

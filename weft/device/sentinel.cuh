@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Flag-in-data. Every 32-bit word of an inbox holds the sentinel until a peer overwrites it, and no
-// word of a row equals the sentinel. So a reader that sees no sentinel in a row has the row,
-// without a counter, flag or fence in between. The reader then restores the sentinel. NCCL's LL128
-// works alike.
+// word of a row equals the sentinel. So a reader that observes no sentinel in a row has the whole
+// row, without a counter, flag or fence. The reader then restores the sentinel. NCCL's LL128 is
+// similar.
 #pragma once
 #include <weft/device/header.cuh>
 
@@ -25,8 +25,8 @@ template <DType D> WEFT_FN u32 canonical(u32 word) {
     return word & ~(high | low);
 }
 
-// The cheaper form, for rows of which only the sum is seen: a word that equals the sentinel becomes
-// another NaN, without looking at its 16-bit halves.
+// The cheaper form, for rows of which only the sum is visible to users: a word that equals the
+// sentinel becomes another NaN, without a check of its 16-bit halves.
 template <DType D> WEFT_FN u32 without_sentinel(u32 word) {
     constexpr u32 other = D == DType::fp32 ? 0x7fffffffu : 0x7fff7fffu;
     return word == sentinel ? other : word;

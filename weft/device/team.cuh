@@ -9,15 +9,16 @@ constexpr u32 warp_lanes = 32;
 constexpr u32 all_lanes = 0xffffffffu;
 
 // Programmatic dependent launch. A kernel launched with it may start while its predecessor still
-// runs: before this wait it must not touch memory, above all no epoch.
+// runs: before this wait it must not access memory, in particular no epoch.
 WEFT_FN void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// From here on the successor's CTAs may be scheduled; they wait there for the end of this kernel.
+// The successor's CTAs may be scheduled from now on; their griddep_wait waits for the end of this
+// kernel.
 WEFT_FN void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // The CTAs of one cluster; without clusters in the launch each CTA is a cluster of one. No CTA may
-// write into a neighbour's shared memory before all have met once, nor exit before all have met for
-// the last time.
+// write into a neighbour's shared memory before the first barrier of the cluster, nor exit before
+// the last one.
 struct Cluster {
     WEFT_FN u32 size() const {
         u32 n;

@@ -4,8 +4,8 @@
 // operation writes one Timeline of its own header and nothing else, so a replayed graph leaves one
 // per replay.
 //
-// A stamp belongs to this round if it is not older than `start_ns`. Older ones are left from an
-// earlier round, because this round has not reached that point.
+// A stamp belongs to this round if it is not older than `start_ns`. An older stamp is from an
+// earlier round: this round has not reached that point.
 #pragma once
 #include <weft/device/header.cuh>
 
@@ -28,7 +28,7 @@ WEFT_FN void mark_start(const Team& team, Header& header, Phase phase, u64 epoch
     }
 }
 
-// Call before any flag of this team goes out.
+// Call before this team stores its first flag.
 template <class Team>
 WEFT_FN void mark_sent(const Team& team, Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) {
@@ -37,7 +37,7 @@ WEFT_FN void mark_sent(const Team& team, Header& header, Phase phase, u64 epoch)
     }
 }
 
-// Call after all flags of this team have gone out.
+// Call after this team has stored all flags.
 template <class Team>
 WEFT_FN void mark_published(const Team& team, Header& header, Phase phase, u64 epoch) {
     if constexpr (WEFT_PROFILE) {
@@ -47,7 +47,8 @@ WEFT_FN void mark_published(const Team& team, Header& header, Phase phase, u64 e
     }
 }
 
-// Called by the lane that has seen the peer's flag. Where all teams wait, the first one records it.
+// Called by the lane that has observed the peer's flag. If all teams wait, the first one records
+// it.
 template <class Team>
 WEFT_FN void mark_arrived(const Team& team, Header& header, Phase phase, u64 epoch, u32 peer) {
     if constexpr (WEFT_PROFILE)

@@ -25,8 +25,8 @@ struct Mbarrier {
                      : "memory");
     }
     // Order: the bytes that were expected are in shared memory, readable by this thread.
-    // The thread sleeps for up to 10 ms at a time, until the phase completes: asking again and
-    // again takes turns at shared memory that the others need.
+    // The thread sleeps for up to 10 ms at a time until the phase completes: polling would take
+    // shared-memory bandwidth from the other threads.
     WEFT_FN void wait(u32 parity) {
         u32 done = 0;
         while (!done)
@@ -44,16 +44,16 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// L2 cache hints: evict_first for bytes that are read once, evict_last for those that are read
-// again. (The encodings that `createpolicy.fractional` gives for a fraction of 1.)
+// L2 cache hints: evict_first for bytes that are read once, evict_last for bytes that are read
+// again. (The encodings of `createpolicy.fractional` for a fraction of 1.)
 constexpr u64 l2_evict_first = 0x12f0000000000000, l2_evict_last = 0x14f0000000000000;
 
-// Order: what ordinary loads and stores did or acquired comes before what the copy engine does
-// next. For global memory that is a barrier of the whole GPU (MEMBAR.ALL.GPU, sm_90a and sm_100a):
-// once behind the flags, never for each row.
+// Order: ordinary loads and stores, and what they acquired, precede later operations of the copy
+// engine. For global memory this is a barrier of the whole GPU (MEMBAR.ALL.GPU, sm_90a and
+// sm_100a): use it once after the flags, never for each row.
 WEFT_FN void fence_for_bulk() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Loads `bytes` bytes that follow each other into this CTA.
+// Loads `bytes` contiguous bytes into this CTA.
 WEFT_FN void bulk_load_hinted(void* to, const void* from, u32 bytes, Mbarrier& mbarrier, u64 hint) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -96,8 +96,8 @@ WEFT_FN void tma_load_5d(void* to, const TensorMap& map, u32 x, u32 y, u32 z, Mb
 }
 
 // Arrives at the same mbarrier of another CTA of the cluster. Relaxed: it orders nothing, which is
-// enough to give back memory whose reads are known to be over. A release at cluster scope would
-// wait for all stores of the thread, about a microsecond.
+// sufficient to release memory whose reads have completed. A release at cluster scope would wait
+// for all stores of the thread, about a microsecond.
 WEFT_FN void arrive_remote(u32 cta, Mbarrier& mbarrier) {
     asm volatile(
         "{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -108,7 +108,7 @@ WEFT_FN void arrive_remote(u32 cta, Mbarrier& mbarrier) {
 }
 
 // Stores a word to the same offset of another CTA of the cluster, whose mbarrier counts its bytes.
-// Order: who has waited for those bytes may read the word.
+// Order: a thread that has waited for those bytes may read the word.
 WEFT_FN void store_remote(u32 cta, u32* at, u32 value, Mbarrier& mbarrier) {
     asm volatile(
         "{.reg .b32 there, counter; mapa.shared::cluster.u32 there, %0, %3; "
@@ -124,7 +124,7 @@ WEFT_FN void sync_cluster_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Order: mbarriers that were initialised before are seen so by the cluster and by the copy engine.
+// Order: mbarriers that were initialised before are visible to the cluster and to the copy engine.
 WEFT_FN void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors and waits of every operator: how a rank refuses bad input, how it notifies its peers that
-// it has failed, how long it waits, and which rank it reports.
+// Errors and waits of every operator: reports of bad input, notices of a failure to the peers,
+// deadlines, and the choice of the culprit.
 #pragma once
 #include <weft/device/fault.cuh>
 #include <weft/device/timeline.cuh>
@@ -14,8 +14,9 @@ struct ExpertLocation {
     u32 rank, local;
 };
 
-// Where an expert is. table: of rank << 16 | local id, where the shape is mapped; else experts are
-// in contiguous blocks, and the first experts % ranks ranks hold one expert more than the others.
+// The rank and local id of an expert. table: entries of rank << 16 | local id, if the shape is
+// mapped. Otherwise experts are in contiguous blocks, and the first experts % ranks ranks hold one
+// expert more than the others.
 template <auto S> WEFT_FN ExpertLocation locate_expert(const i32* table, u32 expert) {
     constexpr u32 low = S.experts / S.ranks, longer = S.experts % S.ranks;
     constexpr u32 edge = longer * (low + 1);
@@ -32,9 +33,9 @@ template <auto S> WEFT_FN ExpertLocation locate_expert(const i32* table, u32 exp
     }
 }
 
-// Reports bad input, which the caller drops, to the host. One refusal is written at a time; a
-// refusal that comes while another is written loses its report, never its check.
-// once: bits of a word of header.reported, after which such input is not reported again.
+// Reports bad input, which the caller drops, to the host. One report is written at a time; a
+// concurrent report is lost, but its input is dropped nevertheless.
+// once: bits of a word of header.reported that suppress further reports of such input.
 WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record, u32 once = 0,
                     u32 word = 0) {
     u32& reported = word_of(header.reported, word);
@@ -52,15 +53,15 @@ WEFT_FN void refuse(Header& header, const Site& site, ErrorRecord record, u32 on
 }
 
 // Marks the group as broken: the first record is kept, every later kernel of this rank returns at
-// once, and the peers are notified of the culprit. Without the notice they would wait on and report
-// this rank.
+// once, and the peers are notified of the culprit. Without the notice they would time out and
+// report this rank.
 WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     if (!claim(&header.state.failed, 0, record.code)) return;
     Mailbox& box = mailbox(site);
     box.broken = record;
     box.broken.rank = site.rank;
     store_release(&box.broken_code, record.code);
-    // If this rank's host asked it to leave, the host has told the peers why.
+    // If this rank's host requested the abort, the host has notified the peers.
     if (record.code == u32(Code::aborted) && record.peer == site.rank) return;
     const u64 notice = make_notice(record.code, record.peer, record.wanted);
     for (u32 i = 1; i < header.ranks; ++i) {
@@ -102,8 +103,8 @@ WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k
             .slot = k});
 }
 
-// An id of an expert on a rank that is gone. One id in four may be such an id, so a rank is
-// reported once, not with each of them.
+// Reports an id of an expert on a rank that is gone. Such ids may be frequent, so each rank is
+// reported once.
 WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32 token, u32 k) {
     refuse(header, site,
            {.code = u32(Code::gone_rank),
@@ -116,7 +117,7 @@ WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32
            1u << (rank_words == 1 ? gone : gone % 32), gone / 32);
 }
 
-// What a wait is for, as an error record reports it.
+// The object of a wait, as an error record reports it.
 struct Wait {
     u32 peer;
     Phase phase;
@@ -127,28 +128,28 @@ WEFT_FN u32 ring_index(Phase phase, u64 epoch) {
     return u32(epoch * 2 + (phase == Phase::combine)) % ring_records;
 }
 
-// Has a peer finished this operation? Then it has sent everything that its peers wait for, and may
-// have closed or exited since.
+// Whether a peer has finished this operation. It has then sent everything that its peers wait for,
+// and may have closed or exited since.
 WEFT_FN bool has_finished(Header& theirs, Phase phase, u64 epoch) {
     Record& record = theirs.ring[ring_index(phase, epoch)];
     return load_relaxed(&record.phase) == u32(phase) && load_relaxed(&record.epoch) == epoch;
 }
 
-// Why a wait ends without success: the code, the rank that caused it, and the rank + 1 that
-// detected it (0: this rank itself).
+// Why a wait failed: the code, the rank that caused it, and the rank + 1 that detected it (0: this
+// rank itself).
 struct WaitResult {
     Code code;
     u32 culprit, reported_by;
 };
 
-// Has the process of a peer ended? host_word: the first one, as the caller has read it.
+// Whether the process of a peer has ended. host_word: the first host word, read by the caller.
 WEFT_FN bool has_ended(const Site& site, u64 host_word, u32 peer) {
     if constexpr (host_words == 1) return (host_word >> peer & 1) != 0;
     return (load_acquire(&mailbox(site).host_word[peer / 63]) >> peer % 63 & 1) != 0;
 }
 
-// Has a peer failed and sent a notice? Or has one left or ended before it did its part of this
-// operation?
+// Checks whether a peer has failed and sent a notice, or has left or ended before it did its part
+// of this operation.
 WEFT_FN WaitResult check_peers(Header& header, const Site& site, const Wait& wait, u64 host_word) {
     for (u32 peer = 0; peer < header.ranks; ++peer) {
         const u64 notice = load_acquire(&header.notices[peer]);
@@ -164,11 +165,11 @@ WEFT_FN WaitResult check_peers(Header& header, const Site& site, const Wait& wai
     return {Code::ok, wait.peer, 0};
 }
 
-// Is the deadline of a wait over? The error should name the rank that caused the stall, not one
-// that is stuck waiting itself. So a wait on this rank itself gets a quarter more, because the wait
-// of this rank that holds it up knows the culprit. A peer that is waiting, too, is not reported: it
-// knows whom it waits for, and sends a notice when it fails. Only a cycle of waits ends here, at
-// twice the deadline.
+// Whether a wait has exceeded its deadline. The error should name the rank that caused the stall,
+// not one that waits itself. So a wait for this rank itself gets a quarter more time, because this
+// rank's other wait, which causes it, knows the culprit. A peer that waits itself is not reported:
+// it knows the culprit, and sends a notice when it fails. Only a cycle of waits ends here, at twice
+// the deadline.
 WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 start_ns, u64 now) {
     const bool first = ((wait.wanted - header.first_epoch) & epoch_mask) <= 1;
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
@@ -179,16 +180,17 @@ WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 
     return !waits_itself || now - start_ns > 2 * limit;
 }
 
-// Does this wait look at what its host and its peers say, for all waits of its rank? One does in
-// every 16 us. The host's words lie in its memory, and 29,000 threads of a GPU that read them at
-// once took 0.9 ms, in which they did not see the rows that had come (2 x H200, 2026-11-27).
+// Whether this thread reads the host word and the peers' notices, on behalf of all waits of its
+// rank; one thread does in every 16 us. Host words are in host memory: when 29,000 GPU threads read
+// them at once, the reads took 0.9 ms, during which rows that had arrived were not observed (2 x
+// H200, 2026-11-27).
 WEFT_FN bool looks_round(Header& header, u64 now) {
     const u32 last = load_relaxed(&header.looked), tick = u32(now >> 14);
     return last != tick && claim(&header.looked, last, tick);
 }
 
-// The slow path of a wait. Code ok means: wait on. What others say comes before the deadline: they
-// may know better who is to blame.
+// The slow path of a wait; Code::ok means that it continues. Notices take precedence over the
+// deadline, because peers may know the culprit.
 WEFT_FN WaitResult check_wait(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
     // Another wait of this rank has failed and has written the record.
     if (load_acquire(&header.state.failed) != 0) return {Code::aborted, site.rank, 0};
@@ -224,7 +226,7 @@ WEFT_FN bool wait_failed(Header& header, const Site& site, const Wait& wait, u64
     return true;
 }
 
-// One thread's spin loop: its polls, and when it began.
+// State of one thread's spin loop.
 struct SpinWait {
     u64 start = 0;
     u32 polls = 0;
@@ -233,7 +235,7 @@ struct SpinWait {
     WEFT_FN bool keep_waiting(Header& header, const Site& site, const Wait& wait) {
         return keep_waiting_for(header, site, [&] { return wait; });
     }
-    // The same; `describe` makes the Wait when it is checked.
+    // The same; `describe` returns the Wait and is called only for a check.
     template <class Describe>
     WEFT_FN bool keep_waiting_for(Header& header, const Site& site, const Describe& describe) {
         if (++polls % polls_per_check == 0) {
@@ -247,8 +249,8 @@ struct SpinWait {
 
 // Waits for one peer's flag of a call (Site::descriptor for flags that belong to no call).
 // Order: after `true`, this thread may read everything that the peer published with that epoch, and
-// so may its team once it has met in `all`.
-// expected: the flag's epoch, where it differs from the operation's (`wanted`).
+// so may its team after its barrier `all`.
+// expected: the flag's epoch, if it differs from the operation's (`wanted`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
                         u32 call, u64 wanted, u64 expected) {
     SpinWait spin;

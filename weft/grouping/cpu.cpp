@@ -31,7 +31,7 @@ template <Shape S, class Visit> void for_tokens(const Inbox<S>& inbox, Visit vis
             visit(source, token);
 }
 
-// Writes where each group begins and how many rows it has, clamped to what the buffer holds.
+// Writes the offset and the number of rows of each group, clamped to the buffer.
 template <Shape S, Grouping G>
 void compute_offsets(const GroupArgs& a, const u32 (&total)[G.groups]) {
     constexpr bool contiguous = G.packing == Packing::contiguous;
@@ -81,15 +81,14 @@ template <Shape S, Grouping G> void clear_row_metadata(const GroupArgs& a) {
     }
 }
 
-// Writes where a row came from, and its weight.
+// Writes the source of a row, and its weight.
 template <Shape S>
 void label_row(const GroupArgs& a, u32 source, u32 token, u32 row, float weight) {
     a.slot[row] = i32(source * S.tokens + token);
     a.weight[row] = weight;
 }
 
-// Zeroes the slot of an entry that got no row: its owner must not read what an earlier round left
-// there.
+// Zeroes the slot of an entry without a row: its owner must not read stale data.
 template <Shape S> void zero_dropped_row(const GroupArgs& a, u32 source, u32 token, u32 k) {
     if constexpr (S.combine == Combine::gemm_push)
         std::memset(dst_addr_of<S>(a.site, source, token, k), 0, S.out_bytes());
@@ -152,7 +151,7 @@ void sum_row(const GroupArgs& a, u32 source, u32 token, u8* to) {
     if constexpr (rest != 0) sum_block<S, G, as_fp8, rest>(a, source, token, whole, to);
 }
 
-// Calls visit(source, token) for every token that has an entry here.
+// Calls visit(source, token) for every token that has an entry on this rank.
 template <Shape S, Grouping G, class Visit>
 void for_tokens_with_entries(const GroupArgs& a, Visit visit) {
     for_tokens<S>(own_share<S>(a.site).inbox, [&](u32 source, u32 token) {

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first of the three kernels of grouping: how many rows each group has, and where they go.
+// The first of the three kernels of grouping: counts the rows of each group and computes offsets.
 //
 // Roles: every CTA counts the entries of one tile with ballots and clears its share of the row
-// metadata. The last CTA turns the counts into offsets by prefix sums. No atomic ever decides an
-// order.
+// metadata. The last CTA turns the counts into offsets by prefix sums. No order depends on atomics.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/device/team.cuh>
@@ -12,7 +11,7 @@
 namespace weft {
 
 constexpr u32 group_threads = 512, group_warps = group_threads / warp_lanes;
-constexpr u32 max_segments = 32;  // of the tiles, each summed by its own thread
+constexpr u32 max_segments = 32;  // of the tiles; one thread sums each
 
 // Counts of one CTA, then of all tiles.
 template <Shape S, Grouping G> struct Scratch {
@@ -50,7 +49,7 @@ WEFT_FN void rank_entries(const u32 (&group)[chunks], u32 (&within)[chunks], u16
     }
 }
 
-// Turns a column of counts into the sums of those above each; returns the sum of all.
+// Turns a column of counts into its exclusive prefix sum; returns the total.
 template <class T, u32 rows, u32 columns>
 WEFT_FN u32 scan_column(T (&counts)[rows][columns], u32 column) {
     u32 sum = 0;
@@ -63,8 +62,8 @@ WEFT_FN u32 scan_column(T (&counts)[rows][columns], u32 column) {
     return sum;
 }
 
-// The entries of this CTA's tile that a thread counts. They are loaded before it is known how many
-// tokens have come, or whether the group is broken, so that cold loads share one round trip.
+// The entries of this CTA's tile that a thread counts. They are loaded before the number of
+// received tokens and the state of the group are known, so that cold loads share one round trip.
 template <Shape S, Grouping G> struct TileEntries {
     static constexpr u32 tiles = tiles_of(S, G), entries = G.tile * S.top_k;
     static constexpr u32 chunks = (entries + group_threads - 1) / group_threads;
@@ -169,8 +168,7 @@ WEFT_FN void scan_tiles(const Block& team, const GroupArgs& a, Scratch<S, G>& sc
     }
 }
 
-// One warp writes where each group begins and how many rows it has, clamped to what the buffer
-// holds.
+// One warp writes the offset and the number of rows of each group, clamped to the buffer.
 template <Shape S, Grouping G>
 WEFT_FN void compute_offsets(const GroupArgs& a, const Scratch<S, G>& scratch, u32 lane) {
     Header& header = own_share<S>(a.site).header;
@@ -217,7 +215,7 @@ template <Shape S, Grouping G> WEFT_FN void group(const GroupArgs& a) {
     launch_dependents();
     const u32 failed = load_early(&own_share<S>(a.site).header.state.failed);
     const TileEntries<S, G> tile(team, a);
-    if (team.any(failed != 0)) return;  // a barrier, which keeps the loads in front of it
+    if (team.any(failed != 0)) return;  // the barrier keeps the loads before it
     count_tile<S, G>(team, a, tile, scratch);
     clear_row_metadata<S, G>(team, a);
     if (!team.is_last_cta(a.arrived)) return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouping: received rows packed by expert in an order that only the ids decide: source rank first,
-// then token, then entry of the top k. A Grouping specialises the code beside the Shape; one struct
-// of arguments serves all entries.
+// Grouping: received rows packed by expert, in an order that depends on the ids alone: source rank,
+// then token, then entry of the top k. The kernels are specialised by a Grouping and the Shape; one
+// struct of arguments serves all entries.
 #pragma once
 #include <weft/alltoall/phases.cuh>
 
@@ -9,7 +9,7 @@ namespace weft {
 
 enum class Packing : u32 {
     contiguous = 0,  // group after group
-    masked = 1,      // each group in a block of its own, with the same number of rows
+    masked = 1,      // each group in a separate block, with the same number of rows
 };
 
 constexpr Phase grouping_phase = Phase(3);  // in error records
@@ -25,7 +25,7 @@ struct Grouping {
 
     constexpr u32 total() const { return packing == Packing::contiguous ? rows : groups * rows; }
     constexpr u32 padded(u32 count) const { return (count + align - 1) / align * align; }
-    // The end of a group's rows at the latest.
+    // The upper limit of the end of a group's rows.
     constexpr u32 limit(u32 group) const {
         return packing == Packing::contiguous ? rows : (group + 1) * rows;
     }
@@ -38,7 +38,7 @@ struct GroupArgs {
     Site site;
     void* rows[max_planes];  // [row_limit, row bytes] of each payload
     i32* slot;               // [total] of source * tokens + token, or -1
-    float* weight;           // [total]; 0 where there is no slot
+    float* weight;           // [total]; 0 for a row without a slot
     i32* offsets;            // [groups + 1]
     i32* counts;             // [groups]
     i32* position;           // [ranks, tokens, top_k] of rows, -1 for none
@@ -51,7 +51,7 @@ struct GroupArgs {
     u32 row_limit;    // contiguous: rows that this call's buffers hold, at most total
 };
 
-// The end of a group's rows at the latest, in the buffers of this call.
+// The upper limit of the end of a group's rows, in the buffers of this call.
 WEFT_FN u32 limit_of(const GroupArgs& a, Grouping g, u32 group) {
     const u32 limit = g.limit(group);
     return g.packing == Packing::contiguous && a.row_limit < limit ? a.row_limit : limit;
@@ -62,7 +62,7 @@ template <Shape S> WEFT_FN u8* dst_addr_of(const Site& site, u32 source, u32 tok
     return share<S>(site, source).inbox.returned.row[token][k];
 }
 
-// Reports more rows than the buffer holds: what fits is served, the rest is dropped.
+// Reports that the rows do not fit the buffer; the rest is dropped.
 WEFT_FN void refuse_rows(Header& header, const Site& site, u32 limit, u64 needed, u32 group) {
     refuse(header, site,
            {.code = u32(Code::token_overflow),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The second kernel of grouping: `gather` reads each received row once and writes it to the rows of
-// all its entries. A CTA takes one token at a time, and every warp finds the token's rows for
-// itself, one entry per lane.
+// all its entries. A CTA processes one token at a time, and every warp looks up the token's rows,
+// one entry per lane.
 #pragma once
 #include <weft/device/copy.cuh>
 #include <weft/grouping/group.cuh>
@@ -55,8 +55,8 @@ template <Shape S> struct ReceivedTokens {
         u32 begin = 0;
 #pragma unroll
         for (u32 j = 0; j < sources; ++j) {
-            const u32 found = __shfl_sync(all_lanes, until[j] - count[j], source - j * warp_lanes);
-            if (sources == 1 || source / warp_lanes == j) begin = found;
+            const u32 first = __shfl_sync(all_lanes, until[j] - count[j], source - j * warp_lanes);
+            if (sources == 1 || source / warp_lanes == j) begin = first;
         }
         return {source, i - begin};
     }
@@ -74,7 +74,7 @@ template <Shape S, Grouping G> WEFT_FN Entry load_entry(const GroupArgs& a, Toke
     return {group_of<S, G>(route, k), route.weight[k]};
 }
 
-// The row of an entry, or -1 if it has none or the buffer has no room for it.
+// The row of an entry, or -1 if it has none or does not fit the buffer.
 template <Shape S, Grouping G>
 WEFT_FN i32 row_of_entry(const GroupArgs& a, TokenSlot at, u32 k, u32 group) {
     if (group == no_group) return -1;
@@ -85,7 +85,7 @@ WEFT_FN i32 row_of_entry(const GroupArgs& a, TokenSlot at, u32 k, u32 group) {
     return row < limit_of(a, G, group) ? i32(row) : -1;
 }
 
-// One warp writes which rows the token got, and their metadata.
+// One warp writes the token's rows and their metadata.
 template <Shape S, Grouping G>
 WEFT_FN void label_rows(const GroupArgs& a, TokenSlot at, u32 k, const Entry& entry, i32 row) {
     const u32 slot = at.source * S.tokens + at.token;
@@ -143,8 +143,7 @@ template <Shape S, Grouping G> WEFT_FN void pad_groups(const Block& team, const 
     }
 }
 
-// Zeroes the slots of entries that got no row: their owner must not read what an earlier round left
-// there.
+// Zeroes the slots of entries without a row: their owner must not read stale data.
 template <Shape S>
 WEFT_FN void zero_dropped_rows(const Block& team, const GroupArgs& a, TokenSlot at, u32 missing) {
     for (; missing != 0; missing &= missing - 1) {

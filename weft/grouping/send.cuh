@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Experts' results on their way to the tokens' owners. `scatter` stores the sum of a token's rows
-// into the outbox, in top-k order. `send` is that and the sender of combine in one kernel: it
-// stores the sum straight into the owner's inbox or, with gemm_push, copies the rows there one by
-// one; its last CTA publishes the flags. A warp takes 32 vectors of one token at a time, one per
-// lane, so that all rows of a token are in flight at once and small batches still fill the GPU.
+// The third kernel of grouping returns experts' results to the tokens' owners. `scatter` stores the
+// sum of a token's rows into the outbox, in top-k order. `send` fuses that with the sender of
+// combine: it stores the sum directly into the owner's inbox or, with gemm_push, copies the rows
+// there one by one; its last CTA publishes the flags. A warp processes 32 vectors of one token at a
+// time, one per lane, so that all rows of a token are in flight at once and small batches still
+// fill the GPU.
 #pragma once
 #include <weft/device/row.cuh>
 #include <weft/grouping/rows.cuh>
@@ -45,8 +46,8 @@ template <Shape S, Grouping G> WEFT_FN Strip<S> find_strip(const GroupArgs& a, u
     return strip;
 }
 
-// Calls visit(strip) for every strip of every token that has entries here, each in one warp. The
-// indices of the next strip are loaded before this one is visited.
+// Calls visit(strip) for every strip of every token that has entries on this rank, each in one
+// warp. The indices of the next strip are loaded before this one is visited.
 template <Shape S, Grouping G, class Visit>
 WEFT_FN void for_strips(const Block& team, const GroupArgs& a, Visit visit) {
     static_assert(u64(S.tokens) * S.ranks * (Strip<S>::count + 1) < 1ull << 31, "units are a u32");
@@ -108,7 +109,7 @@ template <Shape S, Grouping G> WEFT_FN void scatter(const GroupArgs& a) {
     });
 }
 
-// Sends to its owner what a token's experts made here.
+// Sends the results of this rank's experts for a token to its owner.
 template <Shape S> WEFT_FN void send_strip(const GroupArgs& a, const Strip<S>& strip) {
     const u32 source = strip.at.source, token = strip.at.token;
     if constexpr (S.combine == Combine::gemm_push) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Low-latency combine: experts' rows go straight to their tokens' owners, who add them in top-k
-// order as they arrive. With Reduce::sender each rank first adds what its own experts made of a
-// token and sends one row. One launch, or split into a sending and a receiving kernel. A warp is
-// the unit of work.
+// Low-latency combine: experts' rows are stored at their tokens' owners, which add them in top-k
+// order as they arrive. With Reduce::sender each rank first adds its own experts' rows of a token
+// and sends one row. One launch, or split into a sending and a receiving kernel. A warp is the unit
+// of work.
 //
 // Roles, in grid order:
 // coordinator  sends credits; checks that all ranks combine the same dispatch

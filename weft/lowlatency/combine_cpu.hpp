@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// Makes the returned row of one entry, or the sum of all entries of a token that are this rank's.
+// Computes the returned row of one entry, or the sum of this rank's entries of a token.
 template <LowLatencyShape S>
 void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* weights,
               u32 choices, u8* row) {
@@ -54,9 +54,9 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
             const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
             const i32* position = a.routing.position + slot;
             const float* weights = a.routing.weights + slot;
-            u32 mine = 0;
-            for (u32 k = 0; k < S.top_k; ++k) mine |= u32(position[k] >= 0) << k;
-            for (u32 left = mine; left != 0; left &= left - 1) {
+            u32 entries = 0;  // with an expert of this rank
+            for (u32 k = 0; k < S.top_k; ++k) entries |= u32(position[k] >= 0) << k;
+            for (u32 left = entries; left != 0; left &= left - 1) {
                 const u32 which =
                     S.reduce == Reduce::sender ? a.site.rank : u32(__builtin_ctz(left));
                 const u32 choices = S.reduce == Reduce::sender ? left : left & -left;

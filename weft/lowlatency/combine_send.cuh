@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The senders of a low-latency combine: experts' rows to their tokens' owners, one by one, or this
-// rank's rows of a token as one sum. A warp sends 512 columns.
+// The senders of a low-latency combine: they send experts' rows to their tokens' owners, one by one
+// or as one sum of this rank's rows of a token. A warp sends 512 columns.
 #pragma once
 #include <weft/lowlatency/rank_state.cuh>
 
 namespace weft {
 
-// The rows of a token that this rank's experts made, in a warp: lane k has the row index of entry
-// k, or -1.
+// The rows of this rank's experts for a token, in a warp: lane k has the row index of entry k, or
+// -1.
 template <LowLatencyShape S> struct TokenRows {
     u32 source, token, part;
     u32 position, source_tokens;  // as loaded
@@ -33,26 +33,26 @@ template <LowLatencyShape S> struct TokenRows {
         return rows;
     }
     WEFT_FN u32 vector() const { return part * warp_lanes + threadIdx.x % warp_lanes; }  // of FP8
-    // Behind the source's token count, positions are left from earlier dispatches.
-    WEFT_FN bool is_mine() const { return token < source_tokens && i32(position) >= 0; }
+    // Whether entry k has a row on this rank. Positions beyond the source's token count are stale.
+    WEFT_FN bool has_row() const { return token < source_tokens && i32(position) >= 0; }
 };
 
-// Calls visit(k, columns) for the entries of a token that are this rank's, in top-k order. Several
-// rows are loaded before the first is used, because a rank often has more than one.
+// Calls visit(k, columns) for this rank's entries of a token, in top-k order. Several rows are
+// loaded before the first is used, because a rank often has more than one.
 template <LowLatencyShape S, class Visit>
-WEFT_FN void for_choices(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, u32 mine,
+WEFT_FN void for_choices(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, u32 entries,
                          const Visit& visit) {
-    // Sums and quantised values need registers of their own.
+    // Sums and quantised values need additional registers.
     constexpr u32 vectors = S.combine_fp8 || S.reduce == Reduce::sender ? 4 : 8;
     constexpr u32 together = vectors / Columns<S.dtype>::vectors;
-    while (mine != 0) {
+    while (entries != 0) {
         u32 choice[together];
         Columns<S.dtype> columns[together];
 #pragma unroll
         for (u32 i = 0; i < together; ++i) {
-            choice[i] = u32(__ffs(i32(mine)) - 1);
-            if (mine == 0) continue;
-            mine &= mine - 1;
+            choice[i] = u32(__ffs(i32(entries)) - 1);
+            if (entries == 0) continue;
+            entries &= entries - 1;
             const u32 position = __shfl_sync(all_lanes, rows.position, choice[i]);
             const u8* row = static_cast<const u8*>(a.y) + u64(position) * S.out_bytes();
             columns[i] = load_columns<S.dtype, S.combine_fp8, S.hidden>(row, rows.part);
@@ -63,11 +63,12 @@ WEFT_FN void for_choices(const LowLatencyCombineArgs& a, const TokenRows<S>& row
     }
 }
 
-// Sends every row of a token by itself.
+// Sends every row of a token separately.
 template <LowLatencyShape S>
-WEFT_FN void send_entry_rows(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, u32 mine) {
+WEFT_FN void send_entry_rows(const LowLatencyCombineArgs& a, const TokenRows<S>& rows,
+                             u32 entries) {
     LowLatencyInbox<S>& owner = share_of<S>(a.site, rows.source).inbox;
-    for_choices<S>(a, rows, mine, [&](u32 k, const Columns<S.dtype>& columns) {
+    for_choices<S>(a, rows, entries, [&](u32 k, const Columns<S.dtype>& columns) {
         u8* row = owner.returned_row(rows.token, k);
         if constexpr (S.combine_fp8) {
             float x[lane_columns];
@@ -81,9 +82,9 @@ WEFT_FN void send_entry_rows(const LowLatencyCombineArgs& a, const TokenRows<S>&
 
 // Sends this rank's rows of a token as one sum: weighted, in top-k order, in fp32.
 template <LowLatencyShape S>
-WEFT_FN void send_sum(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, u32 mine) {
+WEFT_FN void send_sum(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, u32 entries) {
     float sum[lane_columns] = {};
-    for_choices<S>(a, rows, mine, [&](u32 k, const Columns<S.dtype>& columns) {
+    for_choices<S>(a, rows, entries, [&](u32 k, const Columns<S.dtype>& columns) {
         const float weight = __shfl_sync(all_lanes, rows.weight, k);
         float x[lane_columns];
         columns.widen(x);
@@ -104,7 +105,7 @@ WEFT_FN void send_sum(const LowLatencyCombineArgs& a, const TokenRows<S>& rows, 
     }
 }
 
-// The token count of the source that sent most.
+// The largest token count of any source.
 template <LowLatencyShape S> WEFT_FN u32 max_source_tokens(const LowLatencyCombineArgs& a) {
     u32 max_tokens = 0;
 #pragma unroll
@@ -119,12 +120,12 @@ WEFT_FN void send_rows(const LowLatencyCombineArgs& a, WarpUnits warp_units, Tok
     u32 unit = warp_units.first, end = 0;
     do {
         const TokenRows<S> next = TokenRows<S>::of(a, unit + warp_units.step);
-        const u32 mine = __ballot_sync(all_lanes, rows.is_mine());
-        if (mine != 0) {
+        const u32 entries = __ballot_sync(all_lanes, rows.has_row());
+        if (entries != 0) {
             if constexpr (S.reduce == Reduce::sender)
-                send_sum<S>(a, rows, mine);
+                send_sum<S>(a, rows, entries);
             else
-                send_entry_rows<S>(a, rows, mine);
+                send_entry_rows<S>(a, rows, entries);
             recorder.worked();
         }
         rows = next;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Low-latency dispatch: tokens are quantised in registers, unless they came so, and go straight to
-// every rank that has one of their experts, once each; the receiver places them by expert as they
-// arrive. One launch, or split into a sending and a receiving kernel. A warp is the unit of work:
-// it sends 512 columns of a token, or receives 2 KiB of a row.
+// Low-latency dispatch: tokens are quantised in registers, unless the input is quantised, and
+// stored once at every rank that has one of their experts; the receiver places them by expert as
+// they arrive. One launch, or split into a sending and a receiving kernel. A warp is the unit of
+// work: it sends 512 columns of a token, or receives 2 KiB of a row.
 //
 // Roles, in grid order:
 // coordinator    sends credits and checks that the peers' dispatch is the same one
@@ -15,19 +15,19 @@
 
 namespace weft {
 
-// What a warp loads of a token before it may send: 16 columns per lane, or as many bytes of a row
-// that goes on as it is, and, in lane k, the k-th id.
-// All loads start at once and are used when the credits have come.
+// A warp's loads of a token before it may send: 16 columns per lane, or as many bytes of a row that
+// is sent unchanged, and, in lane k, the k-th id.
+// All loads start at once and are used when the credits have arrived.
 template <LowLatencyShape S> struct TokenFragment {
-    // Of rows that come quantised a lane holds 32 bytes, whatever they were.
+    // A lane holds 32 bytes of a quantised row.
     static constexpr DType held = S.recipe == Recipe::quantised ? DType::bf16 : S.dtype;
-    static constexpr u32 width = S.given_vectors() * elements_in_vector(held);  // of a row
+    static constexpr u32 width = S.input_vectors() * elements_in_vector(held);  // of a row
     Columns<held> columns;
     u32 token, part;
     u32 id_low, id_high;
 
     static constexpr u32 row_lanes =
-        (S.given_vectors() + Columns<held>::vectors - 1) / Columns<held>::vectors;
+        (S.input_vectors() + Columns<held>::vectors - 1) / Columns<held>::vectors;
     static constexpr u32 units = (row_lanes + warp_lanes - 1) / warp_lanes;  // of a token
 
     WEFT_FN static TokenFragment of(const LowLatencyDispatchArgs& a, u32 unit) {
@@ -38,7 +38,7 @@ template <LowLatencyShape S> struct TokenFragment {
                                .id_low = ~0u,
                                .id_high = ~0u};
         if (fragment.token >= a.tokens) return fragment;
-        const u8* row = static_cast<const u8*>(a.x) + u64(fragment.token) * S.given_vectors() * 16;
+        const u8* row = static_cast<const u8*>(a.x) + u64(fragment.token) * S.input_vectors() * 16;
         fragment.columns = load_columns<held, S.quantises(), width>(row, fragment.part);
         if (lane < S.top_k) {
             const u8* id = static_cast<const u8*>(a.ids) +
@@ -48,15 +48,14 @@ template <LowLatencyShape S> struct TokenFragment {
         }
         return fragment;
     }
-    // The id as an index; -1 for none, and for an id that is no expert.
+    // The id as an index; -1 for none and for an out-of-range id.
     WEFT_FN i32 id(const LowLatencyDispatchArgs& a) const {
         const bool known = (a.ids_bytes != 8 || id_high == 0) && id_low < S.experts;
         return known ? i32(id_low) : -1;
     }
 };
 
-// Calls visit(row of the token in the inbox) for each destination. Each rank starts with itself and
-// goes upwards.
+// Calls visit(row of the token in the inbox) for each destination, in rank order from this rank on.
 template <LowLatencyShape S, class Visit>
 WEFT_FN void for_destinations(const Site& site, u32 token, RankSet destinations,
                               const Visit& visit) {
@@ -68,7 +67,7 @@ WEFT_FN void for_destinations(const Site& site, u32 token, RankSet destinations,
     }
 }
 
-// Sends the columns of one warp, which it quantises, or the vectors that it has loaded.
+// Quantises and sends the columns of one warp, or sends the loaded vectors unchanged.
 template <LowLatencyShape S>
 WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment,
                           RankSet destinations) {
@@ -77,7 +76,7 @@ WEFT_FN void send_columns(const Site& site, const TokenFragment<S>& fragment,
         auto columns = fragment.columns;
 #pragma unroll
         for (u32 i = 0; i < Columns<Fragment::held>::vectors; ++i)
-            columns.v[i] = canonical<S.given_dtype()>(columns.v[i]);
+            columns.v[i] = canonical<S.input_dtype()>(columns.v[i]);
         for_destinations<S>(site, fragment.token, destinations, [&](u8* row) {
             post_columns<Fragment::held, Fragment::width>(row, fragment.part, columns);
         });
@@ -123,9 +122,9 @@ WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, RankSet living, u64 wa
     for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
         const TokenFragment<S> next = TokenFragment<S>::of(a, unit + warp_units.step);
         const i32 id = fragment.id(a);
-        RankSet mine{};
-        if (id >= 0) mine = only(locate_expert<S>(a.placement, u32(id)).rank);
-        const RankSet destinations = union_of_lanes(mine) & living;
+        RankSet destination{};  // of this lane's entry
+        if (id >= 0) destination = only(locate_expert<S>(a.placement, u32(id)).rank);
+        const RankSet destinations = union_of_lanes(destination) & living;
         if (unit % units == 0) send_choices<S>(a, living, wanted, fragment.token, id);
         send_columns<S>(a.site, fragment, destinations);
         if constexpr (S.reduce == Reduce::sender)
@@ -154,7 +153,7 @@ WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArg
 }
 
 // With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the
-// combine credits in their place.
+// combine credits on their behalf.
 // Order: the end of this kernel orders their stores behind the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchArgs& a,
@@ -164,10 +163,10 @@ WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchAr
     if (state.serves<S>(lane)) await_credit<S>(a.site, state.progress, Phase::combine, lane);
 }
 
-// Finds out whether this CTA has work; false when a wait has failed. There are as many receivers as
-// ranks with many tokens would need. Those whose first unit lies behind this rank's own tokens read
-// every rank's token count first; otherwise at one token all of them would read every word of every
-// source, again and again, for nothing. `idle`: no rank has so many tokens.
+// Checks whether this CTA has work and sets `idle` if not; false when a wait has failed. The number
+// of receivers allows for ranks with many tokens. A CTA whose first unit is beyond this rank's own
+// token count reads the token counts of all ranks first; otherwise, with one token, all receivers
+// would repeatedly poll every word of every source.
 template <LowLatencyShape S>
 WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const RankState& state,
                        u64 wanted, u32 first, bool& idle) {
@@ -183,7 +182,7 @@ WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const
     return team.all(arrived);
 }
 
-// Everything that a receiver does.
+// The work of a receiver CTA.
 template <LowLatencyShape S>
 WEFT_FN bool receive(const Block& team, const LowLatencyDispatchArgs& a, const RankState& state,
                      u64 wanted, const CtaRoles& roles, ReceiveScratch<S>& scratch,

@@ -6,14 +6,14 @@
 
 namespace weft {
 
-// Calls visit(peer) for every living rank, until it returns false; then it returns false, too.
+// Calls visit(peer) for every living rank; stops and returns false when a visit returns false.
 template <LowLatencyShape S, class Visit> bool for_living(const Site& site, Visit visit) {
     for (u32 peer = 0; peer < S.ranks; ++peer)
         if (has(own_share<S>(site).header.living, peer) && !visit(peer)) return false;
     return true;
 }
 
-// Copies a row so that no word of it is the sentinel.
+// Copies a row without sentinels among its words.
 template <DType D> void copy_canonical(u8* to, const u8* from, u32 bytes) {
     for (u32 i = 0; i < bytes; i += 4) {
         u32 word;
@@ -23,9 +23,9 @@ template <DType D> void copy_canonical(u8* to, const u8* from, u32 bytes) {
     }
 }
 
-// Stores a row as FP8 blocks with their scales behind them. Where the recipe divides, a CPU rounds
-// the quotient once, as Triton's interpreter does; Triton's kernels, and dispatch.cuh, have it
-// within two units in the last place (div_full).
+// Stores a row as FP8 blocks followed by their scales. If the recipe divides, a CPU rounds the
+// quotient once, as Triton's interpreter does; Triton's kernels and dispatch.cuh compute it to two
+// ulp (div_full).
 template <LowLatencyShape S> void quantize_blocks(u8* to, float (&x)[S.hidden]) {
     for (u32 block = 0; block < S.blocks(); ++block) {
         float (&part)[S.group] = reinterpret_cast<float (&)[S.group]>(x[block * S.group]);
@@ -39,10 +39,10 @@ template <LowLatencyShape S> void quantize_blocks(u8* to, float (&x)[S.hidden]) 
 }
 
 template <LowLatencyShape S> void load_token(const LowLatencyDispatchArgs& a, u32 token, u8* row) {
-    constexpr u32 bytes = S.given_vectors() * 16;
+    constexpr u32 bytes = S.input_vectors() * 16;
     const u8* from = static_cast<const u8*>(a.x) + u64(token) * bytes;
     if constexpr (!S.quantises()) {
-        copy_canonical<S.given_dtype()>(row, from, bytes);
+        copy_canonical<S.input_dtype()>(row, from, bytes);
     } else {
         float x[S.hidden];
         read_block<S.dtype>(x, from, 0);
@@ -56,8 +56,8 @@ template <LowLatencyShape S> void load_token(const LowLatencyDispatchArgs& a, u3
         }
 }
 
-// Reads the ids of one token, -1 for none. Ids that repeat or are no experts are reported and count
-// as none.
+// Reads the ids of one token, -1 for none. Repeated and out-of-range ids are reported and become
+// -1.
 template <LowLatencyShape S>
 void read_choices(const LowLatencyDispatchArgs& a, u32 token, i32 (&ids)[S.top_k]) {
     Header& header = own_share<S>(a.site).header;
@@ -123,8 +123,8 @@ void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
     }
 }
 
-// Sends the first words of a dispatch: that it has begun, and its token count. They order nothing,
-// and nothing is read behind them.
+// Sends the first words of a dispatch: the flag that it has begun, and its token count. They order
+// nothing, and no later read depends on them.
 template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted) {
     Header& header = own_share<S>(a.site).header;
     header.call = a.call;
@@ -179,7 +179,7 @@ bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 to
     return true;
 }
 
-// Receives the token count of each living source, and where its rows of each expert begin.
+// Receives the token count of each living source, and computes its first row of each expert.
 template <LowLatencyShape S>
 bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
                       u32 (&first)[S.ranks][S.local]) {
@@ -228,9 +228,8 @@ void unpack_row(const LowLatencyDispatchArgs& a, const u8* from, u32 e, u32 row)
     }
 }
 
-// Receives one token of one source and stores it at its places. A row is received whatever its
-// choices are. first: row of the first token of its chunk, for each of this rank's experts; bits:
-// the masks of the chunk.
+// Receives one token of one source and stores it at its experts' rows. first: row of the first
+// token of its chunk, for each of this rank's experts; bits: the masks of the chunk.
 template <LowLatencyShape S>
 bool receive_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token,
                    const u32 (&first)[S.local], const u32 (&bits)[S.local]) {
@@ -250,18 +249,18 @@ bool receive_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     for (u32 k = 0; k < S.top_k; ++k) {
         const i32 expert = local_of(choices[k], a.own_experts);
-        ExpertRow found{-1, 0};
-        if (expert >= 0) found = expert_row(expert, token, first[expert], bits[expert]);
+        ExpertRow place{-1, 0};
+        if (expert >= 0) place = expert_row(expert, token, first[expert], bits[expert]);
         if constexpr (!S.gemm_push) a.routing.position[slot + k] = -1;
-        if (found.expert < 0 || found.row >= S.rows()) continue;
-        const u32 e = u32(found.expert);
-        const u64 at = u64(e) * S.rows() + found.row;
+        if (place.expert < 0 || place.row >= S.rows()) continue;
+        const u32 e = u32(place.expert);
+        const u64 at = u64(e) * S.rows() + place.row;
         a.source[at] = i32(source * S.tokens + token);
         if constexpr (S.gemm_push)
             a.routing.dst_addr[at] = dst_addr_of<S>(a.site, source, token, k);
         else
             a.routing.position[slot + k] = i32(at);
-        unpack_row<S>(a, row, e, found.row);
+        unpack_row<S>(a, row, e, place.row);
         if constexpr (S.reduce == Reduce::sender)
             std::memcpy(&a.routing.weights[slot + k],
                         row + (S.value_vectors() + S.scale_vectors()) * 16 + 4 * k, 4);
@@ -302,7 +301,7 @@ template <LowLatencyShape S> bool receive_tokens(const LowLatencyDispatchArgs& a
     return true;
 }
 
-// Sends its credits before it waits for anything, because peers wait for them.
+// Sends this rank's credits before any wait, because peers wait for them.
 template <LowLatencyShape S> void send_credits(const Site& site, const Progress& progress) {
     for_living<S>(site, [&](u32 peer) {
         send_credit<S>(site, progress, Phase::dispatch, peer);
@@ -329,7 +328,7 @@ void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     }
     if constexpr (part != PhasePart::send) {
         if (!receive_tokens<S>(a, wanted)) return;
-        if constexpr (S.gemm_push)  // in the stead of those who will store there
+        if constexpr (S.gemm_push)  // on behalf of the kernels that store there
             if (!await_credits<S>(a.site, progress, Phase::combine)) return;
         own.progress.received = wanted;
         keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The low-latency all-to-all, with flag-in-data. A sender stores a token's row into the inbox of
-// each rank that wants it, and nothing else. The receiver polls the row until no word of it is the
-// sentinel, copies it and restores the sentinel. No counter, flag or fence stands between a row and
-// its reader, and each row is received as it arrives.
+// each destination rank, and nothing else. The receiver polls the row until no word of it is the
+// sentinel, copies it and restores the sentinel. No counter, flag or fence is needed, and each row
+// is received as it arrives.
 //
 // Why one inbox is enough: a rank stores into a peer's inbox only after that peer's credit, a flag
-// that the peer releases at the start of its next operation: by then it has read everything that
-// was there and has restored the sentinels. Every rank makes the same calls, so no credit waits for
-// a call that waits for it. Dispatched and returned rows have slots of their own: where the two
-// alternate, a credit is one operation old when it is needed, and no rank waits for it
-// (docs/design/kernels.md, models/spin/lowlatency.pml).
+// that the peer releases at the start of its next operation, when it has read all rows and restored
+// the sentinels. Every rank makes the same calls, so there is no cycle of credits and calls.
+// Dispatched and returned rows have separate slots: if dispatch and combine alternate, a credit is
+// one operation old when it is needed, and no rank waits for it (docs/design/kernels.md,
+// models/spin/lowlatency.pml).
 #pragma once
 #include <weft/device/quantize.cuh>
 #include <weft/device/sentinel.cuh>
@@ -18,15 +18,15 @@
 namespace weft {
 
 enum class Scales : u32 { fp32_row = 0, fp32_col = 1, ue8m0 = 2 };
-// Whose arithmetic makes FP8 of a block: weft's own (device/quantize.cuh), or that of the library
-// whose calls weft.compat serves. quantised: the rows that a dispatch takes are FP8 already,
-// because they came from another host: numbers, then scales in fp32, padded to whole vectors.
+// The arithmetic that quantises a block to FP8: weft's own (device/quantize.cuh), or that of a
+// library that weft.compat imitates. quantised: the input rows of a dispatch are FP8 already,
+// because they arrived from another host: values, then scales in fp32, padded to whole vectors.
 enum class Recipe : u32 { weft = 0, deep_ep = 1, triton_dist = 2, quantised = 3 };
-// Which rank weights and adds: the token's owner (receiver), or each expert's rank for its own rows
-// (sender).
+// Which rank weights and adds rows: the token's owner (receiver), or each expert's rank for its own
+// rows (sender).
 enum class Reduce : u32 { receiver = 0, sender = 1 };
 
-// A tagged word holds the round that it belongs to: epoch 40 | value 24. All ones is never written.
+// A tagged word has the epoch of its round: epoch 40 | value 24. All ones is never written.
 constexpr u32 tagged_bits = 24;
 WEFT_FN constexpr u64 tagged(u64 epoch, u32 value) { return epoch << tagged_bits | value; }
 WEFT_FN constexpr u32 value_of(u64 word) { return u32(word) & ((1u << tagged_bits) - 1); }
@@ -34,7 +34,7 @@ WEFT_FN constexpr bool is_of(u64 word, u64 epoch) {
     return word >> tagged_bits == (epoch & epoch_mask) && word != sentinel_pair;
 }
 
-// The epoch that an error reports of a word that has not come: the one that the word holds.
+// The epoch that an error reports for a word that has not arrived: the one that the word holds.
 WEFT_FN constexpr u64 epoch_before(u64 wanted) { return (wanted - 1) & epoch_mask; }
 WEFT_FN constexpr u64 epoch_in(u64 word, u64 wanted) {
     return word == sentinel_pair ? epoch_before(wanted) : word >> tagged_bits;
@@ -45,7 +45,7 @@ WEFT_FN constexpr u64 epoch_in(u64 word, u64 wanted) {
 constexpr u32 chunk_tokens = tagged_bits;
 WEFT_FN constexpr u32 chunks_of(u32 tokens) { return (tokens + chunk_tokens - 1) / chunk_tokens; }
 
-// The bits of one chunk that are tokens of a source with so many tokens.
+// The bits of one chunk that are tokens of a source with `tokens` tokens.
 WEFT_FN constexpr u32 valid_bits(u32 tokens, u32 chunk) {
     const u32 rest = tokens > chunk * chunk_tokens ? tokens - chunk * chunk_tokens : 0;
     return rest < chunk_tokens ? (1u << rest) - 1 : (1u << chunk_tokens) - 1;
@@ -54,16 +54,16 @@ WEFT_FN constexpr u32 valid_bits(u32 tokens, u32 chunk) {
 // One shape specialises every kernel. All ranks use equal shapes; creation verifies it.
 struct LowLatencyShape {
     u32 ranks, tokens, top_k, experts;
-    u32 local;  // experts of the rank that has most
+    u32 local;  // largest number of experts of a rank
     u32 hidden;
     DType dtype;
     u32 group;  // columns that share a scale; 0: rows are not quantised
     Scales scales;
     Reduce reduce;
     bool combine_fp8;  // returned rows are FP8, one scale per 128 columns
-    bool gemm_push;    // the kernel that makes a row stores it at its owner; combine sends nothing
-    bool mapped;       // experts are placed by a table
-    Recipe recipe;     // of dispatched rows; returned ones are always weft's
+    bool gemm_push;    // the kernel that computes a row stores it at its owner
+    bool mapped;       // a table maps experts to ranks
+    Recipe recipe;     // of dispatched rows; returned rows always use weft's
 
     constexpr u32 rows() const { return ranks * tokens; }  // of an expert, at most
     constexpr u32 padded_rows() const { return (rows() + 3) / 4 * 4; }
@@ -73,11 +73,11 @@ struct LowLatencyShape {
     constexpr u32 value_vectors() const { return (group == 0 ? out_bytes() : hidden) / 16; }
     constexpr u32 scale_vectors() const { return (blocks() + 3) / 4; }
     constexpr bool quantises() const { return group != 0 && recipe != Recipe::quantised; }
-    // A row as the caller hands it over.
-    constexpr u32 given_vectors() const {
+    // An input row, in 16-byte vectors.
+    constexpr u32 input_vectors() const {
         return recipe == Recipe::quantised ? value_vectors() + scale_vectors() : out_bytes() / 16;
     }
-    constexpr DType given_dtype() const {
+    constexpr DType input_dtype() const {
         return recipe == Recipe::quantised ? DType::fp32 : dtype;
     }
     constexpr u32 weight_vectors() const { return reduce == Reduce::sender ? (top_k + 3) / 4 : 0; }
@@ -97,7 +97,7 @@ struct LowLatencyShape {
     constexpr u32 chunks() const { return chunks_of(tokens); }  // of a source's tokens
 };
 
-// How many operations of each kind this rank has sent and finished; kernels advance the numbers.
+// Number of operations of each kind that this rank has sent and finished; kernels advance them.
 struct alignas(32) Progress {
     u64 sent, received;      // dispatches
     u64 returned, combined;  // combines
@@ -108,7 +108,7 @@ template <LowLatencyShape S> struct LowLatencyInbox {
     alignas(128) u64 received[S.ranks];      // credits: a peer has emptied its inbox of a dispatch,
     alignas(128) u64 combined[S.ranks];      // of a combine
     alignas(128) u64 tokens[S.ranks];        // tagged, like everything below but the rows
-    alignas(128) u64 dispatch_ids[S.ranks];  // the result alive that a peer combines
+    alignas(128) u64 dispatch_ids[S.ranks];  // the result that a peer combines
     alignas(128) u64 token_masks[S.ranks][S.chunks()][S.local];  // of this rank's experts
     alignas(128) u64 choices[S.ranks][S.tokens][S.top_k];        // local expert + 1, or 0
     alignas(128) u8 rows[S.sent_bytes() + S.returned_bytes()];
@@ -129,8 +129,7 @@ template <LowLatencyShape S> struct LowLatencyShare {
     LowLatencyInbox<S> inbox;
 };
 
-// What a dispatch records for its combine, one for each result that may be alive. All of it is
-// local memory.
+// The record of a dispatch for its combine, one for each slot, in local memory.
 struct RoutingRecord {
     i32* position;       // [ranks, tokens, top_k] of expert rows of this rank, or -1
     float* weights;      // [ranks, tokens, top_k], with Reduce::sender
@@ -202,14 +201,14 @@ template <LowLatencyShape S> WEFT_FN LowLatencyShare<S>& own_share(const Site& s
     return share_of<S>(site, site.rank);
 }
 
-// The id as an index; -1 for none, and for an id that is no expert.
+// The id as an index; -1 for none and for an out-of-range id.
 template <LowLatencyShape S>
 WEFT_FN i32 known_id(const LowLatencyDispatchArgs& a, u32 token, u32 k) {
     const i64 id = id_at(a.ids, a.ids_bytes, u64(token) * S.top_k + k);
     return id >= 0 && id < i64(S.experts) ? i32(id) : -1;
 }
 
-// Credits to one peer: publishes how many operations of a kind this rank has read out of its own
+// Sends a credit to one peer: publishes how many operations of a kind this rank has read from its
 // inbox.
 // Order: the release covers the sentinels that those operations have restored.
 template <LowLatencyShape S>
@@ -231,13 +230,13 @@ WEFT_FN u64 credit_needed(const Progress& progress, Phase phase) {
     return phase == Phase::dispatch ? progress.sent : progress.returned;
 }
 
-// Waits until a peer's inbox is empty where the next operation of this phase stores.
-// Order: after `true`, the stores of this thread, and of its team once it has met in `all`, come
-// after the restored sentinels.
+// Waits until the slots of a peer's inbox that the next operation of this phase uses are empty.
+// Order: after `true`, the stores of this thread, and of its team after its barrier `all`, are
+// ordered after the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phase, u32 peer) {
     const u64 wanted = credit_needed(progress, phase);
-    // Deadlines identify a round by the epoch that it makes.
+    // Deadlines identify a round by its resulting epoch.
     return await_flag(own_share<S>(site).header, site, credit_of<S>(site, phase, peer), peer, phase,
                       site.descriptor, (wanted + 1) & epoch_mask, wanted);
 }
@@ -255,8 +254,8 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at
     }
 }
 
-// Does a peer combine the same dispatch? With two results alive ranks could differ, and every row
-// would belong to the other one.
+// Whether a peer combines the same dispatch. With two results alive, ranks could combine different
+// ones, and all rows would belong to the wrong result.
 template <LowLatencyShape S>
 WEFT_FN bool same_dispatch(const LowLatencyCombineArgs& a, u64 wanted, u32 peer) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
@@ -276,15 +275,15 @@ WEFT_FN void send_dispatch_id(const LowLatencyCombineArgs& a, u64 wanted, u32 pe
                   tagged(wanted, a.dispatch_id));
 }
 
-// A count from a peer is clamped to what an inbox holds: no source has more tokens than a dispatch
-// may have, nor more rows of one expert.
+// A count from a peer is clamped to the capacity of an inbox: no source has more tokens than a
+// dispatch may have, nor more rows of one expert.
 template <LowLatencyShape S> WEFT_FN u32 clamp_tokens(u32 count) {
     return count < S.tokens ? count : S.tokens;
 }
 
-// The place of a source's token among this rank's expert rows.
+// The row of a source's token at one of this rank's experts.
 struct ExpertRow {
-    i32 expert;  // -1: not of this rank, or an entry that has no row
+    i32 expert;  // -1: not an expert of this rank, or an entry without a row
     u32 row;
 };
 
@@ -294,7 +293,7 @@ WEFT_FN constexpr i32 local_of(u32 choice, u32 own_experts) {
 }
 
 // first: row of the first token of the chunk; mask: its bits. An entry that is not in the mask gets
-// no row, so no two tokens get the same row and none lies behind the counts.
+// no row, so no two tokens get the same row and no row exceeds the counts.
 WEFT_FN ExpertRow expert_row(i32 expert, u32 token, u32 first, u32 mask) {
     const u32 bit = token % chunk_tokens;
     if ((mask >> bit & 1) == 0) return {-1, 0};
@@ -316,7 +315,7 @@ WEFT_FN u32 missing_rank(const LowLatencyCombineArgs& a, u32 token, u32 which) {
                                           : a.site.rank;
 }
 
-// The power of two that brings a block down to 448 or less, as a float; and its byte.
+// The smallest power of two that scales a block to at most 448, as a float; and its UE8M0 byte.
 WEFT_FN BlockScale power_scale(u32 amax_bits) {
     const u32 e = mx_exponent(amax_bits);
     if (e == 255) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
@@ -326,7 +325,7 @@ WEFT_FN u32 power_byte(u32 scale_bits) {
     return scale_bits > infinity_bits ? 255 : scale_bits >> 23;
 }
 
-// deep_ep: amax counts as 1e-4 at least; scale = amax * fl(1 / 448), q = round(x * (448 / amax)).
+// deep_ep: amax is at least 1e-4; scale = amax * fl(1 / 448), q = round(x * (448 / amax)).
 // triton_dist: scale = amax * fl(1 / 448), q = round(x / scale).
 template <Recipe R> WEFT_FN BlockScale product_scale(u32 amax_bits) {
     if (amax_bits >= infinity_bits) return {__builtin_bit_cast(float, 0x7fc00000u), 0.0f};
@@ -334,9 +333,9 @@ template <Recipe R> WEFT_FN BlockScale product_scale(u32 amax_bits) {
     return {amax * inverse_fp8_max, R == Recipe::deep_ep ? fp8_max / amax : 1.0f};
 }
 
-// triton_dist's numbers are divided by this before they are multiplied by an inverse of 1. Where
-// the scale is 0 there are only zeros, or numbers that no scale is left for: they become zeros, not
-// the NaN that a division by 0 makes.
+// triton_dist's values are divided by this before they are multiplied by an inverse of 1. If the
+// scale is 0, the values are zeros or too small for a scale: they become zeros, not the NaN of a
+// division by 0.
 WEFT_FN float divisor_of(float scale) {
     return scale == 0.0f ? __builtin_bit_cast(float, infinity_bits) : scale;
 }

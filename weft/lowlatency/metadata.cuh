@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The metadata of a low-latency dispatch: the masks of tokens by expert, which metadata CTAs send,
-// and with each row the receiver's experts that it is for. Nothing is counted: one bit needs no
-// other bit, so no CTA looks at another one's tokens.
+// and with each row its choices among the receiver's experts. Masks need no counters, so the CTAs
+// are independent.
 #pragma once
 #include <weft/lowlatency/rank_state.cuh>
 
@@ -43,7 +43,7 @@ WEFT_FN Action send_token_count(const LowLatencyDispatchArgs& a, u64 wanted, u32
     return planned;
 }
 
-// Sends the flag that a dispatch has begun. It orders nothing, and only the coordinator reads it.
+// Sends the flag that a dispatch has begun. It orders nothing; only the coordinator reads it.
 template <LowLatencyShape S>
 WEFT_FN void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer,
                                  Action planned) {
@@ -77,7 +77,7 @@ WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
 }
 
 // One warp per token, lane k for entry k: sends to every living rank which of its experts are
-// chosen, reports wrong ids, and records which rows combine will return.
+// chosen, reports invalid ids, and records which rows combine will return.
 template <LowLatencyShape S>
 WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted, u32 token,
                           i32 id) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state of the rank that every CTA of a low-latency kernel reads first, and the credits. The
-// protocol is in lowlatency/layout.cuh.
+// The state of the rank that every CTA of a low-latency kernel reads first, and the credits. See
+// lowlatency/layout.cuh for the protocol.
 #pragma once
 #include <weft/device/roles.cuh>
 #include <weft/device/row.cuh>
@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// Sends the scale of one FP8 block at the end of a row. The words behind the last scale are filled
+// Sends the scale of one FP8 block at the end of a row. The words after the last scale are zeroed
 // up to a whole vector.
 template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale) {
     u32* words = reinterpret_cast<u32*>(scales);
@@ -18,10 +18,10 @@ template <u32 blocks> WEFT_FN void send_scale(u8* scales, u32 block, float scale
             for (u32 i = blocks; i < (blocks + 3) / 4 * 4; ++i) store_relaxed(words + i, 0u);
 }
 
-// The progress of this rank, and whether the group is broken. Every thread reads it for itself, in
-// the same round trip as its other first loads. After `may_start` no thread of the CTA reads it
-// again, nor has a load of it under way, so the CTA may count itself, and the last one that does
-// may advance the progress.
+// The progress of this rank, and whether the group is broken. Every thread reads it, in the same
+// round trip as its other first loads. After `may_start` no thread of the CTA reads it again or has
+// a load of it in flight, so the CTA may count itself, and the last CTA to do so may advance the
+// progress.
 struct RankState {
     Progress progress;
     u32 failed, generation;
@@ -30,13 +30,13 @@ struct RankState {
     template <LowLatencyShape S> WEFT_FN static RankState read(const LowLatencyShare<S>& own) {
         return {own.progress, own.header.state.failed, own.header.generation, own.header.living};
     }
-    // Is this lane one for a peer, and does that take part?
+    // Whether this lane has a peer, and the peer is living.
     template <LowLatencyShape S> WEFT_FN bool serves(u32 peer) const {
         return peer < S.ranks && has(living, peer);
     }
 
     // True if the group is not broken and, for a CTA that stores, if the peers have emptied their
-    // inboxes. A lane looks at the peers `first` and, by recursion, 32, 64 ... after it.
+    // inboxes. A lane checks the peers `first` and, by recursion, 32, 64 ... after it.
     template <LowLatencyShape S, u32 first = 0>
     WEFT_FN bool may_start(const Block& team, const Site& site, Phase phase, bool stores) const {
         bool ok = true;
@@ -47,14 +47,14 @@ struct RankState {
         if (stores && team.lane() >= before && serves<S>(team.lane() - before + first)) {
             const u32 peer = team.lane() - before + first;
             const u64 seen = load_acquire(credit_of<S>(site, phase, peer));
-            // Most often the credit is there, and it is exactly this one.
+            // Usually the credit has arrived, and it is exactly this one.
             const u64 usual =
                 make_flag(generation, site.descriptor, credit_needed(progress, phase));
             if (ok && failed == 0 && seen != usual)
                 ok = await_credit<S>(site, progress, phase, peer);
         }
         if constexpr (first != 0) return ok;
-        // Always true; it takes the values of all four loads before the barrier.
+        // Always true; it forces the values of all four loads before the barrier.
         const u64 words = progress.sent | progress.received | progress.returned | progress.combined;
         ok = ok && failed == 0 && words <= epoch_mask;
         return team.all(ok);
@@ -69,7 +69,7 @@ WEFT_FN bool is_last_cta_relaxed(Header& header) {
     return true;
 }
 
-// When an operation began, in the lane that records it. No other lane reads the clock of all ranks
+// The start of an operation, in the lane that records it. No other lane reads the rank's clock
 // before its first store.
 WEFT_FN u64 start_time(const Block& team, const CtaRoles& roles) {
     const bool keeps =
@@ -79,8 +79,8 @@ WEFT_FN u64 start_time(const Block& team, const CtaRoles& roles) {
 
 constexpr u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
-// The coordinator of every operation sends credits before it waits for anything. Each kind of
-// credit has a warp of its own, because a release waits for the store before it.
+// The coordinator of every operation sends credits before any wait. Each kind of credit has its own
+// warp, because a release waits for the store before it.
 template <LowLatencyShape S, u32 first = 0>
 WEFT_FN void send_credits(const Block& team, const Site& site, const RankState& state) {
     if constexpr (first + warp_lanes < S.ranks)

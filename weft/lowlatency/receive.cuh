@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The receivers of a low-latency dispatch: they move rows out of the inbox, as they arrive, to
-// their places by expert. A warp moves 2 KiB of a row at a time.
+// The receivers of a low-latency dispatch: they copy rows from the inbox to their experts' rows as
+// they arrive. A warp copies 2 KiB of a row at a time.
 #pragma once
 #include <weft/lowlatency/rank_state.cuh>
 
@@ -52,9 +52,8 @@ WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 s
 }
 
 // Reads one source's masks of one of this rank's experts; a source that is gone has sent none. The
-// first entry gets the number of rows,
-// the others where they begin among the source's rows. Called by one thread; false when a wait has
-// failed.
+// first entry gets the number of rows, the others their first row among the source's rows. Called
+// by one thread; false when a wait has failed.
 template <LowLatencyShape S>
 WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted, u32 source,
                          u32 e, ReceiveScratch<S>& scratch) {
@@ -141,12 +140,12 @@ WEFT_FN ExpertRow find_expert_row(const LowLatencyDispatchArgs& a, const Receive
     u32 first = scratch.first[source][chunk / span][e];
     for (u32 c = chunk / span * span; c < chunk; ++c)
         first += bits_in(scratch.bits_of(inbox, source, c, e));
-    const ExpertRow found =
+    const ExpertRow place =
         expert_row(expert, token, first, scratch.bits_of(inbox, source, chunk, e));
-    return found.row < S.rows() ? found : ExpertRow{-1, 0};
+    return place.row < S.rows() ? place : ExpertRow{-1, 0};
 }
 
-// One warp's part of one row that may arrive.
+// One warp's part of one row.
 template <LowLatencyShape S> struct RowFragment {
     uint4 v[lane_vectors];
     u64 word;  // lane k: the `choices` word of entry k
@@ -169,7 +168,7 @@ template <LowLatencyShape S> struct ReceiveUnit {
     }
 };
 
-// Polls choices and row at once: when the one has arrived, the other most often has, too.
+// Polls choices and row together, because they usually arrive together.
 template <LowLatencyShape S>
 WEFT_FN RowFragment<S> poll_row(LowLatencyInbox<S>& inbox, u32 source, u32 token, u32 unit) {
     RowFragment<S> fragment{};
@@ -184,22 +183,21 @@ WEFT_FN RowFragment<S> poll_row(LowLatencyInbox<S>& inbox, u32 source, u32 token
     return fragment;
 }
 
-// Waits for a token's choices and, if one of them is this rank's (`mine`), for this warp's part of
-// its row. The sentinels of the row are restored, whatever the choices are. False when a wait has
-// failed.
+// Waits for a token's choices and, if one of them is an expert of this rank (`has_row`), for this
+// warp's part of the row, whose sentinels are restored. False when a wait has failed.
 template <LowLatencyShape S>
 WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
-                       RowFragment<S>& fragment, bool& mine) {
+                       RowFragment<S>& fragment, bool& has_row) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 lane = threadIdx.x % warp_lanes;
     uint4* row = reinterpret_cast<uint4*>(own.inbox.sent_row(source, token));
     const auto missing = [&] {
-        u32 found = 0;
+        u32 vectors = 0;
 #pragma unroll
         for (u32 i = 0; i < lane_vectors; ++i)
             if (RowFragment<S>::vector(unit, i) < S.sent_vectors() && !is_ready(fragment.v[i]))
-                found |= 1u << i;
-        return found;
+                vectors |= 1u << i;
+        return vectors;
     };
     const auto poll = [&](u32 which) {
 #pragma unroll
@@ -212,11 +210,11 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
         const u32 left = missing();
         const bool has_all_choices = __all_sync(all_lanes, has_choice);
         if (has_all_choices) {
-            mine = __any_sync(all_lanes, value_of(fragment.word) != 0);
-            if (!mine) return true;
+            has_row = __any_sync(all_lanes, value_of(fragment.word) != 0);
+            if (!has_row) return true;
             if (__all_sync(all_lanes, left == 0)) break;
         }
-        // Until all choices are there, no lane knows whether the row will come.
+        // Until all choices have arrived, no lane knows whether there is a row.
         const bool waits = has_all_choices ? left != 0 : !has_choice;
         const u64 seen = has_all_choices ? epoch_before(wanted) : epoch_in(fragment.word, wanted);
         const Wait wait{source, Phase::dispatch, wanted, seen};
@@ -232,7 +230,7 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
     return true;
 }
 
-// Stores one vector of a row at one of its places by expert.
+// Stores one vector of a row at one of its experts.
 template <LowLatencyShape S>
 WEFT_FN void put_vector(const LowLatencyDispatchArgs& a, u32 e, u32 row, u32 v, uint4 data) {
     if (v < S.value_vectors()) {
@@ -259,16 +257,16 @@ WEFT_FN void keep_weights(const LowLatencyDispatchArgs& a, u64 slot, u32 v, uint
     }
 }
 
-// Receives one warp's part of one row: waits for it and stores it at each of its places by expert.
+// Receives one warp's part of one row: waits for it and stores it at each of its experts.
 template <LowLatencyShape S>
 WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token,
                          u32 unit, const ReceiveScratch<S>& scratch, RowFragment<S>& fragment,
                          TraceRecorder& recorder) {
     const u64 since = recorder.waits();
-    bool mine = false;
-    if (!await_row<S>(a, wanted, source, token, unit, fragment, mine)) return false;
+    bool has_row = false;
+    if (!await_row<S>(a, wanted, source, token, unit, fragment, has_row)) return false;
     const u32 k = threadIdx.x % warp_lanes;
-    // Lanes without an entry hold the word 0, which is no expert.
+    // Lanes without an entry hold the word 0, which means no expert.
     const auto [e, row] = find_expert_row<S>(a, scratch, source, token, value_of(fragment.word));
     const u64 slot = (u64(source) * S.tokens + token) * S.top_k;
     if (unit % RowFragment<S>::units == 0 && k < S.top_k) {
@@ -278,11 +276,11 @@ WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source
         if constexpr (S.gemm_push)
             if (e >= 0) a.routing.dst_addr[at] = dst_addr_of<S>(a.site, source, token, k);
     }
-    if (!mine) return true;
+    if (!has_row) return true;
     recorder.waited(since, source);
-    u32 wanting = __ballot_sync(all_lanes, e >= 0);
-    for (; wanting != 0; wanting &= wanting - 1) {
-        const u32 from = u32(__ffs(i32(wanting)) - 1);
+    u32 entries = __ballot_sync(all_lanes, e >= 0);
+    for (; entries != 0; entries &= entries - 1) {
+        const u32 from = u32(__ffs(i32(entries)) - 1);
         const u32 to_e = u32(__shfl_sync(all_lanes, e, from)),
                   to_row = __shfl_sync(all_lanes, row, from);
 #pragma unroll

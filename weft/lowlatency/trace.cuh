@@ -5,17 +5,17 @@
 
 namespace weft {
 
-// What one team did of one operation, and when. A team is a CTA, or on a CPU the sending or the
-// receiving part. Its start is on the rank's clock; all else is in ticks of the team's own clock.
-// The team that keeps the operation's record knows its end on both clocks, so each can be converted
-// to the other.
+// The work of one team in one operation, with times. A team is a CTA, or on a CPU the sending or
+// the receiving part. Its start is on the rank's clock; other times are ticks of the team's own
+// clock. The team that keeps the operation's record has its end on both clocks, which allows
+// conversion.
 struct TraceRecord {
     u64 epoch, start_ns;
     u64 end_ns;                    // 0: this team did not read the rank's clock again
     u32 credited, learned, ended;  // ticks since the start; 0: not reached
     u16 phase, role;
     u32 team, units;
-    u32 waited[max_ranks];  // ticks, of its first warp, for each source; of a combine for all
+    u32 waited[max_ranks];  // ticks of its first warp, by source; in a combine, of all sources
 };
 constexpr u32 max_traces = 1024;  // records of one operation
 constexpr u32 trace_words = sizeof(TraceRecord) / 8;
@@ -28,8 +28,8 @@ WEFT_FN u64 profiled_now() {
 }
 
 // Records a team's times. They are kept in the team's own memory (`record`) and stored once, at the
-// end: to add them up in the rank's memory would cost a round trip per row. Without WEFT_PROFILE
-// nothing of it is compiled.
+// end: accumulating them in the rank's memory would cost a round trip per row. Without WEFT_PROFILE
+// it compiles to nothing.
 // start_ns: the rank's clock, if the first lane has just read it.
 class TraceRecorder {
   public:
