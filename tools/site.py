@@ -21,8 +21,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-# Chapter of the reference -> module and file that lists its public names, and whether every class
-# gets a page of its own. Functions of a chapter share one page.
+# Chapter of the reference -> module, the file that lists its public names, and whether every class
+# gets its own page. Functions of a chapter share one page.
 CHAPTERS = {
     "Operators and groups": ("weft", "weft/public.py", True),
     "MoE layers": ("weft.moe", "weft/moe/__init__.py", True),
@@ -30,7 +30,7 @@ CHAPTERS = {
     "Errors": ("weft.errors", "weft/errors.py", False),
     "Reference results": ("weft.reference", "weft/reference.py", False),
 }
-# Other pages, object by object.
+# Modules with one page each.
 PAGES = {
     "FlashInfer": "weft.compat.flashinfer",
     "DeepEP": "weft.compat.deep_ep",
@@ -39,7 +39,7 @@ PAGES = {
     "vLLM plug-in": "weft.plugins.vllm",
     "transformers plug-in": "weft.plugins.transformers",
 }
-# Names with a page elsewhere: modules of `weft`, and classes that `weft` offers too.
+# Names with a page elsewhere: modules of `weft`, and classes that `weft` also exports.
 ELSEWHERE = {"weft.errors", "weft.reference", "weft.moe.MoE", "weft.moe.MoEConfig"}
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)]*)\)")
 
@@ -103,7 +103,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace a link that leaves docs/ by its text: the site has no page for it."""
+    """Replace a link that leaves docs/ by its text, because the site has no page for it."""
     depth = page.file.src_uri.count("/")
 
     def text_of(link: re.Match[str]) -> str:
@@ -116,7 +116,7 @@ class PublicSignatures(griffe.Extension):
     """Complete what docstrings alone cannot show.
 
     Private parameters are hidden, methods without a docstring get that of their base class, and
-    `memory_bytes = staticmethod(...)` is shown as the function that it is.
+    `memory_bytes = staticmethod(...)` is shown as a function.
     """
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
@@ -133,11 +133,11 @@ class PublicSignatures(griffe.Extension):
                     continue
                 if member.is_function and not member.has_docstring and name[0] != "_":
                     bases = (base.members.get(name) for base in cls.mro())
-                    found = [base for base in bases if base is not None and base.has_docstring]
-                    member.docstring = found[0].docstring if found else None
+                    documented = [base for base in bases if base is not None and base.has_docstring]
+                    member.docstring = documented[0].docstring if documented else None
                 elif name == "memory_bytes" and isinstance(member, griffe.Attribute):
                     cls.set_member(name, _sizes_function(cls, name))
-            # What a class inherits follows what it defines, whatever the line in another file.
+            # Inherited members follow a class's own, whatever their line in another file.
             for number, (name, member) in enumerate(cls.inherited_members.items()):
                 inherited = copy.copy(member.final_target)
                 inherited.lineno, inherited.parent = 10**6 + number, cls
@@ -175,7 +175,7 @@ def _sizes_function(cls: griffe.Class, name: str) -> griffe.Function:
 
 
 def _text_of(helper: griffe.Function) -> str:
-    """Return the text that a helper gives the functions that it makes: its `doc = ...`."""
+    """Return the text of a helper's `doc = ...`, the docstring of the functions that it makes."""
     for node in ast.walk(ast.parse(textwrap.dedent(helper.source))):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "doc":
             return inspect.cleandoc(str(ast.literal_eval(node.value)))

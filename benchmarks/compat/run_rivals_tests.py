@@ -4,12 +4,12 @@
     run_rivals_tests.py collect DEEP_EP FLASHINFER TRITON_DISTRIBUTED   from git clones
     run_rivals_tests.py run [--ranks 2] [--cpu] [--only NAME,NAME] [--limit SECONDS] [--out DIR]
 
-The programs are theirs, byte for byte, at the commits below, and no part of this repository. Each
-runs in a fresh folder whose imports are the shims beside this file: `deep_ep`, `flashinfer` and
-`triton_dist` with weft.compat inside, an `mpi4py` over torch's store, and with --cpu a torch that
-reads "cuda" as "cpu". Each has a limit; what it starts is ended with it. OUT/rivals.jsonl gets a
-line for each program, OUT/NAME.log what it said; the table comes last. Exit status 1 if a program
-ran and did not pass.
+The programs are unmodified, at the commits below, and not part of this repository. Each runs in a
+fresh folder whose imports are the shims beside this file: `deep_ep`, `flashinfer` and `triton_dist`
+with weft.compat inside, an `mpi4py` over torch's store, and with --cpu a torch that maps "cuda" to
+"cpu". Each has a time limit, and its processes are killed at the end. OUT/rivals.jsonl gets a line
+per program, OUT/NAME.log its output; a table follows. The exit status is 1 if a program ran and
+failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 STORE = REPOSITORY / ".carry" / "rivals"
 
-# Of each project: the commit, and where its files go, by the folder that programs are started in.
+# Each project's commit, and its files, relative to the folder where programs are started.
 COMMITS = {
     "DeepEP": "dd758caf451848bd150e1046af3d0a73e5fff38d",  # 2026-07-14
     "DeepEP-1.2.1": "9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee",
@@ -68,8 +68,8 @@ FILES = {
         f"python/triton_dist/test/nvidia/{name}.py" for name in ("test_ep_ll_a2a", "ep_a2a_utils")
     ],
 }
-GRACE = 15.0  # seconds
-# Their helpers that measure kernels by name: a module of all that theirs has, and our measurement.
+GRACE = 15.0  # seconds for other ranks to print their errors after one failed
+# Helpers that time kernels by name are replaced by a module with our measurement.
 MEASURING = {"DeepEP": "deep_ep/utils/testing.py", "DeepEP-1.2.1": "tests/utils.py"}
 ERROR = re.compile(
     r"^(?:E +|\[rank\d+\]: *)?((?:[\w.]+\.)?\w*"
@@ -86,11 +86,16 @@ RELAYED = re.compile(
 class Program:
     """A test program.
 
-    name: of the row.   project: whose, and its folder.   path: of the file below it.
-    each_rank: it is started once for each rank, with torchrun's environment; else once.
-    gpu, cpu: arguments; those of CPU ranks choose smaller sizes.   seconds: limit on GPUs, on CPUs.
-    needs: ranks without which it has nothing to run.   refused: why it cannot pass here; it is then
-        run only where it is named.
+    Attributes:
+        name: Name in the table.
+        project: Project and name of its folder.
+        path: File below that folder.
+        gpu: Arguments on GPUs.
+        cpu: Arguments on CPU ranks, with smaller sizes.
+        each_rank: Whether it is started once per rank, with torchrun's environment.
+        seconds: Time limits on GPUs and on CPUs.
+        needs: Minimum number of ranks.
+        refused: Why it cannot pass; it then runs only if named.
     """
 
     name: str
@@ -113,7 +118,7 @@ class Program:
 
 
 def flashinfer(name: str, gpu: str = "", cpu: str = "", **more: Any) -> Program:
-    """A file of flashinfer's, and which of its cases, as pytest's -k has them."""
+    """Return a test file of flashinfer, with cases selected by pytest's -k."""
     gpu_words, cpu_words = (("-k", words) if words else () for words in (gpu, cpu or gpu))
     return Program(name, "flashinfer", f"{COMM}/test_{name}.py", gpu_words, cpu_words, **more)
 
@@ -122,7 +127,7 @@ SMALL = ("--num-tokens", "16", "--hidden", "1024", "--num-topk", "4")
 LOW = ("--num-processes", "{ranks}")
 FEW = (*LOW, *SMALL, "--num-experts", "16")
 LAYER = "python/triton_dist/test/nvidia/test_ep_ll_a2a.py"
-# The most telling first: what comes late may meet the end of the time.
+# The most important programs first, because the total time is limited.
 PROGRAMS = [
     Program(
         "low_latency", "DeepEP", "tests/legacy/test_low_latency.py", LOW, FEW, seconds=(60, 600)
@@ -171,18 +176,18 @@ PROGRAMS = [
         ("-M", "128"),
         ("-M", "8", "-N", "512", "-G", "16", "--topk", "4"),
         each_rank=True,
-        refused="as --check, after a measurement",
+        refused="the same as --check, after a measurement",
     ),
     flashinfer(
         "allreduce_negative",
         each_rank=True,
-        refused="its arguments topology and process_group are gone from flashinfer, too",
+        refused="its arguments topology and process_group no longer exist in flashinfer",
     ),
 ]
 
 
 def collect(clones: dict[str, Path]) -> None:
-    """Take the files out of git clones, at the commits above."""
+    """Extract the files from git clones, at the commits above."""
     for project, names in FILES.items():
         for name in names:
             blob = subprocess.run(
@@ -204,7 +209,7 @@ def free_port() -> int:
 
 
 def tree(project: str, folder: Path) -> Path:
-    """The shims, and over them the project's own files; returns where its programs are started."""
+    """Copy the shims and the project's files, and return the folder where programs are started."""
     shutil.copytree(
         HERE / "shims", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -221,7 +226,7 @@ def tree(project: str, folder: Path) -> Path:
 
 
 def environment(folder: Path, ranks: int, cpu: bool) -> dict[str, str]:
-    made = {
+    env = {
         **os.environ,
         "PYTHONPATH": f"{folder}:{REPOSITORY}",
         "PYTHONUNBUFFERED": "1",
@@ -235,44 +240,45 @@ def environment(folder: Path, ranks: int, cpu: bool) -> dict[str, str]:
         "RIVALS_STORE_PORT": str(free_port()),
     }
     if cpu:
-        made |= {"RIVALS_CPU": str(ranks), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        env |= {"RIVALS_CPU": str(ranks), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        made.pop(name, None)
-    return made
+        env.pop(name, None)
+    return env
 
 
 def start(
     program: Program, folder: Path, ranks: int, cpu: bool, log: Path
 ) -> list[subprocess.Popen[bytes]]:
     path = program.path.removeprefix("python/")
-    given = [each.format(ranks=ranks) for each in (program.cpu if cpu else program.gpu)]
-    env = environment(folder, ranks, cpu)
+    arguments = [each.format(ranks=ranks) for each in (program.cpu if cpu else program.gpu)]
+    base = environment(folder, ranks, cpu)
     (folder / "tmp").mkdir(exist_ok=True)
-    made = []
+    processes = []
     for rank in range(ranks if program.each_rank else 1):
-        mine = dict(env)
+        env = dict(base)
         if program.each_rank:
-            mine |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            mine |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        command = [sys.executable, path, *given]
+            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        command = [sys.executable, path, *arguments]
         if program.by_pytest:
             options = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-            # -s: what a case prints tells of refused calls, also where it passes.
+            # -s: refused calls are printed by cases that pass, too.
             options += [f"--junitxml={folder}/{rank}.xml", "-v", "-s"]
-            command = [sys.executable, "-m", "pytest", *options, path, *given]
+            command = [sys.executable, "-m", "pytest", *options, path, *arguments]
         with log.open("ab") as out:
-            made.append(
+            processes.append(
                 subprocess.Popen(
-                    command, cwd=folder, env=mine, stdout=out, stderr=out, start_new_session=True
+                    command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True
                 )
             )
-    return made
+    return processes
 
 
 def finish(jobs: list[subprocess.Popen[bytes]], limit: float) -> tuple[int, bool]:
-    """The first exit status that is not 0, and whether the limit came first. Ends what is left.
+    """Wait for processes; return the first nonzero exit status, and whether the limit was reached.
 
-    When one rank has failed, the others have a little time to say what they saw.
+    After a rank fails, the others get some time to print their errors. Remaining processes are
+    killed.
     """
     end, late = time.monotonic() + limit, False
     grace: float | None = None
@@ -287,24 +293,24 @@ def finish(jobs: list[subprocess.Popen[bytes]], limit: float) -> tuple[int, bool
     status = next((job.returncode for job in jobs if job.returncode), 0)
     for job in jobs:
         with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)  # what it started, and what it left behind
+            os.killpg(job.pid, signal.SIGKILL)  # including its children
         job.wait()
     return status, late
 
 
 def first_error(text: str) -> str:
-    """The first line that names an error; of weft's, if there is one."""
-    found = [match[1] for match in map(ERROR.match, text.splitlines()) if match]
-    found = [line for line in found if not RELAYED.search(line)] or found
-    ours = [line for line in found if line.startswith("weft.")]
+    """Return the first line with an error, of weft's if there is one."""
+    errors = [match[1] for match in map(ERROR.match, text.splitlines()) if match]
+    errors = [line for line in errors if not RELAYED.search(line)] or errors
+    ours = [line for line in errors if line.startswith("weft.")]
     apart = re.search(r"Mismatched elements: .*", text)
-    return (ours or found or [""])[0][:300] + (f" {apart[0]}" if apart and not ours else "")
+    return (ours or errors or [""])[0][:300] + (f" {apart[0]}" if apart and not ours else "")
 
 
 def cases_of(folder: Path) -> dict[str, str]:
-    """Each case's outcome; the worst of its ranks."""
+    """Return each case's worst outcome over ranks."""
     order = ("passed", "skipped", "failed")
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     for report in sorted(folder.glob("*.xml")):
         for case in ElementTree.parse(report).iter("testcase"):
             kinds = {child.tag for child in case}
@@ -312,14 +318,14 @@ def cases_of(folder: Path) -> dict[str, str]:
             if kinds & {"failure", "error"}:
                 outcome = "failed"
             name = f"{case.get('classname')}::{case.get('name')}"
-            found[name] = max(outcome, found.get(name, "passed"), key=order.index)
-    return found
+            outcomes[name] = max(outcome, outcomes.get(name, "passed"), key=order.index)
+    return outcomes
 
 
 def play(
     program: Program, ranks: int, cpu: bool, limit: float, out: Path, *, named: bool
 ) -> dict[str, object]:
-    """Run one program; its line.   named: also one that is refused."""
+    """Run one program and return its record. `named` programs run even if they are refused."""
     line: dict[str, object] = {
         "project": program.project,
         "program": program.name,
@@ -334,19 +340,19 @@ def play(
         return {**line, "error": f"not run: {program.refused}"}
     log = out / f"{program.project}-{re.sub(r'[^a-z0-9]+', '-', program.name.lower())}.log"
     log.write_bytes(b"")
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rivals-", ignore_cleanup_errors=True) as made:
-        folder = tree(program.project, Path(made))
+    start_time = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rivals-", ignore_cleanup_errors=True) as scratch:
+        folder = tree(program.project, Path(scratch))
         most = min(limit, program.seconds[1 if cpu else 0])
         status, late = finish(start(program, folder, ranks, cpu, log), most)
         cases = cases_of(folder) if program.by_pytest else {}
     text = log.read_text(errors="replace")
     outcomes = list(cases.values())
-    if late and program.by_pytest:  # the report comes at the end
+    if late and program.by_pytest:  # the XML report is missing
         outcomes = [word.lower() for word in SAID.findall(text)]
     if late or not outcomes:
         outcomes.append("failed" if status or late else "passed")
-    line |= {"cases": len(outcomes), "seconds": round(time.monotonic() - began, 1)}
+    line |= {"cases": len(outcomes), "seconds": round(time.monotonic() - start_time, 1)}
     line |= {kind: outcomes.count(kind) for kind in ("passed", "failed", "skipped")}
     line["refused_calls"] = text.count("RIVALS-REFUSED")
     steps = [] if program.by_pytest else re.findall(r"\bpassed$", text, flags=re.MULTILINE)
@@ -359,7 +365,7 @@ def play(
 
 
 def table(lines: list[dict[str, object]]) -> str:
-    """A row for each program."""
+    """Format a Markdown table with a row per program."""
     rows = [
         "| Program | cases | passed | failed | skipped | s | First error |",
         "|---|---|---|---|---|---|---|",
@@ -375,7 +381,7 @@ def table(lines: list[dict[str, object]]) -> str:
 
 
 def run(ranks: int, cpu: bool, only: list[str], limit: float, out: Path) -> int:
-    """Run the programs, one after another; returns the exit status."""
+    """Run the programs one after another, and return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
     chosen = [p for p in PROGRAMS if not only or {p.name, p.project, p.row} & {*only}]
     missing = [p.path for p in chosen if not (STORE / p.project / p.path).is_file()]
@@ -388,7 +394,7 @@ def run(ranks: int, cpu: bool, only: list[str], limit: float, out: Path) -> int:
         for program in chosen:
             left = end - time.monotonic()
             if left < 5:
-                print(f"not begun: {program.row}", flush=True)
+                print(f"not started: {program.row}", flush=True)
                 continue
             lines.append(play(program, ranks, cpu, left, out, named=bool(only)))
             record.write(json.dumps(lines[-1]) + "\n")
@@ -412,14 +418,14 @@ def main() -> int:
     )
     running.add_argument("--limit", type=float, default=3600.0, help="seconds for all together")
     running.add_argument("--out", type=Path, default=REPOSITORY / "build" / "rivals")
-    given = parser.parse_args()
-    if given.command == "collect":
-        clones = {"DeepEP": given.deep_ep, "DeepEP-1.2.1": given.deep_ep}
-        clones |= {"flashinfer": given.flashinfer, "Triton-distributed": given.triton_distributed}
+    args = parser.parse_args()
+    if args.command == "collect":
+        clones = {"DeepEP": args.deep_ep, "DeepEP-1.2.1": args.deep_ep}
+        clones |= {"flashinfer": args.flashinfer, "Triton-distributed": args.triton_distributed}
         collect(clones)
         return 0
-    words = [word for word in given.only.split(",") if word]
-    return run(given.ranks, given.cpu, words, given.limit, given.out.resolve())
+    words = [word for word in args.only.split(",") if word]
+    return run(args.ranks, args.cpu, words, args.limit, args.out.resolve())
 
 
 if __name__ == "__main__":

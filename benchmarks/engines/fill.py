@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights in which every layer shows, for all servers alike.
+"""Random weights with which every layer affects the output; equal for all servers.
 
-An engine's own dummy weights are within 0.001, norms included: an expert's output is then about
-1e-13 beside a residual of 6e-4, which no bf16 sum notices, and expert i of every rank is the same
-expert. Here norms are 1, every other weight keeps the size of what passes through it, and each
-expert has bits of its own, which do not depend on the number of ranks.
+An engine's own dummy weights are within 0.001, norms included. An expert's output is then about
+1e-13 beside a residual of 6e-4, which no bf16 sum contains, and expert i of every rank is the same.
+Here norms are 1, other weights preserve the scale of activations, and each expert has its own
+values, which do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 _log = logging.getLogger("weft.bench")
-LIFT = 3.0  # of w2: a gated product of two normal numbers is small
-FP8_STD = 32.0  # of stored FP8 weights: far from 448 and from what FP8 rounds to 0
+LIFT = 3.0  # factor for w2, because a gated product of two normal values is small
+FP8_STD = 32.0  # of stored FP8 weights: far below 448, and far above what rounds to 0
 BIAS = 0.02
 SCALES = ("_scale_inv", "_scale")
 
 
 def fill(model: Any, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> None:
-    """Fill every floating-point parameter of a model, before the engine processes them.
+    """Fill every floating-point parameter of a model before the engine processes them.
 
-    Not the scales of FP8 weights, which follow from what those are, nor those of a cache of keys
-    and values, whose -1 means that the checkpoint has none.
+    Excluded are scales: those of FP8 weights follow from the weights, and -1 in those of a KV cache
+    means that the checkpoint has none.
     """
     state = model.state_dict()
     for name, param in state.items():
@@ -42,16 +42,16 @@ def fill(model: Any, low: float = 0.0, high: float = 0.0, seed: int = 1234) -> N
         if scales is not None:
             scales.data.fill_(std / FP8_STD)
             std = FP8_STD
-        draw = torch.Generator(device=data.device)
+        generator = torch.Generator(device=data.device)
         base = (zlib.crc32(name.encode()) + seed) & 0x7FFFFFFF
         for begin, part in parts(module, data):
-            draw.manual_seed((base + 7919 * begin) & 0x7FFFFFFF)
-            normal(part, std, draw)
+            generator.manual_seed((base + 7919 * begin) & 0x7FFFFFFF)
+            normal(part, std, generator)
     _log.info("dummy weights: %d tensors of %s", len(state), type(model).__name__)
 
 
 def deviation(name: str, data: torch.Tensor) -> float:
-    """The standard deviation that keeps a row of normed numbers normed."""
+    """Return the standard deviation that preserves the scale of normalized rows."""
     if data.dim() < 2:
         return BIAS
     if "embed" in name:
@@ -60,7 +60,7 @@ def deviation(name: str, data: torch.Tensor) -> float:
 
 
 def parts(module: Any, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """What is drawn by itself, and a number that is its own: an expert, or a rank's shard."""
+    """Return separately seeded parts, an expert or a rank's shard, each with a unique number."""
     if data.dim() == 3:
         first = getattr(module, "moe_ep_rank", 0) * len(data)
         shard = 1000 * getattr(module, "moe_tp_rank", 0)
@@ -68,12 +68,12 @@ def parts(module: Any, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     return [(100_000 * int(getattr(module, "tp_rank", 0)), data)]
 
 
-def normal(data: torch.Tensor, std: float, draw: torch.Generator) -> None:
-    """Normal numbers, also for dtypes that torch draws none of."""
+def normal(data: torch.Tensor, std: float, generator: torch.Generator) -> None:
+    """Fill with normal values, also for dtypes without a random kernel."""
     if data.dtype.itemsize > 1:
-        data.normal_(0.0, std, generator=draw)
+        data.normal_(0.0, std, generator=generator)
         return
     most = torch.finfo(data.dtype).max
-    for row in data.split(4096):  # a copy in fp32 of a whole layer would not fit beside it
-        drawn = torch.empty(row.shape, device=row.device).normal_(0.0, std, generator=draw)
-        row.copy_(drawn.clamp_(-most, most).to(row.dtype))
+    for row in data.split(4096):  # an fp32 copy of a whole layer would not fit
+        values = torch.empty(row.shape, device=row.device).normal_(0.0, std, generator=generator)
+        row.copy_(values.clamp_(-most, most).to(row.dtype))

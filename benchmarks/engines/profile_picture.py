@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step by kernel, one bar for each way of serving, of what `run.sh profile` wrote.
+"""Plot a decode step by kernel, one bar per variant, from the results of `run.sh profile`.
 
 profile_picture.py results.jsonl PICTURE.png
 """
@@ -17,7 +17,7 @@ from report import ROOT, Line, machine_line, read
 sys.path.insert(0, str(ROOT))
 from weft.bench.plot import BASELINES, COLOURS, INK, matplotlib_pyplot, plain, save  # noqa: E402
 
-# By words in a kernel's name, the first that fits; what has none of them is "other".
+# Substrings of kernel names; the first match counts, and other kernels are "other".
 KINDS = {
     "router": ("topk", "gating", "moe_align", "count_and_sort", "bias_grouped", "route"),
     "experts": ("fused_moe", "grouped_", "silu", "act_and_mul", "moe_sum", "quantize_rows"),
@@ -30,23 +30,23 @@ KINDS = {
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel is for, by its name without its template's arguments."""
+    """Return a kernel's kind, by its name without template arguments."""
     name = kernel.lower().split("<")[0]
-    fits = (kind for kind, words in KINDS.items() if any(word in name for word in words))
-    return next(fits, "other")
+    matches = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+    return next(matches, "other")
 
 
 def by_kind(result: dict[str, Any]) -> Counter[str]:
-    """Microseconds of a step of each kind; kernels too short to be named are "other"."""
-    found: Counter[str] = Counter()
+    """Return the us of a step by kind; kernels too short to be listed are "other"."""
+    us_of_kind: Counter[str] = Counter()
     for kernel, us in result["kernels"].items():
-        found[kind_of(kernel)] += us
-    found["other"] += result["rest"]
-    return found
+        us_of_kind[kind_of(kernel)] += us
+    us_of_kind["other"] += result["rest"]
+    return us_of_kind
 
 
 def draw(lines: list[Line], to: Path) -> None:
-    """Stacked bars; a step's GPU time is the length."""
+    """Draw stacked bars; the length is a step's GPU time."""
     plt = matplotlib_pyplot()
     figure, axes = plt.subplots(figsize=(8.0, 1.3 + 0.6 * len(lines)))
     kinds = [*KINDS, "other"]
@@ -58,8 +58,8 @@ def draw(lines: list[Line], to: Path) -> None:
         if any(widths):
             axes.barh(range(len(lines)), widths, left=left, color=colours[kind], label=kind)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-    for at, length in enumerate(left):
-        axes.text(length, at, f" {length:.2f}", va="center", color=INK)
+    for row, length in enumerate(left):
+        axes.text(length, row, f" {length:.2f}", va="center", color=INK)
     names = [f"{line['variant']}, {line['requests']} a rank" for line in lines]
     axes.set_yticks(range(len(lines)), names)
     plain(axes)
@@ -72,15 +72,15 @@ def draw(lines: list[Line], to: Path) -> None:
 
 
 def main() -> None:
-    """Draw the lines of one model."""
+    """Plot the results of one model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("picture", type=Path)
-    given = parser.parse_args()
-    lines = [line for line in read([given.results]) if line["bench"] == "profile"]
+    args = parser.parse_args()
+    lines = [line for line in read([args.results]) if line["bench"] == "profile"]
     if not lines:
-        sys.exit(f"{given.results} holds no line of run.sh profile")
-    draw(lines, given.picture)
+        sys.exit(f"{args.results} holds no line of run.sh profile")
+    draw(lines, args.picture)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of `weft demo`, which every variant of an engine is asked, and what it answered."""
+"""The questions of `weft demo`, and the answers of each variant of an engine."""
 
 from __future__ import annotations
 
@@ -14,41 +14,40 @@ from weft.cli.demo import CHECKPOINT, read_questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many are asked, and of how many ranks."""
-    parser.add_argument("--ranks", type=int, nargs="+", help="(default: 1, 2, 4, as GPUs go)")
+    """Add options for the number of questions and of ranks."""
+    parser.add_argument("--ranks", type=int, nargs="+", help="(default: 1, 2, 4, up to the GPUs)")
     parser.add_argument("--questions", type=int, default=200)
 
 
 def in_each_size(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     variants: list[Variant],
-    made: Callable[[int], Job],
+    new_job: Callable[[int], Job],
     ask: Callable[[Job, list[Variant]], None],
     *,
     alone: bool,
 ) -> int:
-    """Ask the variants on each number of ranks, in the time of one command: its exit status.
+    """Ask the variants on each number of ranks, within one command's time; return its exit status.
 
-    alone: does stock run on one rank alone, as on CPUs, which an engine's own exchange has none
-        for? Then it comes first.
+    With `alone`, stock runs on one rank only, and first: on CPUs an engine may lack an all-to-all.
     """
     stock = [each for each in variants if alone and not each.environment]
-    cases = [(size, [v for v in variants if v not in stock or size == 1]) for size in given.ranks]
-    if stock and 1 not in given.ranks:
+    cases = [(size, [v for v in variants if v not in stock or size == 1]) for size in args.ranks]
+    if stock and 1 not in args.ranks:
         cases.insert(0, (1, stock))
     end, failed = None, 0
-    for size, some in cases:
-        job = made(size)
+    for size, subset in cases:
+        job = new_job(size)
         end = job.end = end or job.end
-        ask(job, some)
+        ask(job, subset)
         failed |= job.done()
     return failed
 
 
 class Questions:
-    """Texts of each variant, held to the first one's.
+    """Texts of each variant, compared with the first variant's.
 
-    Answers are right or wrong of the trained model alone; of any other, texts are compared.
+    Only the trained model's answers are checked for correctness.
     """
 
     def __init__(self, model: str, count: int) -> None:
@@ -60,7 +59,7 @@ class Questions:
     def record(
         self, job: Job, variant: Variant, name: str, texts: list[str], *, right: bool
     ) -> None:
-        """Keep the texts, and add a line to the results. right: fail where an answer is wrong."""
+        """Save and compare the texts. With `right`, a wrong answer of the trained model fails."""
         self._first = self._first or texts
         pairs = zip(self._first, texts, strict=True)
         result: dict[str, float] = {"equal": sum(a == b for a, b in pairs) / len(texts)}

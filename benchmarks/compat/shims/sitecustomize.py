@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With RIVALS_CPU=N, a program written for N GPUs runs on CPU ranks: "cuda" is read as "cpu".
+"""With RIVALS_CPU=N, runs a program for N GPUs on CPU ranks: "cuda" is mapped to "cpu".
 
-A graph capture runs its body and notes the shims' calls in it; a replay makes those calls again.
-A float32 tensor divided by a number is multiplied by its reciprocal, as torch does on GPUs.
-Streams and events do nothing. weft itself still sees that there is no GPU.
+A graph capture runs its body and records the shims' calls in it; a replay repeats those calls. A
+float32 tensor divided by a number is multiplied by the reciprocal, as torch does on GPUs. Streams
+and events do nothing. weft itself still sees no GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 DEVICES = int(os.environ.get("RIVALS_CPU", "0"))
 IDLE = ("set_device", "synchronize", "empty_cache", "_sleep", "manual_seed", "manual_seed_all")
-captures: list[list[Callable[[], Any]]] = []  # of CPU ranks: those that are open
+captures: list[list[Callable[[], Any]]] = []  # open captures of CPU ranks
 
 
 def on_cpu() -> None:
-    """Replace what of torch only a GPU has."""
+    """Replace the parts of torch that need a GPU."""
     import torch
     import torch.distributed as dist
     from torch.overrides import TorchFunctionMode
@@ -49,13 +49,13 @@ def on_cpu() -> None:
                 x, by = args
                 if is_float32(x) and isinstance(by, int | float) and by:
                     return x * torch.tensor(1 / by, dtype=torch.float32)
-            given = {name: read(value) for name, value in (kwargs or {}).items()}
-            return func(*map(read, args), **given)
+            kwargs = {name: read(value) for name, value in (kwargs or {}).items()}
+            return func(*map(read, args), **kwargs)
 
     Cpu().__enter__()
 
     class Idle:
-        """A stream, an event or a graph."""
+        """A stream, an event or a graph that does nothing."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.cuda_stream = 0
@@ -83,27 +83,26 @@ def on_cpu() -> None:
                 call()
 
     @contextmanager
-    def graph(made: Graph, *_: Any, **__: Any) -> Iterator[None]:
-        captures.append(made.calls)
+    def graph(target: Graph, *_: Any, **__: Any) -> Iterator[None]:
+        captures.append(target.calls)
         yield
         captures.pop()
 
     def has_gpu() -> bool:
         return not sys._getframe(1).f_globals.get("__name__", "").startswith("weft.")
 
-    def nothing() -> Any:
-        return lambda *_, **__: (
-            None
-        )  # one for each name: torch's compiler knows functions by identity
+    def new_noop() -> Any:
+        # One per name, because torch's compiler identifies functions by identity.
+        return lambda *_, **__: None
 
     def around() -> Any:
         return lambda *_, **__: nullcontext()
 
     cuda: Any = torch.cuda
-    whole = types.SimpleNamespace(multi_processor_count=132, name="CPU", total_memory=1 << 34)
-    # "cuda:1".index is read by nobody here, so every rank's current device may be 0.
+    properties = types.SimpleNamespace(multi_processor_count=132, name="CPU", total_memory=1 << 34)
+    # No program reads the index of "cuda:1", so every rank's current device may be 0.
     for name, stand_in in {
-        **{name: nothing() for name in IDLE},
+        **{name: new_noop() for name in IDLE},
         **dict.fromkeys(("Stream", "Event"), Idle),
         **{name: around() for name in ("stream", "device")},
         "CUDAGraph": Graph,
@@ -115,30 +114,30 @@ def on_cpu() -> None:
         "clock_rate": lambda *_: 1000,
         "get_device_name": lambda *_: "CPU",
         "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: whole,
+        "get_device_properties": lambda *_: properties,
     }.items():
         setattr(cuda, name, stand_in)
     set_default = torch.set_default_device
     torch.set_default_device = lambda device: set_default(read(device))
-    begin = dist.init_process_group
+    init_process_group = dist.init_process_group
 
-    def gloo(*args: Any, **given: Any) -> None:
+    def gloo(*args: Any, **kwargs: Any) -> None:
         if args:
-            given["backend"] = args[0]
-        if given.get("backend", "nccl") == "nccl":
-            given["backend"] = "gloo"
-        given.pop("device_id", None)
-        begin(**{"timeout": timedelta(seconds=120), **given})
+            kwargs["backend"] = args[0]
+        if kwargs.get("backend", "nccl") == "nccl":
+            kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)
+        init_process_group(**{"timeout": timedelta(seconds=120), **kwargs})
 
     dist.init_process_group = gloo
     gather = dist.all_gather_into_tensor
 
-    def gathered(out: Any, x: Any, *args: Any, **given: Any) -> Any:
-        return gather(out.view(-1, *x.shape[1:]), x, *args, **given)  # the shape that gloo wants
+    def all_gather_into_tensor(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return gather(out.view(-1, *x.shape[1:]), x, *args, **kwargs)  # gloo's shape
 
-    dist.all_gather_into_tensor = gathered
+    dist.all_gather_into_tensor = all_gather_into_tensor
     pynvml: Any = types.ModuleType("pynvml")
-    pynvml.nvmlInit = nothing()
+    pynvml.nvmlInit = new_noop()
     sys.modules["pynvml"] = pynvml
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing: deep_ep's helpers import it for calls that the programs do not make."""
+"""Empty: deep_ep's helpers import this module for calls that the programs do not make."""

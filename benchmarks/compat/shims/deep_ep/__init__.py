@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deep_ep, from weft. Beside this file lie deep_ep's own helpers for tests, unchanged."""
+"""deep_ep, implemented by weft, together with deep_ep's own unmodified test helpers."""
 
 from weft.compat import deep_ep as _weft
 from weft.compat.deep_ep import *  # noqa: F403

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepEP's measurement of single kernels, which looks for kernels of its own names in a profile.
+"""Replaces DeepEP's timing of single kernels, which searches a profile for its own kernel names.
 
-Here the call is made, and every kernel is said to take a second.
+The call is made, and every kernel is reported to take one second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     **__: Any,
 ) -> Any:
-    """Seconds of each kernel by its name; a list where a call launches several."""
+    """Return the seconds of each named kernel; a list if a call launches several."""
     fn()
     each: Any = 1.0 if num_kernels_per_period == 1 else [1.0] * num_kernels_per_period
     return each if isinstance(kernel_names, str) else (each,) * len(kernel_names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of flashinfer as tests of its communication import; communication is weft's."""
+"""The parts of flashinfer that its communication tests import; weft does the communication."""
 
 from typing import Any, NoReturn
 
@@ -7,7 +7,7 @@ from flashinfer.tllm_enums import SfLayout as SfLayout
 
 
 def mxfp4_quantize(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError("FP4 of flashinfer's, for Blackwell")
+    raise NotImplementedError("flashinfer's FP4 needs Blackwell")
 
 
 nvfp4_quantize = mxfp4_quantize

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decorator that flashinfer's own modules use."""
+"""A decorator that flashinfer's modules use."""
 
 from typing import Any
 

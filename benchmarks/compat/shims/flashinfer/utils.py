@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flashinfer's tests ask of the machine."""
+"""Hardware queries of flashinfer's tests."""
 
 import functools
 

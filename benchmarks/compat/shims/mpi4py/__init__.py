@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As much of mpi4py as the programs use, over a store of torch.distributed's."""
+"""The parts of mpi4py that the programs use, over a torch.distributed store."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""triton_dist's low-latency layer, from weft, and what its test imports beside it."""
+"""triton_dist's low-latency layer, implemented by weft, and other imports of its test."""
 
 import os
 

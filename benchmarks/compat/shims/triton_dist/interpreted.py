@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's interpreter with the roundings of a GPU.
+"""Triton's interpreter with a GPU's rounding.
 
-Version 3.6 cuts bfloat16 off, and its e4m3 neither rounds halves to even nor carries into the
-exponent.
+Version 3.6 truncates to bfloat16, and its e4m3 conversion neither rounds half to even nor carries
+into the exponent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ KINDS = {
 
 
 def round_as_gpus_do() -> None:
-    """Let conversions between float32, bfloat16 and e4m3 be torch's, which saturates e4m3 here."""
-    interpreters: Any = interpreter._convert_float
+    """Convert between float32, bfloat16 and e4m3 with torch; e4m3 saturates."""
+    original: Any = interpreter._convert_float
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if not {str(source), str(target)} <= KINDS.keys():
-            return interpreters(data, source, target, rounding)
-        (given, bits, _), (wanted, out_bits, word) = KINDS[str(source)], KINDS[str(target)]
-        numbers = torch.from_numpy(np.ascontiguousarray(data).view(bits)).view(given).float()
-        if wanted == torch.float8_e4m3fn:
-            numbers = numbers.clamp(-448.0, 448.0)
-        made = numbers.to(wanted).view(getattr(torch, np.dtype(out_bits).name))
-        return made.numpy().view(word).reshape(data.shape)
+            return original(data, source, target, rounding)
+        (source_type, bits, _), (target_type, out_bits, word) = (
+            KINDS[str(source)],
+            KINDS[str(target)],
+        )
+        values = torch.from_numpy(np.ascontiguousarray(data).view(bits)).view(source_type).float()
+        if target_type == torch.float8_e4m3fn:
+            values = values.clamp(-448.0, 448.0)
+        converted = values.to(target_type).view(getattr(torch, np.dtype(out_bits).name))
+        return converted.numpy().view(word).reshape(data.shape)
 
     interpreter._convert_float = convert

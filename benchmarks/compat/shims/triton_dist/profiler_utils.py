@@ -9,20 +9,20 @@ import torch
 
 
 def perf_func(call: Callable[[], Any], iters: int, warmup_iters: int) -> tuple[Any, float]:
-    """The last result, and milliseconds a call."""
+    """Return the last result, and milliseconds per call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(warmup_iters):
         call()
     begin.record()
     for _ in range(iters):
-        found = call()
+        result = call()
     end.record()
     torch.cuda.synchronize()
-    return found, begin.elapsed_time(end) / iters
+    return result, begin.elapsed_time(end) / iters
 
 
-def get_torch_prof_ctx(wanted: bool) -> AbstractContextManager[Any]:
-    """No profile."""
-    if wanted:
-        raise NotImplementedError("profiles of triton_dist's")
+def get_torch_prof_ctx(enabled: bool) -> AbstractContextManager[Any]:
+    """Return a context without profiling."""
+    if enabled:
+        raise NotImplementedError("triton_dist's profiles")
     return nullcontext()

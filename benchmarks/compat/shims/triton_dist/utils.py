@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def initialize_distributed(seed: int | None = None) -> dist.ProcessGroup:
-    """The world of torchrun's environment."""
+    """Join the process group of torchrun's environment."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend="nccl")
     torch.manual_seed(dist.get_rank() if seed is None else seed)
@@ -16,6 +16,6 @@ def initialize_distributed(seed: int | None = None) -> dist.ProcessGroup:
 
 
 def finalize_distributed() -> None:
-    """Leave it."""
+    """Leave the process group."""
     dist.barrier()
     dist.destroy_process_group()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner puts envs.py, math.py and testing.py of deep_ep here."""
+"""The runner copies deep_ep's envs.py, math.py and testing.py here."""

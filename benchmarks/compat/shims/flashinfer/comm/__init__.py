@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashinfer.comm, from weft.
+"""flashinfer.comm, implemented by weft.
 
-NVFP4 is refused by weft, which has nothing for it to run on. flashinfer's own test takes these
-patterns in the middle of a loop and looks at their sum and norm alone. So that the rest of the loop
-runs, they are made here without the FP4 numbers, and the runner counts and shows how often. The
-same test passes a quant_out of a wider dtype, which flashinfer takes as memory: its first bytes.
+weft refuses NVFP4. flashinfer's own test uses those patterns within a loop, and compares only the
+sum and the norm. So that the rest of the loop runs, the patterns are called here without FP4
+outputs, and the runner counts and prints these calls. The same test passes a quant_out of a wider
+dtype, of which flashinfer uses the first bytes.
 """
 
 import functools
@@ -25,27 +25,27 @@ _WITHOUT_FP4 = {
 
 def _without_fp4(call: Any, name: str) -> Any:
     @functools.wraps(call)
-    def made(*args: Any, **given: Any) -> Any:
-        if given.get(name) in _WITHOUT_FP4:
-            print(f"RIVALS-REFUSED pattern {given[name]}: NVFP4 needs Blackwell", flush=True)
-            given = {**given, name: _WITHOUT_FP4[given[name]], "quant_out": None}
-            given["scale_out"] = None
-        quant = given.get("quant_out")
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(name) in _WITHOUT_FP4:
+            print(f"RIVALS-REFUSED pattern {kwargs[name]}: NVFP4 needs Blackwell", flush=True)
+            kwargs = {**kwargs, name: _WITHOUT_FP4[kwargs[name]], "quant_out": None}
+            kwargs["scale_out"] = None
+        quant = kwargs.get("quant_out")
         if quant is not None and quant.itemsize > 1:
             memory = quant.view(-1).view(torch.uint8)[: quant.numel()]
-            given = {**given, "quant_out": memory.view(torch.float8_e4m3fn).view(quant.shape)}
+            kwargs = {**kwargs, "quant_out": memory.view(torch.float8_e4m3fn).view(quant.shape)}
         for capture in captures:
-            capture.append(functools.partial(call, *args, **given))
-        return call(*args, **given)
+            capture.append(functools.partial(call, *args, **kwargs))
+        return call(*args, **kwargs)
 
-    return made
+    return wrapper
 
 
 allreduce_fusion = _without_fp4(_weft.allreduce_fusion, "pattern")
 
 
 def compute_fp4_swizzled_layout_sf_size(rows: int, columns: int) -> int:
-    """Scales of a place for FP4 numbers: rows in tiles of 128, columns of 4."""
+    """Return the number of scales of an FP4 output: rows in tiles of 128, columns of 4."""
     return -(-rows // 128) * 128 * (-(-columns // 4) * 4)
 
 

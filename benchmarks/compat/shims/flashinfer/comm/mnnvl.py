@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication backends of flashinfer's callers, and what its tests ask about NVLink."""
+"""Communication backends of flashinfer's callers, and its tests' queries about NVLink."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 class TorchDistBackend:
-    """Control messages over a process group of torch's."""
+    """Control messages over a torch process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -19,9 +19,9 @@ class TorchDistBackend:
         return dist.get_world_size(self.group)
 
     def allgather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.Get_size()
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.Get_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         return self.allgather(value)[root]
@@ -31,7 +31,7 @@ class TorchDistBackend:
 
 
 class MnnvlMemory:
-    """weft's memory needs NVLink inside a host, and nothing of a fabric's."""
+    """weft's memory needs NVLink inside a host, and no fabric."""
 
     @staticmethod
     def initialize() -> None: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A barrier that flashinfer's tests take from here."""
+"""A barrier that flashinfer's tests import."""
 
 from mpi4py import MPI
 

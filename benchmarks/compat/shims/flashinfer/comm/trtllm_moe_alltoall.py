@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-to-all by its module's name."""
+"""The all-to-all under its module's name."""
 
 from flashinfer.comm import *  # noqa: F403
 
 
 def get_moe_alltoall_module() -> None:
-    """Tests replace this, to see that arguments are refused before anything is compiled."""
+    """Replaced by tests, which check that arguments are refused before compilation."""
 
 
 def __getattr__(name: str) -> object:
-    """Functions that the tests import and that weft does not have fail when they are called."""
+    """Return a function that fails when called, for names that weft does not have."""
     if not name.startswith("moe_a2a_"):
         raise AttributeError(name)
 
-    def absent(*args: object, **given: object) -> None:
+    def absent(*args: object, **kwargs: object) -> None:
         raise NotImplementedError(f"weft.compat.flashinfer has no {name}")
 
     return absent

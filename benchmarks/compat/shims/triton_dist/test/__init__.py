@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner puts triton_dist's own reference here."""
+"""The runner copies triton_dist's own reference here."""
