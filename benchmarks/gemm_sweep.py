@@ -4,8 +4,8 @@
     python benchmarks/gemm_sweep.py [--json FILE] [--rows 4 16 ...] [--dtypes fp8 bf16] [--even]
         [--work up down quant push] [--programmatic] [--limit SECONDS]
 
-Prints a table, the best plan for each size, and how near it is to what this GPU reads from memory.
-A plan's bits are compared with those of the first plan of its size and dtype.
+Prints a table, the best plan of each size, and its fraction of this GPU's memory rate. A plan's
+bits are compared with those of the first plan of its size and dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.gemm import GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
 from weft.gemm.config import BLOCK_MS, FP8
 from weft.reference import dequantize, quantize
 
-EXPERTS, HIDDEN, WIDE = 32, 7168, 4096  # DeepSeek-V3 on 8 ranks: gate and up are 4096 columns
+EXPERTS, HIDDEN, WIDE = 32, 7168, 4096  # DeepSeek-V3 on 8 ranks: gate and up have 4096 columns
 SHAPES = {
     "up": (WIDE, HIDDEN),
     "quant": (WIDE, HIDDEN),
@@ -43,7 +43,7 @@ Plan = GemmPlan | WgmmaPlan
 
 
 def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[Plan]:
-    """What is worth a try for so many rows."""
+    """Yield the plans to try for this number of rows."""
     if dtype == FP8 and work != "up":
         fitting = [m for m in BLOCK_MS if m >= rows] or [BLOCK_MS[-1]]
         yield from map(WgmmaPlan, fitting[:3])
@@ -54,17 +54,17 @@ def plans(rows: int, dtype: torch.dtype, work: str) -> Iterator[Plan]:
 
 
 def tiles(rows: int, gated: bool) -> Iterator[dict[str, Any]]:
-    """Tiles, stages, warps and CTAs."""
+    """Yield tiles, stages, warps and CTAs."""
     for block_m in (16, 32):
-        few = {"block_m": block_m, "swap": True}
+        narrow = {"block_m": block_m, "swap": True}
         if rows > 2 * block_m:
             continue
         if not gated:
-            yield few | {"stages": 6 - block_m // 32, "ctas_per_sm": 2}
-            yield few | {"stages": 3, "ctas_per_sm": 3}
+            yield narrow | {"stages": 6 - block_m // 32, "ctas_per_sm": 2}
+            yield narrow | {"stages": 3, "ctas_per_sm": 3}
         else:
-            yield few | {"block_n": 256, "stages": 5}
-            yield few | {"block_n": 256, "stages": 3, "ctas_per_sm": 2}
+            yield narrow | {"block_n": 256, "stages": 5}
+            yield narrow | {"block_n": 256, "stages": 3, "ctas_per_sm": 2}
     if rows >= 16 and not gated:
         yield {"block_m": 64, "stages": 4, "ctas_per_sm": 2}
         yield {"block_m": 64, "stages": 3, "ctas_per_sm": 3}
@@ -79,13 +79,13 @@ def tiles(rows: int, gated: bool) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Operands:
-    """One shape's tensors: as many rows as the largest size has, masked."""
+    """Tensors of one shape, with as many rows as the largest size, masked."""
 
     a: torch.Tensor
     b: torch.Tensor
     a_scale: torch.Tensor | None
     b_scale: torch.Tensor | None
-    wanted: torch.Tensor  # a @ b.T in fp32, or what gating makes of it
+    expected: torch.Tensor  # a @ b.T in fp32, gated for "quant"
     out: torch.Tensor
     scales: torch.Tensor | None
     dst_addr: torch.Tensor
@@ -93,33 +93,35 @@ class Operands:
     @classmethod
     def make(cls, work: str, dtype: torch.dtype, rows: int) -> Operands:
         n, k = SHAPES[work]
-        seed = torch.Generator("cuda").manual_seed(n)
-        x = torch.randn(EXPERTS, rows, k, device="cuda", generator=seed).bfloat16()
+        generator = torch.Generator("cuda").manual_seed(n)
+        x = torch.randn(EXPERTS, rows, k, device="cuda", generator=generator).bfloat16()
         b = torch.empty(EXPERTS, n, k, device="cuda", dtype=dtype)
         for expert in range(EXPERTS):
-            b[expert] = (torch.randn(n, k, device="cuda", generator=seed) * k**-0.5 * 16).to(dtype)
+            b[expert] = (torch.randn(n, k, device="cuda", generator=generator) * k**-0.5 * 16).to(
+                dtype
+            )
         a, a_scale, b_scale = x, None, None
         if dtype == FP8:
             a, a_scale = quantize(x, "fp8")
             size = (EXPERTS, n // 128, k // 128)
-            b_scale = torch.rand(size, device="cuda", generator=seed) / 16 + 1 / 32
-        wanted = torch.empty(EXPERTS, rows, n, device="cuda")
+            b_scale = torch.rand(size, device="cuda", generator=generator) / 16 + 1 / 32
+        expected = torch.empty(EXPERTS, rows, n, device="cuda")
         for expert in range(EXPERTS):
             w = b[expert].float()
             if b_scale is not None and a_scale is not None:
                 w = dequantize(b[expert], b_scale[expert].repeat_interleave(128, dim=0))
-                wanted[expert] = dequantize(a[expert], a_scale[expert]) @ w.T
+                expected[expert] = dequantize(a[expert], a_scale[expert]) @ w.T
             else:
-                wanted[expert] = a[expert].float() @ w.T
+                expected[expert] = a[expert].float() @ w.T
         if work == "quant":
-            gate, up = wanted.chunk(2, dim=-1)
-            wanted = gate * torch.sigmoid(gate) * up
-        width = wanted.shape[-1]
+            gate, up = expected.chunk(2, dim=-1)
+            expected = gate * torch.sigmoid(gate) * up
+        width = expected.shape[-1]
         kind = FP8 if work == "quant" else torch.bfloat16
         out = torch.empty(EXPERTS, rows, width, device="cuda", dtype=kind)
         scales = torch.empty(EXPERTS, rows, width // 128, device="cuda")
         dst_addr = torch.arange(EXPERTS * rows, device="cuda") * (width * 2) + out.data_ptr()
-        return cls(a, b, a_scale, b_scale, wanted, out, scales, dst_addr)
+        return cls(a, b, a_scale, b_scale, expected, out, scales, dst_addr)
 
 
 def call(
@@ -129,20 +131,20 @@ def call(
     counts: torch.Tensor,
     programmatic: bool,
 ) -> Callable[[], object]:
-    """The call that is timed."""
-    given: dict[str, Any] = {"counts": counts, "plan": plan, "programmatic_launch": programmatic}
-    given |= {"a_scale": tensors.a_scale, "b_scale": tensors.b_scale}
+    """Return the call to time."""
+    kwargs: dict[str, Any] = {"counts": counts, "plan": plan, "programmatic_launch": programmatic}
+    kwargs |= {"a_scale": tensors.a_scale, "b_scale": tensors.b_scale}
     if work == "quant":
-        given |= {"epilogue": GatedQuant(), "out": (tensors.out, tensors.scales)}
+        kwargs |= {"epilogue": GatedQuant(), "out": (tensors.out, tensors.scales)}
     elif work == "push":
-        given |= {"epilogue": Push(tensors.dst_addr)}
+        kwargs |= {"epilogue": Push(tensors.dst_addr)}
     else:
-        given |= {"out": tensors.out}
-    return lambda: grouped_gemm(tensors.a, tensors.b, **given)
+        kwargs |= {"out": tensors.out}
+    return lambda: grouped_gemm(tensors.a, tensors.b, **kwargs)
 
 
 def timed(body: Callable[[], object]) -> float:
-    """Median us a call, from a graph of CALLS calls."""
+    """Return the median us per call of a graph of CALLS calls."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
@@ -160,44 +162,44 @@ def timed(body: Callable[[], object]) -> float:
 
 
 def read_rate() -> float:
-    """Bytes a us that a sum over 1 GiB reads."""
+    """Return the bytes per us that a sum over 1 GiB reads."""
     words = torch.zeros(1 << 27, dtype=torch.int64, device="cuda")
     return words.numel() * 8 / timed(lambda: words.sum())
 
 
 def drawn(rows: int, even: bool) -> torch.Tensor:
-    """Rows of each expert: all the same, or by chance about the mean (Poisson)."""
+    """Return the rows of each expert, all equal or Poisson-distributed."""
     if even:
         return torch.full((EXPERTS,), rows, dtype=torch.int32, device="cuda")
-    seed = torch.Generator().manual_seed(rows)
-    return torch.poisson(torch.full((EXPERTS,), float(rows)), seed).to("cuda", torch.int32)
+    generator = torch.Generator().manual_seed(rows)
+    return torch.poisson(torch.full((EXPERTS,), float(rows)), generator).to("cuda", torch.int32)
 
 
 def check(
     tensors: Operands, work: str, counts: torch.Tensor, known: list[torch.Tensor]
 ) -> tuple[float, bool, bool]:
-    """(relative error, bits equal to those of every call before, rows of no expert untouched)."""
+    """Return relative error, whether bits equal earlier calls', and whether padding is intact."""
     most = tensors.out.shape[1]
-    live = torch.arange(most, device="cuda") < counts[:, None]
+    used = torch.arange(most, device="cuda") < counts[:, None]
     number = tensors.out.float()
     if work == "quant" and tensors.scales is not None:
         number = dequantize(tensors.out, tensors.scales)
-    wanted = tensors.wanted[live]
-    error = ((number[live] - wanted).norm() / wanted.norm()).item()
+    expected = tensors.expected[used]
+    error = ((number[used] - expected).norm() / expected.norm()).item()
     bits = tensors.out.view(torch.uint8)
-    rest = bool((bits[~live] == 255).all())
+    intact = bool((bits[~used] == 255).all())
     same = True
     if known:
-        both = live & known[1]
+        both = used & known[1]
         same = torch.equal(known[0][both], bits[both])
-    if not known or live.sum() > known[1].sum():
-        known[:] = [bits.clone(), live]
-    return error, same, rest
+    if not known or used.sum() > known[1].sum():
+        known[:] = [bits.clone(), used]
+    return error, same, intact
 
 
 def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[str, Any]]:
-    """Every plan at every size of one shape and dtype."""
-    dtype, found = DTYPES[dtype_name], []
+    """Measure every plan at every size of one shape and dtype."""
+    dtype, results = DTYPES[dtype_name], []
     most = max(int(drawn(r, args.even).max()) for r in args.rows)
     tensors = Operands.make(work, dtype, most)
     n, k = SHAPES[work]
@@ -208,10 +210,10 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
     for rows, plan in jobs:
         row: dict[str, Any] = {"work": work, "dtype": dtype_name, "rows": rows, **asdict(plan)}
         if plan in failed:
-            found.append(row | {"failed": failed[plan]})
+            results.append(row | {"failed": failed[plan]})
             continue
         if time.monotonic() > args.deadline:
-            found.append(row | {"failed": "out of time"})
+            results.append(row | {"failed": "out of time"})
             continue
         body = call(tensors, work, plan, counts[rows], args.programmatic)
         tensors.out.view(torch.uint8).fill_(255)
@@ -220,8 +222,8 @@ def measure(args: argparse.Namespace, work: str, dtype_name: str) -> list[dict[s
         item, total = tensors.b.element_size(), int(counts[rows].sum())
         moved = EXPERTS * n * k * item + total * (k * item + tensors.out[0, 0].nbytes)
         us = timed(body)
-        found.append(row | {"us": us, "error": error, "same": same, "rest": rest, "bytes": moved})
-    return found
+        results.append(row | {"us": us, "error": error, "same": same, "rest": rest, "bytes": moved})
+    return results
 
 
 def warm(
@@ -230,19 +232,19 @@ def warm(
     todo: dict[Plan, torch.Tensor],
     programmatic: bool,
 ) -> dict[Plan, str]:
-    """Compile every plan, several at once; returns those that would not, and why."""
+    """Compile every plan, several at once; return the failures with their reasons."""
 
     def one(job: tuple[Plan, torch.Tensor]) -> tuple[Plan, str]:
         plan, counts = job
         try:
             call(tensors, work, plan, counts, programmatic)()
-        except Exception as error:  # a sweep goes on, and says what failed
+        except Exception as error:  # a sweep continues, and reports failures
             return plan, repr(error)[:160]
         return plan, ""
 
     before = time.monotonic()
     jobs = list(todo.items())
-    answers = [one(jobs[0])]  # alone: it starts Triton
+    answers = [one(jobs[0])]  # alone, because it initializes Triton
     with ThreadPoolExecutor(8) as pool:
         answers += pool.map(one, jobs[1:])
     torch.cuda.synchronize()
@@ -251,7 +253,7 @@ def warm(
 
 
 def label(row: dict[str, Any]) -> str:
-    """A plan in few letters."""
+    """Abbreviate a plan."""
     if "stages" not in row:
         return f"wgmma, {row['block_m']} rows"
     marks = "s" * row["swap"] + "f" * row["flatten"]
@@ -260,7 +262,7 @@ def label(row: dict[str, Any]) -> str:
 
 
 def show(rows: list[dict[str, Any]], rate: float) -> None:
-    """The table of one shape and dtype, best plan first."""
+    """Print the table of one shape and dtype, best plan first."""
     for count in sorted({row["rows"] for row in rows}):
         group = [row for row in rows if row["rows"] == count]
         good = sorted((row for row in group if "us" in row), key=lambda row: row["us"])
@@ -279,10 +281,10 @@ def show(rows: list[dict[str, Any]], rate: float) -> None:
                 )
 
 
-def best_of(found: list[dict[str, Any]], dtype: str, rows: int) -> dict[str, float]:
-    """us of the fastest plan of each work."""
+def best_of(results: list[dict[str, Any]], dtype: str, rows: int) -> dict[str, float]:
+    """Return the us of the fastest plan of each work."""
     best: dict[str, float] = {}
-    for row in found:
+    for row in results:
         if (row["dtype"], row["rows"]) == (dtype, rows) and "us" in row:
             best[row["work"]] = min(row["us"], best.get(row["work"], row["us"]))
     return best
@@ -296,7 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--work", nargs="+", default=["quant", "down", "push"], choices=list(SHAPES)
     )
-    parser.add_argument("--even", action="store_true", help="as many rows for every expert")
+    parser.add_argument("--even", action="store_true", help="equal numbers of rows per expert")
     parser.add_argument("--programmatic", action="store_true", help="programmatic launch")
     parser.add_argument("--limit", type=float, default=110.0, help="seconds")
     args = parser.parse_args()
@@ -304,23 +306,23 @@ def main() -> None:
     rate = read_rate()
     device = torch.cuda.get_device_name()
     print(f"# {device}, torch {torch.__version__}, reads {rate / 1e6:.2f} TB/s", flush=True)
-    found = []
+    results = []
     for dtype in args.dtypes:
         for work in args.work:
             if work == "quant" and dtype != "fp8":
                 continue
             rows = measure(args, work, dtype)
             show(rows, rate)
-            found += rows
+            results += rows
             torch.cuda.empty_cache()
     for dtype in args.dtypes:
         for count in args.rows:
-            best = best_of(found, dtype, count)
+            best = best_of(results, dtype, count)
             words = "  ".join(f"{work} {us:.1f}" for work, us in best.items())
             print(f"best {dtype} {count:4} rows: {words}  together {sum(best.values()):.1f}")
     if args.json:
         machine = describe_machine([device])
-        data = {"device": device, "machine": machine, "rate": rate, "rows": found}
+        data = {"device": device, "machine": machine, "rate": rate, "rows": results}
         args.json.write_text(json.dumps(data, indent=1))
 
 

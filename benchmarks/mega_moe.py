@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A MoE layer beside sgl-deep-gemm's fused MegaMoE: same weights, same routing.
+"""Compare a MoE layer with sgl-deep-gemm's fused MegaMoE, with equal weights and routing.
 
     python benchmarks/mega_moe.py weft v3 8,64,512 --out weft.json
     python benchmarks/mega_moe.py mega v3 8,64,512 --out mega.json
     torchrun --nproc-per-node 4 benchmarks/mega_moe.py weft v3 8,64,512 --out weft.json
 
-One GPU, or one for each process of torchrun. Routed experts only, as many on each rank, FP8 weights
-with scales for 128 x 128, bfloat16 tokens, random routing; sizes are tokens a rank. Each time is a
-CUDA graph of 20 calls, the median of three turns, each of them the median of seven replays, on the
-slowest rank. The first tokens of each rank are checked against plain torch. The rival is the wheel
-sgl-deep-gemm 0.1.5.post1; it compiles its kernels at the first call of each size, for which
---check-only, which times nothing, can be run at once for all sizes.
+Uses one GPU, or one per process of torchrun. The layer has routed experts only, equally many on
+each rank, FP8 weights with scales for 128 x 128, bfloat16 tokens and random routing; sizes are
+tokens per rank. A time is a CUDA graph of 20 calls: the median of three turns of the median of
+seven replays, on the slowest rank. The first tokens of each rank are checked against plain torch.
+The other library is the wheel sgl-deep-gemm 0.1.5.post1. It compiles kernels at the first call of
+each size; --check-only, which times nothing, can run first for all sizes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Layer = Callable[[], torch.Tensor]
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def quantised(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random matrix in FP8, and its scales."""
+def quantized(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a random FP8 matrix and its scales."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator, device="cuda") / math.sqrt(columns)
     blocks = x.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
@@ -45,32 +45,32 @@ def quantised(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.T
 
 
 def make_weights(shape: str) -> Weights:
-    """gate_up, its scales, down, its scales, of the rank's experts."""
+    """Return gate_up, its scales, down and its scales, of the rank's experts."""
     hidden, inner, _, experts = SHAPES[shape]
     first = dist.get_rank() * experts
     own = range(first, first + experts)
-    gate_up = [quantised(2 * inner, hidden, e + 1) for e in own]
-    down = [quantised(hidden, inner, e + 100_001) for e in own]
+    gate_up = [quantized(2 * inner, hidden, e + 1) for e in own]
+    down = [quantized(hidden, inner, e + 100_001) for e in own]
     stacked = [torch.stack(part) for pairs in (gate_up, down) for part in zip(*pairs, strict=True)]
     return stacked[0], stacked[1], stacked[2], stacked[3]
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
-    """Every rank's, one after the other."""
+    """Return every rank's tensor, concatenated."""
     out = x.new_empty((dist.get_world_size(), *x.shape))
     dist.all_gather_into_tensor(out, x.contiguous())
     return out.flatten(0, 1)
 
 
 def slowest(us: float) -> float:
-    """A time on the rank that took longest."""
+    """Return the largest time of any rank."""
     time = torch.tensor([us], device="cuda")
     dist.all_reduce(time, op=dist.ReduceOp.MAX)
     return time.item()
 
 
 def expected(weights: Weights, x: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> Any:
-    """The layer's result for a few tokens of this rank, in fp32: each rank adds its experts'."""
+    """Return the fp32 result for a few tokens of this rank; each rank adds its experts' part."""
 
     def wide(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return q.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -93,7 +93,7 @@ def expected(weights: Weights, x: torch.Tensor, ids: torch.Tensor, by: torch.Ten
 def weft_layers(
     shape: str, weights: Weights, x: Any, ids: Any, by: Any, closing: ExitStack
 ) -> dict[str, Layer]:
-    """What "auto" takes, and overlap="none"."""
+    """Return layers with "auto" and with overlap="none"."""
     import weft
     from weft.moe import ExpertWeights, MoEConfig, Routing
 
@@ -101,12 +101,14 @@ def weft_layers(
     gate_up, gate_up_scale, down, down_scale = weights
     routing = Routing(experts * dist.get_world_size(), top_k)
     config = MoEConfig(hidden=hidden, intermediate=inner, routing=routing)
-    given = ExpertWeights(gate_up, down, gate_up_scale=gate_up_scale, down_scale=down_scale)
+    expert_weights = ExpertWeights(
+        gate_up, down, gate_up_scale=gate_up_scale, down_scale=down_scale
+    )
     group = closing.enter_context(weft.Group.from_torch())
     layers: dict[str, Layer] = {}
     for mode, overlap in (("auto", "auto"), ("throughput", "none")):
         options = {"max_tokens": len(x), "fp8": True, "mode": mode, "overlap": overlap}
-        layer = closing.enter_context(weft.MoE(group, config, given, **options))
+        layer = closing.enter_context(weft.MoE(group, config, expert_weights, **options))
         name = f"weft, {'auto' if mode == 'auto' else f'{layer.mode}, {layer.overlap}'}"
         layers[name] = lambda layer=layer: layer(x, topk_ids=ids, topk_weights=by)
     return layers
@@ -115,7 +117,7 @@ def weft_layers(
 def mega_layers(
     shape: str, weights: Weights, x: Any, ids: Any, by: Any, closing: ExitStack
 ) -> dict[str, Layer]:
-    """The fused kernel behind its quantisation of the tokens."""
+    """Return the fused kernel after its quantization of the tokens."""
     import deep_gemm
 
     hidden, inner, top_k, experts = SHAPES[shape]
@@ -140,7 +142,7 @@ def mega_layers(
 
 
 def captured(call: Layer) -> torch.cuda.CUDAGraph:
-    """Some calls in a graph that has run twice."""
+    """Return a graph of some calls that has run twice."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -158,8 +160,8 @@ def captured(call: Layer) -> torch.cuda.CUDAGraph:
 
 
 def timed(graph: torch.cuda.CUDAGraph) -> float:
-    """us a call."""
-    took = []
+    """Return the us per call."""
+    times = []
     for _ in range(REPLAYS):
         dist.barrier()
         torch.cuda.synchronize()
@@ -168,14 +170,14 @@ def timed(graph: torch.cuda.CUDAGraph) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        took.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return slowest(statistics.median(took))
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return slowest(statistics.median(times))
 
 
 def checked(
     what: str, shape: str, weights: Weights, tokens: int, closing: ExitStack
 ) -> dict[str, Layer]:
-    """The forms at one number of tokens; each has given the right result."""
+    """Return the layers at one number of tokens, after checking their results."""
     hidden, _, top_k, experts = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(1000 + dist.get_rank())
     x = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16()
@@ -185,16 +187,16 @@ def checked(
     by = (by / by.sum(-1, keepdim=True)).contiguous()
     make = weft_layers if what == "weft" else mega_layers
     layers = make(shape, weights, x, ids, by, closing)
-    wanted = expected(weights, x[:CHECKED], ids[:CHECKED], by[:CHECKED])
+    want = expected(weights, x[:CHECKED], ids[:CHECKED], by[:CHECKED])
     for name, call in layers.items():
-        error = (call()[:CHECKED].float() - wanted).norm() / wanted.norm()
+        error = (call()[:CHECKED].float() - want).norm() / want.norm()
         if not error < 0.08:
             raise SystemExit(f"{name} at {tokens} tokens: relative error {error:.3f}")
     return layers
 
 
 def measure(layers: dict[str, Layer]) -> dict[str, float]:
-    """us of each."""
+    """Return the us of each layer."""
     graphs = {name: captured(call) for name, call in layers.items()}
     took: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(TURNS):
@@ -204,14 +206,14 @@ def measure(layers: dict[str, Layer]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a line for each number of tokens, and write all of them to a file."""
+    """Print a line per number of tokens, and write all of them to a file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("weft", "mega"))
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("tokens", help="tokens a rank: numbers with commas between them")
-    parser.add_argument("--check-only", action="store_true", help="compile and check, no more")
+    parser.add_argument("tokens", help="tokens per rank, comma-separated")
+    parser.add_argument("--check-only", action="store_true", help="only compile and check")
     parser.add_argument("--out", help="a JSON file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
@@ -219,23 +221,23 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     first = dist.get_rank() == 0
-    weights, found = make_weights(given.shape), {}
-    for tokens in map(int, given.tokens.split(",")):
+    weights, us = make_weights(args.shape), {}
+    for tokens in map(int, args.tokens.split(",")):
         with ExitStack() as closing:
-            layers = checked(given.what, given.shape, weights, tokens, closing)
-            found[tokens] = {} if given.check_only else measure(layers)
+            layers = checked(args.what, args.shape, weights, tokens, closing)
+            us[tokens] = {} if args.check_only else measure(layers)
         if first:
-            print(given.what, given.shape, tokens, json.dumps(found[tokens]), flush=True)
+            print(args.what, args.shape, tokens, json.dumps(us[tokens]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    if given.out and first:
+    if args.out and first:
         machine = {
             "gpu": torch.cuda.get_device_name(),
             "ranks": dist.get_world_size(),
             "torch": torch.__version__,
         }
-        with open(given.out, "w") as file:
-            json.dump({"machine": machine, "us": found}, file, indent=1)
+        with open(args.out, "w") as file:
+            json.dump({"machine": machine, "us": us}, file, indent=1)
     dist.destroy_process_group()
 
 

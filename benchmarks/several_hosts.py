@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round over several hosts on CPU ranks, beside a bare exchange of its bytes and an all-gather.
+"""Compare a round over several hosts of CPU ranks with a bare exchange and an all-gather.
 
-Hosts are network namespaces of this machine (tests/hosts/network.py; needs root). All four are
-timed in turn in one run:
+Hosts are network namespaces of this machine (tests/hosts/network.py; needs root). The four are
+timed in turns in one run:
 
     round       dispatch and combine of weft.AllToAll, without experts
-    two_parts   the same in two operators of half the tokens, by split_phase: the rows of one part
-                cross while the other is inside its host, out and home
+    two_parts   the same in two operators of half the tokens, by split_phase: rows of one part cross
+                the network while the other part is exchanged within its host
     bare        two all_to_all_single of the bytes that the round sends between hosts
-    all_gather  dispatch by all-gather, combine by reduce-scatter, over all ranks
+    all_gather  dispatch by all-gather and combine by reduce-scatter, over all ranks
 
-`load` is the load average after each. Ranks spin while they wait on their host, so figures
-are worth something only where it is below the number of cores.
+`load` is the load average after each. Ranks spin while they wait within their host, so times are
+valid only if the load is below the number of cores.
 
 Usage: python benchmarks/several_hosts.py OUT.json [--rate 1gbit] [--rounds 10]
 """
@@ -50,19 +50,19 @@ SIZES: dict[str, Any] = {
 
 
 def timed(group: weft.Group, call: Callable[[], object], rounds: int) -> list[float]:
-    """Milliseconds of each call, the slowest rank's."""
+    """Return the milliseconds of each call on the slowest rank."""
     call()
     times = []
     for _ in range(rounds):
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         call()
-        times.append((time.perf_counter() - began) * 1e3)
+        times.append((time.perf_counter() - start) * 1e3)
     return [max(each) for each in zip(*group.all_gather(times), strict=True)]
 
 
 def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[float]:
-    """One of the four on this rank."""
+    """Time one of the four on this rank."""
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).bfloat16()
     ids = torch.rand((TOKENS, EXPERTS), generator=generator).topk(TOP_K, dim=1).indices.int()
@@ -78,31 +78,33 @@ def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[f
             return timed(group, call, rounds)
     if which == "two_parts":
         sizes = SIZES | {"max_tokens": TOKENS // 2}
-        made = [weft.AllToAll(group, timeout=60.0, split_phase=True, **sizes) for _ in range(2)]
+        operators = [
+            weft.AllToAll(group, timeout=60.0, split_phase=True, **sizes) for _ in range(2)
+        ]
         parts = [slice(0, TOKENS // 2), slice(TOKENS // 2, TOKENS)]
         outs = [torch.empty_like(x[part]) for part in parts]
 
         def call() -> None:
-            for a2a, part in zip(made, parts, strict=True):
+            for a2a, part in zip(operators, parts, strict=True):
                 a2a.dispatch_send(x[part], ids[part], weights[part])
-            for a2a in made:
+            for a2a in operators:
                 a2a.dispatch_recv()
-            for a2a in made:
+            for a2a in operators:
                 a2a.combine_send()
-            for a2a, out in zip(made, outs, strict=True):
+            for a2a, out in zip(operators, outs, strict=True):
                 a2a.combine_recv(out=out)
 
         times = timed(group, call, rounds)
-        for a2a in made:
+        for a2a in operators:
             a2a.close()
         return times
     if which == "bare":
         sent = torch.zeros((group.hosts, TOKENS * ROW), dtype=torch.uint8)
-        came = torch.empty_like(sent)
+        received = torch.empty_like(sent)
 
         def call() -> None:
             for _ in range(2):
-                dist.all_to_all_single(came, sent, group=group.rail)
+                dist.all_to_all_single(received, sent, group=group.rail)
 
         return timed(group, call, rounds)
     exchange = Gathered(group, **SIZES)
@@ -115,8 +117,8 @@ def measure(group: weft.Group, _folder: Path, which: str, rounds: int) -> list[f
 
 
 def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
-    """All four between so many hosts, and the bytes that a host sent in a round."""
-    found: dict[str, Any] = {"hosts": hosts, "ranks_a_host": RANKS, "rate": rate}
+    """Run all four between hosts, and count the bytes that a host sent per round."""
+    results: dict[str, Any] = {"hosts": hosts, "ranks_a_host": RANKS, "rate": rate}
     with Network(hosts) as network:
         if network.namespaces is None:
             raise SystemExit("no network namespaces here: run as root, with CAP_NET_ADMIN")
@@ -126,17 +128,17 @@ def run(hosts: int, rate: str | None, rounds: int) -> dict[str, Any]:
             before = network.sent(0)
             times = network.run(RANKS, f"{MODULE}:measure", which, rounds)[0]
             each = (network.sent(0) - before) / (1 + rounds) / RANKS / (hosts - 1)
-            part = found.setdefault(which, {"ms": [], "load": [], "sent_rows_of_max_tokens": []})
+            part = results.setdefault(which, {"ms": [], "load": [], "sent_rows_of_max_tokens": []})
             part["ms"] += times
             part["load"].append(os.getloadavg()[0])
             part["sent_rows_of_max_tokens"].append(each / (TOKENS * ROW))
     for which in EACH:
-        found[which]["median_ms"] = statistics.median(found[which]["ms"])
-    took = found["round"]["median_ms"]
-    found["round_over_bare"] = took / found["bare"]["median_ms"]
-    found["round_over_two_parts"] = took / found["two_parts"]["median_ms"]
-    found["round_over_all_gather"] = took / found["all_gather"]["median_ms"]
-    return found
+        results[which]["median_ms"] = statistics.median(results[which]["ms"])
+    round_ms = results["round"]["median_ms"]
+    results["round_over_bare"] = round_ms / results["bare"]["median_ms"]
+    results["round_over_two_parts"] = round_ms / results["two_parts"]["median_ms"]
+    results["round_over_all_gather"] = round_ms / results["all_gather"]["median_ms"]
+    return results
 
 
 MODULE = "benchmarks.several_hosts"
@@ -145,12 +147,10 @@ MODULE = "benchmarks.several_hosts"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rate", action="append", help="of every link, as tc says it; default all")
+    parser.add_argument("--rate", action="append", help="rate of every link for tc; default: all")
     parser.add_argument("--rounds", type=int, default=10)
-    given = parser.parse_args()
-    results = [
-        run(hosts, rate, given.rounds) for hosts in (2, 3) for rate in (given.rate or [None])
-    ]
+    args = parser.parse_args()
+    results = [run(hosts, rate, args.rounds) for hosts in (2, 3) for rate in (args.rate or [None])]
     for each in results:
         print({k: v for k, v in each.items() if not isinstance(v, dict)})
     sizes = SIZES | {"dtype": "bfloat16", "ranks_a_host": RANKS}
@@ -159,7 +159,7 @@ def main() -> None:
         "sizes": sizes,
         "results": results,
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second of a small random Qwen3-MoE in transformers, by weft and by its own ways.
+"""Tokens per second of a small random Qwen3-MoE in transformers, with weft and its own ways.
 
 Usage: transformers_ranks.py OUT.json [--ranks N] [--device cpu|cuda] [--turns N]
 
-All ways take turns, so that a busy machine slows all of them; of each, the best turn counts, and
-the median is written beside it. Logits are compared with one process's before anything is timed.
+All ways run in turns, so that a busy machine slows all of them. The best turn counts, and the
+median is recorded as well. Logits are compared with those of one process before timing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SEQUENCES, PROMPT, STEPS = 4, 128, 16
 
 
 def measure(group: weft.Group, folder: str, turns: int) -> list[dict[str, Any]]:
-    """Rows of tokens a second, all ranks together."""
+    """Return rows of tokens per second, all ranks together."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -83,15 +83,15 @@ def measure(group: weft.Group, folder: str, turns: int) -> list[dict[str, Any]]:
         for way, taken in seconds.items():
             for phase, count, which in (("prefill", PROMPT, 0), ("decode", STEPS, 1)):
                 rate = [tokens * count / each[which] for each in taken]
-                found = {"best": max(rate), "median": statistics.median(rate)}
-                rows.append({"batch": batch, "way": way, "phase": phase, "tokens_per_s": found})
+                rates = {"best": max(rate), "median": statistics.median(rate)}
+                rows.append({"batch": batch, "way": way, "phase": phase, "tokens_per_s": rates})
     weft.plugins.transformers.close()
     return rows
 
 
 @torch.no_grad()
 def times(group: weft.Group, model: Any, ids: torch.Tensor) -> Iterator[float]:
-    """Seconds of a prompt, and of the steps behind it, until the last rank is through."""
+    """Yield seconds of a prompt, then of decode steps, until the last rank is done."""
     model(ids[:, :8])
     for steps in (0, STEPS):
         cache = model(ids, use_cache=True).past_key_values if steps else None
@@ -111,33 +111,33 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--turns", type=int, default=15)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         config = transformers.Qwen3MoeConfig(**SIZES)
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-        found = weft.launch(
-            measure, folder, asked.turns, ranks=asked.ranks, device=asked.device, timeout=3000.0
+        results = weft.launch(
+            measure, folder, args.turns, ranks=args.ranks, device=args.device, timeout=3000.0
         )
     record = {
         "what": __doc__.split("\n")[0],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "ranks": asked.ranks,
-        "device": asked.device,
+        "ranks": args.ranks,
+        "device": args.device,
         "processors": os.cpu_count(),
         "load": os.getloadavg(),
         "model": SIZES,
         "sequences": SEQUENCES,
         "prompt": PROMPT,
         "steps": STEPS,
-        "turns": asked.turns,
-        "rows": found[0],
+        "turns": args.turns,
+        "rows": results[0],
     }
-    asked.out.write_text(json.dumps(record, indent=1) + "\n")
-    for row in found[0]:
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    for row in results[0]:
         print(row)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write tiny random checkpoints of models that people serve, in which an engine's experts show.
+"""Write tiny random checkpoints of popular models, in which the experts affect the output.
 
-random_models.py DIR [NAME...]    A folder of each name, with the tokenizer of `weft demo`. Weights
-are large enough for greedy text not to hang on a rounding. gpt_oss_mxfp4 has experts in MXFP4,
-gpt_oss the same numbers in bfloat16.
+random_models.py DIR [NAME...]    Writes a folder per name, with the tokenizer of `weft demo`.
+Weights are large enough that greedy text does not depend on rounding. gpt_oss_mxfp4 has MXFP4
+experts, and gpt_oss the same values in bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS = {"head_dim": 32}
 DENSE = {"intermediate_size": 256, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
 SIGMOID = DENSE | {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1}
 SIGMOID |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
-# Latent rows of 512 + 64, the only ones that vLLM's attention on CPUs has.
+# Latent rows of 512 + 64, the only size that vLLM's CPU attention supports.
 LATENT = SIGMOID | {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 512}
 LATENT |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 SPARSE = LATENT | {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 512}
@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", HEADS | MANY | {"norm_topk_prob": True, "num_experts": 16}),
     "qwen3_next": ("Qwen3NextConfig", LINEAR),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", LINEAR),
-    # The block of the two above, without linear attention, for which some CPUs have no kernels.
+    # The block of the two above without linear attention, whose kernels some CPUs lack.
     "qwen2_moe": (
         "Qwen2MoeConfig",
         MANY | {"shared_expert_intermediate_size": 64, "intermediate_size": 256},
@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": ("DeepseekV4Config", SIGMOID | {"num_key_value_heads": 1, "q_lora_rank": 64}),
     "gpt_oss": ("GptOssConfig", OSS),
 }
-# Fields of published configs that transformers' own does not have, and engines read.
+# Fields of published configs that engines read and transformers' configs lack.
 CHOICE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 PUBLISHED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa"), CHOICE),
@@ -78,23 +78,23 @@ MXFP4 = "gpt_oss_mxfp4"
 
 
 def save(folder: Path, name: str) -> None:
-    """A model of random weights, in bfloat16."""
+    """Save a model of random weights in bfloat16."""
     import transformers
 
-    kind, more = MODELS[name]
+    kind, overrides = MODELS[name]
     tokens = json.loads((CHECKPOINT / "config.json").read_text())
     ids = {each: tokens[each] for each in ("vocab_size", "eos_token_id", "bos_token_id")}
-    config = getattr(transformers, kind)(**SIZES | ids | {"pad_token_id": 0} | more)
+    config = getattr(transformers, kind)(**SIZES | ids | {"pad_token_id": 0} | overrides)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for each, values in model.named_parameters():
         if each.endswith("bias") or "sinks" in each:
-            values.data.normal_(0, 0.1)  # of attention, and of experts
+            values.data.normal_(0, 0.1)  # biases of attention and of experts
     for each, values in model.named_buffers():
         if each.endswith("e_score_correction_bias"):
             values.normal_(0, 0.01)
     model.save_pretrained(folder)
-    # SGLang makes GPT-OSS's attention in the config's dtype, whatever --dtype is.
+    # SGLang uses the config's dtype for GPT-OSS's attention, whatever --dtype is.
     saved = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
     saved |= PUBLISHED.get(name, {})
     (folder / "config.json").write_text(json.dumps(saved, indent=1))
@@ -103,7 +103,7 @@ def save(folder: Path, name: str) -> None:
 
 
 def as_mxfp4(folder: Path, to: Path) -> None:
-    """A copy of GPT-OSS whose experts are MXFP4; those of `folder` are rounded to the same."""
+    """Copy GPT-OSS with MXFP4 experts, and round the experts of `folder` to the same values."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     tensors, packed = load_file(folder / "model.safetensors"), {}
     for name in [n for n in tensors if n.endswith((".gate_up_proj", ".down_proj"))]:
@@ -113,8 +113,10 @@ def as_mxfp4(folder: Path, to: Path) -> None:
         packed[f"{name}_blocks"] = values.unflatten(2, (-1, 16)).contiguous()
         packed[f"{name}_scales"] = scales
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    others = {n: t for n, t in tensors.items() if not n.endswith((".gate_up_proj", ".down_proj"))}
-    save_file(others | packed, to / "model.safetensors", {"format": "pt"})
+    unchanged = {
+        n: t for n, t in tensors.items() if not n.endswith((".gate_up_proj", ".down_proj"))
+    }
+    save_file(unchanged | packed, to / "model.safetensors", {"format": "pt"})
     config = json.loads((to / "config.json").read_text())
     config["dtype"] = "bfloat16"
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
@@ -122,7 +124,7 @@ def as_mxfp4(folder: Path, to: Path) -> None:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Those of these names, or all."""
+    """Save the named models, or all."""
     for name in names or MODELS:
         save(folder / name, name)
         if name == "gpt_oss":

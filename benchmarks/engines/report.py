@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/user/sglang.md and docs/user/vllm.md, of lines that an engine's run.sh wrote.
+"""Print the tables of docs/user/sglang.md and docs/user/vllm.md from results of an engine's run.sh.
 
     report.py results.jsonl [...]
 
-Of lines of one case the newest counts. Each table says where and when it was measured, and of what
-commit.
+The newest line of each case counts. Each table has its machine, date and commit.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from weft.bench.machine import machine_line  # noqa: E402
 
 Line = dict[str, Any]
 SERVING = ("decode", "deepseek")
-COLUMNS = (  # of serving: a heading, the field, and decimals
+COLUMNS = (  # of serving: heading, field and decimals
     ("between tokens, median, ms", "median_itl_ms", 2),
     ("p99, ms", "p99_itl_ms", 2),
     ("decode step, ms", "step_ms", 2),
@@ -33,48 +32,50 @@ COLUMNS = (  # of serving: a heading, the field, and decimals
 
 
 def read(files: Iterable[Path]) -> list[Line]:
-    """The newest line of each case, in the order in which the cases first came."""
-    found: dict[str, Line] = {}
+    """Return the newest line of each case, in the order of the cases' first lines."""
+    newest_of: dict[str, Line] = {}
     for file in files:
         for number, text in enumerate(file.read_text().splitlines(), 1):
             try:
                 line = json.loads(text)
-                found[case_of(line)] = newest(found.get(case_of(line)), line)
+                newest_of[case_of(line)] = newest(newest_of.get(case_of(line)), line)
             except (ValueError, KeyError, TypeError) as error:
-                sys.exit(f"{file}:{number} is no result of run.sh: {type(error).__name__}: {error}")
-    return list(found.values())
+                sys.exit(
+                    f"{file}:{number} is not a result of run.sh: {type(error).__name__}: {error}"
+                )
+    return list(newest_of.values())
 
 
 def case_of(line: Line) -> str:
-    """What sets a measurement apart from others."""
+    """Return the identity of a measurement."""
     words = ("bench", "variant", "model", "gpus", "layers", "requests", "batch", "input", "output")
     case = [line.get(word) for word in (*words, "against")]
     return json.dumps([*case, line["machine"]["gpus"]])
 
 
 def newest(old: Line | None, new: Line) -> Line:
-    """That of two lines which was written last."""
+    """Return the line that was written last."""
     return new if old is None or new["date"] >= old["date"] else old
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def number(value: Any, decimals: int) -> str:
-    """A cell; empty for what was not measured."""
+    """Format a cell; empty if not measured."""
     return "" if value is None else f"{value:.{decimals}f}"
 
 
 def times(old: Any, new: Any) -> str:
-    """How many times smaller the new one is."""
+    """Format the ratio of old to new."""
     return "" if not old or not new else f"{old / new:.2f}"
 
 
 def serving(lines: list[Line]) -> str:
-    """A row for each variant and level, beside stock's time between tokens."""
+    """Return a row per variant and level, with the ratio to stock's time between tokens."""
     stock = {
         each["requests"]: each["result"]["median_itl_ms"]
         for each in lines
@@ -90,7 +91,7 @@ def serving(lines: list[Line]) -> str:
 
 
 def tensor_parallel(lines: list[Line]) -> str:
-    """Decode latency of each batch, and prefill's."""
+    """Return a row per variant, with decode and prefill latency of each batch."""
     batches = sorted({each["batch"] for each in lines})
     rows = []
     for name in dict.fromkeys(each["variant"] for each in lines):
@@ -106,7 +107,7 @@ def tensor_parallel(lines: list[Line]) -> str:
 
 
 def arithmetic(lines: list[Line]) -> str:
-    """Right answers of a trained model, and texts equal to the first server's."""
+    """Return right answers of a trained model, and texts equal to the first server's."""
     rows = [
         [
             each["variant"],
@@ -121,7 +122,7 @@ def arithmetic(lines: list[Line]) -> str:
 
 
 def profile(lines: list[Line]) -> str:
-    """Where the time of a decode step goes."""
+    """Return the largest kernels of a decode step."""
     rows = []
     for each in lines:
         result = each["result"]
@@ -140,24 +141,24 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {
 
 
 def report(lines: list[Line]) -> str:
-    """Every table that these lines fill; those of `load` and `elastic` fill none."""
+    """Return all tables that these lines fill; `load` and `elastic` have none."""
     parts = []
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in (each for each in lines if each["bench"] in TABLES):
-        many = line["bench"] == "arithmetic"  # on any number of GPUs
-        sizes = () if many else (line["gpus"], line.get("layers"), line.get("input"))
+        any_gpus = line["bench"] == "arithmetic"  # its table has all numbers of GPUs
+        sizes = () if any_gpus else (line["gpus"], line.get("layers"), line.get("input"))
         key = (line["bench"], line["model"], *sizes, *line["machine"]["gpus"][:1])
         groups.setdefault(key, []).append(line)
-    for found in groups.values():
-        first = found[0]
+    for group in groups.values():
+        first = group[0]
         about = [first["model"]]
         if first.get("layers"):
             about.append(f"{first['layers']} layers")
         if first.get("input"):
             about.append(f"{first['input']} tokens in, {first['output']} out")
-        machines = dict.fromkeys(machine_line(each["machine"]) for each in found)
+        machines = dict.fromkeys(machine_line(each["machine"]) for each in group)
         caption = f"{first['bench']}: {', '.join(about)}; {'; '.join(machines)}."
-        parts.append(f"{caption}\n\n{TABLES[first['bench']](found)}\n")
+        parts.append(f"{caption}\n\n{TABLES[first['bench']](group)}\n")
     return "\n".join(parts)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step by kernel, of a trace by torch's profiler."""
+"""Kernel times of a step, from a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MANY = 40  # kernels that are listed one by one; the rest is one number
+MANY = 40  # number of kernels that are listed; the rest are summed
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's.
+    """The kernels of one rank.
 
-    us: microseconds of each kernel.   span: from the first one's start to the last one's end.
-    steps: how many passes of each name the engine has marked.
+    Attributes:
+        us: Microseconds of each kernel.
+        span: Microseconds from the first kernel's start to the last one's end.
+        steps: Number of passes by the engine's annotation.
     """
 
     us: Counter[str]
@@ -32,16 +34,16 @@ def kernels(trace: Path) -> Trace:
         events = json.load(file)["traceEvents"]
     steps = Counter(e["name"] for e in events if e.get("cat") == "user_annotation")
     events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    found: Counter[str] = Counter()
+    us: Counter[str] = Counter()
     for event in events:
-        found[event["name"]] += event["dur"]
+        us[event["name"]] += event["dur"]
     ends = [event["ts"] + event["dur"] for event in events]
     first = min((event["ts"] for event in events), default=0.0)
-    return Trace(found, max(ends, default=0.0) - first, steps)
+    return Trace(us, max(ends, default=0.0) - first, steps)
 
 
 def summed(trace: Trace, steps: int) -> dict[str, Any]:
-    """Microseconds a step: of the longest kernels, of all, and from the first to the last."""
+    """Return us per step: of the longest kernels, of all, and from the first to the last."""
     top = {name: us / steps for name, us in trace.us.most_common(MANY) if us > 0}
     total = sum(trace.us.values()) / steps
     return {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in SGLang: texts equal to stock SGLang's on one GPU, and the trained one's answers right.
+"""Check a model in SGLang: texts equal stock SGLang's on one GPU, and the trained model is right.
 
-200 questions of `weft demo`, greedy. With --cpu it needs no GPU. Variants of EPLB are left out on
-one rank. With --sums the ranks are tensor-parallel, and what differs is who sums. With --adapter
-all answers are those of a random adapter of attention, so few are right.
+It asks 200 questions of `weft demo`, greedily. With --cpu it needs no GPU. EPLB variants are
+skipped on one rank. With --sums, ranks are tensor-parallel, and variants differ in their
+all-reduce. With --adapter, answers use a random adapter of attention, so few are right.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from variants import SUMS, VARIANTS
 
 from weft.cli.demo import CHECKPOINT
 
-LATE = 1200.0  # seconds that a request may take: CPU ranks share a few cores
+LATE = 1200.0  # timeout of a request in seconds: CPU ranks share a few cores
 ADAPTED = ("q_proj", "v_proj")
 GREEDY = {"temperature": 0, "max_new_tokens": 64, "stop": ["\n"]}
 
 
 def adapter(rank: int = 8) -> Path:
-    """A folder of a random LoRA adapter of attention, large enough to change answers."""
+    """Write a random LoRA adapter of attention that changes answers, and return its folder."""
     import torch
     from safetensors.torch import save_file
 
     model = json.loads((CHECKPOINT / "config.json").read_text())
-    hidden, draw = model["hidden_size"], torch.Generator().manual_seed(3)
+    hidden, generator = model["hidden_size"], torch.Generator().manual_seed(3)
     wide = model["num_attention_heads"] * model["head_dim"]
     weights = {}
     for layer in range(model["num_hidden_layers"]):
         for name in ADAPTED:
             place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            down = torch.randn(rank, hidden, generator=draw) / hidden**0.5
-            up = torch.randn(wide, rank, generator=draw)
+            down = torch.randn(rank, hidden, generator=generator) / hidden**0.5
+            up = torch.randn(wide, rank, generator=generator)
             weights |= {f"{place}.lora_A.weight": down, f"{place}.lora_B.weight": up}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
     config |= {"r": rank, "lora_alpha": rank, "target_modules": ADAPTED}
@@ -49,52 +49,52 @@ def adapter(rank: int = 8) -> Path:
 
 
 def texts(address: str, prompts: list[str], together: int, *, adapted: bool = False) -> list[str]:
-    """Greedy answers, in the order of the prompts, so many of them in a request."""
-    found: list[str] = []
+    """Return greedy answers in the order of the prompts, `together` prompts per request."""
+    answers: list[str] = []
     for start in range(0, len(prompts), together):
-        asked = prompts[start : start + together]
-        body = {"text": asked, "sampling_params": GREEDY}
-        body |= {"lora_path": ["a"] * len(asked)} if adapted else {}
-        found += [one["text"] for one in post(address, "/generate", body, timeout=LATE)]
-    return found
+        batch = prompts[start : start + together]
+        body = {"text": batch, "sampling_params": GREEDY}
+        body |= {"lora_path": ["a"] * len(batch)} if adapted else {}
+        answers += [one["text"] for one in post(address, "/generate", body, timeout=LATE)]
+    return answers
 
 
 def main() -> int:
-    """One server for each variant and number of GPUs; the first is what the others are held to."""
+    """Run one server per variant and number of GPUs; the first is the baseline."""
     known = ["stock", "dispatcher", "no-overlap", "weft", "combine-fp8"]
     parser = arguments(str(__doc__), str(CHECKPOINT), known)
     parser.add_argument("--sums", action="store_true", help="variants of all-reduces")
     parser.add_argument("--adapter", action="store_true", help="LoRA on attention")
-    parser.add_argument("--hosts", type=int, default=1, help="parts of the ranks, by --nnodes")
+    parser.add_argument("--hosts", type=int, default=1, help="split ranks into hosts, by --nnodes")
     add_arguments(parser)
     parser.add_argument("--together", type=int, default=50, help="prompts in a request")
-    given = parser.parse_args()
-    questions = Questions(given.model, given.questions)
-    given.ranks = given.ranks or [n for n in (1, 2, 4) if given.cpu or n <= given.gpus]
+    args = parser.parse_args()
+    questions = Questions(args.model, args.questions)
+    args.ranks = args.ranks or [n for n in (1, 2, 4) if args.cpu or n <= args.gpus]
     lora: tuple[str, ...] = ()
-    if given.adapter:
+    if args.adapter:
         lora = ("--enable-lora", "--lora-paths", f"a={adapter()}", "--max-lora-rank", "8")
         lora += ("--lora-target-modules", *ADAPTED, "--lora-backend")
-        lora += ("torch_native" if given.cpu else "triton",)
+        lora += ("torch_native" if args.cpu else "triton",)
 
-    def made(ranks: int) -> Job:
-        job = of_trained(given, ranks, ("--tp", str(ranks)) if given.sums else None)
+    def new_job(ranks: int) -> Job:
+        job = of_trained(args, ranks, ("--tp", str(ranks)) if args.sums else None)
         job.flags += lora
-        job.hosts = given.hosts if ranks > 1 else 1
+        job.hosts = args.hosts if ranks > 1 else 1
         return job
 
     def ask(job: Job, cases: list[Variant]) -> None:
         def measure(variant: Variant, name: str, address: str) -> None:
-            answers = texts(address, questions.prompts, given.together, adapted=given.adapter)
+            answers = texts(address, questions.prompts, args.together, adapted=args.adapter)
             job.heard(name, variant.does)
             questions.record(job, variant, name, answers, right=False)
 
-        if job.gpus == 1:  # one rank moves no experts, and sums nothing
-            cases = [each for each in cases if not (each.does or given.sums and each.says)]
+        if job.gpus == 1:  # one rank neither moves experts nor reduces
+            cases = [each for each in cases if not (each.does or args.sums and each.says)]
         in_servers(job, cases, begin, measure, needs=40, suffix=f"-{job.gpus}")
 
-    variants = chosen(given.variants, SUMS if given.sums else VARIANTS)
-    return in_each_size(given, variants, made, ask, alone=given.cpu and not given.sums)
+    variants = chosen(args.variants, SUMS if args.sums else VARIANTS)
+    return in_each_size(args, variants, new_job, ask, alone=args.cpu and not args.sums)
 
 
 if __name__ == "__main__":

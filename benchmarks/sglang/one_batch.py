@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sglang.benchmark.one_batch with plug-ins, which stock 0.5.17 loads none of there.
+"""Run sglang.benchmark.one_batch with plug-ins, which stock 0.5.17 does not load there.
 
-The call below runs in each rank, too: ranks are spawned and import this file again. It comes behind
+The call below also runs in each rank, because spawned ranks import this file again. It follows
 SGLang's other imports, as in its own schedulers.
 """
 

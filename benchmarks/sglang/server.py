@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of SGLang."""
+"""Start SGLang servers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from job import (
     of_command,
 )
 
-LAYERS = {"deepseek-v3": 5, "glm-4.5-air": 16}  # by default; the others have all of theirs
+LAYERS = {"deepseek-v3": 5, "glm-4.5-air": 16}  # defaults; other models run all layers
 FLAGS = [
     *("--attention-backend", "triton", "--moe-runner-backend", "triton"),
     *("--fp8-gemm-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-radix-cache"),
-    *("--mm-feature-transport", "cpu"),  # else a launcher takes memory of the first GPU
+    *("--mm-feature-transport", "cpu"),  # otherwise a launcher uses memory of the first GPU
 ]
-CHUNK = 2048  # prefill tokens of a rank
+CHUNK = 2048  # prefill tokens per rank
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
-BOUND = "SGLANG_CPU_OMP_THREADS_BIND"  # the core of each rank of a host
-# Over those: what SGLang has on CPUs, exactly.
+BOUND = "SGLANG_CPU_OMP_THREADS_BIND"  # one core per rank of a host
+# Additional flags on CPUs, with exact results.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
     *(
@@ -49,32 +49,32 @@ CPU_FLAGS = [
 
 
 def arguments(about: str, model: str, variants: list[str]) -> argparse.ArgumentParser:
-    """What every measurement takes."""
+    """Return a parser of common arguments."""
     parser = command_of.arguments(about, model, variants, memory=0.75, layers=LAYERS)
     parser.add_argument("--gpus", type=int, default=max(1, len(gpu_names())))
     parser.add_argument("--more", nargs="*", default=[], metavar="FLAG", help="without dashes")
     return parser
 
 
-def job_of(given: argparse.Namespace, *more: str, dummy: bool = True) -> Job:
-    """The command that these arguments ask for. No server outlives it, also where it is killed."""
-    model = folder_of(given.model)
+def job_of(args: argparse.Namespace, *more: str, dummy: bool = True) -> Job:
+    """Return the job of these arguments. No server outlives it, even if it is killed."""
+    model = folder_of(args.model)
     if dummy:
         model = with_every_token(model)
-    override = fewer_layers(model, given.layers or LAYERS.get(model.name))
-    made = ["--model-path", str(model), "--mem-fraction-static", str(given.memory), *FLAGS]
-    made += ["--load-format", "dummy"] if dummy else []
-    made += ["--json-model-override-args", json.dumps(override)] if override else []
-    made += [*more, *(CPU_FLAGS if given.cpu else [])]
-    made += [f"--{flag}" if not flag[0].isdigit() else flag for flag in given.more]
-    end = time.monotonic() + given.seconds
-    return of_command(Job(given.what, model, given.gpus, made, end, given.cpu))
+    override = fewer_layers(model, args.layers or LAYERS.get(model.name))
+    flags = ["--model-path", str(model), "--mem-fraction-static", str(args.memory), *FLAGS]
+    flags += ["--load-format", "dummy"] if dummy else []
+    flags += ["--json-model-override-args", json.dumps(override)] if override else []
+    flags += [*more, *(CPU_FLAGS if args.cpu else [])]
+    flags += [f"--{flag}" if not flag[0].isdigit() else flag for flag in args.more]
+    end = time.monotonic() + args.seconds
+    return of_command(Job(args.what, model, args.gpus, flags, end, args.cpu))
 
 
 def with_every_token(model: Path) -> Path:
-    """A copy of a model's folder whose tokenizer has a text for every id.
+    """Copy a model's folder, with a tokenizer that has a text for every id.
 
-    A model of random weights answers with any id, and clients time tokens by their text.
+    A model of random weights generates any id, and clients time tokens by their text.
     """
     size = json.loads((model / "config.json").read_text()).get("vocab_size", 0)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -87,9 +87,10 @@ def with_every_token(model: Path) -> Path:
 
 
 def prefill_graphs(chunk: int, *, served: bool) -> list[str]:
-    """Flags of prefill by CUDA graphs, with attention between them, up to `chunk` tokens of a rank.
+    """Return flags of prefill by CUDA graphs, up to `chunk` tokens per rank.
 
-    served: has SGLang them for this model? It has none where attention is latent (MLA).
+    `served` tells whether SGLang supports them for this model; it does not with latent attention
+    (MLA).
     """
     if not served:
         return [NO_PREFILL_GRAPHS]
@@ -98,7 +99,7 @@ def prefill_graphs(chunk: int, *, served: bool) -> list[str]:
 
 
 def data_parallel(ranks: int) -> list[str]:
-    """Flags of DP attention and expert parallelism, without SGLang's own all-reduces."""
+    """Return flags of DP attention and expert parallelism, without SGLang's own all-reduces."""
     size = str(ranks)
     return [
         *("--tp", size, "--dp", size, "--ep-size", size),
@@ -107,79 +108,79 @@ def data_parallel(ranks: int) -> list[str]:
     ]
 
 
-def of_data_parallel(given: argparse.Namespace, batch: int, *, graphs: bool) -> Job:
-    """A job of random weights and CHUNK tokens of a rank's prefill.
+def of_data_parallel(args: argparse.Namespace, batch: int, *, graphs: bool) -> Job:
+    """Return a job of random weights with CHUNK prefill tokens per rank.
 
-    batch: of a rank's largest decode graph.   graphs: is prefill in graphs?
+    `batch` is the size of a rank's largest decode graph; `graphs` enables prefill graphs.
     """
     return job_of(
-        given,
-        *data_parallel(given.gpus),
+        args,
+        *data_parallel(args.gpus),
         *("--cuda-graph-max-bs-decode", str(batch)),
-        *("--chunked-prefill-size", str(CHUNK * given.gpus)),
+        *("--chunked-prefill-size", str(CHUNK * args.gpus)),
         *prefill_graphs(CHUNK, served=graphs),
     )
 
 
-def of_trained(given: argparse.Namespace, ranks: int, flags: Iterable[str] | None = None) -> Job:
-    """A job of the trained model on so many ranks.   flags: in place of data parallelism's.
+def of_trained(args: argparse.Namespace, ranks: int, flags: Iterable[str] | None = None) -> Job:
+    """Return a job of the trained model; `flags` replace data parallelism's.
 
-    SGLang has no kernel that rotates and stores heads of 32 in bf16, nor another way.
+    It uses float16, because SGLang has no bf16 kernel for RoPE and KV cache of heads of 32.
     """
-    given.gpus = ranks
-    made = [*(data_parallel(ranks) if flags is None else flags)]
-    made += ["--cuda-graph-max-bs-decode", "64", "--dtype", "float16"]
-    made += [] if given.cpu else prefill_graphs(CHUNK, served="--dp" in made)
-    return job_of(given, *made, dummy=False)
+    args.gpus = ranks
+    flags = [*(data_parallel(ranks) if flags is None else flags)]
+    flags += ["--cuda-graph-max-bs-decode", "64", "--dtype", "float16"]
+    flags += [] if args.cpu else prefill_graphs(CHUNK, served="--dp" in flags)
+    return job_of(args, *flags, dummy=False)
 
 
 def on_cpus(ranks: int) -> dict[str, str]:
-    """The environment of SGLang on CPU ranks, which share this machine's cores.
+    """Return the environment of SGLang on CPU ranks, which share this machine's cores.
 
-    sgl_kernel looks for what it has for CPUs in its own folder, and nothing but the load of it is
-    needed here: the GPUs' library is copied there.
+    sgl_kernel searches its own folder for a CPU library, and only needs to load it here, so the GPU
+    library is copied there.
     """
     kernels = Path(os.environ["PACK_SITE"]) / "sgl_kernel"
     for library in kernels.glob("sm90/common_ops.*"):
         shutil.copy(library, kernels)
     cores = sorted(os.sched_getaffinity(0))
     each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
-    kept = {"SGLANG_USE_CPU_ENGINE": "1", BOUND: "|".join(each)}
-    return kept | {"TORCHDYNAMO_DISABLE": "1"}  # what cpu_ranks.py puts in torch it cannot trace
+    env = {"SGLANG_USE_CPU_ENGINE": "1", BOUND: "|".join(each)}
+    return env | {"TORCHDYNAMO_DISABLE": "1"}  # it cannot trace cpu_ranks.py's replacements
 
 
 def environment(job: Job, variant: Variant) -> dict[str, str]:
-    """What a process of this variant sees."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_SGLANG_")}
+    """Return the environment of a variant's processes."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WEFT_SGLANG_")}
     plugins = ["weft_gate", "weft_dummy", *(["weft"] if variant.environment else [])]
     if job.cpu:
-        kept |= on_cpus(job.gpus)
+        env |= on_cpus(job.gpus)
         plugins.append("weft_cpu")
-    return {**kept, "SGLANG_PLUGINS": ",".join(plugins), **variant.environment}
+    return {**env, "SGLANG_PLUGINS": ",".join(plugins), **variant.environment}
 
 
 def begin(job: Job, variant: Variant, name: str, **more: str) -> None:
-    """Start a server that `in_servers` will let through to the GPUs.
+    """Start a server whose ranks wait until `in_servers` opens its gate.
 
-    more: of its environment.
+    `more` are additional environment variables.
     """
     command = [sys.executable, "-m", "sglang.launch_server", *job.flags, *variant.flags]
     if job.hosts > 1:
         command += ["--nnodes", str(job.hosts), "--dist-init-addr", f"127.0.0.1:{free_port()}"]
     print(f"== {name}: {' '.join(command[3:])}", flush=True)
-    seen, each = environment(job, variant) | more, job.gpus // job.hosts
-    bound = seen.get(BOUND, "").split("|")
+    env, each = environment(job, variant) | more, job.gpus // job.hosts
+    bound = env.get(BOUND, "").split("|")
     for host, part in reversed(list(enumerate(job.parts(name)))):
         port, own = free_port(), slice(host * each, (host + 1) * each)
         if job.hosts > 1:
-            seen["WEFT_HOST"] = part
+            env["WEFT_HOST"] = part
             if job.cpu:
-                seen[BOUND] = "|".join(bound[own])
+                env[BOUND] = "|".join(bound[own])
             else:
-                seen["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.gpus)[own]))
         flags_of_host = ("--node-rank", str(host), "--port", str(port))
-        begin_command(job, part, [*command, *flags_of_host], seen, port=port)
-        if host:  # it looks whether the first host's ports are free, as if they were its own
-            this = job.waiting[part]
-            while this.process.poll() is None and not Path(f"{this.gate}-waits").exists():
+        begin_command(job, part, [*command, *flags_of_host], env, port=port)
+        if host:  # otherwise the first host's ports would look taken when this host checks them
+            started = job.waiting[part]
+            while started.process.poll() is None and not Path(f"{started.gate}-waits").exists():
                 time.sleep(0.1)

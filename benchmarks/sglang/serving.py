@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time between tokens of a server with data-parallel attention and expert parallelism.
 
-decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8, few layers. 1024 tokens
-in and 128 out, so many requests at once on every rank; each level is warmed up by a run before.
-step_ms is a decode step by the server's log (README.md, Steps); it is missing where answers are so
-short that no line follows the one with the prefill.
+decode: Qwen3-30B-A3B's shape in bf16. deepseek: DeepSeek-V3's, block FP8, few layers. Requests have
+1024 tokens in and 128 out, at several levels of concurrency per rank; a warm-up run precedes each
+level. step_ms is a decode step from the server's log (README.md, Steps). It is missing for short
+answers, where no log line follows the prefill's.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ BATCH = re.compile(
 
 
 def decode_steps(log: str, requests: int) -> list[float]:
-    """Milliseconds of a decode step of a full batch: a mean for each line that a rank logs.
+    """Return the ms of decode steps of a full batch, a mean per log line of a rank.
 
-    A line counts the tokens since the rank's last one, so one after a prefill is left out.
+    A line counts the tokens since the rank's previous line, so lines after a prefill are skipped.
     """
     steps, prefilled = [], set()
-    for found in filter(None, map(BATCH.match, log.splitlines())):
-        rank, prefill, running, rate = found.groups()
+    for match in filter(None, map(BATCH.match, log.splitlines())):
+        rank, prefill, running, rate = match.groups()
         if prefill:
             prefilled.add(rank)
         elif rank in prefilled:
@@ -61,51 +61,51 @@ def decode_steps(log: str, requests: int) -> list[float]:
 
 
 def measure(
-    job: Job, given: argparse.Namespace, variant: Variant, server: str, address: str
+    job: Job, args: argparse.Namespace, variant: Variant, server: str, address: str
 ) -> None:
-    """Every level of load, one after the other."""
-    for each in given.requests:
+    """Measure every level of load."""
+    for each in args.requests:
         at_once = each * job.gpus
         name = f"{server}-{each}"
         if job.out_of_time(f"{name} of {job.what}", 45):
             return
-        for part, waves in (("warm", 1), ("timed", given.waves)):
+        for part, waves in (("warm", 1), ("timed", args.waves)):
             raw = OUT / f"{job.what}-{name}-{part}.jsonl"
             raw.unlink(missing_ok=True)
             command = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
             command += ["--base-url", address, "--model", str(job.model), "--seed", "1"]
             command += ["--tokenizer", str(job.model), "--dataset-name", "random-ids"]
-            command += ["--random-input-len", str(given.input), "--random-range-ratio", "1"]
-            command += ["--random-output-len", str(given.output), "--disable-tqdm"]
+            command += ["--random-input-len", str(args.input), "--random-range-ratio", "1"]
+            command += ["--random-output-len", str(args.output), "--disable-tqdm"]
             command += ["--tokenize-prompt"]  # as text, most ids would be several tokens
             command += ["--num-prompts", str(at_once * waves), "--max-concurrency", str(at_once)]
             logged = job.log(server).stat().st_size
             if not run(job, name, [*command, "--output-file", str(raw)], 200):
                 return
-        found = last_line(raw)
-        result: dict[str, Any] = {key: found[key] for key in KEPT if key in found}
+        totals = last_line(raw)
+        result: dict[str, Any] = {key: totals[key] for key in KEPT if key in totals}
         log = job.log(server).read_bytes()[logged:].decode(errors="replace")
         if steps := decode_steps(log, each):
             result["step_ms"] = median(steps)
-        if found["completed"] != at_once * given.waves:
-            job.fail(f"{name}: {found['completed']} of {at_once * given.waves} requests were done")
-        sizes = {"requests": each, "input": given.input, "output": given.output}
-        job.record(variant, result, layers=given.layers, memory=given.memory, **sizes)
+        if totals["completed"] != at_once * args.waves:
+            job.fail(f"{name}: {totals['completed']} of {at_once * args.waves} requests were done")
+        sizes = {"requests": each, "input": args.input, "output": args.output}
+        job.record(variant, result, layers=args.layers, memory=args.memory, **sizes)
 
 
 def main() -> int:
-    """One server for each variant."""
+    """Run one server per variant."""
     what = sys.argv[1]
     model, requests, variants = DEFAULTS[what]
     parser = arguments(str(__doc__), model, variants)
-    parser.add_argument("--requests", type=int, nargs="+", default=requests, help="a rank")
-    parser.add_argument("--waves", type=int, default=3, help="requests for each that is at once")
+    parser.add_argument("--requests", type=int, nargs="+", default=requests, help="per rank")
+    parser.add_argument("--waves", type=int, default=3, help="total requests / concurrency")
     parser.add_argument("--input", type=int, default=1024)
     parser.add_argument("--output", type=int, default=128)
-    given = parser.parse_args()
-    job = of_data_parallel(given, max(given.requests), graphs=what == "decode")
-    each = functools.partial(measure, job, given)
-    in_servers(job, chosen(given.variants, VARIANTS), begin, each)
+    args = parser.parse_args()
+    job = of_data_parallel(args, max(args.requests), graphs=what == "decode")
+    each = functools.partial(measure, job, args)
+    in_servers(job, chosen(args.variants, VARIANTS), begin, each)
     return job.done()
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of SGLang's fused MoE kernel in Triton, for shapes and GPUs that it ships none for.
+"""Tune SGLang's fused MoE kernel in Triton, for shapes and GPUs without a table in SGLang.
 
-SGLang's own tuning script is in its repository and not in its wheel. This one times the kernel that
-its server runs, `fused_experts_impl`, with expert-parallel routing, over the choices below, one
-process on each GPU, and writes the best of each number of tokens into SGLang's folder of tables
-and into $OUT. --take copies another GPU's table instead, where SGLang ships one for the shape.
+SGLang's own tuning script is not part of its wheel. This one times the server's kernel,
+`fused_experts_impl`, with expert-parallel routing over the configs below, one process per GPU. It
+writes the best config of each number of tokens into SGLang's folder of tables and into $OUT. --take
+copies another GPU's table for the shape instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS, REPEATS = 3, 10
 
 
 def configs(block: list[int] | None) -> Iterator[dict[str, int]]:
-    """Choices of the kernel; what does not fit into shared memory is skipped when it is timed."""
+    """Yield configs; those that exceed shared memory are skipped during timing."""
     depths = (128,) if block else (64, 128)
     for m, n, k, warps, stages in itertools.product(
         (16, 32, 64, 128), (64, 128, 256), depths, (4, 8), (3, 4)
@@ -42,7 +42,7 @@ def configs(block: list[int] | None) -> Iterator[dict[str, int]]:
 
 
 def share(model: str, gpus: int, part: int, parts: int, end: float) -> list[dict[str, Any]]:
-    """Microseconds of this process's part of the choices, for every number of tokens."""
+    """Return the us of this process's share of the configs, for every number of tokens."""
     import torch
     from sglang.srt.layers.moe.moe_runner.triton_utils import override_config
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts_impl
@@ -65,12 +65,12 @@ def share(model: str, gpus: int, part: int, parts: int, end: float) -> list[dict
     for tokens in TOKENS:
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         ids = torch.rand(tokens, experts, device="cuda").topk(top_k).indices.int()
-        ids = torch.where(ids < local, ids, -1)  # the others are other ranks'
+        ids = torch.where(ids < local, ids, -1)  # other experts are on other ranks
         inputs[tokens] = (x, torch.rand(tokens, top_k, device="cuda"), ids)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for config in list(configs(block))[part::parts]:
         if time.time() > end:
-            print("time is up: the choices left were not tried", file=sys.stderr)
+            print("time is up: the remaining configs were not tried", file=sys.stderr)
             break
         for tokens, (x, weights, ids) in inputs.items():
 
@@ -80,15 +80,15 @@ def share(model: str, gpus: int, part: int, parts: int, end: float) -> list[dict
             try:
                 with override_config(config):
                     us = timed(once)
-            except Exception as error:  # out of shared memory or registers: no choice here
+            except Exception as error:  # out of shared memory or registers
                 print(f"{config}: {type(error).__name__}: {error}"[:300], file=sys.stderr)
                 break
-            found.append({"tokens": tokens, "us": us, "config": config})
-    return found
+            results.append({"tokens": tokens, "us": us, "config": config})
+    return results
 
 
 def timed(once: Any) -> float:
-    """The best of some rounds, in microseconds, as a CUDA graph runs it."""
+    """Return the best us of several rounds, as a CUDA graph."""
     import torch
 
     once()
@@ -109,17 +109,17 @@ def timed(once: Any) -> float:
     return best
 
 
-def best_of(found: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """A table as SGLang reads it."""
+def best_of(results: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return a table in SGLang's format."""
     table = {}
-    for tokens in sorted({each["tokens"] for each in found}):
-        rows = [each for each in found if each["tokens"] == tokens]
+    for tokens in sorted({each["tokens"] for each in results}):
+        rows = [each for each in results if each["tokens"] == tokens]
         table[str(tokens)] = min(rows, key=lambda each: each["us"])["config"]
     return table
 
 
 def tables() -> Path:
-    """SGLang's folder of tables, for the Triton that runs."""
+    """Return SGLang's folder of tables for the installed Triton."""
     import triton
 
     triton_utils = "sglang/srt/layers/moe/moe_runner/triton_utils/configs"
@@ -128,42 +128,42 @@ def tables() -> Path:
 
 
 def file_name(model: str, gpus: int, device: str) -> str:
-    """The name by which SGLang finds a table."""
+    """Return SGLang's name of a table."""
     experts, _, width, _, block = SHAPES[model]
     kind = f",dtype=fp8_w8a8,block_shape={block}" if block else ""
     return f"E={experts // gpus},N={width},device_name={device.replace(' ', '_')}{kind}.json"
 
 
 def main() -> int:
-    """Tune, or take another GPU's table."""
+    """Tune, or copy another GPU's table."""
     from job import gpu_names
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what")
     parser.add_argument("--model", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--gpus", type=int, default=max(1, len(gpu_names())), help="ranks")
-    parser.add_argument("--seconds", type=float, default=480.0, help="when to stop trying")
+    parser.add_argument("--seconds", type=float, default=480.0, help="time limit")
     parser.add_argument("--take", metavar="GPU", help="such as NVIDIA_H100_80GB_HBM3")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     names = gpu_names()
-    if given.part is not None:
-        found = share(given.model, given.gpus, given.part, len(names), given.end)
-        (OUT / f"tune-{given.part}.json").write_text(json.dumps(found))
+    if args.part is not None:
+        found = share(args.model, args.gpus, args.part, len(names), args.end)
+        (OUT / f"tune-{args.part}.json").write_text(json.dumps(found))
         return 0
     if not names:
         sys.exit("no GPU")
-    name = file_name(given.model, given.gpus, names[0])
-    if given.take:
-        other = file_name(given.model, given.gpus, given.take)
+    name = file_name(args.model, args.gpus, names[0])
+    if args.take:
+        other = file_name(args.model, args.gpus, args.take)
         known = sorted(tables().parent.glob(f"triton_*/{other}"))
         if not known:
             sys.exit(f"SGLang ships no {other}")
         table = json.loads(known[-1].read_text())
         print(f"{name}: as {known[-1]}")
     else:
-        end = str(time.time() + given.seconds)
+        end = str(time.time() + args.seconds)
         shares = [
             subprocess.Popen(
                 [sys.executable, __file__, *sys.argv[1:], "--part", str(part), "--end", end],
@@ -173,8 +173,10 @@ def main() -> int:
         ]
         if any([each.wait() for each in shares]):
             sys.exit("a share failed")
-        every = [json.loads((OUT / f"tune-{part}.json").read_text()) for part in range(len(names))]
-        table = best_of([row for rows in every for row in rows])
+        results = [
+            json.loads((OUT / f"tune-{part}.json").read_text()) for part in range(len(names))
+        ]
+        table = best_of([row for rows in results for row in rows])
     for folder in (tables(), OUT):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(table, indent=4) + "\n")

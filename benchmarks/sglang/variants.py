@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of SGLang that are compared: what each adds to a server's flags and environment."""
+"""Compared variants of SGLang: their additional flags and environment."""
 
 from __future__ import annotations
 
 from job import Variant, by_name
 
 MOE = ("--moe-a2a-backend", "weft")
-SERVED = " ranks, form "  # of what the plug-in logs when it has taken a model's layers
+SERVED = " ranks, form "  # part of the plug-in's log line when it serves a model
 
 
 def _weft(
@@ -16,7 +16,7 @@ def _weft(
     return Variant(name, what, MOE + flags, {"WEFT_SGLANG_FORM": form, **settings}, SERVED, does)
 
 
-# Two replicas, and experts that move every few passes: a rank takes its own replica, or any.
+# Two replicas per rank, and experts that are rebalanced every few passes.
 BALANCED = (
     *("--enable-eplb", "--ep-num-redundant-experts", "2"),
     *("--eplb-rebalance-num-iterations", "8", "--ep-dispatch-algorithm"),
@@ -24,7 +24,7 @@ BALANCED = (
 MOVED = "[EPLBManager] rebalance end"
 
 
-# Of SGLang's two all-reduces neither; without the second one it would be enabled by itself.
+# Disables both of SGLang's all-reduces; the second one would be enabled by default.
 NO_OWN_SUMS = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
 VARIANTS = by_name(
     Variant("stock", "SGLang as published: NCCL and Triton experts"),
@@ -49,8 +49,7 @@ VARIANTS = by_name(
         does=MOVED,
     ),
 )
-# A replica of each of the trained model's 16 experts, on another rank, and what lets ranks outlive
-# each other.
+# A replica of each of the trained model's 16 experts on another rank, and the flags of elastic EP.
 OUTLIVING = (
     *("--elastic-ep-backend", "weft", "--disable-overlap-schedule", "--enable-dp-lm-head"),
     *("--moe-dense-tp-size", "1", "--enable-dp-attention-local-control-broadcast"),
@@ -67,7 +66,7 @@ ELASTIC = by_name(
         form="dispatcher",
     ),
 )
-# Of tensor parallelism: who sums.
+# All-reduces of tensor parallelism.
 SUMS = by_name(
     Variant("nccl", "SGLang, NCCL", NO_OWN_SUMS),
     Variant("stock", "SGLang's custom all-reduce", NO_OWN_SUMS[1:]),

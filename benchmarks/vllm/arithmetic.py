@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in vLLM: texts equal to stock's on one rank, and the trained one's answers right.
+"""Check a model in vLLM: texts equal stock vLLM's on one rank, and the trained model is right.
 
-200 questions of `weft demo`, greedy. On GPUs in float16; with --cpu on CPU ranks in float32. Each
-rank is a data- and expert-parallel one of its own, and answers its part.
+It asks 200 questions of `weft demo`, greedily, on GPUs in float16, or with --cpu on CPU ranks in
+float32. Each rank is data- and expert-parallel, and answers its part.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from weft.cli.demo import CHECKPOINT
 
 
 def main() -> int:
-    """An engine for each variant and number of ranks; the first is what the others are held to."""
+    """Run one engine per variant and number of ranks; the first is the baseline."""
     parser = arguments(str(__doc__), str(CHECKPOINT), ["stock", "block", "exchange"])
     add_arguments(parser)
-    given = parser.parse_args()
-    given.ranks = given.ranks or [1]
-    questions = Questions(given.model, given.questions)
+    args = parser.parse_args()
+    args.ranks = args.ranks or [1]
+    questions = Questions(args.model, args.questions)
 
     def engine(ranks: int) -> dict[str, object]:
-        return of_trained(given, ranks, max_model_len=256, disable_log_stats=True)
+        return of_trained(args, ranks, max_model_len=256, disable_log_stats=True)
 
-    def made(ranks: int) -> Job:
-        return job_of(given, engine(ranks), gpus=ranks)
+    def new_job(ranks: int) -> Job:
+        return job_of(args, engine(ranks), gpus=ranks)
 
     def ask(job: Job, cases: list[Variant]) -> None:
-        asked = {"engine": engine(job.gpus), "ranks": job.gpus, "timeout": given.seconds}
-        asked |= {"prompts": questions.prompts}
+        request = {"engine": engine(job.gpus), "ranks": job.gpus, "timeout": args.seconds}
+        request |= {"prompts": questions.prompts}
         suffix = f"-{job.gpus}"
-        for variant, name, found in in_engines(
-            job, cases, "answers", lambda _: asked, suffix=suffix
+        for variant, name, lines in in_engines(
+            job, cases, "answers", lambda _: request, suffix=suffix
         ):
-            questions.record(job, variant, name, found[0], right=True)
+            questions.record(job, variant, name, lines[0], right=True)
 
-    return in_each_size(given, chosen(given.variants, VARIANTS), made, ask, alone=given.cpu)
+    return in_each_size(args, chosen(args.variants, VARIANTS), new_job, ask, alone=args.cpu)
 
 
 if __name__ == "__main__":

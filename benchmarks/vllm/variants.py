@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of vLLM that are compared: what each adds to EngineArgs and environment."""
+"""Compared variants of vLLM: their additional EngineArgs and environment."""
 
 from __future__ import annotations
 
 from job import Variant, by_name
 
-SERVED = "MoE layers of vLLM on"  # what weft logs when it has taken a model's layers
+SERVED = "MoE layers of vLLM on"  # part of weft's log line when it serves a model
 TRITON = ("moe_backend=triton",)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported first where there is no GPU: torch.cuda answers as one H200, for imports and builds.
+"""Import this first on machines without a GPU: torch.cuda answers like one H200.
 
-Nothing can run on it.
+It serves imports and builds; nothing can run on it.
 """
 
 import types

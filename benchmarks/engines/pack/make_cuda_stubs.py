@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Empty CUDA libraries, by which a CUDA build of PyTorch imports on a machine without a GPU.
+"""Create empty CUDA libraries with which a CUDA build of PyTorch imports without a GPU.
 
-make_cuda_stubs.py OUT_DIR LIB.so...    Each library holds the versioned symbols that the LIBs want
-of it; every function returns 999, cudaErrorUnknown. Unversioned ones go to libplain.so, which is
-preloaded.
+make_cuda_stubs.py OUT_DIR LIB.so...    Each library has the versioned symbols that the LIBs import
+from it; every function returns 999, cudaErrorUnknown. Unversioned symbols go to libplain.so, which
+is preloaded.
 """
 
 import re
@@ -18,32 +18,32 @@ Versions = dict[str, set[str]]  # version: symbols
 
 
 def readelf(flag: str, file: Path) -> str:
-    """One of readelf's listings, with wide lines."""
+    """Return one of readelf's listings, with wide lines."""
     command = ["readelf", flag, "-W", str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def owners(file: Path) -> dict[str, str]:
-    """Which library each symbol version that a file needs comes from."""
-    found: dict[str, str] = {}
+    """Return the library of each symbol version that a file needs."""
+    libraries: dict[str, str] = {}
     library = ""
     for line in readelf("-V", file).partition("Version needs section")[2].splitlines():
-        if named := re.search(r"File: (\S+)", line):
-            library = named[1]
-        if (named := re.search(r"Name: (\S+)", line)) and library:
-            found.setdefault(named[1], library)
-    return found
+        if match := re.search(r"File: (\S+)", line):
+            library = match[1]
+        if (match := re.search(r"Name: (\S+)", line)) and library:
+            libraries.setdefault(match[1], library)
+    return libraries
 
 
 def undefined(file: Path) -> list[tuple[str, str]]:
-    """(symbol, version or "") of what a file wants from elsewhere."""
+    """Return (symbol, version or "") of a file's undefined symbols."""
     rows = (line.split() for line in readelf("--dyn-syms", file).splitlines())
     names = (row[7].partition("@") for row in rows if len(row) >= 8 and row[6] == "UND")
     return [(name, version.strip("@")) for name, _, version in names]
 
 
 def write(path: Path, versions: Versions) -> None:
-    """Compile a library of these symbols."""
+    """Compile a library with these symbols."""
     source, script = path.with_suffix(".c"), path.with_suffix(".map")
     names = sorted({name for each in versions.values() for name in each})
     source.write_text("\n".join(f"long {name}(void) {{ return 999; }}" for name in names) + "\n")
@@ -60,9 +60,9 @@ def write(path: Path, versions: Versions) -> None:
 
 
 def main(out: Path, files: list[Path]) -> None:
-    """Read all files, then write every library that one of them needs."""
+    """Read all files, then write every library that they need."""
     out.mkdir(parents=True, exist_ok=True)
-    wanted: dict[str, Versions] = defaultdict(lambda: defaultdict(set))
+    imported: dict[str, Versions] = defaultdict(lambda: defaultdict(set))
     plain: set[str] = set()
     needed: set[str] = set()
     for file in files:
@@ -71,11 +71,11 @@ def main(out: Path, files: list[Path]) -> None:
         owner = owners(file)
         for name, version in undefined(file):
             if version in owner:
-                wanted[owner[version]][version].add(name)
+                imported[owner[version]][version].add(name)
             elif not version and UNVERSIONED.match(name):
                 plain.add(name)
     for library in sorted(needed):
-        write(out / library, wanted.get(library, {}))
+        write(out / library, imported.get(library, {}))
     write(out / "libplain.so", {"": plain})
     print(f"{len(needed)} libraries, {len(plain)} unversioned symbols")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for Python packages that SGLang imports and these runs never call.
+"""Stubs for Python packages that SGLang imports and these runs never call.
 
-ENGINE_STUBS lists their top-level names, comma separated. An installed package wins; calling what
-stands in for one raises. Python imports a module of this name at its start.
+ENGINE_STUBS lists their top-level names, comma-separated. An installed package takes precedence.
+Calling a stub raises. Python imports a module with this name at startup.
 """
 
 import importlib.abc
@@ -17,7 +17,7 @@ NAMES = set(filter(None, os.environ.get("ENGINE_STUBS", "").split(",")))
 
 
 class _Anything(type):
-    """A class that serves in annotations, as a base class, and as a decorator."""
+    """A class usable in annotations, as a base class and as a decorator."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -41,10 +41,10 @@ def _anything(name: str) -> Any:
     def new(cls: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and callable(args[0]) and not options:
             return args[0]  # as a decorator
-        raise RuntimeError(f"{name} was left out of this run, and something calls it")
+        raise RuntimeError(f"{name} is not part of this run, but something calls it")
 
     def schema(cls: Any, source: Any, handler: Any) -> Any:
-        """What pydantic asks of a field's type."""
+        """Return a schema for pydantic fields of this type."""
         from pydantic_core import core_schema
 
         return core_schema.any_schema()
@@ -62,9 +62,9 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = _anything(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
+        stub = _anything(f"{self.__name__}.{name}")
+        setattr(self, name, stub)
+        return stub
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -82,4 +82,4 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 if NAMES:
-    sys.meta_path.append(_Finder())  # last: what is installed wins
+    sys.meta_path.append(_Finder())  # last, so that installed packages take precedence

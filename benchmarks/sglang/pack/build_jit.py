@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile SGLang's small kernels ahead, for sm_90a: build_jit.py PART PARTS
+"""Compile SGLang's small kernels ahead of time for sm_90a: build_jit.py PART PARTS
 
-A kernel is found again by its arguments, a hash of its sources, the architecture and the version of
-tvm-ffi, and by no path: so what is built here is found on the GPU machine. TVM_FFI_CACHE_DIR says
-where it goes. What is missing in the list compiles there at its first use.
+A kernel is cached by its arguments, its sources' hash, the architecture and tvm-ffi's version, but
+not by path, so the GPU machine finds what is built here. TVM_FFI_CACHE_DIR is the cache. Kernels
+missing in the list are compiled at their first use.
 """
 
 import importlib
@@ -11,14 +11,14 @@ import sys
 import time
 from typing import Any
 
-import fake_gpu  # noqa: F401  first
+import fake_gpu  # noqa: F401  must be first
 import torch
 from sglang.kernels.jit.utils.arch import get_jit_cuda_arch
 
 OPS = "sglang.kernels.ops."
 BF16 = torch.bfloat16
 ROW = 128 * 2  # bytes of one KV head
-LATENT, ROPE, QUERY = 512, 64, 1536  # of DeepSeek-V3's attention
+LATENT, ROPE, QUERY = 512, 64, 1536  # DeepSeek-V3's attention
 KERNELS: list[tuple[Any, ...]] = [
     ("layernorm.norm", "_jit_fused_add_rmsnorm_module", BF16, False),
     ("layernorm.norm", "_jit_qknorm_module", 128, BF16),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import what the runs import, and parse their flags, without a GPU: check_import.py MODEL_DIR...
+"""Import the modules of the runs and parse their flags without a GPU: check_import.py MODEL_DIR...
 
 Prints "all checks passed".
 """
@@ -8,7 +8,7 @@ import argparse
 import importlib
 import sys
 
-import fake_gpu  # noqa: F401  first
+import fake_gpu  # noqa: F401  must be first
 
 MODULES = (
     "sgl_kernel",
@@ -42,7 +42,7 @@ FLAGS = (
 
 
 def check(folder: str) -> None:
-    """A model's flags, configuration and tokenizer."""
+    """Check a model's flags, configuration and tokenizer."""
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.server_args import ServerArgs
     from transformers import AutoTokenizer
@@ -52,15 +52,15 @@ def check(folder: str) -> None:
     server = ServerArgs.from_cli_args(parser.parse_args(["--model-path", folder, *FLAGS]))
     config = server.get_model_config().hf_config
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found = (
+    results = (
         config.architectures[0] in ModelRegistry.models,
         config.num_hidden_layers == LAYERS,
         server.ep_size == 4,
         tokenizer.decode(tokenizer("12+7=19")["input_ids"]) == "12+7=19",
         len(tokenizer) == 259,
     )
-    if not all(found):
-        sys.exit(f"{folder}: architecture, layers, ranks, text, tokens: {found}")
+    if not all(results):
+        sys.exit(f"{folder}: architecture, layers, ranks, text, tokens: {results}")
     print(f"{config.architectures[0]}: flags and tokenizer are right")
 
 

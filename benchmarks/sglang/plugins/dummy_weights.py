@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's plug-in "weft_dummy": its dummy weights are those of `fill`."""
+"""SGLang's plug-in "weft_dummy": dummy weights from `fill`."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Replace SGLang's initialiser of dummy weights."""
+    """Replace SGLang's initializer of dummy weights."""
     from fill import fill
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

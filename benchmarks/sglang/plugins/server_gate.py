@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks wait before they touch a GPU: SGLang's plug-in "weft_gate".
+"""SGLang's plug-in "weft_gate": ranks wait before they use a GPU.
 
-SERVER_GATE names a file that is there once it is this server's turn.
-Another one with "-waits" after its name says that a process of the server has come to it.
+SERVER_GATE names a file that appears when it is this server's turn. The server creates the file
+with "-waits" appended once a process of it waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def register() -> None:
-    """Return when it is this server's turn; at once in the launcher, which reads flags first."""
+    """Wait for this server's turn, except in the launcher, which parses flags first."""
     gate = os.environ.get("SERVER_GATE")
     if not gate or multiprocessing.current_process().name == "MainProcess":
         return

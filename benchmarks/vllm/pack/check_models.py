@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of today, made by vLLM for a GPU that is not there: whose experts does weft take?
+"""Check that weft replaces the experts of current models, which vLLM constructs without a GPU.
 
-check_models.py TOKENIZER_DIR    Each model is a few layers of a small config, on PyTorch's device
-"meta". Prints a line for each model, and fails where one is refused or is not weft's.
+check_models.py TOKENIZER_DIR    Each model has a few layers of a small config, on PyTorch's device
+"meta". Prints a line per model, and fails if one is refused or does not use weft's layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-import fake_nvml  # noqa: F401  first
+import fake_nvml  # noqa: F401  must be first
 import torch
 from check_pack import FLAGS, make, method, without_gpu
 
@@ -72,18 +72,18 @@ TAKES_A_DEVICE = ("arange", "empty", "full", "ones", "randn", "tensor", "zeros")
 
 
 def on_meta() -> None:
-    """Tensors that a model makes on the GPU by name are made on "meta", too."""
+    """Create tensors that a model places on the GPU by name on "meta" instead."""
 
-    def elsewhere(make_one: Any, *given: Any, device: Any = None, **more: Any) -> Any:
+    def make_on_meta(make_one: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         on_gpu = isinstance(device, int) or str(device).startswith("cuda")
-        return make_one(*given, device="meta" if on_gpu else device, **more)
+        return make_one(*args, device="meta" if on_gpu else device, **kwargs)
 
     for name in TAKES_A_DEVICE:
-        setattr(torch, name, functools.partial(elsewhere, getattr(torch, name)))
+        setattr(torch, name, functools.partial(make_on_meta, getattr(torch, name)))
 
 
 def without_triton_and_processes() -> None:
-    """Triton is told its GPU, and vLLM looks at a model's class here and not in a new process."""
+    """Set Triton's target, and let vLLM inspect model classes here instead of in a new process."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from vllm.model_executor.models import registry
@@ -103,7 +103,7 @@ def without_triton_and_processes() -> None:
 
 
 def main(tokenizer: Path) -> None:
-    """Each model in each form."""
+    """Construct each model in each form."""
     from weft.plugins.vllm import register
 
     without_gpu()
@@ -119,10 +119,10 @@ def main(tokenizer: Path) -> None:
                     shutil.copy(tokenizer / file, folder)
                 about = PLAIN | {"model_type": name, "architectures": [architecture]} | config
                 (Path(folder) / "config.json").write_text(json.dumps(about))
-                said = method(make(folder))
-            print(f"{form}, {name}: {said}", flush=True)
-            if "Weft" not in said:
-                sys.exit("weft's layers do not stand in for vLLM's")
+                method_name = method(make(folder))
+            print(f"{form}, {name}: {method_name}", flush=True)
+            if "Weft" not in method_name:
+                sys.exit("weft's layers do not replace vLLM's")
 
 
 if __name__ == "__main__":

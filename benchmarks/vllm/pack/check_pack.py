@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import what the runs import, and make models for a GPU that is not there: check_pack.py DIR...
+"""Import the modules of the runs, and construct models without a GPU: check_pack.py DIR...
 
-With LD_BIND_NOW=1 every function that a compiled part wants of PyTorch has to be found. Models are
-made on PyTorch's device "meta", so vLLM chooses its kernels. Prints "all checks passed".
+With LD_BIND_NOW=1, every PyTorch function that a compiled module imports must exist. Models are
+constructed on PyTorch's device "meta", so that vLLM selects its kernels. Prints "all checks
+passed".
 """
 
 import importlib
 import os
 import sys
 
-import fake_nvml  # noqa: F401  first
+import fake_nvml  # noqa: F401  must be first
 import torch
 
 COMPILED = (
@@ -43,15 +44,15 @@ FLAGS = {"load_format": "dummy", "max_model_len": 2048, "linear_backend": "cutla
 
 
 def without_gpu() -> None:
-    """Leave out two calls that ask the GPU."""
+    """Disable two queries of the GPU."""
     from vllm.utils import deep_gemm
 
-    deep_gemm._apply_pdl = lambda *given: None
+    deep_gemm._apply_pdl = lambda *args: None
     os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
 
 
 def make(folder: str, **flags: object) -> torch.nn.Module:
-    """The model of a folder, without weights, as a server with these flags makes it."""
+    """Construct a folder's model without weights, as a server with these flags does."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -71,39 +72,41 @@ def make(folder: str, **flags: object) -> torch.nn.Module:
 
 
 def method(model: torch.nn.Module) -> str:
-    """What runs the first layer of experts."""
+    """Describe the method of the first layer of experts."""
     experts = next(each for each in model.modules() if hasattr(each, "w13_weight"))
-    found = experts.quant_method
-    kernels = (getattr(found, key, None) for key in ("fp8_backend", "unquantized_backend"))
-    return f"{type(experts).__name__}, {type(found).__mro__[1].__name__}, {list(kernels)}"
+    method_of_layer = experts.quant_method
+    kernels = (
+        getattr(method_of_layer, key, None) for key in ("fp8_backend", "unquantized_backend")
+    )
+    return f"{type(experts).__name__}, {type(method_of_layer).__mro__[1].__name__}, {list(kernels)}"
 
 
 def check(folder: str) -> None:
-    """The kernels that vLLM chooses for a model."""
+    """Print the kernels that vLLM selects for a model."""
     deep_gemm = ["deep_gemm"] if "deepseek" in folder else []
     for name in ["auto", "triton", *deep_gemm]:
         print(f"{folder}, experts {name}: {method(make(folder, moe_backend=name))}")
 
 
 def check_weft(folder: str, form: str) -> None:
-    """That weft's layers stand in for vLLM's."""
+    """Check that weft's layers replace vLLM's."""
     from weft.plugins.vllm import register
 
     os.environ["WEFT_VLLM"] = form
     register()
-    found = method(make(folder, moe_backend="triton"))
-    print(f"{folder}, form {form}: {found}")
-    if "WeftRoutedExperts" not in found:
-        sys.exit("weft's layers do not stand in for vLLM's")
+    description = method(make(folder, moe_backend="triton"))
+    print(f"{folder}, form {form}: {description}")
+    if "WeftRoutedExperts" not in description:
+        sys.exit("weft's layers do not replace vLLM's")
 
 
 def check_tokenizer(folder: str) -> None:
-    """That a text comes back."""
+    """Check that the tokenizer round-trips a text."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.decode(tokenizer("12+7=19")["input_ids"]) != "12+7=19":
-        sys.exit(f"{folder}: a text does not come back from the tokenizer")
+        sys.exit(f"{folder}: the tokenizer does not round-trip a text")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported first where there is no GPU: what vLLM asks of NVML is answered as of one H200.
+"""Import this first on machines without a GPU: NVML answers vLLM like one H200.
 
 Nothing can run on it.
 """
@@ -26,11 +26,11 @@ PACKAGE = "vllm.third_party"
 
 
 def load() -> types.ModuleType:
-    """vLLM's copy of pynvml, before vLLM itself, which looks for a GPU when it is imported."""
-    found = importlib.machinery.PathFinder.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("there is no vLLM")
-    folder = f"{found.submodule_search_locations[0]}/third_party"
+    """Load vLLM's copy of pynvml before vLLM itself, whose import looks for a GPU."""
+    vllm_spec = importlib.machinery.PathFinder.find_spec("vllm")
+    if vllm_spec is None or not vllm_spec.submodule_search_locations:
+        raise SystemExit("vLLM is not installed")
+    folder = f"{vllm_spec.submodule_search_locations[0]}/third_party"
     package = types.ModuleType(PACKAGE)
     package.__path__ = [folder]
     spec = importlib.util.spec_from_file_location(f"{PACKAGE}.pynvml", f"{folder}/pynvml.py")
@@ -45,5 +45,5 @@ def load() -> types.ModuleType:
 
 _nvml = load()
 for _name, _answer in ANSWERS.items():
-    setattr(_nvml, _name, lambda *given, answer=_answer: answer)
+    setattr(_nvml, _name, lambda *args, answer=_answer: answer)
 torch.cuda._device_count_nvml = lambda: 1

@@ -14,7 +14,7 @@ def register() -> None:
 
     @register_model_loader("weft_dummy")
     class Random(DummyModelLoader):  # type: ignore[misc]  # vLLM is not type-checked
-        """Random weights in which every layer shows."""
+        """Random weights with which every layer affects the output."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             fill(model)
