@@ -162,8 +162,8 @@ def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) 
         names = [] if network is None else [network.of(host) for host in range(hosts)]
         if names:  # torch logs a warning for every connection to an address without a name
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            parts = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
-        return Verdict(asked, answer_alone(asked, device), parts)
+        parts = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
+    return Verdict(asked, answer_alone(asked, device), parts)
 
 
 def answer_alone(asked: list[Question], device: str) -> Answers:
