@@ -17,7 +17,7 @@ from weft.shape import Shape
 
 MAX_EXPERTS = largest(Shape, "experts")
 MAX_EP_SIZE = 4096  # ranks of all hosts together
-NO_SUCH_EXPERT = 2**31 - 1  # stands for an invalid id; dispatch refuses it
+NO_SUCH_EXPERT = 2**31 - 1  # replaces an invalid id; dispatch refuses it
 
 
 @dataclass(frozen=True, slots=True)

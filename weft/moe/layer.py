@@ -378,7 +378,7 @@ class MoE:
                 )
             return out
         except GroupError:
-            raise  # the peers detect it themselves; a second report would hide the first error
+            raise  # peers have their own timeouts, and the first error is the most specific
         except BaseException as error:
             if workspace.mid_round and not capturing(workspace.group.device):
                 self.exchange._leave(reason(error))

@@ -167,9 +167,9 @@ def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0
     3. Experts of the most loaded rank are swapped with those of other ranks while that helps.
 
     DeepSeek's EPLB (github.com/deepseek-ai/EPLB) has the first two steps. It also balances expert
-    groups and nodes, which one NVLink domain does not need. Unlike there, a rank holds at most one
-    replica of an expert, because a second one would not reduce its load. The current placement is
-    not taken into account.
+    groups and nodes, which one NVLink domain does not need. Here a rank holds at most one replica
+    of an expert, because a second one would not reduce its load. The current placement is not taken
+    into account.
 
     Args:
         loads: `[num_experts]`, load of each expert, such as its number of tokens over all ranks

@@ -38,8 +38,8 @@ Rows = TypeVar("Rows", Received, ExpertRows)
 class SideStream:
     """A stream that runs concurrently with the caller's. On CPU ranks it does nothing.
 
-    The caller may use memory that was allocated on this stream after `join`: later work on this
-    stream starts after a mark in the caller's, so the allocator cannot reuse the memory too early.
+    After `join`, the caller's stream may use memory that was allocated on this one. Later work here
+    starts only after a new mark in the caller's stream, so the memory is not reused too early.
     """
 
     def __init__(self, device: torch.device) -> None:
