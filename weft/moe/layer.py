@@ -702,7 +702,12 @@ class MoE:
         check_tensor("x", x, shape=(None, config.hidden), dtypes=dtypes, device=device)
         tokens = x.shape[0]  # not len(): it may be symbolic while tracing
         if rows is None:
-            _check_one_round(tokens, max_tokens)
+            if tokens > max_tokens:
+                raise TokenOverflow(
+                    f"x has {tokens} tokens, and one round of this layer takes max_tokens="
+                    f"{max_tokens}: pass rows=, the maximum tokens of any rank in this call, on "
+                    "every rank, for several rounds; or build the layer with a larger max_tokens"
+                )
         elif integer("rows", rows, 0, min(MAX_ROWS, max_tokens * MAX_ROUNDS)) < tokens:
             raise InvalidArgument(
                 f"rows is {rows}, but this rank has {tokens} tokens: pass the maximum tokens of "
@@ -744,15 +749,6 @@ class MoE:
                 f"weights.{self._trained_field} requires a gradient, and weft computes none: call "
                 "under torch.no_grad(), or build the layer with detached weights"
             )
-
-
-def _check_one_round(tokens: int, max_tokens: int) -> None:
-    if tokens > max_tokens:
-        raise TokenOverflow(
-            f"x has {tokens} tokens, and one round of this layer takes max_tokens={max_tokens}: "
-            "pass rows=, the maximum tokens of any rank in this call, on every rank, for several "
-            "rounds; or build the layer with a larger max_tokens"
-        )
 
 
 def _placement(layer: MoE | None) -> dict[str, list[int] | None]:
