@@ -245,7 +245,7 @@ class WgmmaPlan:
         return next((n for m, n in MXFP4_CTAS.items() if self.block_m <= m), 1)
 
     def stages(self, experts: int, operand: str = "fp8") -> int:
-        """Return the number of pipeline stages that fit beside the epilogue's buffers.
+        """Return the number of pipeline stages that fit next to the epilogue's buffers.
 
         Args:
             operand: "fp8", "bf16", "fp16" or "mxfp4".
@@ -289,7 +289,7 @@ def plan(
         InvalidArgument: a size or the dtype is not supported.
     """
     one_of("dtype", dtype, DTYPES)
-    _, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
+    _, rows, n, k = _check_sizes(experts, rows_per_expert, n, k)
     flags(gated=gated)
     block_k = 128 if dtype == FP8 else 64
     few_k_blocks = k <= 32 * block_k  # tiles are short, so overlapping their epilogues pays off
@@ -338,7 +338,7 @@ def fastest_plan(
     instance("out", out, torch.dtype)
     if device is not None:
         instance("device", device, torch.device)
-    experts, rows, n, k = _checked_sizes(experts, rows_per_expert, n, k)
+    experts, rows, n, k = _check_sizes(experts, rows_per_expert, n, k)
     if dtype == MXFP4:
         _check_mxfp4(device)
     else:
@@ -359,7 +359,7 @@ def fastest_plan(
     return WgmmaPlan(heights[-1])
 
 
-def _checked_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
+def _check_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     return (
         integer("experts", experts, 0, MAX_SIZE),
         integer("rows_per_expert", rows, 0, MAX_SIZE),

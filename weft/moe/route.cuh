@@ -118,7 +118,7 @@ template <Routing R> WEFT_FN void score_all(float (&x)[R.each()]) {
 #pragma unroll
         for (u32 i = 0; i < R.each(); ++i) x[i] = 1.0f / (1.0f + expf(-x[i]));
     } else if constexpr (R.score == Score::sqrtsoftplus) {
-        // As torch's softplus: log(1 + exp(x)) is x from 20 on.
+        // Like torch's softplus, uses x for log(1 + exp(x)) above 20.
 #pragma unroll
         for (u32 i = 0; i < R.each(); ++i) x[i] = sqrtf(x[i] > 20.0f ? x[i] : log1pf(expf(x[i])));
     } else if constexpr (R.score == Score::softmax) {
