@@ -46,14 +46,14 @@ def by_kernel(job: Job, args: argparse.Namespace, engine: Any, layers: Any) -> N
     """Record a trace of each variant at the last level."""
     requests = args.requests[-1]
 
-    def asked(variant: Variant) -> dict[str, Any]:
+    def request(variant: Variant) -> dict[str, Any]:
         profiler = {"profiler": "torch", "torch_profiler_dir": str(OUT / f"trace-{variant.name}")}
         profiler |= {"torch_profiler_with_stack": False, "ignore_frontend": True}
         profiler |= {"max_iterations": args.steps}
         sizes = {"requests": requests, "input": args.input, "output": args.output}
         return {"engine": engine | {"profiler_config": profiler}, **sizes}
 
-    for each, name, _ in in_engines(job, chosen(args.variants, VARIANTS), "profile", asked):
+    for each, name, _ in in_engines(job, chosen(args.variants, VARIANTS), "profile", request):
         traces = sorted((OUT / f"trace-{name}").glob("**/*.trace.json.gz"))
         if len(traces) != 1:
             job.fail(f"{name}: {len(traces)} traces, expected one")

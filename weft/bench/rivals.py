@@ -151,7 +151,7 @@ def rival_body(group: Group, case: Case, rival: Rival) -> dict[str, Any]:
 
 
 def compare(group: Group, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
-    """Return a problem if the error exceeds `tolerance` times the largest value, or None."""
+    """Return a message if the error exceeds `tolerance` times the largest value, or None."""
     error = float((got.float() - want.float()).abs().max())
     allowed = tolerance * float(want.float().abs().max())
     if error <= allowed:  # False for NaN

@@ -93,7 +93,7 @@ class Outcome:
 
 
 def run(ranks: int, device: str, victim: int, questions: int = QUESTIONS) -> Outcome:
-    """Answer on ranks of which `victim` dies, then in this process."""
+    """Answer on ranks, of which `victim` is killed, then in this process."""
     asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
     parts = launch(
         rank_body, asked, victim, ranks=ranks, device=device, timeout=3600, tolerate_deaths=True

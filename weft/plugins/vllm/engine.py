@@ -144,7 +144,7 @@ def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
 
 
 def travels_as_fp8(experts: Any, kernel: Any) -> bool:
-    """Whether a layer's rows travel as block FP8 instead of its dtype.
+    """Whether a layer's rows are sent as block FP8 instead of its dtype.
 
     `kernel` is vLLM's experts kernel. Raises InvalidArgument if it expects another format.
     """
