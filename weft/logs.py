@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 
 from weft.errors import InvalidArgument
 
 LEVELS = ("debug", "info", "warning", "error")
 VARIABLE = "WEFT_LOG"
+REMIND_AFTER = 5.0  # seconds of a wait before it is logged; tests lower it
 _FORMAT = "%(asctime)s %(levelname)s %(name)s, process %(process)d: %(message)s"
 _LOGGER = logging.getLogger("weft")
 
@@ -71,3 +73,24 @@ def _writes_to_terminal(handler: logging.Handler, record: logging.LogRecord) -> 
         and record.levelno >= handler.level
         and _LOGGER.propagate
     )
+
+
+class Reminder:
+    """Clock of one wait that begins now: tells when to log it, after 5 s, 10 s, 20 s and so on."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next = REMIND_AFTER
+
+    def due(self) -> float | None:
+        """Return the seconds waited so far if the wait is to be logged now, else None."""
+        waited = time.monotonic() - self._began
+        if waited < self._next:
+            return None
+        while self._next <= waited:
+            self._next *= 2
+        return waited
+
+    def earlier(self, deadline: float) -> float:
+        """Return `deadline` (time.monotonic seconds), or when the wait is logged next."""
+        return min(deadline, self._began + self._next)

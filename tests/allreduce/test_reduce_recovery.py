@@ -42,7 +42,7 @@ def die_in_turn(group: weft.Group, folder: str, points: tuple[int, ...]) -> None
             text = until_broken(lambda: sums(ar, survivors.ranks, 1))
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
             survivors.lose(dies, sealed=[ar])
-            assert ar._finished() == 0
+            assert ar.finished_rounds() == 0
             sums(ar, survivors.ranks, 5)
             survivors.barrier()
 

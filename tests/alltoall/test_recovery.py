@@ -43,13 +43,13 @@ def die_in_turn(group: weft.Group, folder: str, way: str, points: tuple[int, ...
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
             survivors.lose(dies, sealed=[a2a])
             assert not a2a.broken
-            assert a2a._finished() == 0
+            assert a2a.finished_rounds() == 0
             play_living(a2a, survivors.ranks, 8)
             with pytest.raises(BadExpertId, match=f"expert of rank {dies}, which is gone: [^(]*$"):
                 a2a.check()  # names it once, and no other
             play_living(a2a, survivors.ranks, 8)
             a2a.check()
-            assert a2a._finished() == 16
+            assert a2a.finished_rounds() == 16
             survivors.barrier()
 
 

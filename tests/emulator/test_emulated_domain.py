@@ -113,12 +113,12 @@ def rounds(
             stack.enter_context(each)
         all_here.wait()
         if group.rank in LIVING:
-            group._living = sum(1 << rank for rank in LIVING)  # threads cannot recover
+            group._roster.remove(set(range(group.size)) - set(LIVING))  # threads cannot recover
             for each in operators:
-                each._operator._quiesce()
+                each._operator.quiesce()
             met.wait()
             for each in operators:
-                each._operator._recover(group._living)
+                each._operator.restart(group.living_mask)
             met.wait()
             play_rounds(kind, operators, libraries)
         for each in operators:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.baseline import raised
 from weft.errors import RendezvousFailed
-from weft.group import discovery
+from weft.group import hosts
 from weft.group.group import Group
 from weft.launcher.launch import launch
 
@@ -29,7 +29,7 @@ def test_ranks_meet_over_nccl():
 def die_on_the_way(group, victim):
     pg = group.process_group()
     if group.rank == victim:
-        system: Any = discovery
+        system: Any = hosts
         system.meet = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     return raised(Group.from_torch, pg, timeout=100.0)
 

@@ -24,7 +24,7 @@ from tests.group.meetings import LONG
 from tests.ranks import on_ranks
 from tests.rounds import Round, play
 from weft.errors import RendezvousFailed
-from weft.group import discovery
+from weft.group import hosts
 from weft.group.group import Group
 from weft.heap.heap import Heap
 
@@ -47,7 +47,7 @@ def find(size, timeout=20.0, **changes):
             return answers
 
         try:
-            discovery.find(exchange, r, size, "cpu", timeout).close()
+            hosts.find(exchange, r, size, "cpu", timeout).close()
         except RendezvousFailed as error:
             return str(error)
         return "met"
@@ -144,9 +144,9 @@ def contained(rank, networks, folder):
 
     if networks == 2:
         with pytest.raises(RendezvousFailed, match="rank 1 on box1 .boot .*one network namespace"):
-            discovery.find(exchange, rank, 2, "cpu", LONG)
+            hosts.find(exchange, rank, 2, "cpu", LONG)
         return
-    control = discovery.find(exchange, rank, 2, "cpu", 120.0)
+    control = hosts.find(exchange, rank, 2, "cpu", 120.0)
     assert len(control.exchange_fds(os.memfd_create("x"), 120.0)) == 2
     assert control.gather("who", socket.gethostname(), 120.0) == ["box0", "box1"]
     assert os.getpid() == 1
@@ -222,11 +222,11 @@ class Witness:
     def __init__(self, victim):
         self.victim, self.heard = victim, threading.Event()
 
-    def _peer_ended(self, rank):
+    def peer_ended(self, rank):
         if rank == self.victim:
             self.heard.set()
 
-    def _tell_left(self, why, *, settled=False):
+    def announce_leave(self, why, *, settled=False):
         pass
 
 
@@ -252,7 +252,7 @@ def test_a_death_in_a_container_is_noticed_at_once(group, victim, tmp_path):
 def test_a_rank_that_dies_in_from_torch_is_named_at_once(group, victim, tmp_path):
     process_group = group.process_group()
     if group.rank == victim:
-        module: Any = discovery
+        module: Any = hosts
         module.meet = lambda *_, **__: die()
     text = rf"rank {victim} \(pid \d+\) died before all ranks had met"
     with raises_soon(RendezvousFailed, text, 40.0):

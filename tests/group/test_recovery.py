@@ -50,25 +50,25 @@ class Operator:
         self.rounds = rounds
         group.attach(self)
 
-    def _peer_ended(self, rank: int) -> None:
+    def peer_ended(self, rank: int) -> None:
         self.asked.append(("ended", rank))
 
-    def _tell_left(self, why: str, *, settled: bool = False) -> None:
+    def announce_leave(self, why: str, *, settled: bool = False) -> None:
         pass
 
-    def _suspects(self) -> set[int]:
+    def suspected_ranks(self) -> set[int]:
         return set()
 
-    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+    def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
         return {}
 
-    def _quiesce(self) -> None:
+    def quiesce(self) -> None:
         self.asked.append("quiesce")
 
-    def _finished(self) -> int:
+    def finished_rounds(self) -> int:
         return self.rounds
 
-    def _recover(self, living: int) -> None:
+    def restart(self, living: int) -> None:
         self.asked.append(("recover", living))
 
 
@@ -162,8 +162,8 @@ def test_a_second_death_during_recovery_is_agreed_on_in_the_same_call(group, whe
 
     if group.rank == 2:
         pages._publish, pages._read = dying_publish, dying_read
-        operator._quiesce = die if when == "quiesce" else operator._quiesce
-        operator._recover = (lambda living: die()) if when == "recover" else operator._recover
+        operator.quiesce = die if when == "quiesce" else operator.quiesce
+        operator.restart = (lambda living: die()) if when == "recover" else operator.restart
     group.barrier()
     if group.rank == 0:
         die()
@@ -192,7 +192,7 @@ def test_a_stopped_rank_is_killed_if_one_suspects_it(group, suspects):
 @on_four(dies=[3])
 def test_a_suspect_that_waits_in_a_message_for_another_is_called_and_lives(group):
     """Rank 1 waits for a stopped rank longer than its peers, who suspect both."""
-    agreement._LATE = 5.0
+    agreement.SUSPECT_SECONDS = 5.0
     meet_once(group)
     if group.rank == 3:
         stop()
@@ -206,7 +206,7 @@ def test_a_suspect_that_waits_in_a_message_for_another_is_called_and_lives(group
 
 @on_four()
 def test_a_suspect_that_comes_in_time_lives(group):
-    agreement._LATE = LONG
+    agreement.SUSPECT_SECONDS = LONG
     meet_once(group)
     if group.rank == 3:
         time.sleep(0.2)
@@ -284,7 +284,7 @@ def test_a_second_thread_may_not_recover_meanwhile(group):
         if group.rank == 1:
             thread = threading.Thread(target=group.recover, kwargs={"timeout": LONG})
             thread.start()
-            while not group._recovering.locked():
+            while not group._recovery._lock.locked():
                 time.sleep(0.001)
             text = "^two threads of rank 1 recover one group at a time; call it from one$"
             with pytest.raises(OutOfOrder, match=text):
@@ -331,7 +331,7 @@ def test_a_creation_that_was_interrupted_leaves_equal_generations(group):
         group.barrier()
         die()
     if group.rank == 0:  # as if it had been further than the others when rank 3 died
-        group._generation += 1
+        group._messages.generation += 1
     group.barrier()
     group.recover(timeout=LONG)
     assert together(group) == 2
@@ -355,19 +355,19 @@ def test_operators_that_cannot_recover_fail_it_on_all_and_may_try_again(
     group, fails, error, kind, text
 ):
     operator: Any = Operator(group)
-    works = operator._recover
+    works = operator.restart
 
     def recover(living):
         raise error
 
     if fails in (None, group.rank):
-        operator._recover = recover
+        operator.restart = recover
     group.barrier()
     if group.rank == 0:
         die()
     with pytest.raises(kind, match=text):
         group.recover(timeout=LONG)
-    operator._recover = works
+    operator.restart = works
     survive(group, [0])
     assert operator.asked[-1] == ("recover", 0b1110)
 

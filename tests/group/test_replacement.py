@@ -222,7 +222,7 @@ def start_may_take_long():
 @on_four(dies=[3])
 def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
     plane: Any = ControlPlane
-    take, operator, met = plane.hear, Operator(group), []
+    take, operator, met = plane.receive, Operator(group), []
     lose(group, 3)
 
     def late(self, peer, op):
@@ -232,15 +232,15 @@ def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
         return take(self, peer, op)
 
     if group.rank > 0:
-        plane.hear = late
+        plane.receive = late
     meeting, process = begin(group, meets_some, 3, how)
-    meet_again = group._meet_again
+    meet_again = group._recovery._meet_again
 
     def noted(*given):
         met.append(meet_again(*given))
         return met[0]
 
-    group._meet_again = noted
+    group._recovery._meet_again = noted
     start_may_take_long()
     wait = {"dies": LONG, "stops": 2.0, "rank 0 gives up": 4.0 if group.rank else 1.0}[how]
     if how == "rank 0 gives up" and group.rank == 0:
@@ -251,8 +251,8 @@ def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
     with pytest.raises(expected[0], match=expected[1]):
         group.replace(meeting, timeout=wait)
     end_now(process)
-    plane.hear = take
-    del group._meet_again
+    plane.receive = take
+    del group._recovery._meet_again
     recover(group, 3)
     assert group.all_gather(bool(met)) == [True, False, False, None]
     take_in(group, operator)
@@ -264,14 +264,14 @@ def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have(group):
     operator = Operator(group)
     lose(group, 3)
     meeting, process = begin(group, lives_on, 3)
-    move = group._take_in
+    move = group._recovery._take_in
 
     def late(*given):
         time.sleep(2.5)
         return move(*given)
 
     if group.rank > 0:
-        group._take_in = late
+        group._recovery._take_in = late
     start_may_take_long()
     kind = RendezvousFailed if group.rank else RecoveryFailed
     text = "rank 0 gave up waiting" if group.rank else "neither called recover"
@@ -297,7 +297,7 @@ def interrupts(call):
     return interrupted
 
 
-@pytest.mark.parametrize("where", ["_quiesce", "_tell"])
+@pytest.mark.parametrize("where", ["quiesce", "_notify"])
 @on_four(dies=[3])
 def test_an_interrupted_survivor_goes_on_with_the_others_and_loses_no_descriptor(group, where):
     """Rank 1 is interrupted when all have decided to take the new process in."""
@@ -306,12 +306,12 @@ def test_an_interrupted_survivor_goes_on_with_the_others_and_loses_no_descriptor
     meeting, process = begin(group, lives_on, 3)
     before = open_files()
     if group.rank == 1:
-        place: Any = operator if where == "_quiesce" else group._control
+        place: Any = operator if where == "quiesce" else group._messages.control
         setattr(place, where, interrupts(getattr(place, where)))
     start_may_take_long()
     with pytest.raises(Interrupted if group.rank == 1 else RendezvousFailed):
         group.replace(meeting, timeout=2.0)
-    operator.__dict__.pop("_quiesce", None)
+    operator.__dict__.pop("quiesce", None)
     end_now(process)
     recover(group, 3)
     together(group)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.baseline import die, raised, raises_soon
 from tests.ranks import on_ranks
 from weft.errors import CreationFailed, GeometryMismatch, InvalidArgument, RendezvousFailed
-from weft.group import discovery
+from weft.group import hosts
 from weft.group import torch_groups as collective
 from weft.group.group import Group
 from weft.group.torch_groups import TorchControl
@@ -111,14 +111,14 @@ def test_threads_have_no_torch_group(group):
 
 
 def test_only_known_devices(monkeypatch):
-    assert discovery.default_device("cpu") == torch.device("cpu")
+    assert hosts.default_device("cpu") == torch.device("cpu")
     with pytest.raises(InvalidArgument, match='weft runs on "cpu" and "cuda"'):
-        discovery.default_device("meta")
+        hosts.default_device("meta")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for device, expected in ((None, "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")):
-        assert discovery.default_device(device) == torch.device(expected)
+        assert hosts.default_device(device) == torch.device(expected)
 
 
 @pytest.mark.parametrize(("second", "backend"), [("GPU-b", "nccl"), ("GPU-a", "gloo")])

@@ -6,7 +6,7 @@ import torch
 
 from tests.baseline import open_files
 from tests.ranks import on_ranks
-from weft.cuda.dlpack import tensor_at
+from weft.cuda.memory import tensor_at
 from weft.errors import CreationFailed
 from weft.heap.heap import Heap
 

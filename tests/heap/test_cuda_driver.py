@@ -240,7 +240,7 @@ def test_fabric_handles_are_used_only_where_every_rank_can_make_them(install):
 
 
 def make_on_machines(group, fake):
-    group._machines = 2
+    group.machines = 2
     return make(group, fake)
 
 

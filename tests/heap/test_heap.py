@@ -19,7 +19,7 @@ import torch
 from tests.baseline import die, raised, reserved, shares_mapped, state
 from tests.headers import HEADER_BYTES
 from tests.ranks import on_ranks
-from weft.cuda import dlpack
+from weft.cuda import memory as cuda
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
@@ -278,7 +278,7 @@ def test_a_forked_child_may_close_its_copy(group):
 
 LEFT_OPEN = """
 import torch
-from weft.cuda.dlpack import tensor_at
+from weft.cuda.memory import tensor_at
 from weft.group.group import Group
 from weft.heap.heap import Heap
 from weft.group.meeting import Meeting
@@ -416,7 +416,7 @@ class Owner:
 def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():
     memory, owner = (ctypes.c_ubyte * 64)(*range(64)), Owner()
     gone, address = weakref.ref(owner), ctypes.addressof(memory)
-    tensor = dlpack.tensor_at(address, 64, torch.device("cpu"), owner)
+    tensor = cuda.tensor_at(address, 64, torch.device("cpu"), owner)
     assert tensor.dtype is torch.uint8
     assert tensor.tolist() == list(range(64))
     view = tensor[8:24].view(torch.int32)
@@ -428,11 +428,11 @@ def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():
     assert gone() is not None
     del view
     assert gone() is None
-    assert not dlpack._alive
+    assert not cuda._alive
 
 
 def test_a_tensor_is_on_the_device_that_was_named():
-    structure = dlpack._Managed()
-    structure.tensor.device = dlpack._Device(dlpack._KINDS["cuda"], 3)
+    structure = cuda._DLManagedTensor()
+    structure.tensor.device = cuda._DLDevice(cuda._DL_DEVICES["cuda"], 3)
     assert (structure.tensor.device.kind, structure.tensor.device.index) == (2, 3)
-    assert ctypes.sizeof(dlpack._Managed) == 64  # DLManagedTensor of DLPack 0.8
+    assert ctypes.sizeof(cuda._DLManagedTensor) == 64  # DLManagedTensor of DLPack 0.8

@@ -28,7 +28,7 @@ from weft.errors import (
     PeerLeft,
     RendezvousFailed,
 )
-from weft.group import discovery
+from weft.group import hosts
 from weft.group.hosts import by_host, by_machine
 from weft.group.torch_groups import TorchControl
 
@@ -106,7 +106,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
 
     domains: the machines of each; all are of one where nobody says.
     """
-    where, whole = discovery.this_host(), group.process_group()
+    where, whole = hosts.this_host(), group.process_group()
     domain = {boot: each for each in domains or ["".join(boots)] for boot in each}
     own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
 
@@ -125,7 +125,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
     patch.setattr("weft.group.group.by_host", found)
     # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
-    pytest.MonkeyPatch().setattr("weft.cuda.memory._refuse_descriptors", Mock())
+    pytest.MonkeyPatch().setattr("weft.heap.heap._refuse_descriptors", Mock())
     try:
         return weft.Group.from_torch(whole, device=group.device, timeout=600.0)
     finally:

@@ -41,13 +41,13 @@ def die_in_turn(group: weft.Group, folder: str, name: str, points: tuple[int, ..
             text = until_broken(lambda: go_on(1))
             assert f"rank {dies}" in text or "left its calls to recover" in text, text
             survivors.lose(dies, sealed=[a2a])
-            assert a2a._finished() == 0
+            assert a2a.finished_rounds() == 0
             assert not a2a._mid_round
             go_on(8, checks=False)
             with pytest.raises(BadExpertId, match=f"expert of rank {dies}, which is gone: [^(]*$"):
                 a2a.check()  # names it once, and no other
             go_on(8)
-            assert a2a._finished() == 16
+            assert a2a.finished_rounds() == 16
             survivors.barrier()
 
 

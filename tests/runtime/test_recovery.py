@@ -53,7 +53,7 @@ def test_many_rounds_after_two_deaths(group: weft.Group, kind: str, rounds: int)
             last = op.enqueue(3.0)
         assert torch.equal(first, last)
         op.made.check()
-        assert op.made._finished() == rounds + 1
+        assert op.made.finished_rounds() == rounds + 1
         survivors.barrier()
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_recovers_ends_its_own_calls_and_its_peers(group: weft.Group
             thread = threading.Thread(target=wait)
             thread.start()
             time.sleep(0.2)
-            op.made._quiesce()
+            op.made.quiesce()
             thread.join(60.0)
             assert isinstance(errors[0], Aborted)
             with pytest.raises(Aborted):

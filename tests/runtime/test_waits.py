@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import weft
+from weft import logs
 from weft.errors import WeftError
-from weft.group import reminder
 from weft.group.meeting import Meeting, meet
 from weft.runtime import waits as module
 
@@ -21,7 +21,7 @@ X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 2], [1, 3]])
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(reminder, "FIRST", 0.4)
+    monkeypatch.setattr(logs, "REMIND_AFTER", 0.4)
 
 
 def waits(caplog, *, rank=0):

@@ -26,12 +26,12 @@ from weft.allreduce.choice import Choice, able, choose
 from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import flags, integer, listed, one_of, refuse
-from weft.cuda.driver import as_creation
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.group.wire import JSON
 from weft.heap.header import ErrorRecord
 from weft.keywords import refuse_unknown
+from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_tokens
 from weft.runtime.identity import BACKENDS, describe_reduce
 from weft.runtime.kernels import Build, Kernels

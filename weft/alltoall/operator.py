@@ -19,7 +19,6 @@ from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Payl
 from weft.alltoall.kernels import load_kernels
 from weft.alltoall.received import Received, by_host, with_rows
 from weft.arguments import flags
-from weft.cuda.driver import as_creation
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
@@ -28,6 +27,7 @@ from weft.hosts.operator import AcrossHosts
 from weft.keywords import refuse_unknown
 from weft.placement import Placed
 from weft.runtime import library
+from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_apart, check_tensor, refuse_tensor, tensors_of
 from weft.runtime.debug import poison
 from weft.runtime.kernels import Build, Kernels

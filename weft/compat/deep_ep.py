@@ -21,7 +21,6 @@ from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.rank_layout import Layout
 from weft.compat.refusals import refuse, renamed
 from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
-from weft.cuda.driver import plain_tensors
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import largest
 from weft.group import Group
@@ -30,6 +29,7 @@ from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.reference import unpack_scales
 from weft.lowlatency.results import Handle
+from weft.runtime.ambient import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.library import untraced
 from weft.runtime.operator import call_all

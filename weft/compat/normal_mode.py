@@ -28,9 +28,9 @@ from weft.compat.row_exchange import (
     RowExchange,
     RowFetch,
 )
-from weft.cuda.driver import plain_tensors
 from weft.errors import BadExpertId, GeometryMismatch, InvalidArgument, OutOfOrder, TokenOverflow
 from weft.group import Group
+from weft.runtime.ambient import plain_tensors
 from weft.runtime.operator import call_all
 from weft.runtime.stream import synchronize_stream
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.arguments import integer, refuse, shown
 from weft.errors import InvalidArgument
 from weft.group import Group
-from weft.group.discovery import Exchange, default_device, find
+from weft.group.hosts import Exchange, default_device, find
 
 TIMEOUT = 120.0  # seconds for the rendezvous, and for each later control message
 

@@ -20,10 +20,10 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll, State
 from weft.arguments import integer
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
-from weft.cuda.driver import plain_tensors
 from weft.group import Group
 from weft.grouping.config import GroupConfig
 from weft.grouping.operator import RowGroups
+from weft.runtime.ambient import plain_tensors
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import call_all, one_call
 from weft.runtime.stream import synchronize_stream
@@ -86,7 +86,7 @@ class RowExchange:
         created: list[P] = []
         try:
             with self.a2a.group.creation() as creation:
-                creation.add(self.a2a.heap)
+                creation.add_heap(self.a2a.heap)
                 self.a2a.group.together(
                     lambda: created.append(make()), doing="preparing an exchange of rows"
                 )

@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from weft.distribution import install_hint
 from weft.errors import DriverError
@@ -15,7 +15,6 @@ from weft.errors import DriverError
 if TYPE_CHECKING:
     import torch
 
-Init = TypeVar("Init", bound=Callable[..., None])
 _REMEDIES = {
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "the code is for another GPU: compile for current_arch()",
     "CUDA_ERROR_INVALID_IMAGE": "the code is damaged or for another GPU: `weft cache clear`",
@@ -100,55 +99,6 @@ def relaxed(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         call("cuThreadExchangeStreamCaptureMode", before)
-
-
-@contextlib.contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Inside, torch makes tensors that any later call may write.
-
-    What it makes in inference mode may not be written outside of it; but objects that are made
-    there, or first called there, are used elsewhere, too.
-    """
-    import torch
-
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def in_relaxed_mode(init: Init) -> Init:
-    """Run a constructor on a group within `relaxed` and `plain_tensors`.
-
-    What torch allocates for it is allocated there too; the caller may be in inference mode.
-    """
-
-    @functools.wraps(init)
-    def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(group, "creation"):  # what is no group is for the constructor to refuse
-            init(self, group, *args, **kwargs)
-            return
-        with relaxed(group.device), plain_tensors():
-            init(self, group, *args, **kwargs)
-
-    return cast("Init", wrapped)
-
-
-def as_creation(init: Init) -> Init:
-    """Run a constructor as `in_relaxed_mode` does, and note it for a rank that is replaced."""
-
-    @in_relaxed_mode
-    @functools.wraps(init)
-    def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(group, "creation"):
-            init(self, group, *args, **kwargs)
-            return
-        with group.creation() as creation:
-            creation.add(self)
-            init(self, group, *args, **kwargs)
-
-    return cast("Init", wrapped)
 
 
 def fence() -> int:

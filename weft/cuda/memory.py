@@ -12,24 +12,98 @@ import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from weft.cuda.dlpack import tensor_at
 from weft.cuda.driver import call, driver, fence, relaxed
 from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
 from weft.shape import MAILBOX_BYTES
-
-if TYPE_CHECKING:
-    from weft.group.group import Group
 
 _log = logging.getLogger(__name__)
 _REMEDY = (
     "check `nvidia-smi topo -p2p r`, the IOMMU and PCIe ACS settings, that CUDA_VISIBLE_DEVICES "
     "shows the GPUs of all ranks, and that a container has all GPUs and one IPC namespace"
 )
+
+_CAPSULE_NAME = b"dltensor"  # the capsule keeps the pointer, so the bytes must outlive it
+_DL_UINT = 1
+_DL_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (
+        ("tensor", _DLTensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", _Deleter),
+    )
+
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+# Objects that each tensor keeps alive, by the address of its struct, until the deleter is called.
+_alive: dict[int, tuple[object, ...]] = {}
+
+
+def _release(address: int, pop: Callable[..., object] = _alive.pop) -> None:
+    # `pop` is bound here: at interpreter exit the module's names go before its tensors.
+    pop(address, None)
+
+
+_delete = _Deleter(_release)
+# Never freed, for the same reason: the deleter of the last tensor must not be freed code.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))
+
+
+def tensor_at(address: int, count: int, device: torch.device, keeper: object) -> torch.Tensor:
+    """Return a uint8 tensor [count] over `address`; it and its views keep `keeper` alive.
+
+    It goes through DLPack, which states the device of a tensor. `__cuda_array_interface__` does
+    not: torch asks the driver and gets the GPU that holds the memory. It would then copy a peer's
+    share, or run its kernels on a GPU where this process has not mapped it.
+    """
+    shape = (ctypes.c_int64 * 1)(count)
+    managed = _DLManagedTensor()
+    managed.tensor.data = address
+    managed.tensor.device = _DLDevice(_DL_DEVICES[device.type], device.index or 0)
+    managed.tensor.ndim = 1
+    managed.tensor.dtype = _DLDataType(_DL_UINT, 8, 1)
+    managed.tensor.shape = ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64))
+    managed.deleter = _delete
+    managed_address = ctypes.addressof(managed)
+    _alive[managed_address] = (managed, shape, keeper)
+    try:
+        return from_dlpack(_new_capsule(managed_address, _CAPSULE_NAME, None))
+    except BaseException:
+        _alive.pop(managed_address, None)
+        raise
 
 
 class DeviceShares:
@@ -332,55 +406,6 @@ class DeviceShares:
                 yield
             finally:
                 call("cuCtxPopCurrent")
-
-
-def create(group: Group, size: int) -> DeviceShares:
-    """The shares of `size` bytes of every rank. Collective. Raises CreationFailed on every rank."""
-    shares = DeviceShares(group.device, group.rank, group.size, size)
-    try:
-        peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
-        without = [rank for rank in group.living if not peers[rank]["fabric"]]
-
-        def check() -> None:
-            shares.check(peers)
-            if without and group.machines > group.hosts:
-                _refuse_descriptors(group, without[0], peers[without[0]]["name"])
-
-        group.together(check, doing="checking that GPUs reach each other")
-        fabric = not without
-        how = "fabric handles" if fabric else "POSIX file descriptors"
-        _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
-        group.together(
-            lambda: shares.allocate(fabric=fabric), doing=f"allocating {size} bytes of GPU memory"
-        )
-        _share(group, shares, fabric=fabric)
-    except BaseException:
-        shares.free()
-        raise
-    return shares
-
-
-def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
-    """Raises HandleUnsupported for a rank that could make fabric handles, and now cannot."""
-    raise HandleUnsupported(
-        f"rank {rank} on {name} can no longer make fabric handles, which alone reach the "
-        f"{group.machines} machines of this group: free some of its memory, and see in `weft "
-        "doctor` whether its IMEX channel is open"
-    )
-
-
-def _share(group: Group, shares: DeviceShares, *, fabric: bool) -> None:
-    doing = "mapping the GPU memory of every rank"
-    if not fabric:
-        group.map_shares(shares.share_fd, shares.map, doing=doing)
-        return
-
-    def exchange(group: Group, ranks: Collection[int]) -> None:
-        handles = group.all_gather(group.together(shares.export_fabric, doing="exporting memory"))
-        wanted = {rank: handles[rank] for rank in ranks}
-        group.together(lambda: shares.map(wanted), doing=doing)
-
-    group.noted(lambda group: exchange(group, group.joining), lambda: exchange(group, group.living))
 
 
 def reached(

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks are gone: one set that all survivors take. There is no coordinator that could die.
+"""Agreement of the survivors on the set of dead ranks, without a coordinator that could die.
 
-Each rank has a page of shared memory that it alone writes, and which outlives it. In a round it
-publishes there the set of ranks that it knows to be gone, and reads what every other rank outside
-that set has published. A rank that ends instead is read once more: after its end its page is final.
-So all survivors read the same values of a round. If all are equal and nobody ended unpublished, the
-set is decided, by all who finish the round; else the next round begins with the union.
+Each rank has a page of shared memory that only it writes and that outlives it. In each round a rank
+publishes on its page the set of ranks that it knows to be dead, and reads what every rank outside
+that set has published. If a rank ends instead of publishing, its page is read once more: after the
+end of the process the page is final. All survivors therefore read the same values in a round. If
+all values are equal and no rank ended without publishing, the set is decided. Otherwise the next
+round begins with the union.
 
-A bit beside the set says whether this rank has met new processes, whom all survivors take in or
-none (`Group.replace`); a rank that has not takes it from all, as a rank that is gone joins the set.
+A bit beside the set says whether the rank has met the new processes of `Group.replace`. The bit is
+decided like the set, except that it is the intersection: one rank without it clears it on all.
 
-A rank is gone only when the kernel says that its process has ended: its address space and its
-GPU context are torn down before that, so nothing that it stored can still arrive. A rank that is
-suspected and does not publish is killed first. models/spin/agreement.pml has the protocol, and
-shows that two slots are enough: nobody begins round r + 2 before all have read round r.
+A rank counts as dead only when the kernel reports that its process has ended. The kernel tears down
+the address space and the GPU context before that, so no store of that rank can arrive later. A
+suspect that does not publish is killed first. models/spin/agreement.pml specifies the protocol and
+shows that two slots suffice: no rank begins round r + 2 before all have read round r.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ from weft.errors import RecoveryFailed
 from weft.group.control import ControlPlane
 from weft.group.liveness import Liveness
 from weft.group.pages import check_sealed, map_shared, sealed_memfd, unmap
-from weft.group.reminder import Reminder
+from weft.logs import Reminder
 
-_SET_BITS = 32  # of a set of ranks, in a word
+_SET_BITS = 32  # ranks of a set in one word
 SLOTS = 2
 _PAGE = mmap.PAGESIZE
-_LATE = 0.5  # seconds that a suspect has to come to a round before it is killed
-_LOOK = 0.0005  # seconds between two looks at the pages
+SUSPECT_SECONDS = 0.5  # a suspect that has not published by then is killed
+_POLL_SECONDS = 0.0005  # between two reads of the pages
 _ROUND_LIMIT = (1 << 31) - 1
 _KEEP = 1 << _SET_BITS
 _log = logging.getLogger(__name__)
-_ROUND_AT = _SET_BITS + 1  # the bit of a word where the round begins
+_ROUND_SHIFT = _SET_BITS + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What the survivors agreed on.
+    """Result of `Group.recover`.
 
-    dead, living: all ranks of the group, in order.
-    finished: of each operator, by kind and generation as in "AllToAll 3" and in order of creation,
-        the last round that all survivors had finished.
-    seconds: how long `recover` took on this rank.
+    Attributes:
+        dead: Dead ranks, ascending.
+        living: Living ranks, ascending.
+        finished: Last round that all survivors had finished, for each operator in order of
+            creation. Names are kind and generation, such as "AllToAll 3".
+        seconds: Duration of `recover` on this rank.
     """
 
     dead: tuple[int, ...]
@@ -62,7 +65,13 @@ class Recovery:
 
 
 class Decision(NamedTuple):
-    """round: in which the survivors decided.   dead: who is gone.   keep: what all of them have."""
+    """Result of `Agreement.decide`.
+
+    Attributes:
+        round: Round in which the survivors decided.
+        dead: Dead ranks.
+        keep: Whether all survivors take in the new processes.
+    """
 
     round: int
     dead: frozenset[int]
@@ -70,11 +79,11 @@ class Decision(NamedTuple):
 
 
 class Agreement:
-    """This rank's page, and those of its peers. Owns its mappings.
+    """Pages of this rank and its peers. Owns the mappings.
 
-    A word of a page is, from the top, a round of 31 bits, `keep`, and a set of 32 ranks in as many
-    bits. More ranks take more words, one after the other; a peer reads them as published once each
-    of them has the round, so it never takes some of one round and some of another.
+    A word of a page holds, from the top bit down, 31 bits of the round, the bit `keep`, and 32 bits
+    of the set. More than 32 ranks take several words. A peer accepts them when all of them hold the
+    round, so it never mixes words of two rounds.
     """
 
     def __init__(
@@ -83,11 +92,16 @@ class Agreement:
         processes: Liveness,
         exchange: Callable[[int], Mapping[int, int]],
     ) -> None:
-        """processes: of the peers.
+        """Create the own page and map those of the peers. Collective.
 
-        exchange: passes a descriptor to all peers, and returns theirs, by rank.
+        Args:
+            control: Sockets to the peers.
+            processes: Processes of the peers.
+            exchange: Sends a descriptor to all peers and returns theirs by rank.
 
-        Raises what `exchange` does, HandleUnsupported or OSError.
+        Raises:
+            HandleUnsupported: a peer sent memory that it could change.
+            OSError: this rank lacks descriptors or memory. Errors of `exchange` are raised too.
         """
         self._rank = control.rank
         self._size = control.size
@@ -114,35 +128,40 @@ class Agreement:
             undo.pop_all()
 
     def decide(self, suspects: Collection[int], deadline: float, *, keep: bool = False) -> Decision:
-        """What the survivors decided.
+        """Return the decision of the survivors. Collective.
 
-        keep: does this rank have new processes to take in? Counts where a decision begins.
+        A call that raises at its deadline can be repeated; it continues in the same round.
 
-        Raises RecoveryFailed at the deadline, or where a suspect cannot be killed; to be called
-        again it goes on in the same round. Raises it, too, on all survivors alike, where a rank
-        says that a living one is gone, which the others do not believe.
+        Args:
+            suspects: Ranks to kill if they do not publish.
+            deadline: Deadline in time.monotonic seconds.
+            keep: Whether this rank has new processes to take in. Read when a round begins.
+
+        Raises:
+            RecoveryFailed: a rank is late, a suspect cannot be killed, or, on all survivors, a rank
+                took a living one for dead.
         """
         if not self._published:
             self._keep = keep
         while True:
             if not self._published:
                 self._publish()
-            said, gone = self._collect(suspects, deadline)
+            published, gone = self._collect(suspects, deadline)
             self._published = False
-            wrong = {rank for rank, (dead, _) in said.items() if any(map(self._lives, dead))}
+            wrong = {rank for rank, (dead, _) in published.items() if any(map(self._lives, dead))}
             if wrong:
                 raise RecoveryFailed(
                     f"{self._names(wrong)} took a living rank for dead, and so lost descriptors by "
                     f"which it would know (os.closerange?): {_end_it(wrong)}"
                 )
-            mine = self._dead, self._keep
-            self._dead = self._dead.union(gone, *(dead for dead, _ in said.values()))
-            self._keep = self._keep and all(keep for _, keep in said.values())
-            if not gone and all(each == mine for each in said.values()):
-                return Decision(self._round, *mine)
+            own = self._dead, self._keep
+            self._dead = self._dead.union(gone, *(dead for dead, _ in published.values()))
+            self._keep = self._keep and all(keep for _, keep in published.values())
+            if not gone and all(each == own for each in published.values()):
+                return Decision(self._round, *own)
 
     def close(self) -> None:
-        """Give the pages back. Idempotent; a forked child does nothing."""
+        """Unmap the pages. Idempotent; a forked child does nothing."""
         if os.getpid() == self._owner:
             while self._pages:
                 unmap(self._pages.popitem()[1], _PAGE)
@@ -153,7 +172,7 @@ class Agreement:
         self._round += 1
         if self._round > _ROUND_LIMIT:
             raise RecoveryFailed(f"this group has recovered {_ROUND_LIMIT} times; make a new one")
-        tag = self._round << _ROUND_AT | (_KEEP if self._keep else 0)
+        tag = self._round << _ROUND_SHIFT | (_KEEP if self._keep else 0)
         bits = sum(1 << rank for rank in self._dead)
         for i, word in enumerate(self._slot(self._rank)):
             word.value = tag | (bits >> i * _SET_BITS & _KEEP - 1)
@@ -162,27 +181,28 @@ class Agreement:
     def _collect(
         self, suspects: Collection[int], deadline: float
     ) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
-        """What the others published in this round, and which ranks ended without that."""
+        """Return what the others published in this round, and the ranks that ended instead."""
         waiting = set(range(self._size)) - {self._rank} - self._dead
-        said: dict[int, tuple[frozenset[int], bool]] = {}
+        published: dict[int, tuple[frozenset[int], bool]] = {}
         gone: set[int] = set()
         reminder = Reminder()
-        fence_at = min(time.monotonic() + _LATE, deadline)  # of each round: a suspect may have come
+        # Per round: a suspect may have published in the last one.
+        kill_at = min(time.monotonic() + SUSPECT_SECONDS, deadline)
         while True:
             for rank in sorted(waiting):
                 ended = self._processes.ended(rank)  # first: after its end its page is final
-                found = self._read(rank)
-                if found is not None:
-                    said[rank] = found
+                entry = self._read(rank)
+                if entry is not None:
+                    published[rank] = entry
                 elif ended:
                     gone.add(rank)
                 else:
                     continue
                 waiting.remove(rank)
             if not waiting:
-                return said, gone
+                return published, gone
             now = time.monotonic()
-            if now >= fence_at:
+            if now >= kill_at:
                 for rank in waiting.intersection(suspects):
                     self._kill(rank)
             if now >= deadline:
@@ -193,12 +213,12 @@ class Agreement:
                     "ended",
                     *(self._rank, waited, self._names(waiting)),
                 )
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
     def _read(self, rank: int) -> tuple[frozenset[int], bool] | None:
-        """What `rank` has published in this round."""
+        """Return what a rank has published in this round, or None."""
         words = [word.value for word in self._slot(rank)]
-        rounds = [word >> _ROUND_AT for word in words]
+        rounds = [word >> _ROUND_SHIFT for word in words]
         if max(rounds) > self._round:
             raise RecoveryFailed(
                 f"{self._name(rank)} is in round {max(rounds)} of the agreement and this rank in "
@@ -211,7 +231,7 @@ class Agreement:
         return dead, bool(words[0] & _KEEP)
 
     def _slot(self, rank: int) -> list[ctypes.c_uint64]:
-        """Words of eight bytes, each loaded and stored at once: none is ever seen half."""
+        """Return the words of a rank's page in this round; each is loaded and stored atomically."""
         first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
         return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane: a Unix socket between every two ranks of one host, kept after they met.
+"""Control messages: a Unix socket between every two ranks of one host.
 
-Every collective is one message from each rank to each other one. A rank that dies ends its sockets,
-or a peer that sees its process end does so (`end`): a forked child would keep them open. So all
-others know at once which rank it was, and none is more needed than another. Every wait has a
-deadline; a failed call breaks the group, until a recovery resumes it among the living.
+In every collective each rank sends one message to each other rank, so no rank is a coordinator.
+When a rank dies, its sockets end; a peer that sees the process end closes them too (`disconnect`),
+because a forked child would keep them open. All others learn at once which rank died. Every wait
+has a deadline. A failed call breaks the group until a recovery resumes it among the living.
 
-A message is a part of a call (`op`, `n` and a `value` or a descriptor), or says why the sender's
-group is broken (`fail`, with the `n` of the call that failed) or why it left (`bye`: null where it
-closed its group).
+A message is one of three:
+
+- part of a call: `op`, `n`, and a `value` or a descriptor
+- `fail`: why the sender's group is broken, with the `n` of the call that failed
+- `bye`: why the sender left, or null if it closed its group
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from weft.errors import OutOfOrder, RendezvousFailed
-from weft.group.reminder import Reminder
+from weft.group import wire
 from weft.group.wire import (
     JSON,
     AtLimit,
@@ -34,19 +36,55 @@ from weft.group.wire import (
     decode,
     encode,
     encode_value,
-    receive,
     send,
     text_of,
 )
+from weft.logs import Reminder
 
 _log = logging.getLogger(__name__)
 
 
-class ControlPlane:
-    """The sockets of one rank, one to each living peer; `meet` adds them.
+class Control(Protocol):
+    """Channel of a group's control messages."""
 
-    `pids[r]` is rank r's process id as the kernel reports it to the rank at which all met; 0 where
-    it has none there.
+    rank: int
+    size: int
+
+    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
+        """Return every rank's `value` in rank order, None for a dead rank. Collective.
+
+        Args:
+            op: Name of the call. All ranks must make the same one.
+            value: At most 1 MiB of JSON.
+            timeout: Seconds to wait.
+        """
+
+    def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
+        """Return one descriptor of every rank, None for a dead rank. Collective.
+
+        The own entry is a duplicate.
+        """
+
+    def pid(self, rank: int) -> int | None:
+        """Return the process id of a rank as the kernel reported it, or None if unknown."""
+
+    def current_call(self, rank: int) -> str | None:
+        """Return the control call in which a peer waits for this rank, or None. Any thread."""
+
+    def abort(self, why: str) -> None:
+        """Break the group: later calls and, if possible, a blocked one raise. Any thread."""
+
+    def close(self, why: str | None = None) -> None:
+        """Leave. Never waits. Peers that wait for this rank get the reason if there is one."""
+
+
+class ControlPlane:
+    """Sockets of one rank to its living peers, as a `Control`. `meet` adds the sockets.
+
+    Attributes:
+        pids: Process id of each rank as the kernel reports it to the rank at which all met; 0 if
+            it has none there.
+        whereabouts: Describes ranks that a call waits for, see `Roster.whereabouts`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -57,46 +95,41 @@ class ControlPlane:
         self.peers: dict[int, socket.socket] = {}
         self._owner = os.getpid()
         self._busy = threading.Lock()
-        self._era = 0  # of messages: those that a broken call left in a socket are of an older one
-        self._sequence = -1  # of the last call
+        self._era = 0  # of messages: what a broken call left in a socket has an older one
+        self._sequence = -1  # number of the last call
         self._broken: str | None = None
         self._closed = False
-        # Says where ranks are that this one waits for, as far as a group knows.
-        self.whereabouts: Callable[[Collection[int]], Mapping[int, str]] = lambda ranks: {}
+        self.whereabouts: Callable[
+            [Collection[int], Callable[[int], str | None]], Mapping[int, str]
+        ] = lambda ranks, current_call: {}
 
     def add(self, rank: int, pid: int, connection: socket.socket) -> None:
-        """The socket to a peer, which is this object's from now on."""
+        """Add the socket to a peer and take ownership of it."""
         self.peers[rank], self.pids[rank] = connection, pid
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
-        """The `value` of every rank in rank order, None for one that is gone.
-
-        `op` names the call; all ranks must make the same.
-        """
+        """See `Control.gather`."""
         body = encode_value(op, value, larger="through a Heap")
         with self._collective():
-            found = self._swap(op, b',"value":' + body, timeout)
-        values = {rank: message.body["value"] for rank, message in found.items()}
+            messages = self._exchange(op, b',"value":' + body, timeout)
+        values = {rank: message.body["value"] for rank, message in messages.items()}
         values[self.rank] = decode(body)  # equal on every rank
         return [values.get(rank) for rank in range(self.size)]
 
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
-        """One descriptor of every rank in rank order, None for one that is gone.
-
-        The own entry is a duplicate.
-        """
+        """See `Control.exchange_fds`."""
         own = os.dup(fd)
         try:
             with self._collective():
-                found = self._swap("exchange_fds", b"", timeout, fd=own)
+                messages = self._exchange("exchange_fds", b"", timeout, fd=own)
         except BaseException:
             os.close(own)
             raise
-        fds = {rank: message.fd for rank, message in found.items()} | {self.rank: own}
+        fds = {rank: message.fd for rank, message in messages.items()} | {self.rank: own}
         return [fds.get(rank) for rank in range(self.size)]
 
     def resume(self, era: int, living: set[int]) -> None:
-        """Go on among `living` after a recovery, whose number `era` is the same on every rank."""
+        """Continue among `living` after a recovery with the number `era`, equal on all ranks."""
         for rank in set(self.peers) - living:
             self.peers.pop(rank).close()
         self._era = era
@@ -104,30 +137,34 @@ class ControlPlane:
         self._broken = None
 
     def leave(self, why: str) -> None:
-        """Raise `why` in every call until `resume`, here and at peers that wait for this rank."""
+        """Raise `why` in every call until `resume`, here and on peers that wait for this rank."""
         self._broken = self._broken or why
-        self._tell({"era": self._era, "fail": text_of(why)})
+        self._notify({"era": self._era, "fail": text_of(why)})
 
     def interrupt(self, ranks: Collection[int], why: str) -> None:
-        """Raise `why` on these ranks, if they wait in a call, for whichever rank it is."""
-        self._tell({"era": self._era, "fail": text_of(why)}, ranks)
+        """Raise `why` on these ranks if they wait in a call, whatever rank they wait for."""
+        self._notify({"era": self._era, "fail": text_of(why)}, ranks)
 
     def name(self, rank: int) -> str:
-        """For errors: the rank, and its process, which no rank of another pid namespace knows."""
+        """Return a rank with its process id, if known, for errors."""
         return f"rank {rank} (pid {self.pids[rank]})" if self.pids[rank] else f"rank {rank}"
 
+    def pid(self, rank: int) -> int | None:
+        """See `Control.pid`."""
+        return self.pids[rank] or None
+
     def abort(self, why: str) -> None:
-        """Break the group from another thread of this process: a blocked call raises at once."""
+        """See `Control.abort`. A blocked call raises at once."""
         self._broken = self._broken or why
-        if os.getpid() != self._owner:  # its parent's sockets are the child's, too
+        if os.getpid() != self._owner:  # a forked child shares the sockets of its parent
             return
         for rank in self.peers:
-            self.end(rank)
+            self.disconnect(rank)
 
-    def end(self, rank: int) -> None:
-        """Hear no more from a peer whose process has ended, once what it sent has been read.
+    def disconnect(self, rank: int) -> None:
+        """End the connection to a peer whose process has ended, after what it sent. Any thread.
 
-        From any thread. Its sockets stay open where a forked child has them, too.
+        Without this the connection stays open if a forked child of the peer has the socket.
         """
         connection = self.peers.get(rank)
         if connection is not None:
@@ -135,68 +172,68 @@ class ControlPlane:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, text: str) -> NoReturn:
-        """Break the group: send every peer the text, if its buffer has room, and raise it.
+        """Break the group: raise `text` here and send it to every peer whose buffer has room.
 
-        The first text stays: a rank that comes later learns the first cause.
+        Later calls raise it too, so the first cause is the one that is reported.
         """
         self._broken = text
-        self._tell({"era": self._era, "n": self._sequence, "fail": text_of(text)})
+        self._notify({"era": self._era, "n": self._sequence, "fail": text_of(text)})
         raise RendezvousFailed(text)
 
-    def hear_out(self, rank: int, op: str) -> NoReturn:
-        """Raise what a peer said last that has ended its socket."""
-        while (message := self.hear(rank, op)) is not None:
+    def raise_peer_error(self, rank: int, op: str) -> NoReturn:
+        """Raise the last error that a disconnected peer reported."""
+        while (message := self.receive(rank, op)) is not None:
             message.drop()
         self.fail(f"{self.name(rank)} broke the protocol in {op}: it reads no more")
 
     def close(self, why: str | None = None) -> None:
-        """Close the sockets. Local: sends `why` to peers whose buffers have room, never waits.
-
-        `why` is what made this rank leave; ranks that wait for it, or come to, raise that text.
-        """
+        """See `Control.close`. Ranks that wait for this one now or later raise `why`."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(OSError), contextlib.ExitStack() as last:
             for connection in self.peers.values():
-                last.callback(connection.close)  # an error if somebody has closed its descriptor
+                last.callback(connection.close)  # fails if other code has closed its descriptor
             if os.getpid() == self._owner:  # a forked child must not speak for its parent
-                self._tell({"bye": None if why is None else text_of(why)})
+                self._notify({"bye": None if why is None else text_of(why)})
 
-    def _swap(
+    def _exchange(
         self, op: str, part: bytes, timeout: float, *, fd: int | None = None
     ) -> dict[int, Message]:
-        """Send a message to every peer and receive one of each. part: what it has besides."""
+        """Send a message to every peer and receive one of each.
+
+        `part` is the JSON that the message has beside its call. `fd` is its descriptor.
+        """
         deadline = time.monotonic() + timeout
         call = encode({"era": self._era, "op": op, "n": self._sequence})
         data = call[:-1] + part + b"}"
-        unsent, found, reminder = set(self.peers), dict[int, Message](), Reminder()
+        unsent, received, reminder = set(self.peers), dict[int, Message](), Reminder()
         try:
             while True:
                 for rank in sorted(unsent):
                     self._send(rank, op, data, fd, unsent)
-                for rank in sorted(set(self.peers) - set(found)):
-                    message = self.hear(rank, op)
+                for rank in sorted(set(self.peers) - set(received)):
+                    message = self.receive(rank, op)
                     if message is not None:
-                        found[rank] = message
+                        received[rank] = message
                         self._check(rank, message, op, fd is None)
-                waiting = sorted((set(self.peers) - set(found)) | unsent)
+                waiting = sorted((set(self.peers) - set(received)) | unsent)
                 if not waiting:
-                    self._look_for_failure(op)
-                    return found
+                    self._raise_failure_of(op)
+                    return received
                 if time.monotonic() >= deadline:
-                    self.fail(self._late(waiting, found, op, timeout))
+                    self.fail(self._late(waiting, received, op, timeout))
                 if (waited := reminder.due()) is not None:
-                    self._log_wait(waiting, found, op, waited, timeout)
+                    self._log_wait(waiting, received, op, waited, timeout)
                 poller = select.poll()
                 for rank in waiting:
-                    awaited = 0 if rank in found else select.POLLIN
+                    awaited = 0 if rank in received else select.POLLIN
                     poller.register(
                         self.peers[rank], awaited | (select.POLLOUT if rank in unsent else 0)
                     )
                 poller.poll(milliseconds(reminder.earlier(deadline)))
         except BaseException:
-            for message in found.values():
+            for message in received.values():
                 message.drop()
             raise
 
@@ -205,16 +242,20 @@ class ControlPlane:
             if send(self.peers[rank], data, fd):
                 unsent.remove(rank)
         except Gone:
-            self.hear_out(rank, op)
+            self.raise_peer_error(rank, op)
         except OSError as error:
             self.fail(f"{self.name(rank)} cannot be sent its part of {op}: {error}")
 
-    def hear(self, rank: int, op: str) -> Message | None:
-        """The peer's next message of this era. Raises RendezvousFailed if there will be none."""
+    def receive(self, rank: int, op: str) -> Message | None:
+        """Return the peer's next message of this era, or None if none has arrived.
+
+        Raises:
+            RendezvousFailed: there will be none.
+        """
         if self._broken is not None:
             raise RendezvousFailed(self._broken)
         try:
-            while (message := receive(self.peers[rank])) is not None:
+            while (message := wire.receive(self.peers[rank])) is not None:
                 body = message.body
                 if "bye" not in body and body.get("era") == self._era and "fail" not in body:
                     return message
@@ -231,23 +272,20 @@ class ControlPlane:
             self.fail(f"{self.name(rank)} broke the protocol in {op}: {error}")
         return None
 
-    def _look_for_failure(self, op: str) -> None:
-        """Fail as a peer did in this call, which sent its part and gave up waiting for this rank.
+    def _raise_failure_of(self, op: str) -> None:
+        """Raise the error of a peer that sent its part of this call and then gave up waiting.
 
-        One that fails in a later call has all parts of this one.
+        A peer that fails in a later call has received all parts of this one.
         """
         for rank, connection in self.peers.items():
-            with contextlib.suppress(OSError, Malformed):  # of the next call
+            with contextlib.suppress(OSError, Malformed):  # the message belongs to the next call
                 body = decode(connection.recv(1 << 15, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-                here = {"era": self._era, "n": self._sequence}
-                if isinstance(body, dict) and "fail" in body and here.items() <= body.items():
-                    self.hear(rank, op)
+                call = {"era": self._era, "n": self._sequence}
+                if isinstance(body, dict) and "fail" in body and call.items() <= body.items():
+                    self.receive(rank, op)
 
-    def called(self, rank: int) -> str | None:
-        """Return the control call in which a peer waits for this rank, if it is in one.
-
-        From any thread; its message stays in the socket.
-        """
+    def current_call(self, rank: int) -> str | None:
+        """See `Control.current_call`. The message of the call stays in the socket."""
         connection = self.peers.get(rank)
         if connection is None:
             return None
@@ -258,10 +296,15 @@ class ControlPlane:
         return None
 
     def _log_wait(
-        self, waiting: list[int], found: dict[int, Message], op: str, waited: float, timeout: float
+        self,
+        waiting: list[int],
+        messages: dict[int, Message],
+        op: str,
+        waited: float,
+        timeout: float,
     ) -> None:
-        missing = [rank for rank in waiting if rank not in found]
-        places = self.whereabouts(missing)
+        missing = [rank for rank in waiting if rank not in messages]
+        places = self.whereabouts(missing, self.current_call)
         names = [f"{self.name(rank)} {places.get(rank, '')}".strip() for rank in missing or waiting]
         doing = "enter it" if missing else "read its part of it"
         _log.warning(
@@ -269,8 +312,10 @@ class ControlPlane:
             *(self.rank, waited, timeout, op, doing, "; ".join(names)),
         )
 
-    def _late(self, waiting: list[int], found: dict[int, Message], op: str, timeout: float) -> str:
-        missing = [self.name(rank) for rank in waiting if rank not in found]
+    def _late(
+        self, waiting: list[int], messages: dict[int, Message], op: str, timeout: float
+    ) -> str:
+        missing = [self.name(rank) for rank in waiting if rank not in messages]
         if missing:
             return f"{', '.join(missing)} did not enter {op} within {timeout:g} s"
         names = ", ".join(map(self.name, waiting))
@@ -285,9 +330,9 @@ class ControlPlane:
                 f"{theirs}: every rank must make the same calls in the same order"
             )
         if ("value" in body, message.fd is None) != (value, value):
-            wanted, other = ("a value", "a descriptor") if value else ("a descriptor", "a value")
+            expected, other = ("a value", "a descriptor") if value else ("a descriptor", "a value")
             self.fail(
-                f"{self.name(rank)} broke the protocol in {op}: it sent {other}, not {wanted}"
+                f"{self.name(rank)} broke the protocol in {op}: it sent {other}, not {expected}"
             )
 
     def _farewell(self, rank: int, why: Any, op: str) -> str:
@@ -295,7 +340,7 @@ class ControlPlane:
             return f"{self.name(rank)} closed its group while the others were in {op}"
         return f"{self.name(rank)} left the group while the others were in {op}: {text_of(why)}"
 
-    def _tell(self, body: JSON, ranks: Collection[int] | None = None) -> None:
+    def _notify(self, body: JSON, ranks: Collection[int] | None = None) -> None:
         for rank, connection in self.peers.items():
             if ranks is not None and rank not in ranks:
                 continue
@@ -303,7 +348,7 @@ class ControlPlane:
                 send(connection, encode(body))
 
     def check_process(self) -> None:
-        """Raise OutOfOrder in a forked child, which peers would take for this rank."""
+        """Raise OutOfOrder in a forked child, which peers would mistake for this rank."""
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"the group belongs to process {self._owner} and was used in its forked child "
@@ -329,5 +374,5 @@ class ControlPlane:
 
 
 def milliseconds(deadline: float) -> int:
-    """Time until `deadline` (time.monotonic seconds) for poll(), rounded up, never negative."""
+    """Return the time until `deadline` (time.monotonic seconds) for poll(); never negative."""
     return max(0, int((deadline - time.monotonic()) * 1000) + 1)

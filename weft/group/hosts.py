@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks of a torch process group share a host, and the process groups between hosts.
+"""Hosts of a group: which ranks share one, how those meet, and process groups between hosts.
 
-Ranks share a host where they have one boot id and one WEFT_HOST, so containers of one machine are
-one host unless they are told apart. Machines of one NVLink domain, whose GPUs can map each other's
-memory, are one host, too. Everything travels through the process group.
+Ranks that some launcher started can already exchange small values, over a torch process group or by
+an engine's own means. One exchange tells where each rank runs. Ranks share a machine if they have
+the same boot id and the same WEFT_HOST, so containers of one machine are one host unless they are
+told apart. Machines of one NVLink domain, whose GPUs can map each other's memory, are one host too.
+
+The exchange also hands out the address of the meeting. What follows goes over Unix sockets, so
+authentication, descriptors and liveness do not depend on the exchange.
 """
 
 from __future__ import annotations
@@ -12,60 +16,67 @@ import contextlib
 import itertools
 import os
 import secrets
-from collections.abc import Collection, Sequence
+import socket
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
-from weft.errors import RendezvousFailed
-from weft.group.discovery import check_said, this_host
+from weft.arguments import shown
+from weft.errors import InvalidArgument, RendezvousFailed
+from weft.group.control import ControlPlane
+from weft.group.liveness import Peers, identity
+from weft.group.meeting import Meeting, meet
 from weft.group.torch_groups import unless_set
 from weft.group.wire import JSON, text_of
 from weft.shape import MAX_RANKS
 
-if TYPE_CHECKING:
-    from weft.group.group import Group
-
 HOST = "WEFT_HOST"
-_NO_MESSAGE = (1 << 31) - 1  # a tag that nobody sends
+Exchange = Callable[[JSON], list[Any]]
+_UNUSED_TAG = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
-    """The hosts of a group.
+class Topology:
+    """Hosts of a group.
 
-    ranks: of each host, ascending; hosts in the order of their first ranks.   names: host names.
-    index: this rank's host.   local: the group of this host.
-    rail: the process group of the ranks that have this one's place on each host, by rank.
-    peers: of each host, the rank of that process group as the default group numbers it.
-    token: a word that no other group has, equal on all ranks.
+    Attributes:
+        ranks: Ranks of each host, ascending. Hosts are in the order of their first ranks.
+        names: Name of each host, for errors.
+        index: Index of this rank's host.
+        rail: Process group of the ranks with this rank's place on each host; None on one host.
+        rail_peers: Rank of `rail` on each host, as the default process group numbers it.
+        token: Word that no other group has, equal on all ranks; "" on one host.
     """
 
     ranks: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-    index: int
-    local: Group
-    rail: dist.ProcessGroup
-    peers: tuple[int, ...]
-    token: str
+    names: tuple[str, ...] = ("",)
+    index: int = 0
+    rail: dist.ProcessGroup | None = None
+    rail_peers: tuple[int, ...] = ()
+    token: str = ""
 
-    def close(self, why: str | None) -> None:
-        """Leave the group of this host; for an error, break the rail: who waits there is told."""
-        self.local._leave(why)
-        if why is not None:
-            break_rail(self.rail)
+    def require_rail(self) -> dist.ProcessGroup:
+        """Return `rail`, or raise InvalidArgument on one host."""
+        if self.rail is None:
+            raise InvalidArgument("this group is on one host, and has no rail to another")
+        return self.rail
+
+    def host_name(self, host: int) -> str:
+        """Return a host as errors name it."""
+        return f"host {host}" + (f" ({self.names[host]})" if self.names[host] else "")
 
 
 @dataclass(slots=True)
-class _Opened:
-    """The process groups that a process group has for its hosts, for all weft groups made of it.
+class _HostGroups:
+    """Process groups for the hosts of a process group, shared by all weft groups made of it.
 
-    Torch takes the name of one that was destroyed again, and then reads the old one's addresses, so
-    none is destroyed before the caller destroys all.
+    If one were destroyed, torch would reuse its name and then read the addresses of the old one. So
+    all stay until the caller destroys the process group.
     """
 
     serial: int
@@ -74,91 +85,212 @@ class _Opened:
     rail: dist.ProcessGroup
 
 
-_opened: WeakKeyDictionary[dist.ProcessGroup, _Opened] = WeakKeyDictionary()
-_broken: WeakSet[dist.ProcessGroup] = WeakSet()  # rails that no exchange can use again
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, _HostGroups] = WeakKeyDictionary()
+_broken_rails: WeakSet[dist.ProcessGroup] = WeakSet()  # that no exchange can use again
 
 
-def break_rail(rail: dist.ProcessGroup) -> None:
-    """End what runs on a rail, and let the ranks that wait there know at once."""
-    _broken.add(rail)
-    if dist.get_backend(rail) != "gloo":
-        for device in rail._device_types:
-            rail._get_backend(device).abort()
-        return
-    # Gloo's abort does nothing (torch 2.13); a receive that is overdue closes its connections.
-    peer = (dist.get_rank(rail) + 1) % dist.get_world_size(rail)
-    nothing = [torch.empty(1, dtype=torch.uint8, device="cpu")]
-    with contextlib.suppress(RuntimeError):  # that it is overdue, or that they are closed
-        rail.recv(nothing, peer, _NO_MESSAGE).wait(timedelta(milliseconds=1))
+def default_device(device: torch.device | str | None) -> torch.device:
+    """Return the rank's device: the given one, else the current GPU, else the CPU.
 
-
-def whereabouts(whole: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
-    """Where this process runs, with memory on `device`.
-
-    rails: the number of the process groups that it has for the hosts of `whole`; 0 for none.
+    Raises:
+        InvalidArgument: weft does not run on the device.
     """
-    found = _opened.get(whole)
+    try:
+        if device is not None and not isinstance(device, str | torch.device):
+            raise RuntimeError  # torch takes a bare number for a GPU of any kind
+        parsed = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f'device is {shown(device)}: weft runs on "cpu" and "cuda", or "cuda:0" and so on'
+        ) from error
+    if parsed is None and not torch.cuda.is_available():
+        return torch.device("cpu")
+    without_index = parsed is not None and parsed.type == "cuda" and parsed.index is None
+    if without_index and torch.version.cuda is None:
+        raise InvalidArgument(
+            f"device is {shown(device)}, but this torch, {torch.__version__}, is built without "
+            'CUDA: use "cpu", or install a torch for CUDA'
+        )
+    if parsed is None or without_index:
+        return torch.device("cuda", torch.cuda.current_device())
+    if parsed.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f'device is {shown(device)}: weft runs on "cpu" and "cuda"')
+    return parsed
+
+
+def this_host() -> dict[str, JSON]:
+    """Return this process's host by its boot id, since containers have host names of their own."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    network = os.readlink("/proc/self/ns/net")
+    return {"host": socket.gethostname(), "boot": boot, "network": network}
+
+
+def find(exchange: Exchange, rank: int, size: int, device: str, timeout: float) -> ControlPlane:
+    """Connect ranks of one machine that can already exchange small values. Collective.
+
+    Args:
+        exchange: Returns a value of every rank, in rank order.
+        rank: Rank of this process.
+        size: Number of ranks.
+        device: Kind of memory, "cpu" or "cuda".
+        timeout: Seconds to meet.
+
+    Raises:
+        RendezvousFailed: the ranks are on several machines, or one does not come.
+    """
+    own, problem = None, None
+    if rank == 0:
+        try:
+            own = Meeting.open()
+        except RendezvousFailed as error:
+            problem = f"rank 0: {error}"
+    try:
+        with Peers() as peers:
+            address = None if own is None else own.address
+            reports = exchange(
+                {**this_host(), **identity(), "meeting": address, "problem": problem}
+            )
+            meeting = own or _parse_meeting(reports)
+            _check_one_machine(reports)
+            for peer, report in enumerate(reports):
+                if peer != rank:
+                    peers.watch(peer, report)
+            return meet(meeting, rank=rank, size=size, device=device, timeout=timeout, peers=peers)
+    except BaseException as error:
+        if own is not None:
+            own.close(str(error))
+        raise
+
+
+def _check_one_machine(reports: list[Any]) -> None:
+    """Raise RendezvousFailed, equal on every rank, unless the ranks share memory and sockets."""
+    _check_reports(reports, ("host", "boot", "network"))
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if report["boot"] != first["boot"]:
+            raise RendezvousFailed(
+                f"the ranks are on several hosts: rank 0 on {_named(first)}, rank {rank} on "
+                f"{_named(report)}. Shared memory needs one host: call init_process_group "
+                "and weft.Group.from_torch(), which serves several"
+            )
+        if report["network"] != first["network"]:
+            raise RendezvousFailed(
+                f"rank 0 on {_named(first)} is in network namespace {text_of(first['network'])}, "
+                f"rank {rank} on {_named(report)} in {text_of(report['network'])}: ranks meet over "
+                "Unix sockets of one network namespace; give their containers one, as those of a "
+                "pod have (--network=host)"
+            )
+
+
+def _check_reports(reports: list[Any], names: Sequence[str]) -> None:
+    """Raise RendezvousFailed unless every rank has reported texts by these names."""
+    for rank, report in enumerate(reports):
+        if not isinstance(report, dict) or not all(
+            isinstance(report.get(name), str) for name in names
+        ):
+            raise RendezvousFailed(
+                f"rank {rank} was to send where it runs and sent {report!r:.200}: it is no rank of "
+                "this weft, or somebody else wrote in its place"
+            )
+
+
+def _parse_meeting(reports: list[Any]) -> Meeting:
+    first = reports[0] if isinstance(reports[0], dict) else {}
+    if first.get("problem") is not None:
+        raise RendezvousFailed(text_of(first["problem"]))
+    address = first.get("meeting")
+    try:
+        return Meeting.at(address if isinstance(address, str) else "")
+    except InvalidArgument as error:
+        raise RendezvousFailed(
+            f"rank 0 was to send where to meet, but {text_of(str(error))}: it is no rank of this "
+            "weft, or somebody else wrote in its place"
+        ) from error
+
+
+def _named(report: dict[str, Any]) -> str:
+    return f"{text_of(report['host'])} (boot {text_of(report['boot'])[:8]})"
+
+
+def whereabouts(process_group: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
+    """Return this rank's report: where it runs, with memory on `device`.
+
+    `rails` is the number of the process groups that it has for the hosts of `process_group`, or 0.
+    """
+    groups = _host_groups.get(process_group)
     return {
         **this_host(),
         "part": os.environ.get(HOST, ""),
         "device": device.type,
         "token": secrets.token_hex(8),
-        "rails": 0 if found is None or found.rail in _broken else found.serial,
+        "rails": 0 if groups is None or groups.rail in _broken_rails else groups.serial,
     }
 
 
-def by_machine(said: list[Any]) -> list[list[int]]:
-    """The ranks of each machine, from every rank's `whereabouts`. Raises RendezvousFailed."""
-    found: dict[tuple[str, str], list[int]] = {}
-    check_said(said, ("host", "boot", "part", "device", "token"))
-    for rank, each in enumerate(said):
-        if each["device"] != said[0]["device"]:  # they would not take the same steps from here on
-            kinds = [text_of(said[r]["device"]) for r in (0, rank)]
+def by_machine(reports: list[Any]) -> list[list[int]]:
+    """Return the ranks of each machine, from every rank's `whereabouts`.
+
+    Raises:
+        RendezvousFailed: a report is malformed, or devices are of two kinds.
+    """
+    machines: dict[tuple[str, str], list[int]] = {}
+    _check_reports(reports, ("host", "boot", "part", "device", "token"))
+    for rank, report in enumerate(reports):
+        if report["device"] != reports[0]["device"]:  # their next steps would differ
+            kinds = [text_of(reports[r]["device"]) for r in (0, rank)]
             raise RendezvousFailed(
                 f"rank 0 has its memory on {kinds[0]} and rank {rank} on {kinds[1]}: pass devices "
                 "of one kind on all ranks"
             )
-        found.setdefault((each["boot"], each["part"]), []).append(rank)
-    return list(found.values())
+        machines.setdefault((report["boot"], report["part"]), []).append(rank)
+    return list(machines.values())
 
 
 def by_host(
-    said: list[Any], reached: Sequence[Collection[int]]
+    reports: list[Any], reached: Sequence[Collection[int]]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """(ranks, name) of each host, from every rank's `whereabouts`. Raises RendezvousFailed.
+    """Return the ranks of each host, and the name of each.
 
-    reached: of each rank, the first ranks of the machines whose memory it can map. Machines of
-    which every rank can map every other's are one host, where they have one WEFT_HOST.
-    Every host must have as many ranks: each sends to the one that has its place on another.
+    Machines form one host if each rank can map memory of every other machine and they have one
+    WEFT_HOST. Every host needs the same number of ranks, since a rank sends to the ranks with its
+    place on other hosts.
+
+    Args:
+        reports: Every rank's `whereabouts`.
+        reached: For each rank, the first ranks of the machines whose memory it can map.
+
+    Raises:
+        RendezvousFailed: hosts have different numbers of ranks.
     """
 
-    def reach(machine: list[int], other: list[int]) -> bool:
-        one_part = said[machine[0]]["part"] == said[other[0]]["part"]
+    def reaches(machine: list[int], other: list[int]) -> bool:
+        one_part = reports[machine[0]]["part"] == reports[other[0]]["part"]
         return one_part and all(other[0] in reached[rank] for rank in machine)
 
-    hosts: list[list[list[int]]] = []  # the machines of each
-    for machine in by_machine(said):
+    hosts: list[list[list[int]]] = []  # machines of each host
+    for machine in by_machine(reports):
         for host in hosts:
             fits = len(machine) + sum(map(len, host)) <= MAX_RANKS
-            if fits and all(reach(machine, each) and reach(each, machine) for each in host):
+            if fits and all(reaches(machine, each) and reaches(each, machine) for each in host):
                 host.append(machine)
                 break
         else:
             hosts.append([machine])
     ranks = tuple(tuple(sorted(itertools.chain(*host))) for host in hosts)
-    names = tuple(_name(said, host) for host in hosts)
-    for name, each in zip(names, ranks, strict=True):
-        if len(each) != len(ranks[0]):
+    names = tuple(_host_name(reports, host) for host in hosts)
+    for name, host_ranks in zip(names, ranks, strict=True):
+        if len(host_ranks) != len(ranks[0]):
             raise RendezvousFailed(
-                f"host {names[0]} has {len(ranks[0])} ranks and host {name} has {len(each)}: "
+                f"host {names[0]} has {len(ranks[0])} ranks and host {name} has {len(host_ranks)}: "
                 "every host must have as many; start the same number on each (torchrun "
                 "--nproc-per-node), or make a group of the hosts that have as many"
             )
     return ranks, names
 
 
-def _name(said: list[Any], machines: list[list[int]]) -> str:
-    first = said[machines[0][0]]
+def _host_name(reports: list[Any], machines: list[list[int]]) -> str:
+    first = reports[machines[0][0]]
     others = f" and {len(machines) - 1} more" if len(machines) > 1 else ""
     return text_of(first["part"] or first["host"]) + others
 
@@ -167,26 +299,37 @@ def open_process_groups(
     whole: dist.ProcessGroup,
     ranks: tuple[tuple[int, ...], ...],
     rank: int,
-    said: list[Any],
+    reports: list[Any],
     timeout: float,
     *,
     gpus: bool,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The process groups of this rank's host, and of its rail. Collective. Raises RuntimeError.
+    """Return the process groups of this rank's host and of its rail. Collective.
 
-    said: every rank's `whereabouts`. What all of them still have is used again.
+    Process groups that all ranks still have are reused.
+
+    Args:
+        whole: Process group of all ranks.
+        ranks: Ranks of each host.
+        rank: Rank of this process.
+        reports: Every rank's `whereabouts`.
+        timeout: Seconds for torch.distributed.
+        gpus: Whether the ranks' memory is on GPUs.
+
+    Raises:
+        RuntimeError: torch.distributed failed.
     """
-    serials = [each["rails"] for each in said]
-    found = _opened.get(whole)
-    if found is not None and found.ranks == ranks and set(serials) == {found.serial}:
-        return found.shared, found.rail
+    serials = [report["rails"] for report in reports]
+    groups = _host_groups.get(whole)
+    if groups is not None and groups.ranks == ranks and set(serials) == {groups.serial}:
+        return groups.shared, groups.rail
     world = dist.get_process_group_ranks(whole)
     host = next(each for each in ranks if rank in each)
     place = host.index(rank)
     limit = timedelta(seconds=timeout)
 
-    def group(members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        # Made by its members alone: the process group need not be the whole world.
+    def new_group(members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        # Only its members call: the process group need not be the whole world.
         return dist.new_group(  # type: ignore[no-any-return]
             [world[r] for r in members],
             timeout=limit,
@@ -194,9 +337,23 @@ def open_process_groups(
             use_local_synchronization=True,
         )
 
-    shared = group(host)
+    shared = new_group(host)
     # NCCL's watchdog would end the process where weft raises an error.
     with unless_set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        rail = group([each[place] for each in ranks], "nccl" if gpus else "gloo")
-    _opened[whole] = _Opened(1 + max(serials), ranks, shared, rail)
+        rail = new_group([each[place] for each in ranks], "nccl" if gpus else "gloo")
+    _host_groups[whole] = _HostGroups(1 + max(serials), ranks, shared, rail)
     return shared, rail
+
+
+def break_rail(rail: dist.ProcessGroup) -> None:
+    """End the exchanges that run on a rail, so that ranks that wait there raise at once."""
+    _broken_rails.add(rail)
+    if dist.get_backend(rail) != "gloo":
+        for device in rail._device_types:
+            rail._get_backend(device).abort()
+        return
+    # Gloo's abort does nothing (torch 2.13); an overdue receive closes its connections.
+    peer = (dist.get_rank(rail) + 1) % dist.get_world_size(rail)
+    buffer = [torch.empty(1, dtype=torch.uint8, device="cpu")]
+    with contextlib.suppress(RuntimeError):  # the receive is overdue, or the rail is closed
+        rail.recv(buffer, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -38,8 +38,8 @@ from typing import Any
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group.control import ControlPlane, milliseconds
 from weft.group.liveness import Peers
-from weft.group.reminder import Reminder
 from weft.group.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
+from weft.logs import Reminder
 
 ABI = 4  # of the messages and of what a Heap promises its peers
 _OP = "the meeting"
@@ -313,7 +313,7 @@ class _Hub:
         poller.poll(milliseconds(self._reminder.earlier(deadline)))
         ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
         for rank in members:
-            while (message := self.control.hear(rank, _OP)) is not None:
+            while (message := self.control.receive(rank, _OP)) is not None:
                 message.drop()
                 self.met.add(rank)
         self.greeting.update(dict.fromkeys(self.meeting.accept()))
@@ -383,7 +383,7 @@ class _Hub:
                     control.fail(f"{control.name(rank)} did not take its sockets in time")
                 time.sleep(_RETRY)
         except Gone:
-            control.hear_out(rank, _OP)
+            control.raise_peer_error(rank, _OP)
 
 
 def _come(

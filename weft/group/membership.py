@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who the ranks of a group are: processes that share memory, each watched by all others."""
+"""Ranks of a group: which take part, which have ended, and the operators that depend on them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from weft.errors import SetupError, WeftError
@@ -13,72 +16,199 @@ from weft.group.agreement import Agreement
 from weft.group.control import ControlPlane
 from weft.group.liveness import Liveness, lifelong_pipe
 
+_SAMPLE = 0.1  # seconds between two readings of a peer's wait clock
 
-class Member(Protocol):
-    """What shares the fate of a group: an operator on a heap of it."""
 
-    def _peer_ended(self, rank: int) -> None:
-        """The process of a rank has ended."""
+class Lifecycle(Protocol):
+    """An operator as its group sees it: notified of deaths, stopped and restarted by a recovery.
 
-    def _tell_left(self, why: str, *, settled: bool = False) -> None:
-        """Notify the peers that no more calls come; settled: once those made are done."""
+    `Group.attach` registers it. A recovery calls `quiesce` on every operator of every living rank,
+    then `restart`, each between two barriers, so no rank stores into a share that another resets.
+    """
 
-    def _suspects(self) -> set[int]:
-        """The ranks that did not do their part of a call before its deadline."""
+    def peer_ended(self, rank: int) -> None:
+        """Stop waiting for a rank whose process has ended. Called from the watcher's thread."""
 
-    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
-        """A number of each of these ranks that changes while it waits in a call."""
+    def announce_leave(self, why: str, *, settled: bool = False) -> None:
+        """Notify the peers that this rank begins no more calls.
 
-    def _quiesce(self) -> None:
-        """Wait until nothing of this rank's calls runs any more; until `_recover` calls raise."""
+        Args:
+            why: Reason for their errors.
+            settled: Wait first until the calls that were enqueued have finished.
+        """
 
-    def _finished(self) -> int:
-        """Rounds that this rank has finished."""
+    def suspected_ranks(self) -> set[int]:
+        """Return the ranks that missed the deadline of a call."""
 
-    def _recover(self, living: int) -> None:
-        """Write this rank's share as at creation, with the mask `living`, and take calls again."""
+    def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+        """Return the wait clock of each rank; it advances while that rank waits in a call."""
+
+    def quiesce(self) -> None:
+        """End this rank's calls and wait until none runs. Calls raise until `restart`."""
+
+    def finished_rounds(self) -> int:
+        """Return the number of rounds that this rank has finished."""
+
+    def restart(self, living: int) -> None:
+        """Reset this rank's share to its state at creation and take calls again.
+
+        Args:
+            living: Ranks that take part from now on; bit r stands for rank r.
+        """
+
+
+class Roster:
+    """Ranks that take part, ranks whose processes have ended, and the operators to notify.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._lock = threading.Lock()
+        self._living = (1 << size) - 1
+        self._ended: set[int] = set()
+        # By kind and generation: the same names on every rank, in order of creation.
+        self._members: weakref.WeakValueDictionary[str, Lifecycle] = weakref.WeakValueDictionary()
+
+    @property
+    def living_mask(self) -> int:
+        """Ranks that take part; bit r stands for rank r."""
+        return self._living
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """Ranks that take part, ascending."""
+        return tuple(self._among_living(range(self.size)))
+
+    @property
+    def ended(self) -> frozenset[int]:
+        """Ranks that take part although their processes have ended."""
+        with self._lock:
+            return frozenset(self._among_living(self._ended))
+
+    def attach(self, name: str, member: Lifecycle) -> None:
+        """Register an operator, and notify it of the deaths so far. It is held weakly."""
+        with self._lock:
+            self._members[name] = member
+            for rank in self._among_living(self._ended):
+                member.peer_ended(rank)
+
+    def members(self) -> dict[str, Lifecycle]:
+        """Return the operators that exist, by name, in order of creation."""
+        with self._lock:
+            return dict(self._members)
+
+    def report_end(self, rank: int) -> None:
+        """Record that the process of a rank has ended, and notify all operators."""
+        with self._lock:
+            self._ended.add(rank)
+            if self._living >> rank & 1:  # otherwise reported late, after a recovery
+                for member in list(self._members.values()):
+                    member.peer_ended(rank)
+
+    def repeat_ends(self, members: Iterable[Lifecycle]) -> None:
+        """Notify operators that have restarted of deaths since the ranks agreed on the living."""
+        with self._lock:
+            for rank in self._among_living(self._ended):
+                for member in members:
+                    member.peer_ended(rank)
+
+    def remove(self, dead: Collection[int]) -> None:
+        """Let all ranks take part except `dead`."""
+        with self._lock:
+            self._living = sum(1 << rank for rank in range(self.size) if rank not in dead)
+
+    def restore(self, has_ended: Callable[[int], bool]) -> None:
+        """Let all ranks take part again, some of them as new processes."""
+        with self._lock:
+            self._living = (1 << self.size) - 1
+            others = set(range(self.size)) - {self.rank}
+            self._ended = {rank for rank in others if has_ended(rank)}
+
+    def whereabouts(
+        self, ranks: Collection[int], current_call: Callable[[int], str | None]
+    ) -> dict[int, str]:
+        """Return, in words, what each of `ranks` is doing as far as this rank can see.
+
+        Takes 0.1 s. `current_call` returns the control call in which a rank waits, or None.
+        """
+        with self._lock:
+            members, ended = list(self._members.items()), set(self._ended)
+        before = {name: member.waiting_ns(ranks) for name, member in members}
+        time.sleep(_SAMPLE)
+        after = {name: member.waiting_ns(ranks) for name, member in members}
+        places = {}
+        for rank in ranks:
+            waits = [name for name, ns in after.items() if ns.get(rank) != before[name].get(rank)]
+            call = current_call(rank)
+            if rank in ended:
+                places[rank] = "has ended"
+            elif waits:
+                places[rank] = f"waits in a call of {' and of '.join(waits)}"
+            elif call is not None:
+                places[rank] = f"waits in {call}"
+            else:
+                places[rank] = "is in no call of this group that waits for others"
+        return places
+
+    def _among_living(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if self._living >> rank & 1]
 
 
 class Membership:
-    """Ranks that have met, each a process, and watched from now on. Collective. Owns `control`.
+    """Connected processes that watch each other: sockets, liveness and pages to agree on deaths.
 
-    Raises RendezvousFailed where a peer dies meanwhile, or cannot do its part, and SetupError or
-    HandleUnsupported where this one cannot.
+    Collective. Owns `control`.
     """
 
-    def __init__(self, control: ControlPlane, ended: Callable[[int], None], timeout: float) -> None:
-        """ended: called in another thread with the rank of each process that ends."""
+    def __init__(
+        self, control: ControlPlane, on_end: Callable[[int], None], timeout: float
+    ) -> None:
+        """Watch the peers of `control`.
 
-        def of_peers(fd: int) -> Mapping[int, int]:
+        Args:
+            control: Sockets of ranks that have met.
+            on_end: Called in another thread with the rank of each process that ends.
+            timeout: Seconds for each of three exchanges of descriptors.
+
+        Raises:
+            RendezvousFailed: a peer died or could not do its part.
+            SetupError: this rank lacks descriptors or threads, or pidfd_open is forbidden.
+            HandleUnsupported: a peer sent memory that it could change.
+        """
+
+        def exchange(fd: int) -> Mapping[int, int]:
             fds = control.exchange_fds(fd, timeout)
-            found = {rank: each for rank, each in enumerate(fds) if each is not None}
-            os.close(found.pop(control.rank))
-            return found
+            by_rank = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
+            os.close(by_rank.pop(control.rank))
+            return by_rank
 
-        def peer_ended(rank: int) -> None:
-            control.end(rank)
-            ended(rank)
+        def on_peer_end(rank: int) -> None:
+            control.disconnect(rank)
+            on_end(rank)
 
         self.control = control
         with contextlib.ExitStack() as undo:
             try:
-                mine = lifelong_pipe()
-                for fd in mine:
+                own_pipe = lifelong_pipe()
+                for fd in own_pipe:
                     undo.callback(os.close, fd)
-                pipes = of_peers(mine[0])
+                pipes = exchange(own_pipe[0])
                 for fd in pipes.values():
                     undo.callback(os.close, fd)
-                own = _own_pidfd()
+                own_pidfd = _open_own_pidfd()
                 try:  # peers get copies
-                    processes = of_peers(own)
+                    pidfds = exchange(own_pidfd)
                 finally:
-                    os.close(own)
-                for fd in processes.values():
+                    os.close(own_pidfd)
+                for fd in pidfds.values():
                     undo.callback(os.close, fd)
-                self.liveness = Liveness(processes, pipes, mine, peer_ended)
+                self.liveness = Liveness(pidfds, pipes, own_pipe, on_peer_end)
                 undo.pop_all()
                 undo.callback(self.liveness.close)
-                self.agreement = Agreement(control, self.liveness, of_peers)
+                self.agreement = Agreement(control, self.liveness, exchange)
             except BaseException as error:
                 control.close(f"could not watch its peers: {error}")
                 if isinstance(error, WeftError) or not isinstance(error, OSError | RuntimeError):
@@ -88,16 +218,15 @@ class Membership:
                     "descriptors (ulimit -n) and a thread (ulimit -u)"
                 ) from error
             undo.callback(self.agreement.close)
-            self._held = undo.pop_all()
+            self._resources = undo.pop_all()
 
     def close(self, why: str | None = None) -> None:
-        """Give everything back. Idempotent; peers that wait for this rank get the reason."""
-        with self._held:
+        """Release everything. Idempotent; peers that wait for this rank get the reason."""
+        with self._resources:
             self.control.close(why)
 
 
-def _own_pidfd() -> int:
-    """Raises SetupError."""
+def _open_own_pidfd() -> int:
     try:
         return os.pidfd_open(os.getpid())
     except OSError as error:

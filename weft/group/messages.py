@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between the ranks of a group, by which they make an object together or not at all.
+"""Collective calls of the ranks of a group: all of them make an object, or none does.
 
-What a rank said while it made an object is noted, to be said again for one that joins later.
+The calls that make an object are recorded, and repeated for a rank that joins later.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from weft.arguments import function, instance, integer, seconds
 from weft.errors import (
@@ -20,40 +20,43 @@ from weft.errors import (
     UsageError,
     WeftError,
 )
+from weft.group.control import Control
+from weft.group.membership import Roster
 from weft.group.wire import JSON
 
 T = TypeVar("T")
-Step = Callable[[Any], object]  # with the group that says it again
 _TEXT_LIMIT = 4000  # characters of an error's text that a vote carries
 
 
-class Control(Protocol):
-    """What carries a group's control messages."""
+class Closable(Protocol):
+    """Memory that can be closed."""
 
-    rank: int
-    size: int
-
-    def gather(self, op: str, value: JSON, timeout: float) -> list[Any]: ...
-    def exchange_fds(self, fd: int, timeout: float) -> list[int | None]: ...
-    def close(self, why: str | None = None) -> None: ...
+    @property
+    def closed(self) -> bool: ...
 
 
 class Creation:
-    """The control messages of one constructor, and what it made: the object and its heaps.
+    """Control messages of one constructor, and what it made: the object and its heaps.
 
     Attributes:
+        steps: Calls to repeat for a rank that joins later.
         workspace: Creation of the memory that this object shares with others, or None.
     """
 
     def __init__(self, workspace: Creation | None = None) -> None:
         self.steps: list[Step] = []
         self.workspace = workspace
-        self._made: list[weakref.ref[object]] = []
+        self._objects: list[weakref.ref[object]] = []
+        self._heaps: list[weakref.ref[Closable]] = []
         self._ended = False
 
-    def add(self, made: object) -> None:
-        """Belongs to this creation."""
-        self._made.append(weakref.ref(made))
+    def add(self, item: object) -> None:
+        """Record an object that the constructor made. It is held weakly."""
+        self._objects.append(weakref.ref(item))
+
+    def add_heap(self, heap: Closable) -> None:
+        """Record memory that the constructor made. It is held weakly."""
+        self._heaps.append(weakref.ref(heap))
 
     def end(self) -> None:
         """Mark the object as closed: a new process does not make it."""
@@ -61,82 +64,87 @@ class Creation:
 
     @property
     def exists(self) -> bool:
-        """Whether everything that was made is still there, and open."""
-        made = [each() for each in self._made]
-        is_open = all(each is not None and not getattr(each, "closed", False) for each in made)
-        return bool(made) and is_open and not self._ended
+        """Whether all that was made exists and is open."""
+        if self._ended or not (self._objects or self._heaps):
+            return False
+        heaps = [heap() for heap in self._heaps]
+        is_open = all(heap is not None and not heap.closed for heap in heaps)
+        return is_open and all(item() is not None for item in self._objects)
 
 
 class Messages:
-    """The collective calls of a group, among the ranks that take part."""
+    """Collective calls among the ranks that take part, over a control channel.
 
-    def __init__(self, control: Control, *, timeout: float) -> None:
-        self.rank = control.rank
-        self.size = size = control.size
+    Attributes:
+        control: Channel of the messages. A recovery with new processes replaces it.
+        timeout: Seconds that a message may take if the call names no timeout.
+        generation: Number that `next_generation` returned last.
+        joining: Ranks that new processes take now; empty outside of `Group.replace`.
+        is_newcomer: Whether this process replaces a dead rank and has not called `enter` yet.
+    """
+
+    def __init__(self, control: Control, roster: Roster, *, timeout: float) -> None:
+        self.control = control
         self.timeout = timeout
-        self._control = control
-        self._living = (1 << size) - 1  # bit r: rank r takes part
-        self._generation = 0
+        self.generation = 0
+        self.joining: frozenset[int] = frozenset()
+        self.is_newcomer = False
+        self._roster = roster
         self._creations: list[Creation] = []
-        self._creation: Creation | None = None  # that is under way
-        self._is_newcomer = False  # between `join` and `enter`
+        self._creation: Creation | None = None  # under way
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self.control.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.control.size
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that take part: all of them until a recovery continues without the dead."""
-        return tuple(self._taking_part(range(self.size)))
+        """Ranks that take part."""
+        return self._roster.living
 
-    def _taking_part(self, ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if self._living >> rank & 1]
+    @property
+    def ranks_to_map(self) -> tuple[int, ...]:
+        """Ranks whose memory is new to this rank: those that join, else all that take part."""
+        return tuple(sorted(self.joining)) or self.living
+
+    def gather(self, op: str, value: JSON, timeout: float | None = None) -> list[Any]:
+        """Return every rank's value without recording the call. Collective."""
+        return self.control.gather(op, value, self._seconds(timeout))
 
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
-        """Return every rank's value in rank order; None for a dead rank. Collective.
-
-        Args:
-            value: At most 1 MiB of JSON. Tuples return as lists.
-            timeout: Seconds to wait. Default: the group's `timeout`.
-
-        Raises:
-            InvalidArgument: JSON cannot represent the value.
-            RendezvousFailed: a rank died, closed its group or did not come in time.
-        """
-        return self.noted(lambda group: group._gather("all_gather", value, timeout))
+        """See `Group.all_gather`."""
+        return self.record(lambda messages: messages.gather("all_gather", value, timeout))
 
     def barrier(self, *, timeout: float | None = None) -> None:
-        """Return when every rank has called it. Collective.
-
-        Args:
-            timeout: Seconds to wait. Default: the group's `timeout`.
-
-        Raises:
-            RendezvousFailed: a rank died, closed its group or did not come in time.
-        """
-        self.noted(lambda group: group._gather("barrier", None, timeout))
+        """See `Group.barrier`."""
+        self.record(lambda messages: messages.gather("barrier", None, timeout))
 
     def vote(
         self, error: BaseException | None, *, doing: str, undo: Callable[[], None] | None = None
     ) -> None:
-        """Go on only if every rank can.
-
-        Each rank passes what stopped it in `doing`, or None. If any passed an error, every rank
-        raises the same: where all passed UsageErrors of one class, that class, with the first
-        rank's text, for then the call is wrong on each; else CreationFailed naming the ranks. A
-        rank's own error is the cause. On ranks that passed none `undo` gives back first what they
-        had made; so it does if the vote itself fails.
-        """
+        """See `Group.vote`."""
         if error is not None:
             instance("error", error, BaseException)
         instance("doing", doing, str)
         if undo is not None:
             function("undo", undo, "which gives back what was made")
         try:
-            self.noted(lambda group: group._vote(None, doing), lambda: self._vote(error, doing))
+            self.record(
+                lambda messages: messages.vote_once(None, doing),
+                lambda: self.vote_once(error, doing),
+            )
         except BaseException:
             if error is None and undo is not None:
                 undo()
             raise
 
-    def _vote(
+    def vote_once(
         self,
         error: BaseException | None,
         doing: str,
@@ -144,11 +152,14 @@ class Messages:
         *,
         alike: type[WeftError] = UsageError,
     ) -> None:
-        """alike: errors that are raised as what they are where every rank has the same one."""
-        mine = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
-        said = self._gather("vote", {"doing": doing, "error": mine}, timeout)
-        votes = {rank: said[rank] for rank in self.living}
-        failed = [r for r, vote in votes.items() if vote["error"] is not None]
+        """Vote without recording the call. Collective.
+
+        Errors of the class `alike` are raised as they are if every rank has the same one.
+        """
+        own = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
+        values = self.gather("vote", {"doing": doing, "error": own}, timeout)
+        votes = {rank: values[rank] for rank in self.living}
+        failed = [rank for rank, vote in votes.items() if vote["error"] is not None]
         if not failed:
             return
         first = failed[0]
@@ -163,10 +174,7 @@ class Messages:
         ) from error
 
     def together(self, step: Callable[[], T], *, doing: str) -> T:
-        """Run `step` on every rank, vote on how it went, and return its result.
-
-        Raises as `vote` does, the same on every rank, if `step` raised on any.
-        """
+        """See `Group.together`."""
         function("step", step, "which every rank runs")
         instance("doing", doing, str)
         result, problem = None, None
@@ -177,57 +185,45 @@ class Messages:
         try:
             self.vote(problem, doing=doing)
         finally:
-            problem = None  # its traceback holds this frame, and its callers' frames
+            problem = None  # its traceback holds this frame and the frames of the callers
         return cast("T", result)
 
     def agree(self, value: JSON, *, what: str) -> None:
-        """Check that every rank passes an equal `value`; `what` names it in the error.
-
-        Raises GeometryMismatch with the same text on every rank, naming two ranks and, key by key
-        for dicts, both values.
-        """
+        """See `Group.agree`."""
         instance("what", what, str)
-        self.noted(lambda group: group._agree(value, what))
+        self.record(lambda messages: messages.compare(value, what))
 
-    def _agree(self, value: JSON, what: str) -> None:
-        values = self._gather(f"agreement on {what}", value, None)
+    def compare(self, value: JSON, what: str) -> None:
+        """Check that all ranks pass an equal value, without recording the call. Collective."""
+        values = self.gather(f"agreement on {what}", value)
         first = self.living[0]
         for rank in self.living:
             if values[rank] != values[first]:
-                theirs, ours = _difference(values[rank], values[first])
+                theirs, ours = _describe_difference(values[rank], values[first])
                 raise GeometryMismatch(
                     f"{what} differs: rank {first} has {ours} and rank {rank} has {theirs}; pass "
                     "the same on every rank"
                 )
 
     def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
-        """One file descriptor of every rank, in rank order; the own entry is a duplicate.
-
-        None for a rank that is gone. The caller closes all of them. Raises RendezvousFailed as
-        all_gather does, and InvalidArgument for a group without shared memory.
-        """
+        """See `Group.exchange_fds`."""
         fd = integer("fd", fd, 0, (1 << 31) - 1)
         try:
             os.fstat(fd)
         except OSError as error:
             raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
-        return self._control.exchange_fds(fd, self._deadline(timeout))
+        return self.control.exchange_fds(fd, self._seconds(timeout))
 
     def map_shares(
         self,
         export: Callable[[], int],
-        take: Callable[[Mapping[int, int]], None],
+        map_fds: Callable[[Mapping[int, int]], None],
         *,
         doing: str,
     ) -> None:
-        """Pass a descriptor of every rank's share to all, which map them. Collective.
+        """See `Group.map_shares`."""
 
-        export: a new descriptor of the own share.   take: maps shares, from the descriptor of each
-        rank. None of them stays open: that would keep the memory alive after its owner's death.
-        Raises CreationFailed on every rank, which names what was being done.
-        """
-
-        def pass_on(group: Any, ranks: Collection[int]) -> None:
+        def exchange(messages: Messages) -> None:
             with contextlib.ExitStack() as opened:
 
                 def exported() -> int:
@@ -235,48 +231,37 @@ class Messages:
                     opened.callback(os.close, fd)
                     return fd
 
-                fds = group.exchange_fds(group.together(exported, doing="exporting memory"))
-                found = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
-                for fd in found.values():
+                fds = messages.exchange_fds(messages.together(exported, doing="exporting memory"))
+                by_rank = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
+                for fd in by_rank.values():
                     opened.callback(os.close, fd)
-                wanted = {rank: fd for rank, fd in found.items() if rank in ranks}
-                group.together(lambda: take(wanted), doing=doing)
+                new = {rank: by_rank[rank] for rank in messages.ranks_to_map}
+                messages.together(lambda: map_fds(new), doing=doing)
 
-        # What is noted must not hold this group: dropped, it is to be given back at once.
-        self.noted(lambda group: pass_on(group, group.joining), lambda: pass_on(self, self.living))
+        self.record(exchange)
 
     def next_generation(self) -> int:
-        """Return 1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
-        self._generation = self.next_number("generation", self._generation, 0xFFFF)
-        return self._generation
+        """See `Group.next_generation`."""
+        self.generation = self.next_number("generation", self.generation, 0xFFFF)
+        return self.generation
 
     def next_number(self, what: str, last: int, limit: int) -> int:
-        """Return the number after `last`, from 1 to `limit`, the same on every rank. Collective.
-
-        A new process gets the number that the survivors have given to the same object.
-        """
+        """See `Group.next_number`."""
         chosen: list[int] = []
 
         def choose() -> int:
-            proposed = None if self._is_newcomer else last % limit + 1
-            proposals = self._gather(what, proposed, None)
+            proposals = self.gather(what, None if self.is_newcomer else last % limit + 1)
             # The largest: a creation that was interrupted had begun on some ranks only.
             chosen.append(max(each for each in proposals if each is not None))
             return chosen[0]
 
-        return cast("int", self.noted(lambda group: group._gather(what, chosen[0], None), choose))
+        return cast("int", self.record(lambda messages: messages.gather(what, chosen[0]), choose))
 
     @contextlib.contextmanager
     def creation(
         self, *, is_workspace: bool = False, workspace: Creation | None = None
     ) -> Iterator[Creation]:
-        """Note the control messages inside, for a new process that makes the same object.
-
-        Args:
-            is_workspace: The object is memory that others share. A new process makes it with the
-                first of them that is open.
-            workspace: Creation of the memory that the object shares.
-        """
+        """See `Group.creation`."""
         if self._creation is not None:  # part of another object
             yield self._creation
             return
@@ -289,38 +274,38 @@ class Messages:
         finally:
             self._creation = None
 
-    def creations_to_repeat(self) -> list[Creation]:
-        """Return what a new process makes, in its order: all that is open."""
+    def repeat_creations(self) -> None:
+        """Repeat, for new processes, the calls that made all open objects, in their order."""
         creations: list[Creation] = []
-        for each in self._creations:
-            if each.exists:
-                if each.workspace is not None and each.workspace not in creations:
-                    creations.append(each.workspace)
-                creations.append(each)
-        return creations
+        for creation in self._creations:
+            if creation.exists:
+                if creation.workspace is not None and creation.workspace not in creations:
+                    creations.append(creation.workspace)
+                creations.append(creation)
+        for creation in creations:
+            for step in creation.steps:
+                step(self)
 
-    def noted(self, step: Callable[[Any], T], now: Callable[[], T] | None = None) -> T:
-        """Take `step` with this group, and again for a rank that joins. now: what stands for it
-        the first time.
-        """
+    def record(self, step: Callable[[Messages], T], now: Callable[[], T] | None = None) -> T:
+        """See `Group.record`."""
         creation, self._creation = self._creation, None
         try:
-            found = step(self) if now is None else now()
+            result = step(self) if now is None else now()
         finally:
             self._creation = creation
         if creation is not None:
             creation.steps.append(step)
-        return found
+        return result
 
-    def _gather(self, op: str, value: JSON, timeout: float | None) -> list[Any]:
-        return self._control.gather(op, value, self._deadline(timeout))
-
-    def _deadline(self, timeout: float | None) -> float:
+    def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else seconds("timeout", timeout)
 
 
-def _difference(other: Any, first: Any) -> tuple[str, str]:
-    """How two unequal values differ, as texts: key by key where both are dicts."""
+Step: TypeAlias = Callable[[Messages], object]
+
+
+def _describe_difference(other: Any, first: Any) -> tuple[str, str]:
+    """Return two unequal values as texts, reduced to the keys that differ if both are dicts."""
     if not (isinstance(other, dict) and isinstance(first, dict)):
         return repr(other), repr(first)
     unset = object()

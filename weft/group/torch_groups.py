@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weft asks of torch.distributed: control messages without Unix sockets, a group of its own.
+"""torch.distributed as weft uses it: control messages between machines, a group, a store.
 
 Nothing here unpickles: messages are JSON bytes in uint8 tensors.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -13,19 +14,17 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.group.messages import Messages
-from weft.group.reminder import Reminder
-from weft.group.store import BoundedStore
 from weft.group.wire import (
     JSON,
     SLACK,
@@ -36,67 +35,147 @@ from weft.group.wire import (
     encode_value,
     text_of,
 )
+from weft.logs import Reminder
 
-# torch 2.13 renamed it; the old name still works there, but warns.
+# torch 2.13 renamed it; the old name still works there but warns.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _DESTROY_SECONDS = 5.0
-_POLL = 0.0001, 0.02  # seconds between two looks at a message on its way: at first, at most
+_POLL = 0.0001, 0.02  # seconds between two polls of a message: the first, the longest
+STORE_SECONDS = 1.0  # for one request to the store
 _log = logging.getLogger(__name__)
+_requests: set[threading.Thread] = set()  # that wait for the store
+
+
+class BoundedStore:
+    """Store of torch.distributed's default group, with a limit on each request.
+
+    The store may be on a host that is gone, and then no request returns. After one request without
+    an answer in time no other is made.
+    """
+
+    def __init__(self) -> None:
+        self._store = distributed_c10d._get_default_store()
+        self._is_silent = False
+
+    def set(self, key: str, text: str) -> None:
+        """Write a value."""
+        self._run(lambda: self._store.set(key, text))
+
+    def set_first(self, key: str, text: str) -> None:
+        """Write a value unless there is one."""
+        self._run(lambda: self._store.compare_set(key, "", text))
+
+    def get(self, keys: Sequence[str]) -> list[str] | None:
+        """Return the values of keys, "" for a missing one; None if the store does not answer."""
+        values: list[str] = []
+
+        def read() -> None:
+            for key in keys:
+                values.append(self._store.get(key).decode() if self._store.check([key]) else "")
+
+        self._run(read)
+        return values if len(values) == len(keys) else None
+
+    def _run(self, step: Callable[[], object]) -> None:
+        if self._is_silent:
+            return
+
+        def run() -> None:
+            # RuntimeError: the store is gone, perhaps with its host.
+            with contextlib.suppress(RuntimeError):
+                step()
+            _requests.discard(thread)
+
+        thread = threading.Thread(target=run, name="weft-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is free: errors name no ranks then, and nothing else
+            self._is_silent = True
+            return
+        _requests.add(thread)
+        thread.join(STORE_SECONDS)
+        self._is_silent = thread.is_alive()
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Join the threads that wait for the store.
+
+    An answer during interpreter shutdown aborts the process (up to Python 3.13). A request is also
+    answered when the process of the store ends, which is usually the same moment.
+    """
+    until = time.monotonic() + 3 * STORE_SECONDS
+    for thread in list(_requests):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class TorchControl:
-    """Control messages of a group of several machines, over its process group."""
+    """Control messages of a group of several machines over its process group, as a `Control`."""
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._process_group = process_group
         self._closed = False
+        self._broken: str | None = None
 
     def gather(self, op: str, value: JSON, timeout: float) -> list[Any]:
-        """Every rank's `value` in rank order. `op` names the call; all ranks must make the same."""
+        """See `Control.gather`."""
         if self._closed:
             raise OutOfOrder("the group is closed; make a new one")
+        if self._broken is not None:
+            raise RendezvousFailed(self._broken)
         body = encode_value(op, value, larger="as tensors through process_group()")
         frame = encode({"op": op})[:-1] + b',"value":' + body + b"}"
         rows = gather_bytes(self._process_group, frame, timeout, doing=op)
-        said = [_message(rank, op, row) for rank, row in enumerate(rows)]
-        for rank, each in enumerate(said):
-            if each["op"] != op:
+        messages = [_parse_message(rank, op, row) for rank, row in enumerate(rows)]
+        for rank, message in enumerate(messages):
+            if message["op"] != op:
                 raise RendezvousFailed(
-                    f"this rank is in {op} and rank {rank} is in {text_of(each['op'])}: every "
+                    f"this rank is in {op} and rank {rank} is in {text_of(message['op'])}: every "
                     "rank must make the same calls in the same order"
                 )
-        return [each["value"] for each in said]
+        return [message["value"] for message in messages]
 
     def exchange_fds(self, fd: int, timeout: float) -> list[int | None]:
-        """Refused: descriptors travel over Unix sockets alone."""
+        """Raise InvalidArgument: only Unix sockets pass descriptors."""
         raise InvalidArgument(
             "this group spans several machines, which pass no file descriptors: use `group.local` "
             "where its host is one machine"
         )
 
+    def pid(self, rank: int) -> int | None:
+        """Return None: process ids are valid on one machine only."""
+        return None
+
+    def current_call(self, rank: int) -> str | None:
+        """Return None: torch.distributed does not tell."""
+        return None
+
+    def abort(self, why: str) -> None:
+        """Break the group: later calls raise. A blocked call ends at its deadline."""
+        self._broken = self._broken or why
+
     def close(self, why: str | None = None) -> None:
-        """Forget the process group, which belongs to the caller. `why` is not sent."""
+        """Stop using the process group, which belongs to the caller. `why` is not sent."""
         self._closed = True
 
 
-def _message(rank: int, op: str, row: bytes) -> dict[str, Any]:
-    """What rank `rank` sent, if it is a control message of weft."""
+def _parse_message(rank: int, op: str, row: bytes) -> dict[str, Any]:
     try:
-        said = decode(row)
+        message = decode(row)
     except Malformed as error:
         raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: {error}") from error
-    if not isinstance(said, dict) or not {"op", "value"} <= said.keys():
-        raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: it sent {said!r:.200}")
-    return said
+    if not isinstance(message, dict) or not {"op", "value"} <= message.keys():
+        raise RendezvousFailed(f"rank {rank} broke the protocol in {op}: it sent {message!r:.200}")
+    return message
 
 
 class Entries:
-    """Which gathers the ranks of a process group have entered, in its store.
+    """Gathers that the ranks of a process group have entered, recorded in the store.
 
-    torch.distributed does not say whom a collective waits for.
+    torch.distributed does not tell which ranks a collective waits for.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -105,13 +184,14 @@ class Entries:
         self._store = BoundedStore()
 
     def enter(self, doing: str) -> None:
-        """Note that this rank enters its next gather."""
+        """Record that this rank enters its next gather."""
         self._count += 1
         self._store.set(self._key(self._rank), f"{self._count} {doing}")
 
     def missing(self) -> list[str] | None:
-        """Return each rank that has not entered this rank's gather, with the one before; None
-        where the store does not answer.
+        """Return the ranks that have not entered this rank's gather, each with its last gather.
+
+        None if the store does not answer.
         """
         values = self._store.get([self._key(rank) for rank in range(self._size)])
         if values is None:
@@ -133,7 +213,11 @@ _entries: WeakKeyDictionary[dist.ProcessGroup, Entries] = WeakKeyDictionary()
 def gather_bytes(
     group: dist.ProcessGroup, data: bytes, timeout: float, *, doing: str = "a control message"
 ) -> list[bytes]:
-    """`data` of every rank, in rank order. Raises RendezvousFailed after `timeout` seconds."""
+    """Return `data` of every rank in rank order. Collective.
+
+    Raises:
+        RendezvousFailed: a rank failed or did not come within `timeout` seconds.
+    """
     if group not in _entries:
         _entries[group] = Entries(group)
     _entries[group].enter(doing)
@@ -175,7 +259,7 @@ def _all_gather(
                 _log.warning(
                     "rank %d of %d has waited %.0f s of at most %g s in %s. %s",
                     *(dist.get_rank(group), dist.get_world_size(group), waited, timeout, doing),
-                    _whom(group, doing),
+                    _describe_missing(group, doing),
                 )
             time.sleep(pause)
             pause = min(2 * pause, _POLL[1])
@@ -185,12 +269,11 @@ def _all_gather(
         how = f"within {timeout:g} s" if took >= timeout else f"and failed after {took:.1f} s"
         raise RendezvousFailed(
             f"rank {dist.get_rank(group)}: {doing} did not end {how}. "
-            f"{_whom(group, doing)} (torch.distributed: {first})"
+            f"{_describe_missing(group, doing)} (torch.distributed: {first})"
         ) from error
 
 
-def _whom(group: dist.ProcessGroup, doing: str) -> str:
-    """Whom a gather waits for, and what to do about it."""
+def _describe_missing(group: dist.ProcessGroup, doing: str) -> str:
     missing = _entries[group].missing()
     if missing:
         return (
@@ -203,47 +286,46 @@ def _whom(group: dist.ProcessGroup, doing: str) -> str:
 
 
 def _message_device(group: dist.ProcessGroup) -> torch.device:
-    """Where the process group takes small tensors: the CPU where it can."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 class OwnProcessGroup:
-    """The torch group of ranks that weft started or found itself: the default group of the process.
+    """torch.distributed's default group, made for ranks that weft started or found itself.
 
-    Its store is a TCPStore on 127.0.0.1 in rank 0, on a port that the system chose: no file, no
-    directory. Collective. Raises CreationFailed and RendezvousFailed when a rank cannot join.
+    Its store is a TCPStore of rank 0 on 127.0.0.1, on a port that the system chose. Collective.
+    Raises CreationFailed or RendezvousFailed if a rank cannot join.
     """
 
-    def __init__(self, group: Messages, device: torch.device) -> None:
+    def __init__(self, messages: Messages, device: torch.device) -> None:
         self._owner = os.getpid()
-        here, limit = "127.0.0.1", timedelta(seconds=group.timeout)
-        backend = _backend(group, device)
+        host, limit = "127.0.0.1", timedelta(seconds=messages.timeout)
+        backend = _backend(messages, device)
 
         def serve() -> TCPStore | None:
-            if group.rank != 0:
+            if messages.rank != 0:
                 return None
-            # By itself torch's store would listen on every interface.
-            listener = socket.create_server((here, 0), backlog=socket.SOMAXCONN)
-            where = here, listener.getsockname()[1], None, True, limit
+            # Without a listener torch's store would listen on every interface.
+            listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+            where = host, listener.getsockname()[1], None, True, limit
             fd = listener.detach()
             return TCPStore(*where, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
 
-        served = group.together(serve, doing=f"serving a store on {here}")
-        port = group.all_gather(None if served is None else served.port)[0]
-        # Rank 0 serves it for as long as the group lives.
-        self._store = group.together(
-            lambda: served or TCPStore(here, port, None, False, limit, wait_for_workers=False),
-            doing=f"connecting to rank 0's store on {here}:{port}",
+        served = messages.together(serve, doing=f"serving a store on {host}")
+        port = messages.all_gather(None if served is None else served.port)[0]
+        # Rank 0 serves the store as long as the group lives.
+        self._store = messages.together(
+            lambda: served or TCPStore(host, port, None, False, limit, wait_for_workers=False),
+            doing=f"connecting to rank 0's store on {host}:{port}",
         )
         with unless_set("GLOO_SOCKET_IFNAME", "lo"):  # the ranks share a host
             try:
                 dist.init_process_group(
                     backend,
                     store=self._store,
-                    rank=group.rank,
-                    world_size=group.size,
+                    rank=messages.rank,
+                    world_size=messages.size,
                     timeout=limit,
                     device_id=device if backend == "nccl" else None,
                 )
@@ -254,7 +336,7 @@ class OwnProcessGroup:
         self.process_group: dist.ProcessGroup = world
 
     def destroy(self) -> None:
-        """Give the group up without waiting for a peer longer than 5 s."""
+        """Destroy the group without waiting for a peer longer than 5 s."""
         if os.getpid() != self._owner or dist.group.WORLD is not self.process_group:
             return  # a forked child's copy, or the caller has destroyed it
         # NCCL may wait for work that a dead peer will never finish.
@@ -269,17 +351,17 @@ class OwnProcessGroup:
             )
 
 
-def _backend(group: Messages, device: torch.device) -> str:
-    """NCCL where every rank has a GPU of its own; it refuses ranks that share one."""
+def _backend(messages: Messages, device: torch.device) -> str:
+    # NCCL refuses ranks that share a GPU.
     if device.type != "cuda":
         return "gloo"
-    gpus = group.all_gather(str(torch.cuda.get_device_properties(device).uuid))
+    gpus = messages.all_gather(str(torch.cuda.get_device_properties(device).uuid))
     return "nccl" if len(set(gpus)) == len(gpus) else "gloo"
 
 
 @contextlib.contextmanager
 def unless_set(name: str, value: str) -> Iterator[None]:
-    """Inside, an environment variable is `value`, unless the user chose another."""
+    """Set an environment variable inside the context, unless the user has set it."""
     if name in os.environ:
         yield
         return

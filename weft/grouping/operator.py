@@ -19,10 +19,11 @@ from weft.alltoall.config import AllToAllConfig
 from weft.alltoall.operator import AllToAll, State
 from weft.alltoall.received import Received
 from weft.arguments import flags, instance
-from weft.cuda.driver import plain_tensors, relaxed
+from weft.cuda.driver import relaxed
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.config import GroupArgs, GroupConfig, Layout, by_expert
 from weft.grouping.kernels import load_kernels
+from weft.runtime.ambient import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call

@@ -12,7 +12,6 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,9 +25,6 @@ from weft.group.pages import (
     unmap,
 )
 from weft.shape import MAILBOX_BYTES
-
-if TYPE_CHECKING:
-    from weft.group.group import Group
 
 
 class HostShares:
@@ -105,18 +101,6 @@ class HostShares:
         base, self.base = self.base, 0
         if base and os.getpid() == self._owner:
             unmap(base, self._reserved)
-
-
-def create(group: Group, size: int) -> HostShares:
-    """The shares of `size` bytes of every rank. Collective. Raises CreationFailed on every rank."""
-    shares = HostShares(group.rank, group.size, size)
-    try:
-        group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
-        group.map_shares(shares.share_fd, shares.map, doing=f"mapping {size} bytes of every rank")
-    except BaseException:
-        shares.free()
-        raise
-    return shares
 
 
 def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:

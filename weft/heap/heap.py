@@ -6,16 +6,23 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 
 from weft.arguments import instance, integer, integers, refuse
-from weft.cuda import memory as cuda
-from weft.errors import CreationFailed, InvalidArgument, OutOfOrder, RendezvousFailed
+from weft.cuda.memory import DeviceShares
+from weft.errors import (
+    CreationFailed,
+    HandleUnsupported,
+    InvalidArgument,
+    OutOfOrder,
+    RendezvousFailed,
+)
 from weft.group.group import Group
-from weft.heap import cpu
+from weft.group.messages import Messages
+from weft.heap.cpu import HostShares, buffer
 from weft.heap.header import header_bytes
 from weft.heap.room import require_room
 from weft.shape import MAILBOX_BYTES
@@ -24,7 +31,7 @@ _log = logging.getLogger(__name__)
 INT64 = -(1 << 63), (1 << 63) - 1
 MAX_BYTES = 1 << 48  # of a share: what a process can address
 MAX_WRITE = MAILBOX_BYTES // 2  # bytes of a write: GPUs stage them in half of the mailbox
-Shares: TypeAlias = cpu.HostShares | cuda.DeviceShares
+Shares: TypeAlias = HostShares | DeviceShares
 
 
 class _Keeper:
@@ -46,7 +53,7 @@ class Mailbox:
 
     def view(self) -> memoryview:
         """The page as writable bytes [4096]; keeps the memory alive."""
-        return memoryview(cpu.buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
+        return memoryview(buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
 
 
 class Heap:
@@ -82,7 +89,7 @@ class Heap:
         instance("group", group, Group)
         with group.creation() as creation:
             heap = cls(group, size, *_make(group, size))
-            creation.add(heap)
+            creation.add_heap(heap)
         return heap
 
     @property
@@ -233,9 +240,8 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
         group.agree({"size": size}, what="the heap's size")
         require_room(group, size, what="a heap")
         generation = group.next_generation()
-        create: Callable[[Group, int], Shares]
-        create = cuda.create if group.device.type == "cuda" else cpu.create
-        shares = create(group, size)
+        on_gpu = group.device.type == "cuda"
+        shares = _create_device_shares(group, size) if on_gpu else _create_host_shares(group, size)
         _log.info(
             "heap %d: %d bytes on each of %d ranks (%s), %d mapped here, made in %.3f s",
             *(generation, size, group.size, group.device.type, group.size * shares.stride),
@@ -244,6 +250,67 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
     except RendezvousFailed as error:
         raise CreationFailed(f"creating a heap failed: {error}") from error
     return generation, shares
+
+
+def _create_host_shares(group: Group, size: int) -> HostShares:
+    shares = HostShares(group.rank, group.size, size)
+    try:
+        group.together(shares.allocate, doing=f"allocating {size} bytes of shared memory")
+        group.map_shares(shares.share_fd, shares.map, doing=f"mapping {size} bytes of every rank")
+    except BaseException:
+        shares.free()
+        raise
+    return shares
+
+
+def _create_device_shares(group: Group, size: int) -> DeviceShares:
+    shares = DeviceShares(group.device, group.rank, group.size, size)
+    try:
+        peers = group.all_gather(group.together(shares.open, doing=f"opening {group.device}"))
+        without = [rank for rank in group.living if not peers[rank]["fabric"]]
+
+        def check() -> None:
+            shares.check(peers)
+            if without and group.machines > group.hosts:
+                _refuse_descriptors(group, without[0], peers[without[0]]["name"])
+
+        group.together(check, doing="checking that GPUs reach each other")
+        how = "POSIX file descriptors" if without else "fabric handles"
+        _log.debug("rank %d: GPU memory goes between ranks as %s", group.rank, how)
+        group.together(
+            lambda: shares.allocate(fabric=not without),
+            doing=f"allocating {size} bytes of GPU memory",
+        )
+        doing = "mapping the GPU memory of every rank"
+        if without:
+            group.map_shares(shares.share_fd, shares.map, doing=doing)
+        else:
+            _map_fabric(group, shares, doing)
+    except BaseException:
+        shares.free()
+        raise
+    return shares
+
+
+def _refuse_descriptors(group: Group, rank: int, name: str) -> None:
+    """Raise HandleUnsupported for a rank that could make fabric handles and now cannot."""
+    raise HandleUnsupported(
+        f"rank {rank} on {name} can no longer make fabric handles, which alone reach the "
+        f"{group.machines} machines of this group: free some of its memory, and see in `weft "
+        "doctor` whether its IMEX channel is open"
+    )
+
+
+def _map_fabric(group: Group, shares: DeviceShares, doing: str) -> None:
+    """Pass a fabric handle of every rank's share to all ranks, which map them. Collective."""
+
+    def exchange(messages: Messages) -> None:
+        handle = messages.together(shares.export_fabric, doing="exporting memory")
+        handles = messages.all_gather(handle)
+        new = {rank: handles[rank] for rank in messages.ranks_to_map}
+        messages.together(lambda: shares.map(new), doing=doing)
+
+    group.record(exchange)
 
 
 def _free(shares: Shares, failures: list[Exception]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.group import Group
-from weft.group.store import BoundedStore
+from weft.group.torch_groups import BoundedStore
 
 
 class FirstCause:

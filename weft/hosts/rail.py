@@ -445,7 +445,7 @@ class Rail:
         return error
 
     def _tell_hosts(self, error: GroupError) -> None:
-        host = self._group._host_name(self._group.host)
+        host = self._group.host_name(self._group.host)
         self._first_cause.tell(f"on {host}: {error}")
         break_rail(self._group.rail)
 
@@ -475,7 +475,7 @@ class Rail:
 
     def _overdue(self, hosts: Sequence[int], limit: float) -> str:
         option = "timeout" if limit == self._timeout else "first_timeout"
-        names = " and ".join(self._group._host_name(host) for host in hosts)
+        names = " and ".join(self._group.host_name(host) for host in hosts)
         return (
             f"rank {self._group.rank}: rows to or from {names} did not arrive within {limit:g} s. "
             "A rank there, the host or its link is gone or stopped, was slower than the deadline, "
@@ -494,7 +494,7 @@ class Rail:
 
     def _names(self, hosts: Sequence[int]) -> str:
         ranks, place = self._group.host_ranks, self._group.local.rank
-        return ", ".join(f"rank {ranks[h][place]} on {self._group._host_name(h)}" for h in hosts)
+        return ", ".join(f"rank {ranks[h][place]} on {self._group.host_name(h)}" for h in hosts)
 
     def _note(
         self,

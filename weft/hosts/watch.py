@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.group.store import LIMIT
+from weft.group.torch_groups import STORE_SECONDS
 
 INTERVAL = 0.1  # seconds between two looks: what a deadline may be late by
 
@@ -65,7 +65,7 @@ class Watch:
     def close(self) -> None:
         """Look no more, and wait for a look that is under way: Python must not end meanwhile."""
         self._stop.set()
-        self._thread.join(3 * LIMIT)
+        self._thread.join(3 * STORE_SECONDS)
 
     def _count(self, place: int) -> None:
         self._counts[place] += 1

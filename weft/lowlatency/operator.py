@@ -16,7 +16,6 @@ from typing import Never
 import torch
 
 from weft.arguments import flags, refuse
-from weft.cuda.driver import as_creation
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import mirrors
@@ -36,6 +35,7 @@ from weft.lowlatency.reference import sent
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.placement import Placed
+from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_apart, check_choices, check_tensor
 from weft.runtime.debug import poison
 from weft.runtime.kernels import Build, Kernels

@@ -30,7 +30,7 @@ from weft.gemm.mxfp4 import (
     pack_mxfp4,
     quantize_mxfp4,
 )
-from weft.group.discovery import default_device
+from weft.group.hosts import default_device
 from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
 from weft.moe.models import SWIGLU, Gating, MoEConfig
 from weft.reference import quantize

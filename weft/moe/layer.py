@@ -13,7 +13,7 @@ import torch
 
 from weft.alltoall.received import Received
 from weft.arguments import function, instance, integer, shown
-from weft.cuda.driver import in_relaxed_mode, plain_tensors, relaxed
+from weft.cuda.driver import relaxed
 from weft.errors import (
     ExpertsLost,
     GroupError,
@@ -47,7 +47,7 @@ from weft.moe.router import (
 from weft.moe.throughput import ThroughputWorkspace
 from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
-from weft.runtime.ambient import without_autocast
+from weft.runtime.ambient import in_relaxed_mode, plain_tensors, without_autocast
 from weft.runtime.check import check_apart, check_group, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
@@ -496,7 +496,7 @@ class MoE:
         if error is None:
             self.close()
             return
-        self.exchange._tell_left(reason(error))
+        self.exchange.announce_leave(reason(error))
         with suppress(WeftError):  # the caller's own error takes precedence
             self.close()
 
@@ -576,7 +576,9 @@ class MoE:
 
         self._weights = group.together(check, doing="loading an MoE layer")
         layer = weakref.ref(self)  # the group keeps the callback
-        group.noted(lambda group: group._agree(_placement(layer()), "the placement of experts"))
+        group.record(
+            lambda messages: messages.compare(_placement(layer()), "the placement of experts")
+        )
         if replicas is not None:
             experts, physical = config.routing.num_experts, len(replicas.logical)
             # Wide enough for every placement of this size, because graphs hold the table's address.

@@ -8,7 +8,7 @@ import torch
 from weft.alltoall.config import AllToAllConfig
 from weft.arguments import integer
 from weft.errors import InvalidArgument
-from weft.group.discovery import default_device
+from weft.group.hosts import default_device
 from weft.grouping.config import by_expert
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Isolation of weft's results from the caller's torch.autocast."""
+"""Isolation of weft from the caller's torch state: autocast, inference mode, stream capture."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from weft.cuda.driver import relaxed
+from weft.group import Group
+
 P = ParamSpec("P")
 R = TypeVar("R")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def is_autocast_enabled() -> bool:
@@ -32,3 +37,50 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Make torch create tensors inside the context that any later call may write.
+
+    Tensors of inference mode may not be written outside of it. Objects that are made or first
+    called there are also used elsewhere.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def in_relaxed_mode(init: Init) -> Init:
+    """Decorate a constructor on a group so that it runs within `relaxed` and `plain_tensors`.
+
+    It may then allocate during a capture and be called in inference mode.
+    """
+
+    @functools.wraps(init)
+    def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(group, Group):  # for the constructor to refuse
+            init(self, group, *args, **kwargs)
+            return
+        with relaxed(group.device), plain_tensors():
+            init(self, group, *args, **kwargs)
+
+    return cast("Init", wrapped)
+
+
+def as_creation(init: Init) -> Init:
+    """Decorate a constructor as `in_relaxed_mode` does, and record it for ranks that join later."""
+
+    @in_relaxed_mode
+    @functools.wraps(init)
+    def wrapped(self: Any, group: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(group, Group):
+            init(self, group, *args, **kwargs)
+            return
+        with group.creation() as creation:
+            creation.add(self)
+            init(self, group, *args, **kwargs)
+
+    return cast("Init", wrapped)

@@ -131,7 +131,7 @@ class Operator(ABC):
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
-        self._living = group.local._living
+        self._living = group.local.living_mask
         self._mirrors = mirrors(group.local.size)
         self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = {**self._manifest(), "WEFT_DEBUG": self._debug is not None}
@@ -393,18 +393,18 @@ class Operator(ABC):
         if error is None:
             self.close()
             return
-        self._tell_left(reason(error))
+        self.announce_leave(reason(error))
         self._release()
 
     # Called by the group.
 
-    def _peer_ended(self, rank: int) -> None:
+    def peer_ended(self, rank: int) -> None:
         """End waits for a rank whose process has ended."""
         with self._access:
             if not self._freed and self._living >> rank & 1:
                 self._mailbox.host_word[rank // HOST_BITS] |= 1 << rank % HOST_BITS
 
-    def _tell_left(self, why: str, *, settled: bool = False) -> None:
+    def announce_leave(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that this rank starts no more calls; running calls continue.
 
         Any thread may call it. With `settled`, first wait for all enqueued work of this GPU, which
@@ -416,17 +416,17 @@ class Operator(ABC):
             if not self._freed:
                 self._notify_once(PEER_LEFT, why)
 
-    def _suspects(self) -> set[int]:
+    def suspected_ranks(self) -> set[int]:
         """Return the rank that this one timed out on, if a timeout broke the group."""
         with self._access:
             if self._freed or self._mailbox.broken_code != PEER_TIMEOUT:
                 return set()
             return {self._mailbox.broken.peer}
 
-    def _quiesce(self) -> None:
+    def quiesce(self) -> None:
         """End this rank's calls and wait until none runs; peers leave their calls, too.
 
-        Every call raises until `_recover`.
+        Every call raises until `restart`.
         """
         self._leave("left its calls to recover its group")
         while not self._busy.acquire(timeout=0.05):
@@ -437,7 +437,7 @@ class Operator(ABC):
         finally:
             self._busy.release()
 
-    def _finished(self) -> int:
+    def finished_rounds(self) -> int:
         """Return how many rounds or all-reduces this rank has finished since its (re)creation."""
         with self._access:
             if self._freed:
@@ -452,7 +452,7 @@ class Operator(ABC):
         with self._access:
             return None if self._freed or self._closing else self._header_of()
 
-    def _waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
+    def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
         """Return the time of each rank's last poll in a wait; it changes while the rank waits."""
         with self._access:
             if self._freed or self._closing:
@@ -462,11 +462,11 @@ class Operator(ABC):
     def _lives(self, rank: int) -> bool:
         return bool(self._living >> rank & 1)
 
-    def _recover(self, living: int) -> None:
+    def restart(self, living: int) -> None:
         """Restart with the ranks of `living`, bit r for rank r.
 
         The share is initialised again in the same memory, so captured graphs stay valid. Called
-        between two barriers of the living ranks, after `_quiesce` on all of them, so that no peer
+        between two barriers of the living ranks, after `quiesce` on all of them, so that no peer
         stores into the share. All callbacks of `_on_recovery` run; then the first error of a
         callback is raised.
         """
@@ -583,7 +583,7 @@ class Operator(ABC):
             lambda rank: self._last_words(ranks.index(rank)),
             lambda rank, value: self._call_text(ranks.index(rank), value),
             first_epoch=self._first_epoch,
-            machines=self.group._job_machines,
+            machines=self.group.job_machines,
         )
 
     def _fail(self, error: GroupError) -> None:
@@ -636,7 +636,7 @@ class Operator(ABC):
             self._closing = True
         if os.getpid() != self._owner:
             return True
-        self._tell_left(f"closed its {self._what}", settled=True)
+        self.announce_leave(f"closed its {self._what}", settled=True)
         if self._caller == threading.get_ident():
             return True  # called from a signal handler or finalizer within the call itself
         if not self._busy.acquire(blocking=False):
@@ -648,7 +648,7 @@ class Operator(ABC):
 
     def _free(self) -> None:
         """Free the heap, except for memory that callers' views still use. Local."""
-        # Without the lock: a running kernel may depend on `_peer_ended`, which takes it.
+        # Without the lock: a running kernel may depend on `peer_ended`, which takes it.
         synchronize_device(self.group.device)
         with self._access:
             self._freed = True

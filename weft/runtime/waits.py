@@ -17,8 +17,8 @@ import time
 import weakref
 from typing import Any, Protocol
 
+from weft import logs
 from weft.errors import WeftError
-from weft.group import reminder
 from weft.group.group import Group
 from weft.heap.header import EPOCH_MASK
 
@@ -36,8 +36,8 @@ class Waiting(Protocol):
     _limits: tuple[float, float]
 
     def _own_header(self) -> ctypes.Structure | None: ...
-    def _finished(self) -> int: ...
-    def _waiting_ns(self, ranks: Any) -> dict[int, int]: ...
+    def finished_rounds(self) -> int: ...
+    def waiting_ns(self, ranks: Any) -> dict[int, int]: ...
 
 
 class _Wait:
@@ -46,7 +46,7 @@ class _Wait:
     def __init__(self) -> None:
         self.waiting_ns = 0
         self.progress = b""
-        self.reminder: reminder.Reminder | None = None
+        self.reminder: logs.Reminder | None = None
 
 
 class Watcher:
@@ -78,7 +78,7 @@ class Watcher:
             thread.join(_JOIN)
 
     def _run(self) -> None:
-        while not self._stop.wait(min(1.0, reminder.FIRST / 5)):
+        while not self._stop.wait(min(1.0, logs.REMIND_AFTER / 5)):
             for operator, wait in list(self._waits.items()):
                 try:
                     keep = _poll(operator, wait)
@@ -107,7 +107,7 @@ def _poll(operator: Waiting, wait: _Wait) -> bool:
     if header.waiting_ns == wait.waiting_ns:  # no kernel is waiting
         wait.reminder = None
     elif wait.reminder is None or progress != wait.progress:
-        wait.reminder = reminder.Reminder()
+        wait.reminder = logs.Reminder()
     elif (waited := wait.reminder.due()) is not None:
         _log_wait(operator, header, waited)
     wait.waiting_ns, wait.progress = header.waiting_ns, progress
@@ -118,9 +118,9 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
     group, local = operator.group, operator.group.local
     ranks = group.host_ranks[group.host]
     peers = [rank for rank in local.living if rank != local.rank]
-    before = operator._waiting_ns(peers)
+    before = operator.waiting_ns(peers)
     time.sleep(SAMPLE)
-    after = operator._waiting_ns(peers)
+    after = operator.waiting_ns(peers)
     outside = [rank for rank in peers if before.get(rank) == after.get(rank)]
     places = local.whereabouts(outside)
     names = []
@@ -128,7 +128,7 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
         pid = local.pid(rank)
         process = f" (pid {pid})" if pid else ""
         names.append(f"rank {ranks[rank]}{process} {places[rank]}")
-    finished = operator._finished()
+    finished = operator.finished_rounds()
     started = (header.epoch - operator._first_epoch) & EPOCH_MASK
     call = "a call" if started == finished else "the second half of a round"
     limit = operator._limits[1 if finished == 0 else 0]
