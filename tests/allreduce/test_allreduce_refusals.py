@@ -32,8 +32,8 @@ def calls() -> list[tuple[str, dict[str, object], str]]:
     index = torch.zeros((4, 2), dtype=torch.int32)
     moe = weft.MoEFinalize
     return [
-        ("no rows", {}, "pass one of them: it makes"),
-        ("both", {"x": x, "prologue": moe(x, index)}, "pass one of them: it makes"),
+        ("no rows", {}, "pass exactly one of them"),
+        ("both", {"x": x, "prologue": moe(x, index)}, "pass exactly one of them"),
         ("x is a list", {"x": [1]}, "x is a list; it must be a torch.Tensor"),
         ("dtype", {"x": rows(dtype=torch.float16)}, "x has dtype torch.float16"),
         ("hidden", {"x": rows(hidden=248)}, "x has shape [4, 248]; it must be [4, 256]"),

@@ -392,7 +392,7 @@ class _Checker:
     def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
             raise InvalidArgument(
-                f"x is {shown(x)} and prologue is {shown(prologue)}; pass one of them: it makes "
+                f"x is {shown(x)} and prologue is {shown(prologue)}; pass exactly one of them as "
                 "this rank's rows"
             )
         if prologue is None:

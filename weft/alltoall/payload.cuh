@@ -22,8 +22,8 @@ WEFT_FN V* inbox_row(const DispatchArgs& a, u32 peer, u32 token) {
     return reinterpret_cast<V*>(plane<P>(share<S>(a.site, peer).inbox.payload).row[slot]);
 }
 
-// One vector of plane P to all destinations. Each rank starts with itself and goes upwards, so that
-// ranks do not store to the same peer at once.
+// Stores one vector of plane P at all destinations. Each rank starts with itself, so that ranks do
+// not store to the same peer at once.
 template <Shape S, u32 P, class V>
 WEFT_FN void push_vector(const DispatchArgs& a, u32 token, u32 v, RankSet destinations, V data) {
     const u32 rank = a.site.rank;

@@ -4,7 +4,7 @@
 // fp8    a block is 128 columns with one fp32 scale: scale = amax / 448,
 //        q = round(x * (448 / amax)), and x reads back as q * scale.
 // mxfp8  a block is 32 columns with one power of two, stored as its exponent + 127 (UE8M0): the
-//        smallest that brings amax down to 448 or less.
+//        smallest that scales amax to at most 448.
 //
 // The all-reduce also has `row_scale`, one for a row, and `group_exponent`, UE8M0 of 128 columns,
 // as in other libraries.

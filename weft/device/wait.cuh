@@ -210,8 +210,8 @@ WEFT_FN WaitResult check_wait(Header& header, const Site& site, const Wait& wait
     return {Code::ok, wait.peer, 0};
 }
 
-// Records the failure of a wait that must end; false while the wait may go on. Inlined, because a
-// call would make the low-latency kernels spill the registers that they hold while they wait.
+// Records the failure of a wait that must end; false while the wait may continue. Inlined, because
+// a call would make the low-latency kernels spill registers that are live during a wait.
 WEFT_FN bool wait_failed(Header& header, const Site& site, const Wait& wait, u64 start_ns) {
     const WaitResult result = check_wait(header, site, wait, start_ns);
     if (result.code == Code::ok) return false;

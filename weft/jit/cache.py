@@ -35,7 +35,7 @@ from weft.errors import SetupError
 ABI = 3
 
 _log = logging.getLogger(__name__)
-# .json files are those of ABI 2.
+# ABI 2 wrote .json files.
 _CACHE_FILE = re.compile(r"\.?[0-9a-f]{64}\.(?:data|json|lock|\w+\.tmp)")
 _DESCRIPTION_LIMIT = 1 << 20  # bytes of an entry's first line
 _ENTRY_LIMIT = 1 << 30  # bytes of an entry; weft's largest entry is a few MiB

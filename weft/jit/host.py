@@ -72,8 +72,8 @@ def compile_shared(
     except OSError as error:
         raise CompileError(
             f"{name!r} was compiled to {len(code)} bytes but cannot be loaded from memory: "
-            f"{error}; look whether a security policy (SELinux, vm.memfd_noexec=2) forbids code in "
-            "a memfd, and whether the compiler that CXX names is for this machine"
+            f"{error}; check whether a security policy (SELinux, vm.memfd_noexec=2) forbids code "
+            "in a memfd, and whether the compiler in CXX targets this machine"
         ) from error
 
 
@@ -131,7 +131,7 @@ def find_compiler() -> tuple[str, ...]:
     try:
         command = shlex.split(cxx)
     except ValueError as error:
-        raise CompileError(f"CXX is {cxx!r}, which is no command: {error}; {_REMEDY}") from error
+        raise CompileError(f"CXX is {cxx!r}, which is not a command: {error}; {_REMEDY}") from error
     if command:
         path = shutil.which(command[0])
         if path is None:

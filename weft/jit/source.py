@@ -51,5 +51,5 @@ def clipped(log: str) -> str:
     """Return a compiler's log, truncated if it is very long."""
     log = log.replace("\0", "").strip()
     if len(log) <= _LOG_LIMIT:
-        return log or "(the compiler said nothing)"
+        return log or "(the compiler printed nothing)"
     return f"{log[:_LOG_LIMIT]}\n... and {len(log) - _LOG_LIMIT} characters more"

@@ -171,7 +171,7 @@ class LowShape:
         check_fields(self)
         if not 1 <= self.local <= MAX_LOCAL:
             raise InvalidArgument(
-                f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: take more ranks, or "
+                f"{self.local} experts on one rank; one may hold {MAX_LOCAL}: use more ranks, or "
                 "spread num_experts evenly with expert_map"
             )
         if self.top_k > self.experts:

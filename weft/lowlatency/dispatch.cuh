@@ -154,7 +154,7 @@ WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArg
 
 // With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the
 // combine credits on their behalf.
-// Order: the end of this kernel orders their stores behind the restored sentinels.
+// Order: the end of this kernel orders their stores after the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchArgs& a,
                                    const RankState& state) {

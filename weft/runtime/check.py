@@ -139,8 +139,8 @@ def check_gradient(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidArgument if a tensor requires a gradient while gradients are enabled."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            f"{name} requires a gradient, and weft makes none: call under torch.no_grad(), or pass "
-            f"{name}.detach()"
+            f"{name} requires a gradient, which weft does not compute: call under torch.no_grad(), "
+            f"or pass {name}.detach()"
         )
 
 
@@ -248,7 +248,11 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
             starts inside another tensor.
     """
     if type(tensor) is FakeTensor:
-        _check_fake(name)
+        if not _tracing.active:
+            raise InvalidArgument(
+                f"{name} is a FakeTensor, which has no data to send; only torch.compile may pass "
+                "fake tensors"
+            )
         return
     try:
         address = tensor.data_ptr()
@@ -259,21 +263,13 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
     if not address and tensor.numel():
         raise InvalidArgument(
             f"{name} has shape {list(tensor.shape)} and no memory (a {type(tensor).__name__} at "
-            "address 0): its storage was given back, or it is a placeholder for other tensors"
+            "address 0): its storage was freed, or it is a placeholder for other tensors"
         )
     unit = vector_bytes(row_bytes)
     if tensor.numel() and address % unit:
         raise InvalidArgument(
             f"{name} starts at address {address:#x}, which is not a multiple of "
             f"{unit} bytes; pass {name}.clone()"
-        )
-
-
-def _check_fake(name: str) -> None:
-    if not _tracing.active:
-        raise InvalidArgument(
-            f"{name} is a FakeTensor, which holds no numbers to send; what a call would return is "
-            "found by torch.compile alone"
         )
 
 

@@ -179,14 +179,14 @@ class Operator(ABC):
     def _initialise(self) -> None:
         """Open the mailbox and write the initial contents of this rank's share."""
         self._mailbox = self._mirrors.Mailbox.from_address(self.heap.mailbox.host)
-        self._starts_anew: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._recovery_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._busy = threading.Lock()  # held by a call, and by close for good
         self._caller = 0  # thread that holds it
         self._access = threading.Lock()  # guards the mailbox and the heap against other threads
         self._closing = False  # no new call may begin
         self._freed = False
-        self._told = False  # whether the peers were notified that this rank leaves
-        self._left = ""  # why this rank left; "" if it has not
+        self._has_notified = False  # whether the peers were notified that this rank leaves
+        self._leave_reason = ""  # why this rank left; "" if it has not
         self._site = Site(
             base=self.heap.base,
             stride=self.heap.stride,
@@ -299,7 +299,7 @@ class Operator(ABC):
         """
         with self._access:
             self._check_open()
-            self._left = self._left or "called abort()"
+            self._leave_reason = self._leave_reason or "called abort()"
             self._notify_once(ABORTED, "")
             self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
@@ -354,7 +354,7 @@ class Operator(ABC):
 
         None if this rank left on its own, or in a forked child.
         """
-        if os.getpid() != self._owner or self._left or self._has_raised:
+        if os.getpid() != self._owner or self._leave_reason or self._has_raised:
             return None
         try:
             with self._access:
@@ -474,7 +474,7 @@ class Operator(ABC):
             return
         with relaxed(self.group.device):
             with self._access:
-                self._living, self._told = living, False
+                self._living, self._has_notified = living, False
                 self._mailbox.broken_code, self._has_raised = 0, False
                 words = self._mailbox.host_word
                 words[:] = [0] * len(words)
@@ -482,12 +482,12 @@ class Operator(ABC):
                     self._start_anew()
                     self._write_share()
                 except BaseException as error:
-                    self._left = f"could not recover: {reason(error)}"
+                    self._leave_reason = f"could not recover: {reason(error)}"
                     words[0] = HOST_ASKS_TO_LEAVE
                     raise
-                self._left = ""
+                self._leave_reason = ""
             failures = []
-            for reference in self._starts_anew:
+            for reference in self._recovery_callbacks:
                 start_anew = reference()
                 try:
                     if start_anew is not None:
@@ -506,13 +506,13 @@ class Operator(ABC):
 
         For objects that keep state of this operator's calls or choose ranks for its tokens.
         """
-        self._starts_anew.append(weakref.WeakMethod(start_anew))
+        self._recovery_callbacks.append(weakref.WeakMethod(start_anew))
 
     def _leave(self, why: str) -> None:
         """Leave the group: this rank's waits and later calls raise, and peers get the reason."""
         with self._access:
             if not self._freed:
-                self._left = self._left or why
+                self._leave_reason = self._leave_reason or why
                 self._notify_once(PEER_LEFT, why)
                 self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
@@ -526,15 +526,15 @@ class Operator(ABC):
         if os.getpid() != self._owner:
             raise OutOfOrder(
                 f"{doing} in process {os.getpid()}, a forked child: this {self._what} belongs to "
-                f"process {self._owner}, whose peers would take the child for it; make a group in "
+                f"process {self._owner}, and peers cannot distinguish the two; create a group in "
                 "the process that uses it"
             )
         if not self._busy.acquire(blocking=False):
             self._check_open()
             raise OutOfOrder(
-                f"{doing} while another thread is in a call of this {self._what}: its calls must "
-                "come one after the other, in the same order on every rank; make them from one "
-                "thread, or hold a lock around each round"
+                f"{doing} while another thread is in a call of this {self._what}: calls must be "
+                "serial and in the same order on every rank; make them from one thread, or hold a "
+                "lock around each round"
             )
         self._caller = threading.get_ident()
         try:
@@ -553,10 +553,10 @@ class Operator(ABC):
         """Raise OutOfOrder after close, or Aborted if this rank had left before."""
         if not self._closing:
             return
-        if self._left:
+        if self._leave_reason:
             raise Aborted(
-                f"this rank, {self.group.rank}, {self._left}, and closed this {self._what}; make a "
-                "new one"
+                f"this rank, {self.group.rank}, {self._leave_reason}, and closed this "
+                f"{self._what}; make a new one"
             )
         raise OutOfOrder(f"this {self._what} was closed; make a new one")
 
@@ -569,7 +569,7 @@ class Operator(ABC):
         if self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE:
             if self._failure is not None:
                 raise self._failure
-            raise Aborted(f"this rank, {self.group.rank}, {self._left}; make a new group")
+            raise Aborted(f"this rank, {self.group.rank}, {self._leave_reason}; make a new group")
 
     def _breakage(self, record: ErrorRecord) -> GroupError:
         """Return the error of a record, whose ranks are numbered within the host."""
@@ -641,7 +641,9 @@ class Operator(ABC):
             return True  # called from a signal handler or finalizer within the call itself
         if not self._busy.acquire(blocking=False):
             with self._access:
-                self._left = self._left or f"closed this {self._what} in another thread"
+                self._leave_reason = (
+                    self._leave_reason or f"closed this {self._what} in another thread"
+                )
                 self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
             self._busy.acquire()
         return True
@@ -661,9 +663,9 @@ class Operator(ABC):
 
         Does nothing if an earlier notice, or a kernel that broke the group, has notified them.
         """
-        if self._told or self._mailbox.broken_code or os.getpid() != self._owner:
+        if self._has_notified or self._mailbox.broken_code or os.getpid() != self._owner:
             return
-        self._told = True
+        self._has_notified = True
         rank, heap = self._site.rank, self.heap
         text = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
         heap.write(rank, self._mirrors.Header.last_words.offset, text)

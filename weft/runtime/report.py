@@ -57,15 +57,15 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         )
     if record.code == GONE_RANK:
         return BadExpertId(
-            f"{entry} is {record.seen}, an expert of rank {record.peer}, which is gone: its "
-            f"experts' ids are dropped from now on, and this is said once{more}. Give them "
-            "replicas on other ranks, or mask them with -1."
+            f"{entry} is {record.seen}, an expert of rank {record.peer}, which is gone: ids of its "
+            f"experts are dropped from now on, which is reported once{more}. Place replicas of "
+            "the experts on other ranks, or mask the ids with -1."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
             f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
             f"{_signed(record.seen)}; its rows are 0..{record.wanted - 1}, or -1 for none. The "
-            f"entry was dropped{more}. Fix the code that makes the index."
+            f"entry was dropped{more}. Fix the code that computes the index."
         )
     if record.phase == GROUPING:
         return TokenOverflow(
@@ -122,7 +122,7 @@ def _reported_by_peer(
     if record.code == PEER_TIMEOUT and record.peer == record.reported_by - 1:
         return PeerTimeout(
             f"{who}: {reporter} gave up, waiting for its own part of this call, and left the "
-            f"group. Its own error says more; {_remedy(machines)}."
+            f"group. See its own error; {_remedy(machines)}."
         )
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
@@ -163,7 +163,7 @@ def _peer_gone(
         )
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.wanted}{_reporter(record)}. Its own output may say why; {fix}"
+        f"{record.wanted}{_reporter(record)}. Its own output may show the cause; {fix}"
     )
 
 

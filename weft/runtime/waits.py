@@ -136,7 +136,7 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
         "rank %d has waited %.0f s of at most %g s in %s of its %s, of which it has finished %d "
         "rounds, for other ranks: %s",
         *(group.rank, waited, limit, call, operator._what, finished),
-        "; ".join(names) or "each of them waits in it, too",
+        "; ".join(names) or "all of them wait in it, too",
     )
 
 
