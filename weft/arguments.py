@@ -5,7 +5,7 @@ Every check raises InvalidArgument with the argument's public name, its value an
 values.
 
 An integer is any object that `operator.index` accepts, including numpy's integers, except bool
-(usually a mistake) and tensors (reading one synchronizes). The checks return a plain int, so that
+(usually a mistake) and tensors (reading one synchronises). The checks return a plain int, so that
 ranks that pass 8 and numpy.int64(8) agree.
 """
 

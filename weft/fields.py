@@ -2,7 +2,7 @@
 """Frozen dataclasses of kernel sizes, driven by the annotation of each field.
 
 An annotation holds the name of the public argument and the allowed values. The argument check, the
-comparison between ranks at creation and the initializer of the C++ struct are derived from it:
+comparison between ranks at creation and the initialiser of the C++ struct are derived from it:
 
     tokens: Annotated[int, Size("max_tokens", 1, 1 << 20)]
     combine: Annotated[str, Choice("combine", COMBINES, "weft::Combine")] = "pull"
@@ -48,7 +48,7 @@ class Array:
 
 
 def check_fields(config: object) -> None:
-    """Check a config's sizes and choices and store them normalized.
+    """Check a config's sizes and choices and store them normalised.
 
     Raises:
         InvalidArgument: names the argument and the allowed values.
@@ -81,9 +81,9 @@ def by_argument(config: object) -> dict[str, Any]:
 
 
 def literal(config: object, struct: str) -> str:
-    """Return the initializer of the C++ struct that has these fields, in this order."""
+    """Return the initialiser of the C++ struct that has these fields, in this order."""
     rules = _rules_of(config).items()
-    entries = (_initializer(name, rule, getattr(config, name)) for name, rule in rules)
+    entries = (_initialiser(name, rule, getattr(config, name)) for name, rule in rules)
     return f"{struct}{{{', '.join(entries)}}}"
 
 
@@ -98,7 +98,7 @@ def config_hash(config: Any, kind: str = "") -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "little")
 
 
-def _initializer(name: str, rule: Any, value: Any) -> str:
+def _initialiser(name: str, rule: Any, value: Any) -> str:
     if isinstance(rule, Choice):
         return f".{name} = {rule.enum}::{value}"
     if isinstance(rule, Array):

@@ -43,7 +43,7 @@ class Shape:
         dtype: Type of a combine row: "bf16", "fp16" or "fp32".
         row_bytes: Bytes of one token's row in each of the 1..8 payload tensors.
         combine: How rows are returned: "pull", "push", "push_fp8" or "gemm_push".
-        quant: Quantization of the first payload by dispatch: "none", "fp8" or "mxfp8".
+        quant: Quantisation of the first payload by dispatch: "none", "fp8" or "mxfp8".
         mapped: Whether a table maps experts to ranks instead of contiguous blocks.
         stats: Number of statistics that each rank sends to all ranks with its tokens, 0..2^20.
 
@@ -71,9 +71,11 @@ class Shape:
                 f"pad hidden to {-(-self.hidden // FP8_BLOCK) * FP8_BLOCK}"
             )
         if self.out_bytes % 16:
+            per_vector = 16 // self.element_bytes
+            padded = -(-self.hidden // per_vector) * per_vector
             raise InvalidArgument(
                 f"a combine row of {self.hidden} x {self.dtype} has {self.out_bytes} bytes; "
-                f"rows must be multiples of 16 bytes: pad hidden to {self._padded_hidden()}"
+                f"rows must be multiples of 16 bytes: pad hidden to {padded}"
             )
         if not 1 <= len(self.row_bytes) <= MAX_PLANES:
             raise InvalidArgument(
@@ -84,10 +86,6 @@ class Shape:
                 raise InvalidArgument(
                     f"payloads[{plane}] has rows of {row} bytes; they may have 1..{MAX_ROW_BYTES}"
                 )
-
-    def _padded_hidden(self) -> int:
-        per_vector = 16 // self.element_bytes
-        return -(-self.hidden // per_vector) * per_vector
 
     @property
     def element_bytes(self) -> int:
@@ -124,5 +122,5 @@ class Shape:
         return config_hash(self)
 
     def literal(self) -> str:
-        """Return the C++ initializer of this Shape."""
+        """Return the C++ initialiser of this Shape."""
         return literal(self, "weft::Shape")

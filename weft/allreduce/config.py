@@ -197,7 +197,7 @@ class ReduceConfig:
         return by_argument(self)
 
     def literal(self) -> str:
-        """Return the C++ initializer."""
+        """Return the C++ initialiser."""
         return literal(self, "weft::Reduction")
 
 

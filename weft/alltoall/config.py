@@ -379,8 +379,8 @@ def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
         return combine or "pull"
     if combine not in (None, "push"):
         raise InvalidArgument(
-            f"combine_dtype is {combine_dtype!r}, combine {combine!r}: rows become FP8 where they "
-            "are pushed: use combine='push', or leave it out"
+            f"combine_dtype is {combine_dtype!r} with combine={combine!r}, but only pushed rows "
+            "can be FP8: use combine='push', or leave it out"
         )
     return "push_fp8"
 

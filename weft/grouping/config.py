@@ -71,7 +71,7 @@ class GroupConfig:
         return shape.ranks * -(-shape.tokens // TILE)
 
     def literal(self) -> str:
-        """Return the C++ initializer."""
+        """Return the C++ initialiser."""
         return literal(self, "weft::Grouping")
 
 

@@ -238,7 +238,7 @@ class LowShape:
         return config_hash(self, "low ")
 
     def literal(self) -> str:
-        """Return the C++ initializer."""
+        """Return the C++ initialiser."""
         return literal(self, "weft::LowLatencyShape")
 
 

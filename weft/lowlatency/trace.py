@@ -150,7 +150,8 @@ def _clock_skew(heap: Heap) -> Skew:
 def to_chrome(works: Iterable[Work], skew: Skew, *, first_ns: float = 0.0) -> dict[str, Any]:
     """Return the trace as a JSON object, in us since `first_ns` of rank 0's clock."""
     works = list(works)
-    events = [event for team in _teams(works) for event in _names(*team)]
+    teams = sorted({(work.rank, work.phase, work.team) for work in works})
+    events = [event for team in teams for event in _names(*team)]
     for work in works:
         events += _slices(work, skew.offsets_ns[work.rank] - first_ns)
     return {
@@ -158,10 +159,6 @@ def to_chrome(works: Iterable[Work], skew: Skew, *, first_ns: float = 0.0) -> di
         "displayTimeUnit": "ns",
         "metadata": {**skew.metadata(), "first_ns": first_ns},
     }
-
-
-def _teams(works: Sequence[Work]) -> list[tuple[int, str, int]]:
-    return sorted({(work.rank, work.phase, work.team) for work in works})
 
 
 def _names(rank: int, phase: str, team: int) -> Iterator[Event]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """WEFT_DEBUG=1: check every call of an operator and poison memory that must not be read.
 
-Each call synchronizes its device and raises the recorded errors. Errors about the input are raised
+Each call synchronises its device and raises the recorded errors. Errors about the input are raised
 at the end of their round, so that all ranks can finish it. Dispatched rows are overwritten once the
 experts have read them, and the experts' results before they are written again. An all-reduce
 compares the inputs that must be equal on all ranks. A call that is being captured into a CUDA graph

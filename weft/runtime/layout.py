@@ -54,8 +54,9 @@ def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ())
         name = f"weft::{struct.__name__}"
         rows.append((f"sizeof({name})", ctypes.sizeof(struct)))
         fields = [f[0] for k in reversed(struct.__mro__) for f in vars(k).get("_fields_", ())]
+        members = STATE if struct.__name__ == "Header" else {}
         rows += [
-            (offset(name, _member(struct, field)), getattr(struct, field).offset)
+            (offset(name, members.get(field, field)), getattr(struct, field).offset)
             for field in fields
             if not field.startswith("_pad")
         ]
@@ -65,10 +66,6 @@ def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ())
 def offset(struct: str, member: str) -> str:
     """Return the C++ expression for the offset of a member, which may be nested (`a.b`)."""
     return f"WEFT_OFFSET(weft::{struct.removeprefix('weft::')}, {member})"
-
-
-def _member(struct: type[ctypes.Structure], field: str) -> str:
-    return STATE.get(field, field) if struct.__name__ == "Header" else field
 
 
 @dataclass(frozen=True, slots=True)

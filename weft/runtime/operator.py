@@ -248,7 +248,7 @@ class Operator(ABC):
     def check(self) -> None:
         """Raise errors that the device has recorded since the last check.
 
-        Call it once per step, after the engine has synchronized. It reads host memory only, so it
+        Call it once per step, after the engine has synchronised. It reads host memory only, so it
         is cheap and does not see calls that are still running.
 
         Raises:
@@ -457,10 +457,8 @@ class Operator(ABC):
         with self._access:
             if self._freed or self._closing:
                 return {}
-            return {rank: self._header_of(rank).waiting_ns for rank in ranks if self._lives(rank)}
-
-    def _lives(self, rank: int) -> bool:
-        return bool(self._living >> rank & 1)
+            living = (rank for rank in ranks if self._living >> rank & 1)
+            return {rank: self._header_of(rank).waiting_ns for rank in living}
 
     def restart(self, living: int) -> None:
         """Restart with the ranks of `living`, bit r for rank r.
@@ -703,14 +701,14 @@ def call_all(*calls: Callable[[], object]) -> None:
             stack.callback(call)
 
 
-class OfOperator(Protocol):
+class OperatorView(Protocol):
     """An operator, or an object whose calls use an operator's memory."""
 
     @property
     def _operator(self) -> Operator: ...
 
 
-Caller = TypeVar("Caller", bound=OfOperator)
+Caller = TypeVar("Caller", bound=OperatorView)
 
 
 def one_call(
