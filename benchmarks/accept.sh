@@ -71,7 +71,7 @@ sanitizer() { check sanitizer 840 all tests/gpu/test_sanitizer.py; }
 ordering() { check ordering 120 all tests/gpu/test_ordering.py; }
 compat() { check compat 240 some tests/compat -n 4 --dist worksteal; }
 captures() { check captures 400 some tests/gpu/test_captures.py; }
-deaths() { check deaths 120 all tests/gpu/test_deaths.py; }
+deaths() { check deaths 300 all tests/gpu/test_recovery.py; }
 failures() {
     check failures 300 some tests/alltoall/test_failures.py tests/alltoall tests/grouping tests/lowlatency \
         tests/allreduce tests/runtime tests/jit tests/bench \
@@ -89,7 +89,7 @@ tests() {
         failures
     fi
     check grid 150 some tests/gpu/test_grid.py
-    check graphs 180 some tests/gpu/test_graphs.py
+    check graphs 500 some tests/gpu/test_graphs.py
     check overlap 200 some tests/gpu/test_overlap_graphs.py
     check skew 200 some tests/runtime/test_skew.py
     step demo 150 "$python" -m weft demo
@@ -150,7 +150,7 @@ lowlatency() {
     low ll-perfect 60 --routing perfect
     low ll-reduced 60 --routing uniform --reduce sender --combine-dtype fp8
     timed ll-trace 60 lowlatency --tokens 128 --trace "$out/lowlatency-128.json"
-    check ll-graphs 120 all tests/gpu/test_lowlatency_graphs.py
+    check ll-graphs 200 all tests/gpu/test_{graphs,late_ranks}.py -k "low or profiling"
     check ll-tests 300 some tests/lowlatency
 }
 

@@ -45,14 +45,14 @@ import torch
 
 import weft
 from tests import lowlatency_rounds, rounds, sums
-from tests.alltoall.test_recovery import CASE as ROUND
-from tests.alltoall.test_recovery import TOKENS
 from tests.baseline import state
 from tests.lowlatency_rounds import Mode
 from tests.moe.test_moe_recovery import CASE as LAYER
 from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import plan_death
+from tests.subjects import CASE as ROUND
+from tests.subjects import TOKENS
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
 from weft.group import control as control_plane
 from weft.group import meeting, wire

@@ -3,23 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
 import mmap
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
+from collections.abc import Callable, Iterable
 
 import weft
 from tests.faults import DIE, plan_fault
 from tests.patience import HasHeap
-from tests.rounds import dropped
 from weft.errors import GroupError
 
-__all__ = ["dropped"]
 _libc = ctypes.CDLL(None, use_errno=True)
 PATIENCE = 60.0  # seconds, for a peer on a busy machine
 ROUNDS = 5  # a death is noticed in so many rounds, or never
@@ -53,21 +45,6 @@ class Survivors:
             for rank in dead:
                 where = ctypes.c_void_p(heap.address(rank))
                 assert _libc.mprotect(where, ctypes.c_size_t(pages), 0) == 0
-
-
-@contextlib.contextmanager
-def surviving(group: weft.Group, folder: str) -> Iterator[Survivors]:
-    """The body of a rank, which leaves a file if it comes to its end."""
-    yield Survivors(group)
-    Path(folder, f"rank {group.rank}").touch()
-
-
-def run_survivors(run: Callable[..., Any], folder: Path, living: Iterable[int]) -> None:
-    """Run ranks of which some die; `living` must come to their end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weft, "launch", functools.partial(weft.launch, tolerate_deaths=True))
-        run()
-    assert {int(mark.name[5:]) for mark in folder.glob("rank *")} >= set(living)
 
 
 def plan_death(operator: HasHeap, point: int) -> None:

@@ -101,6 +101,17 @@ def test_wrong_calls_are_refused_and_harm_nobody(group):
 
 
 @on_ranks(2, [THREADS])
+def test_two_shots_do_not_go_on_without_a_rank(group):
+    sizes = {"max_tokens": 8, "hidden": 256}
+    with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*leave backends"):
+        weft.AllReduce(group, missing="drop", backends=("twoshot",), **sizes)
+    with pytest.raises(InvalidArgument, match="missing is 'skip'"):
+        weft.AllReduce(group, missing="skip", **sizes)
+    with weft.AllReduce(group, missing="drop", **sizes) as ar:
+        assert ar.backends == ("oneshot",)
+
+
+@on_ranks(2, [THREADS])
 def test_packed_scales_lie_columns_first(group):
     with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
         x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import weft
+from tests.baseline import die
 from tests.compat.calls import HIDDEN, RANKS, experts_of, identity, make, refused, routing
 from tests.compat.test_low_latency import EXPERTS, MOST, inputs, whole
-from tests.recovery import Survivors, dropped, run_survivors, surviving, until_broken
-from tests.rounds import bits
+from tests.ranks import on_ranks
+from tests.recovery import Survivors, until_broken
+from tests.rounds import bits, dropped
 from weft import reference
 from weft.compat.deep_ep import Buffer
 from weft.errors import BadExpertId, InvalidArgument
@@ -24,14 +25,18 @@ def mask(*ranks: int) -> torch.Tensor:
     return torch.tensor([sum(1 << r for r in ranks)], dtype=torch.uint64)
 
 
-def die(survivors: Survivors, dies: int) -> None:
+def lose(survivors: Survivors, dies: int, one_round: Callable[[], object]) -> None:
     survivors.barrier()
     if survivors.group.rank == dies:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
+    until_broken(one_round)
+    survivors.lose(dies)
 
 
-def flashinfer(group: weft.Group, folder: str) -> None:
-    with surviving(group, folder) as survivors, make(group, enable_rank_mask=True) as a2a:
+@on_ranks(RANKS, "cpu", dies=[1])
+def test_flashinfer(group: weft.Group) -> None:
+    survivors = Survivors(group)
+    with make(group, enable_rank_mask=True) as a2a:
 
         def one_round(seed: int) -> None:
             living = survivors.ranks
@@ -48,9 +53,7 @@ def flashinfer(group: weft.Group, folder: str) -> None:
         for seed in range(2):
             one_round(seed)
         # A round that the death breaks between dispatch and combine.
-        die(survivors, 1)
-        until_broken(lambda: one_round(7))
-        survivors.lose(1)
+        lose(survivors, 1, lambda: one_round(7))
         ids, weights = routing(0, group.rank, 4)
         x = torch.ones(4, HIDDEN).bfloat16()
         for wrong, words in ((mask(0, 1, 2), "with [1]"), (mask(group.rank), "every living rank")):
@@ -63,47 +66,36 @@ def flashinfer(group: weft.Group, folder: str) -> None:
         survivors.barrier()
 
 
-def test_flashinfer(ranks, tmp_path):
-    run_survivors(lambda: ranks(RANKS, "cpu")(flashinfer, str(tmp_path)), tmp_path, [0, 2])
-
-
-def deep_ep(group: weft.Group, folder: str) -> None:
+@on_ranks(4, "cpu", dies=[2])
+def test_deep_ep(group: weft.Group) -> None:
+    survivors = Survivors(group)
     buffer = Buffer(group, low_latency_mode=True, enable_shrink=True)
     status = torch.full((group.size,), 7, dtype=torch.int32)
-    with surviving(group, folder) as survivors:
 
-        def one_round(seed: int) -> None:
-            x, ids, weights = inputs(group, seed)
-            numbers, _, handle, _, _ = buffer.low_latency_dispatch(
-                x, ids, MOST, EXPERTS, use_fp8=False
-            )
-            got, _, _ = buffer.low_latency_combine(whole(numbers).clone(), ids, weights, handle)
-            owners = weft.Placement.blocks(EXPERTS, group.size).ranks
-            kept = dropped(ids, owners, survivors.ranks)
-            total = torch.zeros_like(x, dtype=torch.float32)
-            for k in range(ids.shape[1]):
-                part = x.float() * weights[:, k : k + 1]
-                total = torch.where(kept[:, k : k + 1] >= 0, total + part, total)
-            assert torch.equal(bits(got), bits(total.bfloat16()))
+    def one_round(seed: int) -> None:
+        x, ids, weights = inputs(group, seed)
+        numbers, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
+        got, _, _ = buffer.low_latency_combine(whole(numbers).clone(), ids, weights, handle)
+        owners = weft.Placement.blocks(EXPERTS, group.size).ranks
+        kept = dropped(ids, owners, survivors.ranks)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for k in range(ids.shape[1]):
+            part = x.float() * weights[:, k : k + 1]
+            total = torch.where(kept[:, k : k + 1] >= 0, total + part, total)
+        assert torch.equal(bits(got), bits(total.bfloat16()))
 
-        one_round(0)
-        buffer.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [0, 0, 0, 0]
-        buffer.low_latency_clean_mask_buffer()
-        with pytest.raises(InvalidArgument, match="mask is True for rank 2, which lives"):
-            buffer.low_latency_update_mask_buffer(2, True)
-        die(survivors, 2)
-        until_broken(lambda: one_round(9))
-        survivors.lose(2)
-        buffer.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [0, 0, 1, 0]
+    one_round(0)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 0, 0]
+    buffer.low_latency_clean_mask_buffer()
+    with pytest.raises(InvalidArgument, match="mask is True for rank 2, which lives"):
         buffer.low_latency_update_mask_buffer(2, True)
-        with pytest.raises(InvalidArgument, match=re.escape("mask is False for rank 2, which is")):
-            buffer.low_latency_clean_mask_buffer()
-        for seed in range(4):
-            one_round(seed)
-        survivors.barrier()
-
-
-def test_deep_ep(ranks, tmp_path):
-    run_survivors(lambda: ranks(4, "cpu")(deep_ep, str(tmp_path)), tmp_path, [0, 1, 3])
+    lose(survivors, 2, lambda: one_round(9))
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 1, 0]
+    buffer.low_latency_update_mask_buffer(2, True)
+    with pytest.raises(InvalidArgument, match=re.escape("mask is False for rank 2, which is")):
+        buffer.low_latency_clean_mask_buffer()
+    for seed in range(4):
+        one_round(seed)
+    survivors.barrier()

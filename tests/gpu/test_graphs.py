@@ -1,94 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of several batch sizes, replayed between eager calls; routing changes each time."""
+"""Graphs of several sizes, replayed in any order between eager calls; rows and routing change.
+
+CPU ranks rehearse the same rounds without graphs.
+"""
 
 from __future__ import annotations
 
 import random
+import time
+from typing import Any
 
 import pytest
 import torch
 
 import weft
-from tests.rounds import combining
+from tests.kinds import ANY
+from tests.steps import STEPPED, Step, captured
 
-pytestmark = pytest.mark.gpu
-
-SIZES = (1, 8, 33, 128)
-TOP_K, EXPERTS, HIDDEN = 8, 256, 1024
-
-
-class Step:
-    """One round of a fixed batch size: draws routing and counts wrong words, all on the device."""
-
-    def __init__(self, a2a: weft.AllToAll, tokens: int, wrong: torch.Tensor) -> None:
-        d, rank = a2a.group.device, a2a.rank
-        generator = torch.Generator(device=d).manual_seed(100 * tokens + rank)
-        self.a2a, self.wrong, self.ranks = a2a, wrong, a2a.ep_size
-        self.x = torch.randn((tokens, HIDDEN), generator=generator, device=d).bfloat16()
-        scores = torch.rand((tokens, EXPERTS), generator=generator, device=d)
-        self.base = scores.topk(TOP_K).indices
-        self.turn = torch.zeros(1, dtype=torch.int64, device=d)
-
-    def __call__(self) -> None:
-        self.turn += 37
-        ids = (self.base + self.turn) % EXPERTS
-        x = (self.x.view(torch.int16) ^ (self.turn % 128).short()).view(torch.bfloat16)
-        received = self.a2a.dispatch(x, ids)
-        count = (received.ids >= 0).sum(dim=2, keepdim=True)
-        rows = torch.where(count > 0, received.x.float() * count, float("nan"))
-        self.a2a.output().copy_(rows)
-        out = self.a2a.combine()
-        owner = ids // (EXPERTS // self.ranks)
-        total = torch.zeros(x.shape, device=x.device)
-        for rank in range(self.ranks):
-            copies = (owner == rank).sum(dim=1, keepdim=True)
-            row = (x.float() * copies).bfloat16()
-            if self.a2a.config.shape.combine == "push_fp8":
-                row = weft.reference.dequantize(*weft.reference.quantize(row, "fp8"))
-            total = total + torch.where(copies > 0, row.float(), 0.0)
-        self.wrong += (out != total.bfloat16()).sum()
+SIZES: dict[str, tuple[int, ...]] = {
+    "alltoall": (1, 8, 33, 128),
+    "lowlatency": (1, 7, 64),
+    "allreduce": (1, 3, 8, 17, 32, 64, 129),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "alltoall": {"hidden": 1024, "top_k": 8, "num_experts": 256},
+    "lowlatency": {"hidden": 1024, "top_k": 8, "num_experts": 64},
+    "allreduce": {"hidden": 7168, "backends": None},
+}
+# Rounds on GPUs, and what differs from the kinds themselves.
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "pull": ("pull", 100_000, {}),
+    "push": ("push", 20_000, {}),
+    "fp8": ("fp8", 40_000, {}),
+    "send": ("send", 20_000, {}),
+    "low latency": ("receiver", 100_000, {}),
+    "low latency, sender": ("sender", 20_000, {}),
+    "all-reduce": ("twoshot", 100_000, {}),
+    "all-reduce without programmatic launch": ("twoshot", 20_000, {"programmatic_launch": False}),
+}
 
 
-def replay(group: weft.Group, replays: int, way: str) -> int:
-    wrong = torch.zeros((), dtype=torch.int64, device=group.device)
-    a2a = weft.AllToAll(
-        group,
-        max_tokens=128,
-        top_k=TOP_K,
-        num_experts=EXPERTS,
-        hidden=HIDDEN,
-        timeout=30.0,
-        **combining(way),
-    )
-    with a2a:
-        steps = [Step(a2a, tokens, wrong) for tokens in SIZES]
-        for step in steps:
-            step()
-        torch.cuda.synchronize()
-        graphs = []
-        for step in steps:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-                if step.x.shape[0] == 8:  # one graph has an even number of rounds
-                    step()
-            graphs.append(graph)
-        order = random.Random(5)
-        for done in range(replays):
-            which = order.randrange(len(graphs))
-            if done % 97 == 0:
+def count(kind: str) -> int:
+    return max(2, min(8, torch.cuda.device_count())) if kind == "cuda" else 2
+
+
+def steps_of(
+    group: weft.Group, name: str, sizes: tuple[int, ...], more: dict[str, Any]
+) -> list[Step]:
+    """Return a step of each size, and of each backend that serves it, on one operator."""
+    kind = STEPPED[name]
+    op = kind.open(group, max_tokens=max(sizes) + 31, timeout=30.0, **OPTIONS[kind.name] | more)
+    backends = op.made.backends if kind.name == "allreduce" else ("auto",)
+    return [
+        Step(op, tokens, calls=5 if tokens < 20 else 2, backend=backend)
+        for tokens in sizes
+        for backend in backends
+        if backend != "oneshot" or tokens <= op.made.config.direct
+    ]
+
+
+def replay(group: weft.Group, run: str) -> None:
+    name, rounds, more = RUNS[run]
+    rounds = rounds if group.device.type == "cuda" else 30
+    steps = steps_of(group, name, SIZES[STEPPED[name].name], more)
+    op, order, done, turn = steps[0].op, random.Random(5), 0, 0
+    with op:
+        # The first call of an all-reduce's size may be a captured one.
+        warm_up = op.kind.name != "allreduce"
+        plays = [captured(group, step, warm_up=warm_up) for step in steps]
+        while done < rounds:
+            which, turn = order.randrange(len(steps)), turn + 1
+            if turn % 41 == 0:
                 steps[which]()  # an eager call between replays
-            graphs[which].replay()
-            if done % 2000 == 0:
-                torch.cuda.synchronize()
-                a2a.check()
-        torch.cuda.synchronize()
-        a2a.check()
-        return int(wrong)
+            plays[which]()
+            done += steps[which].calls
+            if turn % 500 == 0:
+                steps[which].check()
+        for step in steps:
+            step.check()
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("replays", "way"), [(100_000, "pull"), (40_000, "fp8")])
-def test_graphs_and_eager_calls_share_a_workspace(ranks, replays, way):
-    count = min(8, torch.cuda.device_count())
-    assert ranks(count, "cuda")(replay, replays, way, timeout=580.0) == [0] * count
+@pytest.mark.parametrize("kind", ANY)
+@pytest.mark.parametrize("run", RUNS)
+def test_graphs_and_eager_calls_share_memory(ranks, kind, run):
+    ranks(count(kind), kind)(replay, run, timeout=580.0)
+
+
+def straggle(group: weft.Group, name: str) -> None:
+    """Each rank in turn comes late, on its device, by up to half a millisecond."""
+    steps = steps_of(group, name, (1, 8, 32), {})
+    cuda = group.device.type == "cuda"
+    with steps[0].op:
+        for call in range(300 if cuda else 20):
+            if call % group.size == group.rank:
+                late = 1 + call % 5
+                torch.cuda._sleep(200_000 * late) if cuda else time.sleep(1e-4 * late)
+            steps[call % len(steps)]()
+        for step in steps:
+            step.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("threads", "pull"),
+        *(
+            pytest.param("cuda", name, marks=pytest.mark.gpu)
+            for name in ("pull", "receiver", "sender", "twoshot")
+        ),
+    ],
+)
+def test_ranks_that_come_late_change_nothing(ranks, kind, name):
+    ranks(count(kind), kind)(straggle, name)

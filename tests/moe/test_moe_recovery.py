@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from typing import Any
 
 import pytest
 import torch
 
 import weft
+from tests.baseline import die
 from tests.moe.layers import CONFIGS, EXPERTS, Case
 from tests.moe.test_relocation import hold, open_layer
-from tests.recovery import PATIENCE, Survivors, dropped, run_survivors, surviving, until_broken
+from tests.ranks import on_ranks
+from tests.recovery import PATIENCE, Survivors, until_broken
+from tests.rounds import dropped, settle
+from tests.steps import captured
 from weft.errors import (
     BadExpertId,
     CreationFailed,
@@ -22,7 +24,6 @@ from weft.errors import (
     InvalidArgument,
     RendezvousFailed,
 )
-from weft.launcher.launch import launch
 from weft.moe import MoE, Replicas, balance, replicas, route
 from weft.moe.replicas import moves
 
@@ -47,41 +48,65 @@ def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
     """A rank ends in the middle of the calls of the others."""
     survivors.barrier()
     if survivors.group.rank == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     until_broken(lambda: call(layer, 9))
     survivors.lose(rank, sealed=[layer.exchange])
 
 
-def replicated(group: weft.Group, folder: str, way: str) -> None:
-    with surviving(group, folder) as survivors, open_layer(group, CASE, THRICE, **WAYS[way]) as one:
-        other = one.sibling(one._weights, shared=CASE.shared(group.device))
-        table = one._table
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(RANKS, "cpu", "cuda", dies=ORDER)
+def test_replicas_take_over(group: weft.Group, way: str) -> None:
+    """On GPUs in the graph that was there before."""
+    survivors, options = Survivors(group), dict(WAYS[way])
+    case = CASE.next(tokens=(16,) * RANKS) if group.device.type == "cuda" else CASE
+    if group.device.type == "cuda" and options["gemm"] == "torch":
+        options["gemm"] = "auto"  # a graph takes no products that the host divides
+    with open_layer(group, case, THRICE, **options) as one:
+        other = one.sibling(one._weights, shared=case.shared(group.device))
+        table, outs = one._table, []
         assert table is not None
+        x, logits = (t.clone() for t in case.of(group.rank, group.device))
+
+        def calls() -> None:
+            ids, weights = route(case.config.routing, logits)
+            outs[:] = [one(x, logits), one(x, topk_ids=ids, topk_weights=weights), other(x, logits)]
+
+        replay = captured(group, calls)
+
+        def right(seed: int) -> None:
+            for mine, new in zip(
+                (x, logits), case.next(seed=seed).of(group.rank, x.device), strict=True
+            ):
+                mine.copy_(new)
+            replay()
+            settle(group.device)
+            one.check()  # no id named an expert of a rank that is gone
+            for out in outs:
+                hold(one, case, out, seed)
+
+        right(1)
         for dies in ORDER:
-            for seed in range(2):
-                call(one, seed)
-                call(other, seed)
-            lose(survivors, one, dies)
-            ids = table[:, 1:][torch.arange(table.shape[1] - 1) < table[:, :1]]
+            survivors.barrier()
+            if group.rank == dies:
+                die()
+            until_broken(lambda: right(9))
+            survivors.lose(dies, sealed=[one.exchange] if group.device.type == "cpu" else ())
+            ids = table[:, 1:][torch.arange(table.shape[1] - 1, device=x.device) < table[:, :1]]
             each = len(THRICE.logical) // RANKS
             assert {int(p) // each for p in ids} == set(survivors.ranks)
-        for seed in range(4):
-            call(one, seed)
-            call(other, seed)
-        one.check()  # no id named an expert of a rank that is gone
+            for seed in range(4):
+                right(seed)
         assert one._table is table
         survivors.barrier()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_replicas_take_over(ranks, tmp_path, way):
-    run_survivors(lambda: ranks(RANKS, "cpu")(replicated, str(tmp_path), way), tmp_path, [1, 3])
-
-
-def without_replicas(group: weft.Group, folder: str, missing: str, way: str) -> None:
-    device, case = group.device, CASE
-    options = {"max_tokens": 16, "missing": missing, **WAYS[way]}
-    with surviving(group, folder) as survivors, case.open(group, **options) as layer:
+@pytest.mark.parametrize("missing", ["error", "drop"])
+@pytest.mark.parametrize("way", ["throughput", "low latency"])
+@on_ranks(RANKS, "cpu", dies=[2])
+def test_without_replicas_experts_are_lost(group: weft.Group, missing: str, way: str) -> None:
+    device, case, survivors = group.device, CASE, Survivors(group)
+    with case.open(group, max_tokens=16, missing=missing, **WAYS[way]) as layer:
         call(layer, 0)
         owners = layer.exchange.placement.ranks
         gone = [e for e, rank in enumerate(owners) if rank == 2]
@@ -107,17 +132,11 @@ def without_replicas(group: weft.Group, folder: str, missing: str, way: str) -> 
         survivors.barrier()
 
 
-@pytest.mark.parametrize("missing", ["error", "drop"])
-@pytest.mark.parametrize("way", ["throughput", "low latency"])
-def test_without_replicas_experts_are_lost(ranks, tmp_path, missing, way):
-    run_survivors(
-        lambda: ranks(RANKS, "cpu")(without_replicas, str(tmp_path), missing, way),
-        tmp_path,
-        [0, 1, 3],
-    )
-
-
-def interrupted(group: weft.Group, when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "copied out", "copied in"])
+@on_ranks(RANKS, "cpu", dies=[2], timeout=600.0)
+def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
+    group: weft.Group, when: str
+) -> None:
     """Rank 2 dies while experts move; then weights of the caller make the layer whole."""
     turned = Replicas(THRICE.logical[::-1], RANKS)
     with open_layer(group, CASE, THRICE, **WAYS["throughput"]) as layer:
@@ -125,14 +144,14 @@ def interrupted(group: weft.Group, when: str) -> None:
         steps = {"before": 0, "copied out": 1, "copied in": 2}[when]
         done: list[torch.device] = []
 
-        def dies(device: torch.device) -> None:
+        def end(device: torch.device) -> None:
             done.append(device)
             if len(done) == steps + 1:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
 
         with pytest.MonkeyPatch.context() as patch:
             if group.rank == 2:
-                patch.setattr(replicas, "synchronize_stream", dies)
+                patch.setattr(replicas, "synchronize_stream", end)
             with pytest.raises((CreationFailed, RendezvousFailed)):
                 layer.relocate(turned)
         with pytest.raises(ExpertsLost, match="moving experts failed in the middle"):
@@ -150,11 +169,6 @@ def interrupted(group: weft.Group, when: str) -> None:
             call(layer, seed)
         layer.check()
         group.barrier()
-
-
-@pytest.mark.parametrize("when", ["before", "copied out", "copied in"])
-def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(when):
-    launch(interrupted, when, ranks=RANKS, timeout=600.0, tolerate_deaths=True)
 
 
 def test_a_table_names_replicas_of_the_living():

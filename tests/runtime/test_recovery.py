@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operator does when it recovers: two deaths at once, many rounds, epochs that wrap."""
+"""Ranks die one after the other or at once; the living go on with the same objects, bit by bit.
+
+After each recovery the memory of the dead can be neither read nor written.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +16,119 @@ import torch
 
 import weft
 from tests.baseline import die
+from tests.faults import (
+    AFTER_PAYLOAD,
+    AFTER_ROWS,
+    BEFORE_FLAG,
+    BEFORE_POLL,
+    BEFORE_READ,
+    BEFORE_READY,
+    BEFORE_ROWS,
+    COMBINE_ENTER,
+    DISPATCH_ENTER,
+    FAULTS,
+    REDUCE_ENTER,
+)
 from tests.operators import KINDS, Operator
 from tests.ranks import on_ranks
-from tests.recovery import Survivors, until_broken
-from weft.errors import Aborted, BadExpertId
+from tests.recovery import Survivors, plan_death, until_broken
+from tests.subjects import EMULATED, SUBJECTS
+from tests.sums import Sum, play
+from weft.errors import Aborted, BadExpertId, PeerDied
+
+ORDER = (2, 0, 3)  # the ranks die in this order; rank 1 is left alone
+PHASES = {
+    "dispatch": (DISPATCH_ENTER, AFTER_PAYLOAD, BEFORE_FLAG),
+    "waits": (BEFORE_POLL, BEFORE_READ, BEFORE_POLL),
+    "combine": (COMBINE_ENTER, BEFORE_READY, BEFORE_READ),
+    "sum": (REDUCE_ENTER, AFTER_ROWS, BEFORE_ROWS),
+    "sum's waits": (BEFORE_ROWS,) * 3,
+    "send": (COMBINE_ENTER, AFTER_PAYLOAD, COMBINE_ENTER),
+}
+EXCHANGES = [name for name in EMULATED if not name.startswith("all-reduce")]
+# One phase of each in the fast tier.
+DEATHS = [
+    pytest.param(name, phase, marks=[] if i % 3 == j else pytest.mark.slow)
+    for i, name in enumerate(EXCHANGES)
+    for j, phase in enumerate(("dispatch", "combine", "waits"))
+]
+DEATHS += [(name, "send") for name in SUBJECTS if name.startswith("sends")]
+DEATHS += [
+    ("all-reduce", "sum"),
+    pytest.param("all-reduce", "sum's waits", marks=pytest.mark.slow),
+]
+
+
+def lose_in_turn(
+    group: weft.Group, name: str, points: tuple[int | None, ...], library: str | None = None
+) -> None:
+    """Kill a rank at each point, or before a round where that is None; recover, and go on."""
+    kind, survivors = SUBJECTS[name], Survivors(group)
+    with kind.open(group, **({} if library else {"_defines": FAULTS})) as subject:
+        if library is not None:
+            kind.emulate(subject, Path(library))
+        made, sums = subject.made, isinstance(subject.made, weft.AllReduce)
+        subject.rounds(4, survivors.ranks)
+        for dies, point in zip(ORDER, points, strict=False):
+            survivors.barrier()
+            if group.rank == dies:
+                die() if point is None else plan_death(made, point)
+            text = until_broken(lambda: subject.rounds(1, survivors.ranks, checks=False))
+            assert f"rank {dies}" in text or "left its calls to recover" in text, text
+            assert any(operator.broken for operator in (made, *subject.beside))
+            survivors.lose(dies, sealed=[made, *subject.beside])
+            assert not made.broken
+            assert made.finished_rounds() == 0
+            subject.rounds(8, survivors.ranks, checks=False)
+            if not sums:
+                with pytest.raises(
+                    BadExpertId, match=f"expert of rank {dies}, which is gone: [^(]*$"
+                ):
+                    made.check()  # names it once, and no other
+            subject.rounds(2, survivors.ranks)
+            assert sums or made.finished_rounds() == 10
+        survivors.barrier()
+
+
+@pytest.mark.parametrize(("name", "phase"), DEATHS)
+@on_ranks(4, "cpu", dies=ORDER)
+def test_the_living_go_on_after_a_death_in_any_phase(
+    group: weft.Group, name: str, phase: str
+) -> None:
+    lose_in_turn(group, name, PHASES[phase])
+
+
+@pytest.fixture
+def library(name: str, tmp_path: Path) -> str:
+    return str(SUBJECTS[name].compile(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMULATED)
+@on_ranks(4, "cpu", dies=ORDER[:2])
+def test_kernels_go_on_without_a_look_at_the_dead(
+    group: weft.Group, name: str, library: str
+) -> None:
+    lose_in_turn(group, name, (None, None), library)
+
+
+@on_ranks(3, "cpu", dies=[2])
+def test_a_sum_over_all_is_refused_when_a_rank_is_gone(group: weft.Group) -> None:
+    case, survivors = Sum(tokens=5), Survivors(group)
+    with weft.AllReduce(group, max_tokens=8, hidden=256, _defines=FAULTS) as ar:
+        play(ar, case, "twoshot")
+        survivors.barrier()
+        if group.rank == 2:
+            plan_death(ar, AFTER_ROWS)
+        until_broken(lambda: play(ar, case, "twoshot"))
+        survivors.lose(2)
+        x = torch.ones((3, 256), dtype=torch.bfloat16)
+        assert ar.broken
+        for _ in range(2):
+            with pytest.raises(PeerDied, match="rank 2 is gone, and this all-reduce sums over all"):
+                ar.fused(x)
+        survivors.barrier()
+
 
 WRAPS = (1 << 40) - 200  # of an epoch, among the rounds after a recovery
 CASES = ("pull", "fp8", "receiver", "sender", "oneshot")
