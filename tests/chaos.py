@@ -296,12 +296,12 @@ class Rank:
     def come_together(self) -> None:
         """Go back to the step of all old ranks, with the weights of one placement."""
         layer = self.operators["layer"]
-        said = self.group.all_gather([self.step, layer._mixed])
+        said = self.group.all_gather([self.step, layer._relocation_failed])
         known = [said[rank] for rank in self.group.living]
         step = min(each[0] for each in known if each[0] is not None)
         if any(mixed or at is None for at, mixed in known):
             place, rank = PLACES[step % 2], self.group.rank
-            mine = [LAYER.expert(e) for e in place.local(rank)]
+            mine = [LAYER.expert(e) for e in place.logical_experts(rank)]
             weights = ExpertWeights.stack(LAYER.config, mine, self.group.device)
             layer.relocate(place, weights=weights)
         self.step = step

@@ -179,7 +179,7 @@ def experts(group: weft.Group, *, fp8: bool) -> Callable[[tuple[int, ...]], Expe
 def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **more: Any) -> Made:
     shared: Any = Expert.seeded(CONFIG, 99, shared=True).to(group.device)
     if fp8:
-        shared = FP8Expert.of(shared)
+        shared = FP8Expert.from_expert(shared)
     options: dict[str, Any] = {
         "max_tokens": MOST,
         "gemm": "grouped",

@@ -185,7 +185,7 @@ def meanings() -> Results:
     stacked = ExpertWeights.stack(CONFIG, made)
     blocks = stacked.to_fp8()
     found += copies(blocks.gate_up, blocks.down, blocks.gate_up_scale, blocks.down_scale)
-    shared = FP8Expert.of(made[0])(xs[0])
+    shared = FP8Expert.from_expert(made[0])(xs[0])
     found.append(
         weft.reference.moe_layer(
             xs[0], ids[0], weights[0], stacked.gate_up, stacked.down, shared=shared,

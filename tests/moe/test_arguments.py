@@ -152,9 +152,9 @@ def sizes() -> list[Row]:
         row(balance, {"loads": [3.0, 1.0], "ranks": 2}, loads=loads, ranks=ranks, replicas=AMOUNT),
         row(Replicas, {"logical": (0, 1), "ranks": 2}, logical=logical, ranks=ranks),
         row(placed.physical_of, {"expert": 0}, expert=from_0(2)),
-        row(placed.local, {"rank": 0}, rank=from_0(2)),
+        row(placed.logical_experts, {"rank": 0}, rank=from_0(2)),
         row(placed.imbalance, {"loads": [3.0, 1.0]}, loads=loads),
-        row(placed.on, {"living": 1}, living=living),
+        row(placed.physical_on, {"living": 1}, living=living),
         row(placed.table, CPU, living=living),
     ]
 
@@ -195,7 +195,7 @@ def routers() -> list[Row]:
 
 def experts() -> list[Row]:
     whole, eight = Expert.seeded(CONFIG, 1), MoEConfig(128, 128, RULE)
-    fp8 = FP8Expert.of(Expert.seeded(eight, 1))
+    fp8 = FP8Expert.from_expert(Expert.seeded(eight, 1))
     parts = {
         name: getattr(fp8, name)[0].clone()
         for name in ("gate_up", "gate_up_scale", "down", "down_scale")
@@ -227,7 +227,7 @@ def experts() -> list[Row]:
         ),
         row(FP8Expert, parts, gate_up=numbers, down=numbers, dtype=DTYPE, **scales),
         row(GatedExpert, {"expert": whole, "gate": torch.zeros(1, HIDDEN)}, gate=PLAIN),
-        row(FP8Expert.of, {"expert": Expert.seeded(eight, 1)}),
+        row(FP8Expert.from_expert, {"expert": Expert.seeded(eight, 1)}),
         row(fp8.forward, {"x": torch.randn((TOKENS, 128)).to(BF16)}),
         row(
             Gating().apply,

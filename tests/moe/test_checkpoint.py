@@ -24,7 +24,7 @@ from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
-from weft.moe.experts import to_blocks
+from weft.moe.experts import quantize_blocks
 
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -61,7 +61,7 @@ def in_fp8() -> Tensors:
     """The same with blocks of 128 x 128 and their scales, as DeepSeek stores them."""
     found: Tensors = {}
     for name, tensor in separate().items():
-        packed, scales = to_blocks(tensor.unsqueeze(0))
+        packed, scales = quantize_blocks(tensor.unsqueeze(0))
         found[name], found[f"{name}_scale_inv"] = packed[0], scales[0]
     return found
 
@@ -410,7 +410,7 @@ def test_scales_of_every_form(tmp_path, kind):
         assert torch.equal(getattr(plain, name)[0], values.bfloat16())
         found = dequantized(packed, name)[0]
         if form.numbers == "int4" or kind.startswith("fp8 row"):
-            assert torch.equal(found, widened(*to_blocks(values.unsqueeze(0)))[0])
+            assert torch.equal(found, widened(*quantize_blocks(values.unsqueeze(0)))[0])
             continue
         top = scales[name].unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax(dim=(1, 3))
         assert torch.equal(getattr(packed, f"{name}_scale")[0], top)

@@ -24,7 +24,7 @@ from weft.moe import (
     Gating,
     MoEConfig,
 )
-from weft.moe.experts import to_blocks
+from weft.moe.experts import quantize_blocks
 
 
 @pytest.mark.parametrize("gating", list(GATINGS), ids=["swiglu", "clamped"])
@@ -146,8 +146,8 @@ def fp8_expert(gating: Gating, hidden: int = 384, inner: int = 128) -> Expert:
 
 def wanted(plain: Expert, x: torch.Tensor, clamped: bool) -> torch.Tensor:
     """The same roundings to FP8, everything else in float32."""
-    gate_up = widened(*to_blocks(plain.gate_up[None]))[0]
-    down = widened(*to_blocks(plain.down[None]))[0]
+    gate_up = widened(*quantize_blocks(plain.gate_up[None]))[0]
+    down = widened(*quantize_blocks(plain.down[None]))[0]
     rows = weft.reference.dequantize(*weft.reference.quantize(x, "fp8"))
     gate, up = (rows @ gate_up.T).chunk(2, dim=-1)
     gated = (weft.reference.clamped_swiglu if clamped else weft.reference.swiglu)(gate, up)
@@ -160,7 +160,7 @@ def wanted(plain: Expert, x: torch.Tensor, clamped: bool) -> torch.Tensor:
 def test_an_expert_in_fp8(gating: Gating, tokens: int, device: str):
     plain = fp8_expert(gating)
     x = torch.randn(tokens, 384, generator=torch.Generator().manual_seed(tokens)).bfloat16()
-    got = FP8Expert.of(plain).to(device)(x.to(device))
+    got = FP8Expert.from_expert(plain).to(device)(x.to(device))
     assert got.dtype == torch.bfloat16
     assert got.shape == x.shape
     want = wanted(plain, x, gating is CLAMPED_SWIGLU)
@@ -188,9 +188,9 @@ def test_what_fp8_experts_refuse():
     odd = Expert(torch.ones(200, 128), torch.ones(128, 100))
     for expert, words in ((biased, "has biases"), (odd, "blocks are 128 x 128")):
         with pytest.raises(InvalidArgument, match=words):
-            FP8Expert.of(expert)
-    q, scale = to_blocks(torch.ones(1, 256, 128))
-    down, down_scale = to_blocks(torch.ones(1, 128, 128))
+            FP8Expert.from_expert(expert)
+    q, scale = quantize_blocks(torch.ones(1, 256, 128))
+    down, down_scale = quantize_blocks(torch.ones(1, 128, 128))
     with pytest.raises(InvalidArgument, match="gate_up_scale has shape"):
         FP8Expert(q[0], down_scale[0], down[0], down_scale[0])
     for wrong in (torch.ones(3, 100), torch.ones(128), torch.ones(3, 128).int()):

@@ -13,7 +13,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.moe import MODELS, SWIGLU, MoEConfig
-from weft.moe.hf import MEANINGFUL
+from weft.moe.hf import SEMANTIC_FIELDS
 
 BF16 = {"torch_dtype": "bfloat16"}
 QWEN = {
@@ -314,7 +314,7 @@ def test_no_field_with_a_meaning_is_ignored(name):
     inner = config.get("text_config", config)
     before = MoEConfig.from_hf(config)
     ignored = []
-    for field in MEANINGFUL:
+    for field in SEMANTIC_FIELDS:
         values = (True, False) if field in FLAGS else (OTHER_VALUES.get(field, 3),)
         same = 0
         for value in values:

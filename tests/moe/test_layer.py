@@ -192,7 +192,7 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
         with case.open(group, overlap=overlap, **options) as layer:
 
             def watched(x: torch.Tensor, layer: weft.MoE = layer) -> torch.Tensor:
-                seen.append(layer._workspace.mid_round)
+                seen.append(layer._workspace.is_mid_round)
                 return shared.forward(x)
 
             layer._shared = watched

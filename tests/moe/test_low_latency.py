@@ -16,7 +16,7 @@ from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
 from weft.moe import ExpertWeights, grouped_experts
 from weft.moe.config import choose_gemm, pushes_in_place
-from weft.moe.low_latency import YIELDS_FROM
+from weft.moe.low_latency import LATE_START_TOKENS
 from weft.moe.torch_experts import RowsByExpert
 
 LOW = {"mode": "low_latency"}
@@ -122,7 +122,11 @@ def first_products(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("tokens", "beside", "early"),
-    [(YIELDS_FROM - 1, True, True), (YIELDS_FROM, True, False), (YIELDS_FROM, False, True)],
+    [
+        (LATE_START_TOKENS - 1, True, True),
+        (LATE_START_TOKENS, True, False),
+        (LATE_START_TOKENS, False, True),
+    ],
 )
 def test_with_many_tokens_the_shared_expert_goes_first(ranks, tokens, beside, early):
     assert ranks(2, "threads")(first_products, tokens, beside) == [[early]] * 2

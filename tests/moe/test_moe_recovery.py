@@ -25,7 +25,7 @@ from weft.errors import (
     RendezvousFailed,
 )
 from weft.moe import MoE, Replicas, balance, replicas, route
-from weft.moe.replicas import moves
+from weft.moe.replicas import plan_moves
 
 RANKS, ORDER = 4, (2, 0)
 CASE = Case(CONFIGS["softmax"], tokens=(16, 5, 11, 7))
@@ -161,7 +161,9 @@ def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
                 again()
         with pytest.raises(InvalidArgument, match="no rank has their weights"):
             layer.relocate(turned)
-        layer.relocate(turned, weights=CASE.weights(turned.local(group.rank), group.device))
+        layer.relocate(
+            turned, weights=CASE.weights(turned.logical_experts(group.rank), group.device)
+        )
         for seed in range(4):
             call(layer, seed)
         layer.relocate(THRICE)  # among the living, who hold all experts
@@ -173,19 +175,19 @@ def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
 
 def test_a_table_names_replicas_of_the_living():
     placed = Replicas((0, 1, 2, 0, 1, 3), 3)  # 0 on ranks 0 and 1, 1 on 0 and 2, 2 on 1, 3 on 2
-    assert placed.on(0b111) == [[0, 3], [1, 4], [2], [5]]
+    assert placed.physical_on(0b111) == [[0, 3], [1, 4], [2], [5]]
     counts, physical = placed.table(torch.device("cpu"), living=0b101)
     assert counts.tolist() == [1, 2, 1, 1]
     assert physical.tolist() == [[0, -1], [1, 4], [-1, -1], [5, -1]]
     for mask in (0, 8):
         with pytest.raises(InvalidArgument, match=f"living is {mask}; it must be"):
-            placed.on(mask)
+            placed.physical_on(mask)
 
 
 def test_the_living_alone_give_and_get_weights():
     old = Replicas((0, 1, 1, 0, 0, 1), 3)
     new = Replicas((1, 0, 0, 1, 1, 0), 3)
-    for source, target in moves(old, new, 0b011):
+    for source, target in plan_moves(old, new, 0b011):
         assert source // 2 != 2
         assert target // 2 != 2
-    assert {target for _, target in moves(old, new, 0b011)} == {0, 1, 2, 3}
+    assert {target for _, target in plan_moves(old, new, 0b011)} == {0, 1, 2, 3}

@@ -94,10 +94,10 @@ def relocated(group: weft.Group) -> bool:
     with case.open(group, fp8=True, replicas=first) as layer:
         assert layer.relocate(second) > 0
         for tensor, whole in zip(layer._weights.tensors, case.packed(every).tensors, strict=True):
-            assert torch.equal(tensor, whole[list(second.local(group.rank))])
+            assert torch.equal(tensor, whole[list(second.logical_experts(group.rank))])
         out, wanted = layer(x, logits), case.wanted(layer, x, logits, fp8=True)
         case.hold(out, wanted, slack=4)
-        mine = case.weights(first.local(group.rank), group.device)
+        mine = case.weights(first.logical_experts(group.rank), group.device)
         with pytest.raises(InvalidArgument, match=r"weights are torch.float8_e4m3fn, those of the"):
             layer.relocate(first, weights=mine.to_fp8())
         layer.relocate(first, weights=mine.to_mxfp4())

@@ -28,7 +28,7 @@ from weft.errors import (
 )
 from weft.heap import Heap
 from weft.moe import MoE, Replicas, balance, replicas, route
-from weft.moe.replicas import moves
+from weft.moe.replicas import plan_moves
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOADS = [9.0, 1, 1, 7, 1, 1, 2, 3]
@@ -54,14 +54,14 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
     first = balance(LOADS, group.size, replicas=group.size * 3 - EXPERTS % group.size)
     counts = []
     with open_layer(group, case, first, **options) as layer:
-        assert layer.local_experts == first.local(group.rank)
+        assert layer.local_experts == first.logical_experts(group.rank)
         addresses = [t.data_ptr() for t in layer._weights.tensors]
         turns = [first, balance(OTHER, group.size, len(first.logical) - EXPERTS), first]
         backwards = Replicas(first.logical[::-1], group.size)
         for seed, placement in enumerate([*turns, backwards]):
             counts.append(layer.relocate(placement))
             assert layer.replicas == placement
-            assert layer.local_experts == placement.local(group.rank)
+            assert layer.local_experts == placement.logical_experts(group.rank)
             x, logits = case.next(seed=seed).of(group.rank, group.device)
             hold(layer, case, layer(x, logits), seed)
             ids, weights = route(config.routing, logits, correction=case.correction(group.device))
@@ -184,7 +184,7 @@ def other_weights(group: weft.Group) -> None:
     """A caller that moves weights itself; refusals; ranks that differ."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
-        mine = second.local(group.rank)
+        mine = second.logical_experts(group.rank)
         layer.relocate(second, weights=case.weights(mine, group.device))
         x, logits = case.of(group.rank, group.device)
         hold(layer, case, layer(x, logits), 0)
@@ -302,14 +302,14 @@ def test_moves_bring_every_slot_its_expert_from_the_own_rank_if_it_has_it():
     rng = random.Random(1)
     placed = [balance([rng.random() for _ in range(32)], 4, 16) for _ in range(20)]
     small = Replicas((0, 1, 2, 0, 3, 4), ranks=2), Replicas((1, 0, 4, 2, 3, 0), ranks=2)
-    assert [m.target for m in moves(*small)] == [0, 1, 2, 3, 5]
+    assert [m.target for m in plan_moves(*small)] == [0, 1, 2, 3, 5]
     for old, new in (small, *itertools.pairwise(placed)):
         each = len(old.logical) // old.ranks
-        found = moves(old, new)
+        found = plan_moves(old, new)
         changed = [t for t, e in enumerate(new.logical) if old.logical[t] != e]
         assert [m.target for m in found] == changed
         for source, target in found:
             assert old.logical[source] == new.logical[target]
-            own = new.logical[target] in old.local(target // each)
+            own = new.logical[target] in old.logical_experts(target // each)
             assert (source // each == target // each) == own
-        assert moves(old, old) == []
+        assert plan_moves(old, old) == []

@@ -52,7 +52,7 @@ def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
     assert min(counts) >= 1
     assert sum(counts) == len(found.logical)
     for rank in range(ranks):
-        local = found.local(rank)
+        local = found.logical_experts(rank)
         assert len(local) == len(found.logical) // ranks
         assert len(set(local)) == len(local), "a second replica takes no load off its rank"
     # Greedy replicas: no expert is left with more load per replica than another gave up for its
@@ -83,7 +83,7 @@ def test_tables_say_what_slots_say(case):
     placement = Placement.blocks(len(found.logical), found.ranks)
     for rank in range(found.ranks):
         here = [found.logical[slot] for slot in placement.experts_of(rank)]
-        assert tuple(here) == found.local(rank)
+        assert tuple(here) == found.logical_experts(rank)
 
 
 @pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_no_placement_is_twice_as_good():
 def test_replicas_in_numbers():
     found = balance([8, 1, 1, 2], ranks=2, replicas=2)
     # 8 is halved first, then 2: both ranks hold 4 + 1 and one of the ones.
-    assert found.local(0).count(0) == found.local(1).count(0) == 1
+    assert found.logical_experts(0).count(0) == found.logical_experts(1).count(0) == 1
     assert found.physical_of(0) == (0, 3)
     assert found.imbalance([8, 1, 1, 2]) == 1.0
     assert balance([1, 0], 1).imbalance([0, 0]) == 1.0
@@ -161,7 +161,7 @@ def test_replicas_in_numbers():
     # rank 2: one of the full ranks gives it an expert and takes the second replica.
     found = balance([0.0] * 3, ranks=3, replicas=3)
     assert sorted(found.logical) == [0, 0, 1, 1, 2, 2]
-    assert all(len(set(found.local(rank))) == 2 for rank in range(3))
+    assert all(len(set(found.logical_experts(rank))) == 2 for rank in range(3))
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert |
         return None
     weights = draw(case, SHARED, device)
     plain = Expert(weights.gate_up[0], weights.down[0])
-    return FP8Expert.of(plain) if case.fp8_rows else plain
+    return FP8Expert.from_expert(plain) if case.fp8_rows else plain
 
 
 def weight_bytes(config: MoEConfig, dtype: str, inner: int, *, biased: bool = False) -> int:

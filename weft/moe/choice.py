@@ -102,7 +102,7 @@ def choose_overlap(
     )
 
 
-def agreed_choice(
+def agree_on_choice(
     group: Group, serving: Sequence[tuple[str, str]], *, overlap: str, max_tokens: int
 ) -> LayerChoice:
     """Choose this layer's mode and overlap, equal on all ranks. Collective.

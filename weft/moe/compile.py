@@ -95,7 +95,7 @@ def _expert_rows(
     result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert result is not None  # gemm_push, which returns None, is refused while tracing
     y.copy_(result)
-    layer._workspace.experts.forget()  # the rows are in the graph's memory, which it may reuse
+    layer._workspace.experts.release_rows()  # their memory is the graph's, which may reuse it
 
 
 @_experts.register_fake

@@ -51,7 +51,7 @@ class LayerOptions:
     profile: bool = False
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> LayerOptions:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> LayerOptions:
         """Return the options among a constructor's arguments."""
         return cls(**{option.name: arguments[option.name] for option in fields(LayerOptions)})
 
@@ -97,7 +97,7 @@ class LayerOptions:
         replicas = self.replicas
         return config.routing.num_experts if replicas is None else len(replicas.logical)
 
-    def of_exchange(self) -> dict[str, Any]:
+    def exchange_options(self) -> dict[str, Any]:
         """Return the options that both kinds of all-to-all take unchanged."""
         names = ("timeout", "first_timeout", "num_sms", "programmatic_launch", "profile")
         return {name: getattr(self, name) for name in names}
@@ -142,7 +142,7 @@ class LayerPlan:
         return self.overlap == "gemm_push"
 
 
-def plans_of(
+def build_plans(
     config: MoEConfig, options: LayerOptions, device: torch.device, *, hosts: int = 1
 ) -> dict[tuple[str, str], LayerPlan]:
     """Return the plans that serve on this device, by mode and overlap.
@@ -161,7 +161,7 @@ def plans_of(
         if overlap == "shared_expert" and not config.shared and options.overlap != overlap:
             continue  # there would be nothing to overlap
         try:
-            plan = plan_for(replace(options, mode=mode, overlap=overlap), config, device)
+            plan = build_plan(replace(options, mode=mode, overlap=overlap), config, device)
         except InvalidArgument as error:
             errors[mode, overlap] = str(error)
         else:
@@ -175,7 +175,7 @@ def plans_of(
     return plans
 
 
-def plan_for(options: LayerOptions, config: MoEConfig, device: torch.device) -> LayerPlan:
+def build_plan(options: LayerOptions, config: MoEConfig, device: torch.device) -> LayerPlan:
     """Return the plan for options with an explicit mode and overlap. Raises InvalidArgument."""
     low_latency = options.mode == "low_latency"
     if low_latency:

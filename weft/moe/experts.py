@@ -172,7 +172,7 @@ class ExpertWeights:
         Raises:
             InvalidArgument: a size is no multiple of 128.
         """
-        return self._convert(to_blocks)
+        return self._convert(quantize_blocks)
 
     @without_autocast
     def to_mxfp4(self) -> ExpertWeights:
@@ -529,7 +529,7 @@ def _to_fp8(
 
     If the scales within such a block differ by powers of two (MXFP8, or one scale per matrix), the
     block takes the largest one and values keep their bits, except that values below 2^-6 of it are
-    rounded to multiples of 2^-9 of it. All others are rounded as by `to_blocks`.
+    rounded to multiples of 2^-9 of it. All others are rounded as by `quantize_blocks`.
     """
     if values.dtype == FP8 and scale is not None and block == (FP8_BLOCK, FP8_BLOCK):
         return values, scale
@@ -545,7 +545,7 @@ def _to_fp8(
             if bool(torch.frexp(ratios).mantissa.eq(0.5).all()):
                 return wide.mul_(ratios).to(FP8), largest
         wide.mul_(factors)
-    q, q_scale = to_blocks(wide.unsqueeze(0))
+    q, q_scale = quantize_blocks(wide.unsqueeze(0))
     return q[0], q_scale[0]
 
 
@@ -571,7 +571,7 @@ def _mxfp4_to_fp8(
     return wide.to(FP8), torch.ldexp(one, highest - HIGHEST)
 
 
-def to_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `[experts, rows, columns]` to FP8 with one scale per block of 128 x 128.
 
     The rule is that of `weft.reference.quantize`.

@@ -23,7 +23,7 @@ from weft.gemm.config import (
     is_hopper,
 )
 from weft.gemm.kernels import GemmShape, preload
-from weft.moe.experts import Expert, to_blocks
+from weft.moe.experts import Expert, quantize_blocks
 from weft.moe.models import SWIGLU, Gating
 from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK
@@ -98,7 +98,7 @@ class FP8Expert(nn.Module):
             self._preload()
 
     @classmethod
-    def of(cls, expert: Expert) -> FP8Expert:
+    def from_expert(cls, expert: Expert) -> FP8Expert:
         """Quantise an expert without biases by the rule of `weft.reference.quantize`.
 
         Raises:
@@ -107,8 +107,8 @@ class FP8Expert(nn.Module):
         instance("expert", expert, Expert)
         if expert.gate_up_bias is not None or expert.down_bias is not None:
             raise InvalidArgument("this expert has biases; FP8Expert has none")
-        gate_up, gate_up_scale = to_blocks(expert.gate_up.unsqueeze(0))
-        down, down_scale = to_blocks(expert.down.unsqueeze(0))
+        gate_up, gate_up_scale = quantize_blocks(expert.gate_up.unsqueeze(0))
+        down, down_scale = quantize_blocks(expert.down.unsqueeze(0))
         tensors = (gate_up[0], gate_up_scale[0], down[0], down_scale[0])
         return cls(*tensors, gating=expert.gating, dtype=expert.down.dtype)
 

@@ -187,7 +187,7 @@ class GroupedExperts:
             )
         self._multiply(weights, self._plan.push, epilogue=self._push)
 
-    def forget(self) -> None:
+    def release_rows(self) -> None:
         self._grouped = self._push = None
 
     def _multiply(self, weights: ExpertWeights, plan: GemmPlan | WgmmaPlan, **kwargs: Any) -> None:

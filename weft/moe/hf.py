@@ -22,7 +22,7 @@ DTYPES = {
 Layer = dict[str, Any]
 # Fields that affect routing or gating, with their neutral values. Each family reads the fields that
 # its layers use. If a config has another of these fields with any other value, it is refused.
-MEANINGFUL: Mapping[str, tuple[object, ...]] = {
+SEMANTIC_FIELDS: Mapping[str, tuple[object, ...]] = {
     "scoring_func": (),
     "moe_router_activation_func": (),
     "topk_method": ("greedy",),
@@ -43,7 +43,7 @@ MEANINGFUL: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (),
     "swiglu_alpha": (),
 }
-MEANINGFUL_IF_FALSE = ("norm_topk_prob", "moe_renormalize")
+SEMANTIC_IF_FALSE = ("norm_topk_prob", "moe_renormalize")
 
 
 class Fields:
@@ -117,10 +117,10 @@ class Fields:
         self._read.update(names)
 
     def refuse_unread(self) -> None:
-        """Raise InvalidArgument for an unread field of MEANINGFUL without a neutral value."""
-        for name, neutral in MEANINGFUL.items():
+        """Raise InvalidArgument for an unread field of SEMANTIC_FIELDS without a neutral value."""
+        for name, neutral in SEMANTIC_FIELDS.items():
             value = self._values.get(name)
-            present = value is False if name in MEANINGFUL_IF_FALSE else bool(value)
+            present = value is False if name in SEMANTIC_IF_FALSE else bool(value)
             if name not in self._read and present and value not in neutral:
                 condition = f"with {neutral[0]!r}" if neutral else "without it"
                 self._refuse(name, value, condition)
@@ -135,7 +135,7 @@ class Fields:
         return f"{name} in {self._where}"
 
 
-def layer_of(config: object) -> Layer:
+def parse_config(config: object) -> Layer:
     """Return the arguments of `MoEConfig` from a model's config; gating as a dict of its fields."""
     values, where = _read_config(config)
     outer = values

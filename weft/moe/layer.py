@@ -28,8 +28,8 @@ from weft.grouping.config import MAX_ROWS
 from weft.heap.header import Record
 from weft.lowlatency.results import ExpertRows
 from weft.moe import compile as moe_compile
-from weft.moe.choice import LayerChoice, agreed_choice
-from weft.moe.config import LayerOptions, plans_of
+from weft.moe.choice import LayerChoice, agree_on_choice
+from weft.moe.config import LayerOptions, build_plans
 from weft.moe.experts import ExpertWeights
 from weft.moe.low_latency import LowLatencyWorkspace
 from weft.moe.memory import memory_bytes
@@ -132,15 +132,15 @@ class MoE:
         programmatic_launch: bool = True,
         profile: bool = False,
     ) -> None:
-        options = LayerOptions.of(locals())
+        options = LayerOptions.from_arguments(locals())
         check_group(group)
         with group.creation(is_workspace=True) as creation:
             plans = group.together(
-                lambda: plans_of(config, options, group.device, hosts=group.hosts),
+                lambda: build_plans(config, options, group.device, hosts=group.hosts),
                 doing="preparing an MoE layer",
             )
             group.agree(options.manifest(config), what="MoE layer")
-            choice = agreed_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
+            choice = agree_on_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
             plan = plans[choice.mode, choice.overlap]
             cls = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
             self._workspace: LayerWorkspace[Any] = cls(group, config, options, plan, choice)
@@ -196,9 +196,9 @@ class MoE:
 
         Args:
             replicas: New placement, equal on all ranks, with as many physical experts.
-            weights: This rank's experts in the order of `replicas.local(rank)`, which are copied
-                into the layer's tensors. Default: weights move between ranks through 64 MiB of
-                symmetric memory per rank.
+            weights: This rank's experts in the order of `replicas.logical_experts(rank)`, which
+                are copied into the layer's tensors. Default: weights move between ranks through
+                64 MiB of symmetric memory per rank.
 
         Returns:
             Number of physical experts that became replicas of another logical one.
@@ -217,7 +217,7 @@ class MoE:
                 self._check_replicas(replicas)
                 self._check_available(replicas, with_weights=weights is not None)
                 if weights is not None:
-                    fp8, local = workspace.options.fp8, len(replicas.local(group.rank))
+                    fp8, local = workspace.options.fp8, len(replicas.logical_experts(group.rank))
                     weights.check(self.config, local, group.device, fp8=fp8)
                     expected, dtype = self._weights.gate_up.dtype, weights.gate_up.dtype
                     if dtype != expected:
@@ -225,7 +225,7 @@ class MoE:
                             f"weights are {dtype}, those of the layer {expected}: relocation "
                             "copies without conversion"
                         )
-                stack.enter_context(workspace.alone("relocate"))
+                stack.enter_context(workspace.exclusive("relocate"))
 
             group.together(begin, doing="relocating experts")
             assert old is not None
@@ -239,7 +239,7 @@ class MoE:
                 tensors, living = self._weights.tensors, self.exchange._living
                 relocation = Relocation(group, tensors, old, replicas, living)
                 stack.enter_context(relocation)
-            self._mixed = True
+            self._relocation_failed = True
             try:
                 if relocation is not None:
                     relocation.run()
@@ -250,7 +250,7 @@ class MoE:
                 self._fill_table(replicas)
                 synchronize_stream(group.device)
                 group.barrier()  # peers may send by the new table from here on
-                self._mixed = False
+                self._relocation_failed = False
             except BaseException as error:
                 self.exchange._leave(f"failed while relocating experts: {reason(error)}")
                 raise
@@ -275,7 +275,7 @@ class MoE:
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts, in the order of its weights."""
         if self._replicas is not None:
-            return self._replicas.local(self.exchange.rank)
+            return self._replicas.logical_experts(self.exchange.rank)
         return self.exchange.local_experts
 
     @property
@@ -347,7 +347,7 @@ class MoE:
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_call(self, x, routing, rows, num_tokens, out)
         workspace = self._workspace
-        if self._closed or self._lost or self._mixed:
+        if self._closed or self._lost_experts or self._relocation_failed:
             self._check_usable()
         rounds = self._check_call(x, routing, rows, num_tokens, out)
         workspace.begin("a call")
@@ -380,7 +380,7 @@ class MoE:
         except GroupError:
             raise  # peers have their own timeouts, and the first error is the most specific
         except BaseException as error:
-            if workspace.mid_round and not capturing(workspace.group.device):
+            if workspace.is_mid_round and not capturing(workspace.group.device):
                 self.exchange._leave(reason(error))
             raise
         finally:
@@ -543,8 +543,8 @@ class MoE:
         """Do the work of `_load` while the group records its control messages."""
         group, device, config = self.exchange.group, self.exchange.group.device, self.config
         self._replicas, self._table = replicas, None
-        self._lost: list[int] = []  # experts that no living rank holds
-        self._mixed = False  # a relocation failed, so weights belong to no one placement
+        self._lost_experts: list[int] = []  # experts that no living rank holds
+        self._relocation_failed = False  # if True, weights belong to no one placement
         self.exchange._on_recovery(self._restore_routing)
 
         def check() -> ExpertWeights:
@@ -605,18 +605,18 @@ class MoE:
     def _check_usable(self) -> None:
         """Raise OutOfOrder if the layer is closed, and ExpertsLost if experts are missing."""
         self._check_open()
-        if self._mixed and not self.exchange.broken:
+        if self._relocation_failed and not self.exchange.broken:
             raise ExpertsLost(
                 "moving experts failed in the middle, so their weights match no placement: call "
                 "relocate with weights=, from a checkpoint, on all ranks"
             )
-        if self._lost and self._workspace.options.missing == "error":
+        if self._lost_experts and self._workspace.options.missing == "error":
             living = self.exchange._living
             dead = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
             raise ExpertsLost(
-                f"ranks {dead} are gone, and no other rank holds experts {self._lost}: relocate "
-                "them from a checkpoint (weights=), give experts replicas on other ranks, or build "
-                "the layer with missing='drop', which drops their ids"
+                f"ranks {dead} are gone, and no other rank holds experts {self._lost_experts}: "
+                "relocate them from a checkpoint (weights=), give experts replicas on other ranks, "
+                "or build the layer with missing='drop', which drops their ids"
             )
 
     def _restore_routing(self) -> None:
@@ -631,13 +631,15 @@ class MoE:
             self._fill_table(self._replicas)
         else:
             owners = enumerate(self.exchange.placement.ranks)
-            self._lost = [e for e, rank in owners if not self.exchange._living >> rank & 1]
+            self._lost_experts = [e for e, rank in owners if not self.exchange._living >> rank & 1]
         self._check_usable()
 
     def _fill_table(self, replicas: Replicas) -> None:
         assert self._table is not None
         living = self.exchange._living
-        self._lost = [e for e, physical in enumerate(replicas.on(living)) if not physical]
+        self._lost_experts = [
+            e for e, physical in enumerate(replicas.physical_on(living)) if not physical
+        ]
         counts, physical = replicas.table(self._table.device, living=living)
         self._table[:, 0] = counts
         self._table[:, 1 : 1 + physical.shape[1]] = physical
@@ -661,12 +663,12 @@ class MoE:
     def _check_available(self, replicas: Replicas, *, with_weights: bool) -> None:
         """Raise InvalidArgument if living ranks cannot hold the placement or lack its weights."""
         assert self._replicas is not None
-        if self._mixed and not with_weights and not self.exchange.broken:
+        if self._relocation_failed and not with_weights and not self.exchange.broken:
             raise InvalidArgument(
                 "moving experts failed in the middle: no rank has their weights, pass weights="
             )
         living, drops = self.exchange._living, self._workspace.options.missing == "drop"
-        current, target = self._replicas.on(living), replicas.on(living)
+        current, target = self._replicas.physical_on(living), replicas.physical_on(living)
         unplaced = [e for e, physical in enumerate(target) if not physical]
         if unplaced and not drops:
             raise InvalidArgument(

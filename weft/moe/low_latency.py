@@ -18,10 +18,10 @@ from weft.moe.workspace import LayerWorkspace, Shared
 # it. A GEMM that starts while dispatch runs occupies the SMs and waits on them, so the shared
 # expert's two GEMMs run after the routed experts' two. An early start takes 15 us less at 8 and 16
 # tokens, 12 us more at 32, and 2 to 6 us more from 64 on (DeepSeek-V3, 4 x H200, 2026-11-22).
-YIELDS_FROM = 32
+LATE_START_TOKENS = 32
 
 
-def packs(plan: LayerPlan, device: torch.device) -> bool:
+def uses_packed_rows(plan: LayerPlan, device: torch.device) -> bool:
     """Whether the experts take all blocks as one packed tensor."""
     return plan.gemm == "torch" and torch_layout(device) == "contiguous"
 
@@ -44,9 +44,9 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         if out is not None:
             self.exchange._check_outside("out", out)
         ids = routed.ids
-        sent, scale = self._sent(x, routed.weights)
+        sent, scale = self._prepare_rows(x, routed.weights)
         self._tokens = len(x)
-        self._mark(shared)
+        self._mark_side_stream(shared)
         received = self.exchange.dispatch(sent, ids, scale)
         add = self._run_shared(shared, x)
         y = self.run_experts(weights, received)
@@ -59,7 +59,7 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         The next call overwrites the result.
         """
         instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
-        late = self.side_stream.busy and self._tokens >= YIELDS_FROM
+        late = self.side_stream.busy and self._tokens >= LATE_START_TOKENS
         rows = self._rows_by_expert(received)
         self.experts.up(weights, rows, tokens=self._tokens, early=not late)
         if received.dst_addr is not None:
@@ -77,10 +77,10 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
     def _open_exchange(self) -> LowLatencyAllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
-        return LowLatencyAllToAll(self.group, **sizes, **self.options.of_exchange())
+        return LowLatencyAllToAll(self.group, **sizes, **self.options.exchange_options())
 
     def _open_rows(self) -> tuple[int, ...]:
-        self._packed = packs(self.plan, self.group.device)
+        self._packed = uses_packed_rows(self.plan, self.group.device)
         exchange = self.exchange
         experts, rows = exchange.num_local_experts, exchange.ep_size * exchange.max_tokens
         starts = torch.arange(experts + 1, dtype=torch.int32, device=self.group.device)

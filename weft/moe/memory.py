@@ -13,10 +13,10 @@ from weft.grouping.config import by_expert
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
 from weft.moe.choice import AUTO
-from weft.moe.config import LayerOptions, LayerPlan, MemoryQuery, exchange_sizes, plans_of
-from weft.moe.low_latency import packs
+from weft.moe.config import LayerOptions, LayerPlan, MemoryQuery, build_plans, exchange_sizes
+from weft.moe.low_latency import uses_packed_rows
 from weft.moe.models import MoEConfig
-from weft.moe.throughput import layout_of
+from weft.moe.throughput import select_layout
 from weft.moe.workspace import make_experts
 from weft.runtime.layout import Memory, sizes_of
 from weft.shape import MAX_RANKS
@@ -26,7 +26,7 @@ def _memory(query: MemoryQuery) -> Memory:
     ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
     device = default_device(query.device)
     sizes, errors = [], []
-    for (_, overlap), plan in plans_of(query.config, query, device).items():
+    for (_, overlap), plan in build_plans(query.config, query, device).items():
         if query.overlap in (AUTO, overlap):
             try:
                 sizes.append(_plan_memory(query.config, query, plan, ranks, device))
@@ -67,12 +67,12 @@ def _plan_memory(
         shared, experts = geometry.memory.shared, geometry.shape.local
         ordinary += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)
-        rows = (blocks[0] * blocks[1],) if packs(plan, device) else blocks
+        rows = (blocks[0] * blocks[1],) if uses_packed_rows(plan, device) else blocks
     else:
         exchange = AllToAllConfig.of(ranks=ranks, **sizes)
         shared, placement = exchange.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
-        layout = layout_of(plan, device)
+        layout = select_layout(plan, device)
         grouping = by_expert(exchange, experts, options.max_rows, 1, layout)
         ordinary += buffer_bytes(exchange, grouping, device)
         rows = (experts, grouping.rows) if layout == "masked" else (grouping.rows,)

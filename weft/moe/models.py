@@ -13,7 +13,7 @@ from weft.arguments import adopt, flags, instance, integer, one_of
 from weft.errors import InvalidArgument
 from weft.fields import largest
 from weft.gemm.config import GateNumbers
-from weft.moe.hf import layer_of
+from weft.moe.hf import parse_config
 from weft.moe.router import Routing
 from weft.runtime.check import check_apart, check_dense, check_tensor, refuse_tensor
 from weft.shape import DTYPE_NAMES, Shape
@@ -144,7 +144,7 @@ class MoEConfig:
             InvalidArgument: a field is missing, or requires arithmetic that weft does not support.
                 The text names it.
         """
-        kwargs = layer_of(config)
+        kwargs = parse_config(config)
         gating = Gating(**kwargs.pop("gating", {}))
         return cls(**kwargs, gating=gating)
 

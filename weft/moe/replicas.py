@@ -83,7 +83,7 @@ class Replicas:
         expert = integer("expert", expert, 0, self.num_experts - 1)
         return tuple(p for p, logical in enumerate(self.logical) if logical == expert)
 
-    def local(self, rank: int) -> tuple[int, ...]:
+    def logical_experts(self, rank: int) -> tuple[int, ...]:
         """Return the logical expert of each of a rank's physical experts, in order.
 
         Raises:
@@ -106,15 +106,15 @@ class Replicas:
             raise InvalidArgument(
                 f"loads has {len(loads)} entries; these are replicas of {self.num_experts} experts"
             )
-        counts = [len(physical) for physical in self.on()]
+        counts = [len(physical) for physical in self.physical_on()]
         by_rank = [
-            math.fsum(loads[expert] / counts[expert] for expert in self.local(rank))
+            math.fsum(loads[expert] / counts[expert] for expert in self.logical_experts(rank))
             for rank in range(self.ranks)
         ]
         mean = math.fsum(by_rank) / self.ranks
         return max(by_rank) / mean if mean else 1.0
 
-    def on(self, living: int | None = None) -> list[list[int]]:
+    def physical_on(self, living: int | None = None) -> list[list[int]]:
         """Return the replicas of each logical expert on the living ranks, ascending.
 
         Args:
@@ -136,11 +136,11 @@ class Replicas:
 
         Args:
             device: Device of the tensors.
-            living: As in `on`. An expert without a living replica has one entry of -1, so that its
-                ids are dropped.
+            living: As in `physical_on`. An expert without a living replica has one entry of -1, so
+                that its ids are dropped.
         """
         instance("device", device, torch.device)
-        physical = [replicas or [-1] for replicas in self.on(living)]
+        physical = [replicas or [-1] for replicas in self.physical_on(living)]
         counts = [len(replicas) for replicas in physical]
         width = max(counts)
         padded = [replicas + [-1] * (width - len(replicas)) for replicas in physical]
@@ -299,18 +299,18 @@ class Move(NamedTuple):
     target: int
 
 
-def moves(old: Replicas, new: Replicas, living: int | None = None) -> list[Move]:
+def plan_moves(old: Replicas, new: Replicas, living: int | None = None) -> list[Move]:
     """Return a move for each physical expert that changes. Equal on every rank.
 
     The source is on the same rank if possible, else on the rank with the fewest sends so far.
 
     Args:
-        living: Mask of the ranks that send and receive, as in `Replicas.on`. Default: all ranks.
-            Every expert that they receive must have a replica on one of them.
+        living: Mask of the ranks that send and receive, as in `Replicas.physical_on`. Default:
+            all ranks. Every expert that they receive must have a replica on one of them.
     """
     per_rank = len(old.logical) // old.ranks
     living = (1 << old.ranks) - 1 if living is None else living
-    replicas = old.on(living)
+    replicas = old.physical_on(living)
     sends = [0] * old.ranks
     result: list[Move] = []
     for target, expert in enumerate(new.logical):
@@ -347,7 +347,7 @@ class Relocation:
         living: int,
     ) -> None:
         self._group, self._per_rank = group, len(old.logical) // old.ranks
-        self._moves = moves(old, new, living)
+        self._moves = plan_moves(old, new, living)
         self._rows = [tensor.reshape(self._per_rank, -1).view(torch.uint8) for tensor in tensors]
         # The experts that each rank copies out, in the order of its staging memory.
         self._sources = [

@@ -17,7 +17,7 @@ from weft.moe.torch_experts import RowsByExpert, torch_layout
 from weft.moe.workspace import LayerWorkspace, Shared
 
 
-def layout_of(plan: LayerPlan, device: torch.device) -> Layout:
+def select_layout(plan: LayerPlan, device: torch.device) -> Layout:
     """Return the layout of rows by expert that the GEMM takes."""
     return "contiguous" if plan.gemm == "grouped" else torch_layout(device)
 
@@ -41,9 +41,9 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
         exchange, experts = self.exchange, self.experts
         if out is not None:
             exchange._check_outside("out", out)  # before anything is sent, unlike in combine
-        sent, scale = self._sent(x, routed.weights)
+        sent, scale = self._prepare_rows(x, routed.weights)
         self._tokens = len(x)
-        self._mark(shared)
+        self._mark_side_stream(shared)
         # On one host the cost of dispatch does not depend on `rows`, only on the tokens sent.
         max_rows = None if rows is None or self.group.hosts == 1 else max(rows, 1)
         received = exchange.dispatch(sent, routed.ids, scale, num_tokens=num_tokens, rows=max_rows)
@@ -75,13 +75,13 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
     def _open_exchange(self) -> AllToAll:
         sizes = exchange_sizes(self.config, self.options, self.plan)
         # ExpertGroups.send replaces the sending half of combine, so combine must be split.
-        return AllToAll(self.group, **sizes, **self.options.of_exchange(), split_phase=True)
+        return AllToAll(self.group, **sizes, **self.options.exchange_options(), split_phase=True)
 
     def _open_rows(self) -> tuple[int, ...]:
         self._groups = ExpertGroups(
             self.exchange,
             max_rows=self.options.max_rows,
-            layout=layout_of(self.plan, self.group.device),
+            layout=select_layout(self.plan, self.group.device),
             programmatic_launch=self.options.programmatic_launch,
         )
         return self._groups._y_shape[:-1]

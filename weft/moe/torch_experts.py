@@ -109,7 +109,7 @@ class TorchExperts:
         """Run the down projection and store each row at its `dst_addr`. `GroupedExperts` only."""
         raise InvalidArgument("torch's products store no rows at peers; use gemm='grouped'")
 
-    def forget(self) -> None:
+    def release_rows(self) -> None:
         """Drop references to the rows of the last call, whose memory a graph may reuse."""
 
     def _read_spans(self, rows: RowsByExpert) -> int:

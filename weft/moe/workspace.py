@@ -154,7 +154,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         return (*self.experts.buffers, self._weighed)
 
     @property
-    def mid_round(self) -> bool:
+    def is_mid_round(self) -> bool:
         """True between dispatch and combine."""
         return self.exchange._mid_round
 
@@ -197,7 +197,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
                 "every rank"
             )
         try:
-            if self.mid_round:
+            if self.is_mid_round:
                 self.exchange._check_running()
                 raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
         except BaseException:
@@ -209,7 +209,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
         self._busy.release()
 
     @contextmanager
-    def alone(self, doing: str) -> Iterator[None]:
+    def exclusive(self, doing: str) -> Iterator[None]:
         """Exclude calls of all layers and of the exchange. Raises OutOfOrder if one is running."""
         self.begin(doing)
         try:
@@ -229,7 +229,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             for buffers in ("experts", "_weighed"):
                 vars(self).pop(buffers, None)
 
-    def _sent(
+    def _prepare_rows(
         self, x: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the rows to send and the weights for combine.
@@ -240,7 +240,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             return x, weights
         return torch.mul(x, weights, out=self._weighed[: len(x)]), None
 
-    def _mark(self, shared: Shared | None) -> None:
+    def _mark_side_stream(self, shared: Shared | None) -> None:
         """Let the shared expert start from this point of the caller's stream."""
         if shared is not None and self.plan.overlap != "none":
             self.side_stream.mark()
