@@ -67,7 +67,7 @@ def checked(kind: type, **values: Any) -> dict[str, Any]:
     return {name: _check(rules[name], value) for name, value in values.items()}
 
 
-def largest(kind: type, name: str) -> int:
+def max_value(kind: type, name: str) -> int:
     """Return the upper limit of a size."""
     rule = _rules(kind)[name]
     assert isinstance(rule, Size)

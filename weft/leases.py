@@ -51,7 +51,7 @@ class _Shared(Generic[T]):
 
 # Weak references: an operator is collected when its leases are, as if it had never been leased.
 _ByKey = WeakValueDictionary[Hashable, _Shared[Any]]
-_of_group: WeakKeyDictionary[Group, _ByKey] = WeakKeyDictionary()
+_leases_by_group: WeakKeyDictionary[Group, _ByKey] = WeakKeyDictionary()
 
 
 class Lease(Generic[T]):
@@ -84,7 +84,7 @@ class Lease(Generic[T]):
         if self._creation is not None:
             self._creation.end()
         if not self._shared.users:
-            by_key = _of_group.get(self._group)
+            by_key = _leases_by_group.get(self._group)
             if by_key is not None and by_key.get(self._key) is self._shared:
                 del by_key[self._key]
             call_all(self.operator.close, self._shared.operator.close)
@@ -127,7 +127,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
     bound.apply_defaults()
     sizes = {name: value for name, value in bound.arguments.items() if name != "group"}
     key = (kind, *(_key(kind, name, value) for name, value in sizes.items()))
-    by_key = _of_group.setdefault(group, WeakValueDictionary())
+    by_key = _leases_by_group.setdefault(group, WeakValueDictionary())
     shared = by_key.get(key)
     if shared is not None and not _is_open(shared.operator):
         shared = None

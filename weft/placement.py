@@ -11,11 +11,11 @@ import torch
 
 from weft.arguments import instance, integer, integers, refuse
 from weft.errors import InvalidArgument
-from weft.fields import largest
+from weft.fields import max_value
 from weft.group import Group
 from weft.shape import Shape
 
-MAX_EXPERTS = largest(Shape, "experts")
+MAX_EXPERTS = max_value(Shape, "experts")
 MAX_EP_SIZE = 4096  # ranks of all hosts together
 NO_SUCH_EXPERT = 2**31 - 1  # replaces an invalid id; dispatch refuses it
 
@@ -114,7 +114,7 @@ class Placement:
         return torch.tensor(packed, dtype=torch.int32, device=device)
 
 
-def placement_of(
+def build_placement(
     expert_map: Sequence[int] | torch.Tensor | None, num_experts: int, ep_size: int
 ) -> Placement:
     """Return the placement for expert_map, or contiguous blocks for None.
@@ -127,7 +127,7 @@ def placement_of(
     return Placement.mapped(expert_map, num_experts, ep_size)
 
 
-class Placed:
+class ExpertRankMixin:
     """Mixin of all-to-all operators: this rank, the group's size and the local experts."""
 
     group: Group

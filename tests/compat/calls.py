@@ -174,7 +174,7 @@ def workspace_of(a2a: MoeAlltoAll) -> MoeWorkspace:
 
 def held() -> list[MoeWorkspace]:
     """Return the workspaces that objects of this process share."""
-    shared = [each for known in list(leases._of_group.values()) for each in known.values()]
+    shared = [each for known in list(leases._leases_by_group.values()) for each in known.values()]
     return [each.operator for each in shared if isinstance(each.operator, MoeWorkspace)]
 
 

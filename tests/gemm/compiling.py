@@ -85,7 +85,7 @@ def described(
 def compiled(call: GemmCall, plan: GemmPlan, folder: Path) -> Compiled:
     """Compile for sm_90a; `folder` gets the cubin."""
     function = grouped_kernel()
-    arguments = Arguments(call, plan).of(
+    arguments = Arguments(call, plan).build(
         call.tensors, lambda t, _shape, _strides, block: (t, block)
     )
     constants = kernel_constants(call, plan)

@@ -164,9 +164,12 @@ class EmulatedGemms:
         assert isinstance(plan, WgmmaPlan)
         rows, experts = len(call.a), len(call.b)
         clusters = plan.max_m_blocks(rows, experts) * -(-call.sizes[1] // CLUSTER_N)
-        args, broken = kernels.Arguments(call).at(call.addresses), (ctypes.c_uint32 * len(RULES))()
+        args, broken = (
+            kernels.Arguments(call).with_addresses(call.addresses),
+            (ctypes.c_uint32 * len(RULES))(),
+        )
         self._write_late(call)
-        number = self.shapes.index(kernels.GemmShape.of(call, plan))
+        number = self.shapes.index(kernels.GemmShape.from_call(call, plan))
         getattr(self.library, f"grouped_gemm_{number}")(
             ctypes.byref(args), min(self.sms // 2, clusters) * 2, self.seed, self.policy, broken
         )
@@ -224,7 +227,7 @@ class EmulatedHopper:
 
     def compute(self, call: GemmCall, plan: WgmmaPlan) -> None:
         """Run one grouped GEMM to its end."""
-        problem = _problem(kernels.GemmShape.of(call, plan))
+        problem = _problem(kernels.GemmShape.from_call(call, plan))
         if problem not in self._gemms:
             shapes = tuple(self._problems[problem])
             library = ctypes.CDLL(str(compile_gemms(shapes, self.folder())))

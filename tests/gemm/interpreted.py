@@ -53,7 +53,7 @@ def plans(dtype: torch.dtype, gating: bool) -> list[GemmPlan]:
 def interpret(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
     """`launch`, with three CTAs one after the other."""
     assert isinstance(plan, GemmPlan)
-    arguments = Arguments(call, plan).of(call.tensors, TensorDescriptor)
+    arguments = Arguments(call, plan).build(call.tensors, TensorDescriptor)
     grouped_kernel()[(3,)](*arguments, **kernel_constants(call, plan))
 
 

@@ -23,7 +23,7 @@ from weft.gemm import (
     kernels,
     operator,
 )
-from weft.gemm.call import OUT, GemmCall, checked_call
+from weft.gemm.call import OUT, GemmCall, check_call
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[GemmCall]:
     calls: list[GemmCall] = []
 
     def check(*args: Any, **kwargs: Any) -> GemmCall:
-        calls.append(checked_call(*args, **kwargs))
+        calls.append(check_call(*args, **kwargs))
         return calls[-1]
 
-    monkeypatch.setattr(operator, "checked_call", check)
+    monkeypatch.setattr(operator, "check_call", check)
     return calls
 
 
@@ -116,7 +116,7 @@ def test_a_known_call_is_refused_for_what_is_no_flag_or_wants_a_gradient(
 
 def test_the_oldest_calls_are_forgotten(checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch):
     record_launches(monkeypatch)
-    monkeypatch.setattr(operator, "MOST_PREPARED", 2)
+    monkeypatch.setattr(operator, "MAX_PREPARED", 2)
     for num_sms in (1, 2, 1, 3, 2, 1):
         call(Case(), num_sms=num_sms)
     assert len(checked) == 4
@@ -132,14 +132,14 @@ def test_a_tensor_map_is_encoded_for_each_new_address(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(kernels, "tensor_map", tensor_map)
     made = Case().make()
-    checked = checked_call(
+    checked = check_call(
         *(made.a, made.b),
         **{"bias": None, "out": None, "epilogue": STORE, **made.given},
     )
     arguments, at = kernels.Arguments(checked), checked.addresses
     for a, b, boxes in ((16, 32, 5), (16, 32, 0), (48, 32, 4), (48, 64, 1)):
         encoded.clear()
-        found = arguments.at([*at[:-2], a, b])
+        found = arguments.with_addresses([*at[:-2], a, b])
         assert len(encoded) == boxes
         assert list(found.weights_map) == [b] * kernels.MAP_WORDS
         assert [list(words) for words in found.rows_map] == [[a] * kernels.MAP_WORDS] * 4

@@ -16,7 +16,7 @@ from tests.gemm.cases import Case, Made
 from tests.gemm.launches import record_launches
 from weft.errors import InvalidArgument
 from weft.gemm import Gated, GatedQuant, GemmPlan, Push, WgmmaPlan, grouped_gemm
-from weft.gemm.config import FP8, GateNumbers
+from weft.gemm.config import FP8, GatingParams
 from weft.gemm.triton_launch import check_plan
 from weft.moe import Gating
 
@@ -174,7 +174,7 @@ def test_refused(name: str, known: bool, monkeypatch: pytest.MonkeyPatch):
 )
 @pytest.mark.parametrize("kind", [Gated, GatedQuant, Gating])
 def test_gating_with_numbers_that_spoil_rows(
-    kind: type[GateNumbers], numbers: dict[str, float], words: str
+    kind: type[GatingParams], numbers: dict[str, float], words: str
 ):
     with pytest.raises(InvalidArgument, match=words):
         kind(**numbers)
@@ -188,10 +188,10 @@ def test_tiles_that_hopper_has_not():
 def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     from weft.gemm import triton_launch
 
-    triton_launch.installed.cache_clear()
+    triton_launch.import_triton.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(InvalidArgument, match=r"\[gpu\]'"):
-        triton_launch.installed()
+        triton_launch.import_triton()
 
 
 def test_on_gpus_flag_in_data_needs_a_wgmma_plan() -> None:

@@ -66,11 +66,11 @@ def test_the_gemm_that_a_device_has():
         raise InvalidArgument("no Triton here")
 
     assert (choose(cpu), choose(cpu, fp8=True, quantize="fp8")) == ("torch", "grouped")
-    for installed in (lambda: None, missing):
+    for import_triton in (lambda: None, missing):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("weft.gemm.triton_launch.installed", installed)
-            patch.setattr("weft.moe.config.installed", installed)
-            if installed is missing:
+            patch.setattr("weft.gemm.triton_launch.import_triton", import_triton)
+            patch.setattr("weft.moe.config.import_triton", import_triton)
+            if import_triton is missing:
                 assert choose(gpu) == "torch"
                 with pytest.raises(InvalidArgument, match="no Triton"):
                     choose(gpu, fp8=True, quantize="fp8")

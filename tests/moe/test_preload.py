@@ -61,7 +61,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
 
     def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:
         if isinstance(plan, WgmmaPlan):
-            kinds.add(GemmShape.of(call, plan))
+            kinds.add(GemmShape.from_call(call, plan))
 
     monkeypatch.setattr(reference, "compute", compute)
     return kinds

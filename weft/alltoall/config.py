@@ -17,7 +17,7 @@ from weft.fields import checked
 from weft.group.wire import JSON
 from weft.heap.header import CallRecord, Site, header_bytes, rank_words
 from weft.hosts.config import HostsConfig, Span
-from weft.placement import Placement, placement_of
+from weft.placement import Placement, build_placement
 from weft.runtime.check import check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Numbers, offset, share_bytes_of, up
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
@@ -238,7 +238,7 @@ class AllToAllConfig(HostsConfig):
             raise InvalidArgument(
                 f"top_k is {top_k}, but the layer has {num_experts} experts (num_experts)"
             )
-        placement = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
+        placement = build_placement(expert_map, num_experts, max(1, len(_hosts)) * ranks)
         scales = len(delivered) - len(inputs)
         planes = tuple(i + scales if i else 0 for i in range(len(inputs)))
         span = None

@@ -25,7 +25,7 @@ from weft.heap import Heap
 from weft.heap.header import header_bytes
 from weft.hosts.operator import AcrossHosts
 from weft.keywords import refuse_unknown
-from weft.placement import Placed
+from weft.placement import ExpertRankMixin
 from weft.runtime import library
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_apart, check_tensor, refuse_tensor, tensors_of
@@ -46,7 +46,7 @@ class State(Enum):
     RETURNED = "combine_recv"
 
 
-class AllToAll(Placed, AcrossHosts):
+class AllToAll(ExpertRankMixin, AcrossHosts):
     """Send each token once to every rank that owns one of its experts, and return the weighted
     sums.
 

@@ -16,7 +16,7 @@ from weft.arguments import instance, integer, real, shown
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
 from weft.compat.refusals import MOE_QUANT, NVFP4, refuse
 from weft.errors import InvalidArgument
-from weft.fields import largest
+from weft.fields import max_value
 from weft.runtime.check import refuse_tensor
 from weft.shape import Shape
 
@@ -268,7 +268,7 @@ def _moe_reduction(
     argument names.
     """
     _need(_REDUCTION, moe_reduction_device_num_experts=experts, **tensors)
-    experts = integer("moe_reduction_device_num_experts", experts, 1, largest(Shape, "experts"))
+    experts = integer("moe_reduction_device_num_experts", experts, 1, max_value(Shape, "experts"))
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)

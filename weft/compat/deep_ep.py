@@ -22,7 +22,7 @@ from weft.compat.rank_layout import Layout
 from weft.compat.refusals import refuse, renamed
 from weft.compat.row_exchange import MAX_ROW_RANKS, exchange_bytes
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
-from weft.fields import largest
+from weft.fields import max_value
 from weft.group import Group
 from weft.keywords import explain_keywords
 from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
@@ -115,7 +115,7 @@ class Config:
             wrong("hidden_bytes", hidden_bytes, "a multiple of 16")
         ranks = integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
-        tokens = min(tokens, largest(Shape, "tokens"))
+        tokens = min(tokens, max_value(Shape, "tokens"))
         return exchange_bytes(ranks, tokens, hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -510,7 +510,7 @@ class Buffer:
             InvalidArgument: If an argument is invalid.
         """
         self._check_call(async_finish, allocate_on_comm_stream)
-        num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
+        num_experts = integer("num_experts", num_experts, 1, max_value(Shape, "experts"))
         if num_experts % self.group_size:
             wrong("num_experts", num_experts, f"a multiple of the {self.group_size} ranks")
         self._check_ids(topk_idx, None)
@@ -585,7 +585,7 @@ class Buffer:
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
         alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
-        most_rows = self.group_size * largest(Shape, "tokens")
+        most_rows = self.group_size * max_value(Shape, "tokens")
         worst = integer("num_worst_tokens", num_worst_tokens, 0, most_rows)
         x, scales = self._check_rows(x)
         tokens = len(x)

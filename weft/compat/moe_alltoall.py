@@ -31,7 +31,7 @@ from weft.compat.refusals import (
 )
 from weft.compat.sizes import MAX_BYTES, moe_workspace_size
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
-from weft.fields import largest
+from weft.fields import max_value
 from weft.group import Group
 from weft.leases import Lease, lease
 from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
@@ -114,18 +114,18 @@ class MoeAlltoAll:
     ) -> None:
         flags(enable_rank_mask=enable_rank_mask)
         refuse("backend", backend, "trtllm", BACKEND)
-        limit = largest(Shape, "tokens")
+        limit = max_value(Shape, "tokens")
         max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, limit)
         top_k = integer("top_k", top_k, 1, MAX_TOP_K)
-        num_experts = integer("num_experts", num_experts, 1, largest(Shape, "experts"))
+        num_experts = integer("num_experts", num_experts, 1, max_value(Shape, "experts"))
         stats = integer(
-            "eplb_stats_num_experts", eplb_stats_num_experts, 0, largest(Shape, "stats")
+            "eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats")
         )
         timeout = seconds("timeout", timeout)
         first_timeout = seconds("first_timeout", first_timeout)
         rank, size = place(mapping)
         if hidden_size is not None:
-            hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
+            hidden_size = integer("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_rank, self.ep_size = rank, size
         if enable_rank_mask:
@@ -287,7 +287,7 @@ class MoeAlltoAll:
         """
         _, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_limit(runtime_max_tokens_per_rank, running)
-        hidden_size = integer("hidden_size", hidden_size, 1, largest(Shape, "hidden"))
+        hidden_size = integer("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
         one_of("dtype", instance("dtype", dtype, torch.dtype), DTYPE_NAMES)
         if (hidden_size, dtype) == (running.row.hidden, running.row.dtype):
             running.offered = running.returning.output(running.limit)
@@ -514,7 +514,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_limit(tokens: int, running: _Round) -> None:
-    tokens = integer("runtime_max_tokens_per_rank", tokens, 1, largest(Shape, "tokens"))
+    tokens = integer("runtime_max_tokens_per_rank", tokens, 1, max_value(Shape, "tokens"))
     if tokens != running.limit:
         raise InvalidArgument(
             f"runtime_max_tokens_per_rank is {tokens}; dispatch was called with "

@@ -13,7 +13,7 @@ import torch
 from weft.alltoall.config import QUANTISED, Payload
 from weft.arguments import integer, shown
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
-from weft.fields import largest
+from weft.fields import max_value
 from weft.group import Group
 from weft.runtime.check import check_alignment, check_tensor, tensors_of
 from weft.runtime.stream import capturing
@@ -144,7 +144,7 @@ def check_batch(
     """Raise unless `ids` `[tokens, top_k]` fit `limit`, and `limit` fits max_tokens."""
     integers, shape = (torch.int32, torch.int64), (None, top_k)
     check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
-    most = largest(Shape, "tokens")  # the least is 1, even if no rank has a token
+    most = max_value(Shape, "tokens")  # the least is 1, even if no rank has a token
     limit = integer("runtime_max_tokens_per_rank", limit, 1, most)
     if limit > max_tokens or ids.shape[0] > limit:
         raise TokenOverflow(

@@ -113,7 +113,7 @@ def _size_in_memory(tensor: torch.Tensor) -> int:
     return end - start
 
 
-def checked_call(
+def check_call(
     a: torch.Tensor,
     b: torch.Tensor,
     *,

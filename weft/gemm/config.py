@@ -51,7 +51,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class GateNumbers:
+class GatingParams:
     """Parameters of the gating `g * sigmoid(alpha * gate) * (u + offset)`.
 
     Attributes:
@@ -93,7 +93,7 @@ class GateNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Gated(GateNumbers):
+class Gated(GatingParams):
     """Epilogue: store `g * sigmoid(alpha * gate) * (u + offset)` as `[*rows, n / 2]`.
 
     Gate is the first n / 2 columns of `a @ b.T`, up the others. All arithmetic is in fp32 with one
@@ -342,7 +342,9 @@ def fastest_plan(
     if dtype == MXFP4:
         _check_mxfp4(device)
     else:
-        supported = not wgmma_lacks(experts, n, dtype, gated=gated, biased=biased, out=out)
+        supported = not wgmma_unsupported_reason(
+            experts, n, dtype, gated=gated, biased=biased, out=out
+        )
         measured = dtype == FP8 or experts > 1  # a single expert was measured only in FP8
         if not is_hopper(device) or not supported or not (measured or flag_in_data):
             mean = -(-rows // ONE_EXPERT_M_BLOCKS) if experts == 1 else rows
@@ -378,7 +380,7 @@ def _check_mxfp4(device: torch.device | None) -> None:
         )
 
 
-def wgmma_lacks(
+def wgmma_unsupported_reason(
     experts: int, n: int, dtype: torch.dtype, *, gated: bool, biased: bool, out: torch.dtype
 ) -> str:
     """Return why the Hopper kernel does not support the call, or an empty string."""

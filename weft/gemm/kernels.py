@@ -30,7 +30,7 @@ from weft.gemm.config import (
     GatedQuant,
     Push,
     WgmmaPlan,
-    wgmma_lacks,
+    wgmma_unsupported_reason,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
 from weft.jit import CUDA_OPTIONS, CudaModule, Function, Launcher, compile_cubin, current_arch
@@ -169,7 +169,7 @@ def instruction(n: int, operand: str) -> str:
     )
 
 
-def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
+def unsupported_reason(call: GemmCall, plan: WgmmaPlan) -> str:
     """Return why the kernel does not support a call with a plan, or an empty string.
 
     The GPU is not considered.
@@ -183,12 +183,14 @@ def unsupported(call: GemmCall, plan: WgmmaPlan) -> str:
     if call.gated and isinstance(call.epilogue, GatedQuant) != fp8:
         return f"gates FP8 with GatedQuant, other dtypes with Gated; a is {call.a.dtype}"
     biased, out = call.bias is not None, call.out_dtype
-    return wgmma_lacks(experts, n, call.b.dtype, gated=call.gated, biased=biased, out=out)
+    return wgmma_unsupported_reason(
+        experts, n, call.b.dtype, gated=call.gated, biased=biased, out=out
+    )
 
 
 def check_plan(call: GemmCall, plan: WgmmaPlan) -> None:
     """Raise InvalidArgument if the plan does not fit the call."""
-    if reason := unsupported(call, plan):
+    if reason := unsupported_reason(call, plan):
         fix = "use one that does" if call.b.dtype == MXFP4 else "use a GemmPlan"
         raise InvalidArgument(f"WgmmaPlan {reason}: {fix}, or leave plan out")
 
@@ -220,7 +222,7 @@ class GemmShape:
     situ: bool = False
 
     @classmethod
-    def of(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
+    def from_call(cls, call: GemmCall, plan: WgmmaPlan) -> GemmShape:
         """Return the shape for a call and its plan."""
         push = call.epilogue if isinstance(call.epilogue, Push) else None
         gated = "gated_fp8" if call.a.dtype == FP8 else "gated"
@@ -309,7 +311,7 @@ class Arguments:
         self._struct_address = ctypes.addressof(args)
         self._a = self._b = -1  # addresses in the tensor maps
 
-    def at(self, addresses: Sequence[int]) -> GemmArgs:
+    def with_addresses(self, addresses: Sequence[int]) -> GemmArgs:
         """Return the arguments for tensors at the given addresses; every call reuses the struct.
 
         Args:
@@ -337,7 +339,7 @@ class HopperLaunch:
     ) -> None:
         rows, (experts, n, _) = len(call.a), call.sizes
         self._device = torch.cuda.current_device()
-        shape = GemmShape.of(call, plan)
+        shape = GemmShape.from_call(call, plan)
         function = load(shape)
         self._launcher = Launcher(function, GemmArgs, programmatic=programmatic, cluster=2)
         self._arguments = Arguments(call)
@@ -348,7 +350,7 @@ class HopperLaunch:
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Launch the kernel on the current stream. Raises DriverError."""
-        args = self._arguments.at(addresses)
+        args = self._arguments.with_addresses(addresses)
         self._launcher(args, self._grid, THREADS, current_stream(self._device))
 
 

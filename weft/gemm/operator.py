@@ -18,7 +18,7 @@ import torch
 from weft.arguments import flags, integer, refuse
 from weft.errors import InvalidArgument
 from weft.gemm import kernels, reference, triton_launch
-from weft.gemm.call import OUT, OUT_DTYPES, OUT_SCALE, GemmCall, Out, checked_call
+from weft.gemm.call import OUT, OUT_DTYPES, OUT_SCALE, GemmCall, Out, check_call
 from weft.gemm.config import (
     FP8,
     MXFP4,
@@ -38,7 +38,7 @@ from weft.runtime.ambient import without_autocast
 from weft.runtime.check import Apart, check_tensor, overlap, refuse_tensor, tensors_key
 from weft.shape import FP8_BLOCK
 
-MOST_PREPARED = 512  # cached launches per thread; each takes about 2 KiB
+MAX_PREPARED = 512  # cached launches per thread; each takes about 2 KiB
 QUANTIZE_ROWS = 8  # per CTA, which is one warp
 Launch = Callable[[Sequence[torch.Tensor | None], Sequence[int]], None]
 
@@ -58,14 +58,14 @@ class Prepared:
     disjoint: tuple[Apart, ...]
 
 
-class _Calls(threading.local):
+class _PreparedCalls(threading.local):
     """Prepared calls of this thread, oldest first. A launch is not thread-safe."""
 
     def __init__(self) -> None:
         self.prepared: dict[object, Prepared] = {}
 
 
-_calls = _Calls()
+_calls = _PreparedCalls()
 
 
 @without_autocast
@@ -144,7 +144,7 @@ def grouped_gemm(
     prepared = None if kind is None else _calls.prepared.get(key)
     if prepared is not None and overlap(addresses, prepared.disjoint) is None:
         return _run(prepared, out, tensors, addresses)
-    call = checked_call(
+    call = check_call(
         a,
         b,
         counts=counts,
@@ -169,7 +169,7 @@ def grouped_gemm(
         prepared = _prepare(call, plan, num_sms, programmatic_launch, disjoint)
         _launch(prepared, call.tensors, call.addresses)
         if kind is not None:
-            if len(_calls.prepared) >= MOST_PREPARED:
+            if len(_calls.prepared) >= MAX_PREPARED:
                 del _calls.prepared[next(iter(_calls.prepared))]
             _calls.prepared[key] = prepared
     return _result(call.out, call.out_scale) if out is None else out
@@ -235,7 +235,11 @@ def _default_plan(call: GemmCall) -> GemmPlan | WgmmaPlan:
         out=call.out_dtype,
         device=call.a.device,
     )
-    if call.b.dtype == MXFP4 or isinstance(best, GemmPlan) or not kernels.unsupported(call, best):
+    if (
+        call.b.dtype == MXFP4
+        or isinstance(best, GemmPlan)
+        or not kernels.unsupported_reason(call, best)
+    ):
         return best
     return triton_plan(*sizes, gated=call.gated)
 
@@ -271,7 +275,7 @@ def quantize_rows(
     out = torch.empty((rows, k), dtype=FP8, device=x.device)
     scales = torch.empty((rows, k // FP8_BLOCK), dtype=torch.float32, device=x.device)
     if rows:
-        triton_launch.installed()
+        triton_launch.import_triton()
         kernel = importlib.import_module("weft.gemm.triton_kernels").weft_quantize_rows
         with torch.cuda.device(x.device):
             kernel[(-(-rows // QUANTIZE_ROWS), k // FP8_BLOCK)](

@@ -53,7 +53,7 @@ def _multiply(call: GemmCall, expert: int, first: int, count: int) -> torch.Tens
 
 
 def gate(gating: Gated, y: torch.Tensor) -> torch.Tensor:
-    """Return the gating of `GateNumbers` in fp32."""
+    """Return the gating of `GatingParams` in fp32."""
     g, u = y.chunk(2, dim=-1)
     if gating.limit is not None:
         g, u = g.clamp(max=gating.limit), u.clamp(-gating.limit, gating.limit)

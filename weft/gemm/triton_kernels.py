@@ -185,7 +185,7 @@ def gate(
     gate, up, ALPHA: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
 ):  # fmt: skip
-    """Return the gating of `GateNumbers`; NaN stays NaN."""
+    """Return the gating of `GatingParams`; NaN stays NaN."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -48,7 +48,7 @@ class TritonLaunch:
         self, call: GemmCall, plan: GemmPlan, num_sms: int | None, programmatic: bool
     ) -> None:
         rows, experts = len(call.a), len(call.b)
-        triton = installed()
+        triton = import_triton()
         sms = num_sms or torch.cuda.get_device_properties().multi_processor_count
         n_blocks = plan.n_blocks(call.b.shape[1], call.gated)
         ctas = min(sms * plan.ctas_per_sm, plan.max_m_blocks(rows, experts) * n_blocks)
@@ -63,7 +63,7 @@ class TritonLaunch:
 
     def __call__(self, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]) -> None:
         """Launch the kernel on the current stream."""
-        self._kernel(*self._arguments.of(tensors, self._descriptor), **self._constants)
+        self._kernel(*self._arguments.build(tensors, self._descriptor), **self._constants)
 
 
 class Arguments:
@@ -77,7 +77,7 @@ class Arguments:
         strides = (0, 0) if call.a_scale is None else call.a_scale.stride()
         self._sizes = (call.max_rows, rows, *strides)
 
-    def of(self, tensors: Sequence[torch.Tensor | None], descriptor: Any) -> tuple[Any, ...]:
+    def build(self, tensors: Sequence[torch.Tensor | None], descriptor: Any) -> tuple[Any, ...]:
         """Return the arguments for a call.
 
         Args:
@@ -92,7 +92,7 @@ class Arguments:
 
 
 @functools.cache
-def installed() -> Any:
+def import_triton() -> Any:
     """Return the triton module; raise InvalidArgument with installation advice if it is missing."""
     try:
         triton = importlib.import_module("triton")
@@ -107,7 +107,7 @@ def installed() -> Any:
 def is_installed() -> bool:
     """Whether a Triton that the grouped GEMM can use is installed."""
     try:
-        installed()
+        import_triton()
     except InvalidArgument:
         return False
     return True

@@ -26,7 +26,7 @@ from weft.heap.header import (
     rank_words,
 )
 from weft.hosts.config import HostsConfig, Span, host_placement
-from weft.placement import Placement, placement_of
+from weft.placement import Placement, build_placement
 from weft.runtime.check import check_choices, check_tensor, check_tokens
 from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
@@ -349,7 +349,7 @@ class LowLatencyConfig(HostsConfig):
         reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
         group_size = one_of("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
-        placement = local = placement_of(expert_map, num_experts, max(1, len(_hosts)) * ranks)
+        placement = local = build_placement(expert_map, num_experts, max(1, len(_hosts)) * ranks)
         multi_host = len(_hosts) > 1
         if multi_host:
             local = host_placement(placement, tuple(_hosts[_host]))

@@ -34,7 +34,7 @@ from weft.lowlatency.kernels import load_kernels
 from weft.lowlatency.reference import sent
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
-from weft.placement import Placed
+from weft.placement import ExpertRankMixin
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_apart, check_choices, check_tensor
 from weft.runtime.debug import poison
@@ -61,7 +61,7 @@ def _rows_between_hosts(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
     return rows
 
 
-class LowLatencyAllToAll(Placed, AcrossHosts):
+class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     """Quantise tokens, send them to their experts in expert-major layout, and return the sums.
 
     `weft.lowlatency.reference` specifies the results bit for bit. The constructor allocates all

@@ -13,10 +13,10 @@ import torch
 from weft.alltoall.config import SCALES
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.errors import InvalidArgument
-from weft.fields import largest
+from weft.fields import max_value
 from weft.gemm import WgmmaPlan
 from weft.gemm.config import FP8, fastest_plan
-from weft.gemm.triton_launch import installed, is_installed
+from weft.gemm.triton_launch import import_triton, is_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
 from weft.moe.choice import AUTO, MODES, OVERLAPS
@@ -64,7 +64,7 @@ class LayerOptions:
         one_of("missing", self.missing, MISSING)
         one_of("quantize", self.quantize, (None, *SCALES))
         one_of("combine_dtype", self.combine_dtype, (None, "fp8"))
-        integer("max_tokens", self.max_tokens, 1, largest(Shape, "tokens"))
+        integer("max_tokens", self.max_tokens, 1, max_value(Shape, "tokens"))
         if self.max_rows is not None:
             integer("max_rows", self.max_rows, 1, MAX_ROWS)
         if self.num_sms is not None:
@@ -247,7 +247,7 @@ def choose_gemm(
             reason = unsupported or "has no FP8 weights; use grouped"
             raise InvalidArgument(f"gemm {gemm!r} {reason}")
         if device.type == "cuda":
-            installed()  # raises here rather than in the middle of a round
+            import_triton()  # raises here rather than in the middle of a round
         return "grouped"
     return "torch"
 

@@ -11,18 +11,18 @@ from torch.nn import functional
 
 from weft.arguments import adopt, flags, instance, integer, one_of
 from weft.errors import InvalidArgument
-from weft.fields import largest
-from weft.gemm.config import GateNumbers
+from weft.fields import max_value
+from weft.gemm.config import GatingParams
 from weft.moe.hf import parse_config
 from weft.moe.router import Routing
 from weft.runtime.check import check_apart, check_dense, check_tensor, refuse_tensor
 from weft.shape import DTYPE_NAMES, Shape
 
-MAX_COLUMNS = largest(Shape, "hidden")
+MAX_COLUMNS = max_value(Shape, "hidden")
 
 
 @dataclass(frozen=True, slots=True)
-class Gating(GateNumbers):
+class Gating(GatingParams):
     """An expert's activation: `g * sigmoid(alpha * gate) * (u + offset)` with optional limits.
 
     Attributes:

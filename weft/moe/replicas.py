@@ -14,13 +14,13 @@ import torch
 
 from weft.arguments import adopt, instance, integer, integers, real, refuse
 from weft.errors import InvalidArgument
-from weft.fields import largest
+from weft.fields import max_value
 from weft.group import Group
 from weft.heap import Heap
 from weft.runtime.stream import synchronize_stream
 from weft.shape import MAX_RANKS, Shape
 
-EXPERTS = largest(Shape, "experts")
+EXPERTS = max_value(Shape, "experts")
 STAGING_BYTES = 64 << 20  # symmetric memory per rank during a relocation
 MIN_GAIN_OF_SWAP = 1e-4  # relative to a rank's load; smaller gains are not worth the search
 

@@ -12,7 +12,7 @@ import torch
 
 from weft.arguments import adopt, flags, instance, integer, one_of, real
 from weft.errors import InvalidArgument
-from weft.fields import largest
+from weft.fields import max_value
 from weft.moe.kernels import (
     DTYPES,
     MAX_EXPERTS,
@@ -38,7 +38,7 @@ INT64 = -(1 << 63), (1 << 63) - 1
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax-chosen"]
 Weigh = Literal["output", "input"]
 GROUP_BESTS = (1, 2)
-EXPERTS = largest(Shape, "experts")
+EXPERTS = max_value(Shape, "experts")
 
 
 class Routed(NamedTuple):
