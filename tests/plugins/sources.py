@@ -85,7 +85,7 @@ def named(body: list[ast.stmt], wanted: str) -> Iterator[ast.AST]:
 
 
 def parameters(function: ast.AST) -> str:
-    """List the parameters as weft.plugins.names.listed does."""
+    """List the parameters as weft.plugins.names.format_signature does."""
     assert isinstance(function, Function)
     given = function.args
     plain = [each.arg for each in (*given.posonlyargs, *given.args)]

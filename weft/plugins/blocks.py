@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 # Low-latency buffers hold max_tokens rows per expert, so larger batches use the prefill operator.
 MOST_DECODE_TOKENS = 512
 MOST_PREFILL_TOKENS = 4096
-MEETING = 300.0  # seconds between the first and the last rank to finish loading weights
+LOAD_TIMEOUT = 300.0  # seconds between the first and the last rank to finish loading weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Limits:
     prefill: int
 
     @classmethod
-    def of(
-        cls, decode: int, chunk: int, *, attention_ranks: int, wanted: int | None = None
+    def from_server(
+        cls, decode: int, chunk: int, *, attention_ranks: int, prefill_tokens: int | None = None
     ) -> Limits:
         """Return the limits of a server.
 
@@ -48,24 +48,24 @@ class Limits:
             decode: Tokens of an attention group's largest decode batch.
             chunk: Tokens of an attention group's prefill chunk.
             attention_ranks: Ranks that share an attention group's tokens in a MoE block.
-            wanted: Prefill tokens per rank that the user requested.
+            prefill_tokens: Prefill tokens per rank that the user requested.
         """
         small = min(-(-decode // attention_ranks), MOST_DECODE_TOKENS)
-        large = wanted or min(-(-chunk // attention_ranks), MOST_PREFILL_TOKENS)
+        large = prefill_tokens or min(-(-chunk // attention_ranks), MOST_PREFILL_TOKENS)
         return cls(decode=max(1, small), prefill=max(1, small, large))
 
 
 class Blocks:
     """The MoE layers of one process. Collective: every rank makes the same calls in the same order.
 
-    `most` is the largest token count over all ranks. It selects the operator and the number of
-    rounds, so all ranks must pass the same value; a captured graph keeps both.
+    `max_tokens` is the largest token count over all ranks. It selects the operator and the number
+    of rounds, so all ranks must pass the same value; a captured graph keeps both.
     """
 
     def __init__(self, group: Group, limits: Limits, settings: Settings) -> None:
         self.group, self.limits, self.settings = group, limits, settings
         self._leases: list[Lease[Any]] = []
-        self._served: dict[int, _Served] = {}
+        self._layers: dict[int, _Served] = {}
         self._refusals = 0
         self.watch: Watch | None = None  # closed with the rest
 
@@ -99,7 +99,7 @@ class Blocks:
                 f"{layer.name} has a shared expert, and its rows of {layer.hidden} are padded to "
                 f"{config.hidden} for MXFP4 experts: weft pads only layers without a shared expert"
             )
-        experts, expected, fp8 = layer.take(), layer.mine(), layer.fp8
+        experts, expected, fp8 = layer.local_expert_weights(), layer.local_expert_ids(), layer.fp8
 
         def weights(local: tuple[int, ...]) -> Any:
             if local != expected:
@@ -110,13 +110,13 @@ class Blocks:
                 )
             return experts
 
-        def build(mode: str, most: int) -> MoE:
+        def build(mode: str, max_tokens: int) -> MoE:
             owner = lease(
                 self.group,
                 MoE,
                 config,
                 weights,
-                max_tokens=most,
+                max_tokens=max_tokens,
                 shared=shared,
                 mode=mode,
                 overlap=self.settings.overlap,
@@ -129,7 +129,7 @@ class Blocks:
             self._leases.append(owner)
             return owner.operator
 
-        self._served[id(layer.module)] = _Served(
+        self._layers[id(layer.module)] = _Served(
             layer,
             build(self.settings.decode, self.limits.decode),
             build("throughput", self.limits.prefill),
@@ -138,11 +138,11 @@ class Blocks:
 
     def has(self, module: Any) -> bool:
         """Whether weft serves the module's whole layer."""
-        return id(module) in self._served
+        return id(module) in self._layers
 
     def check_tensors(self, module: Any) -> None:
         """Raise OutOfOrder if the engine replaced tensors of a served module."""
-        served = self._served[id(module)]
+        served = self._layers[id(module)]
         replaced = served.replaced()
         if replaced:
             raise OutOfOrder(
@@ -165,7 +165,7 @@ class Blocks:
                 differs from the served one.
             InvalidArgument: If weft does not support the new tensors.
         """
-        served = self._served[id(module)]
+        served = self._layers[id(module)]
         replaced = served.replaced()
         if not replaced:
             return
@@ -179,7 +179,7 @@ class Blocks:
                     "restart the server"
                 )
             check(layer, "block")
-            layer.take(packed=served.tensors["w13_weight"].dtype == MXFP4)
+            layer.local_expert_weights(packed=served.tensors["w13_weight"].dtype == MXFP4)
         for name, tensor in served.tensors.items():
             new = getattr(module, name)
             if new.shape != tensor.shape or new.dtype != tensor.dtype:
@@ -196,7 +196,7 @@ class Blocks:
 
     def reload_all(self) -> None:
         """Call `reload` for every layer whose tensors the engine has replaced."""
-        for served in self._served.values():
+        for served in self._layers.values():
             if served.replaced():
                 self.reload(served.layer.module)
 
@@ -222,7 +222,12 @@ class Blocks:
         return owner.operator
 
     def run(
-        self, module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int
+        self,
+        module: Any,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        max_tokens: int,
     ) -> torch.Tensor:
         """Run routed and shared experts: `[tokens, hidden]` to a new `[tokens, hidden]`.
 
@@ -231,19 +236,19 @@ class Blocks:
             x: This rank's tokens.
             ids: Physical expert ids `[tokens, top_k]`, -1 for none.
             weights: Routing weights `[tokens, top_k]`.
-            most: Largest token count over all ranks.
+            max_tokens: Largest token count over all ranks.
         """
-        served = self._served[id(module)]
+        served = self._layers[id(module)]
         self.check_tensors(module)
-        if most == 0:
+        if max_tokens == 0:
             return torch.empty_like(x)
-        moe = served.decode if most <= self.limits.decode else served.prefill
+        moe = served.decode if max_tokens <= self.limits.decode else served.prefill
         if served.layer.scale != 1.0:
             weights = weights * served.layer.scale
         x, ids, padding = x.contiguous(), ids.contiguous(), moe.config.hidden - x.shape[1]
         if padding:
             x = functional.pad(x, (0, padding))
-        out = moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=most)
+        out = moe(x, topk_ids=ids, topk_weights=weights.contiguous(), rows=max_tokens)
         return out[:, :-padding].contiguous() if padding else out
 
     @property
@@ -299,7 +304,7 @@ class Blocks:
             except WeftError as error:  # the engine is shutting down
                 _log.warning("closing a workspace: %s", error)
         self._leases.clear()
-        self._served.clear()
+        self._layers.clear()
         self.group.close()
 
 

@@ -14,13 +14,13 @@ from weft.group import Group
 _log = logging.getLogger(__name__)
 # The engine itself ends a rank that raises, and logs its traceback. A rank that waits in another
 # library's collective, which has no abort, is ended after this many seconds.
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 # Seconds between the first sign of a fault and the decision. A server that is stopped ends all of
 # its ranks at nearly the same time, and then no decision is needed.
-PAUSE = 0.5
+SETTLE_SECONDS = 0.5
 # Polling period in seconds. An engine may end all other ranks a tenth of a second after the first,
 # and only a rank that still runs can log which rank was first.
-LOOK = 0.05
+POLL_SECONDS = 0.05
 
 
 class Watch:
@@ -34,7 +34,7 @@ class Watch:
         end: Ends the server.
         broken: Returns the error that broke the group, or ""; for an engine that does not call
             weft while it replays graphs.
-        grace: Seconds before the server is ended, instead of GRACE.
+        grace: Seconds before the server is ended, instead of GRACE_SECONDS.
         recovers: Whether the other ranks may continue without a dead rank.
     """
 
@@ -47,7 +47,7 @@ class Watch:
         grace: float | None = None,
         recovers: bool = False,
     ) -> None:
-        self.group, self._grace = group, GRACE if grace is None else grace
+        self.group, self._grace = group, GRACE_SECONDS if grace is None else grace
         self._end, self._broken, self._recovers = end, broken, recovers
         self._parent = os.getppid()
         self._stopped = threading.Event()
@@ -65,7 +65,7 @@ class Watch:
         while True:
             fault = ""
             while not fault:
-                if self._stopped.wait(LOOK):
+                if self._stopped.wait(POLL_SECONDS):
                     return
                 if os.getppid() != self._parent:  # for example vLLM's EngineCore
                     _log.critical(
@@ -75,7 +75,7 @@ class Watch:
                     return
                 fault = self._fault()
             _log.warning("rank %d of %d: %s", self.group.rank, self.group.size, fault)
-            if self._stopped.wait(PAUSE):
+            if self._stopped.wait(SETTLE_SECONDS):
                 return
             if self._recovers and not self._fault():
                 continue
@@ -85,7 +85,7 @@ class Watch:
             _log.critical("rank %d of %d: %s, %s", self.group.rank, self.group.size, fault, then)
             end = time.monotonic() + self._grace
             while time.monotonic() < end:
-                if self._stopped.wait(min(PAUSE, self._grace)):
+                if self._stopped.wait(min(SETTLE_SECONDS, self._grace)):
                     return
                 if self._recovers and not self._fault():
                     break

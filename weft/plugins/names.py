@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from weft.errors import SetupError
 
-# Parameters in the form that `listed` returns; None if weft does not rely on them. A mapping gives
-# them per version and omits versions in which weft does not use the name.
+# Parameters in the form that `format_signature` returns; None if weft does not rely on them. A
+# mapping gives them per version and omits versions in which weft does not use the name.
 Parameters = str | Mapping[str, str | None] | None
 
 
@@ -66,7 +66,7 @@ class Engine:
                 return each
         return None
 
-    def here(self, entries: Iterable[K]) -> list[K]:
+    def entries_of_installed(self, entries: Iterable[K]) -> list[K]:
         """Return the entries that apply to the installed version; none if it is not supported."""
         release = self.release(self.installed())
         return [] if release is None else [entry for entry, _ in relied_on(entries, release)]
@@ -88,7 +88,7 @@ class Engine:
             )
 
 
-def listed(signature: inspect.Signature) -> str:
+def format_signature(signature: inspect.Signature) -> str:
     """Format a signature as the tables do: "self, x, *, scale=".
 
     A name ends in `=` if it has a default; `*` precedes keyword-only parameters.
@@ -129,7 +129,7 @@ def differences(entries: Iterable[Known], release: str) -> Iterator[str]:
         if parameters is None:
             continue
         try:
-            have = listed(inspect.signature(raw(target)))
+            have = format_signature(inspect.signature(unbound_function(target)))
         except (TypeError, ValueError) as error:
             yield f"{entry.target} is not a function: {error}"
             continue
@@ -147,6 +147,6 @@ def _names_of(target: Any) -> set[str]:
     return set(inspect.unwrap(target).__code__.co_names)
 
 
-def raw(method: Any) -> Any:
+def unbound_function(method: Any) -> Any:
     """Return the function of a bound class method, or the argument itself."""
     return getattr(method, "__func__", method)

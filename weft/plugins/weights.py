@@ -91,7 +91,7 @@ class Layer:
             names += [f"{each}_{suffix}" for each in ("w13", "w2") if suffix]
         return {name: getattr(self.module, name) for name in names if hasattr(self.module, name)}
 
-    def take(self, *, packed: bool = True) -> ExpertWeights:
+    def local_expert_weights(self, *, packed: bool = True) -> ExpertWeights:
         """Return this rank's experts, sharing memory with the module because EPLB writes there.
 
         MXFP4 is repacked for weft, and interleaved rows are reordered. The module then holds the
@@ -161,7 +161,7 @@ class Layer:
         parameter.data = tensor
         parameter.weight_loader = refuse_to_load
 
-    def mine(self) -> tuple[int, ...]:
+    def local_expert_ids(self) -> tuple[int, ...]:
         """Return the physical experts of this rank."""
         return tuple(range(self.rank * self.local, (self.rank + 1) * self.local))
 
@@ -173,15 +173,15 @@ def refusal(name: str, form: str, *wrong: str) -> InvalidArgument:
     )
 
 
-def check(layer: Layer, form: str, own: Iterable[str] = ()) -> None:
+def check(layer: Layer, form: str, problems: Iterable[str] = ()) -> None:
     """Raise InvalidArgument for a placement or for tensors that weft does not support.
 
     Args:
         layer: The engine's layer.
         form: "block" if weft runs the experts; otherwise the engine does.
-        own: Problems that the engine's plug-in found.
+        problems: Problems that the engine's plug-in found.
     """
-    wrong = list(own)
+    wrong = list(problems)
     if layer.local * layer.ranks != layer.num_experts:
         wrong.append(
             f"num_experts is {layer.num_experts}, num_local_experts {layer.local} on "

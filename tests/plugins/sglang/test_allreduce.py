@@ -317,7 +317,7 @@ def refused(group: weft.Group, how: str) -> str:
         state().groups["tp"] = state().groups["ep"]
     runner.server_args.enable_pdmux = how == "pdmux"
     runner.model_config.hidden_size = 63 if how == "hidden" else HIDDEN
-    error = error_of(allreduce.loaded, None, runner).removeprefix("InvalidArgument: ")
+    error = error_of(allreduce.after_load_model, None, runner).removeprefix("InvalidArgument: ")
     result = error or ("nothing" if allreduce._live is None else "served")
     leave()
     return result
@@ -348,7 +348,7 @@ def killed(group: weft.Group, folder: str) -> None:
     with pytest.raises(PeerDied) as caught:
         step(runner, x)
     with pytest.raises(PeerDied):  # as behind a replayed graph, which raises nothing by itself
-        allreduce.forwarded(None, runner)
+        allreduce.after_forward(None, runner)
     Path(folder, f"{group.rank}").write_text(str(caught.value))
 
 

@@ -264,8 +264,8 @@ def test_experts_without_a_replica_are_named(sglang: Any) -> None:
     with pytest.raises(SetupError, match=r"rank 1 gone no replica is left of 1 experts: 3 of lay"):
         elastic.route_around(places, {1}, rank=0)
     assert torch.equal(places.logical_to_all_physical_map, before)
-    assert elastic.lacking(places, {1}) == [(0, 3)]
-    assert elastic.lacking(places, {2}) == [(1, 3)]
+    assert elastic.experts_without_replica(places, {1}) == [(0, 3)]
+    assert elastic.experts_without_replica(places, {2}) == [(1, 3)]
 
 
 def tokenizer_of(sglang: Any, backend: str | None) -> Any:

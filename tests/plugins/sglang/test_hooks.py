@@ -22,7 +22,7 @@ from weft.gemm import quantize_mxfp4, unpack_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
-from weft.plugins.names import Engine, listed
+from weft.plugins.names import Engine, format_signature
 from weft.plugins.settings import Settings
 from weft.plugins.sglang import engine, register
 from weft.plugins.sglang.hooks import SGLANG, check_applied, end_server
@@ -192,18 +192,18 @@ def test_signatures_as_the_tables_write_them() -> None:
     def plain(a: int, b: int = 1, *rest: int, c: int, d: int = 2, **more: int) -> None: ...
     def only(a: int, *, c: int) -> None: ...
 
-    assert listed(inspect.signature(plain)) == "a, b=, *rest, c, d=, **more"
-    assert listed(inspect.signature(only)) == "a, *, c"
-    assert listed(inspect.signature(lambda: 0)) == ""
+    assert format_signature(inspect.signature(plain)) == "a, b=, *rest, c, d=, **more"
+    assert format_signature(inspect.signature(only)) == "a, *, c"
+    assert format_signature(inspect.signature(lambda: 0)) == ""
 
 
 def test_limits() -> None:
     """Rounded up over the ranks of an attention group, and at most 512 and 4096."""
-    assert Limits.of(64, 2048, attention_ranks=1) == Limits(64, 2048)
-    assert Limits.of(65, 2049, attention_ranks=4) == Limits(17, 513)
-    assert Limits.of(4000, 1 << 17, attention_ranks=1) == Limits(512, 4096)
-    assert Limits.of(64, 2048, attention_ranks=2, wanted=100) == Limits(32, 100)
-    assert Limits.of(64, 2048, attention_ranks=1, wanted=10) == Limits(64, 64)
+    assert Limits.from_server(64, 2048, attention_ranks=1) == Limits(64, 2048)
+    assert Limits.from_server(65, 2049, attention_ranks=4) == Limits(17, 513)
+    assert Limits.from_server(4000, 1 << 17, attention_ranks=1) == Limits(512, 4096)
+    assert Limits.from_server(64, 2048, attention_ranks=2, prefill_tokens=100) == Limits(32, 100)
+    assert Limits.from_server(64, 2048, attention_ranks=1, prefill_tokens=10) == Limits(64, 64)
 
 
 @pytest.mark.parametrize(("backend", "decode"), [("full", 32), ("breakable", 32), ("disabled", 64)])
@@ -254,7 +254,7 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
     layer = fused(dtype)
     check_experts(layer, form="block")
     as_weft = layer_of(layer)
-    mine, config = as_weft.take(), as_weft.config(shared=128)
+    mine, config = as_weft.local_expert_weights(), as_weft.config(shared=128)
     mine.check(config, 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert mine.gate_up.data_ptr() == layer.w13_weight.data_ptr()
     assert mine.down.data_ptr() == layer.w2_weight.data_ptr()
@@ -263,7 +263,7 @@ def test_weights_are_taken_without_a_copy(dtype: torch.dtype) -> None:
         assert mine.gate_up_scale is not None
         assert mine.gate_up_scale.data_ptr() == layer.w13_weight_scale_inv.data_ptr()
     assert (config.shared, config.routing.num_experts, config.routing.top_k) == (128, 8, 3)
-    assert (as_weft.mine(), as_weft.scale) == ((4, 5, 6, 7), 2.5)
+    assert (as_weft.local_expert_ids(), as_weft.scale) == ((4, 5, 6, 7), 2.5)
 
 
 def test_mxfp4_is_left_as_loaded_and_packed() -> None:
@@ -280,7 +280,7 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
     check_experts(layer, form="block")
     expected = dequantize_mxfp4(layer.w13_weight, layer.w13_weight_scale)
     as_weft = layer_of(layer)
-    mine = as_weft.take()
+    mine = as_weft.local_expert_weights()
     mine.check(as_weft.config(), 4, torch.device("cpu"), fp8=as_weft.fp8)
     assert mine.gate_up_scale is not None
     assert torch.equal(unpack_mxfp4(mine.gate_up, mine.gate_up_scale), expected)

@@ -18,7 +18,7 @@ from tests.plugins.sglang.test_elastic import replicated
 from tests.plugins.standins import CLOSE, Kept, far
 from weft.errors import SetupError
 from weft.launcher.launch import launch
-from weft.plugins.faults import PAUSE, Watch
+from weft.plugins.faults import SETTLE_SECONDS, Watch
 
 run = partial(launch, tolerate_deaths=True, timeout=3000.0)
 
@@ -125,7 +125,7 @@ def unrecovered(group: weft.Group) -> tuple[int, list[str], list[bool]]:
     group.recover()
     later = Watch(group, end=end, grace=0.0, recovers=True)
     group.barrier()
-    time.sleep(2 * PAUSE)
+    time.sleep(2 * SETTLE_SECONDS)
     alive = [each._thread.is_alive() for each in (patient, later)]
     for each in (patient, hasty, later):
         each.close()
@@ -148,7 +148,7 @@ def ended_soon(group: weft.Group) -> list[str]:
     group.barrier()
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    end = time.monotonic() + PAUSE
+    end = time.monotonic() + SETTLE_SECONDS
     while not kept.lines and time.monotonic() < end:
         time.sleep(0.01)
     lines = list(kept.lines)

@@ -114,7 +114,7 @@ def rounded_counts(group: weft.Group) -> int:
     importlib.import_module("sglang").STATE.counts = [5]
     from weft.plugins.sglang import engine
 
-    rows = engine._most()
+    rows = engine.max_tokens_over_ranks()
     leave()
     return rows
 
@@ -292,7 +292,7 @@ def bereaved(group: weft.Group, folder: str) -> None:
     ended: list[bool] = []
     end = lambda parent: lambda: ended.append(True)  # noqa: E731
     setattr(engine, "end_server", end)  # noqa: B010
-    faults.GRACE = 0.0
+    faults.GRACE_SECONDS = 0.0
     server, kept = Server(group, "glm4"), Kept()
     last, counts = group.size - 1, [2] * group.size
     server.step(tokens(2, group.rank), counts)

@@ -113,12 +113,14 @@ def test_limits() -> None:
     """The largest graph, or the largest batch without one, split over sequence-parallel ranks."""
     limits_of = engine.limits_of
     config = of_vllm("VllmConfig")()
-    assert limits_of(config, parallel(0, 2), wanted=None) == Limits(4, 32)
+    assert limits_of(config, parallel(0, 2), prefill_tokens=None) == Limits(4, 32)
     config.compilation_config.max_cudagraph_capture_size = 512
     config.scheduler_config.max_num_batched_tokens = 8192
-    assert limits_of(config, parallel(0, 2), wanted=None) == Limits(512, 4096)
-    assert limits_of(config, parallel(0, 4, dp_size=2, sp_size=2), wanted=None) == Limits(256, 4096)
-    assert limits_of(config, parallel(0, 2), wanted=1000) == Limits(512, 1000)
+    assert limits_of(config, parallel(0, 2), prefill_tokens=None) == Limits(512, 4096)
+    assert limits_of(config, parallel(0, 4, dp_size=2, sp_size=2), prefill_tokens=None) == Limits(
+        256, 4096
+    )
+    assert limits_of(config, parallel(0, 2), prefill_tokens=1000) == Limits(512, 1000)
 
 
 FLAGS: list[tuple[str, Any, str]] = [

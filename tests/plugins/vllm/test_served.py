@@ -211,7 +211,7 @@ def reloaded(group: weft.Group, form: str, redundant: int) -> dict[str, float]:
         errors[f"{turn}: {how}"] = far(worker.step(x, [6, 6]), alone(x, shift=shift))
     if form == "block":  # graphs hold the addresses
         engine: Any = sys.modules["weft.plugins.vllm.engine"]
-        for served in engine._blocks._served.values():
+        for served in engine._blocks._layers.values():
             for name, tensor in served.tensors.items():
                 assert getattr(served.layer.module, name).data_ptr() == tensor.data_ptr()
     leave()
@@ -352,7 +352,7 @@ def bereaved(group: weft.Group, path: str, form: str) -> None:
 
     ended: list[bool] = []
     engine.end_worker = lambda: ended.append(True)
-    faults.GRACE = 0.0
+    faults.GRACE_SECONDS = 0.0
     worker, kept = Worker(group, form, TIMEOUT="600"), Kept()
     worker.step(torch.zeros(2, HIDDEN), [2, 2])
     if group.rank == 1:

@@ -150,7 +150,7 @@ class TensorParallel:
         self.group.close()
 
 
-def loaded(result: object, runner: Any) -> None:
+def after_load_model(result: object, runner: Any) -> None:
     """After ModelRunner.load_model: allocate before SGLang measures free memory and captures."""
     global _live
     if not Settings.read("SGLANG").allreduce:
@@ -224,7 +224,7 @@ def sum_and_norm(
     return result.norm, result.residual
 
 
-def choose(
+def select_method(
     original: Callable[..., str | None],
     self: Any,
     input_: torch.Tensor,
@@ -237,7 +237,7 @@ def choose(
 
 
 def before_flashinfer(original: Callable[..., bool], self: Any, input_: torch.Tensor) -> bool:
-    """Around GroupCoordinator._can_use_flashinfer_allreduce, which 0.5.23 calls before `choose`."""
+    """Around GroupCoordinator._can_use_flashinfer_allreduce, which precedes `select_method`."""
     if _live is not None and _live.spans(self):
         return False
     return original(self, input_)
@@ -271,7 +271,7 @@ def skip_workspaces(
         original(max_token_num, hidden_dim, dtype, use_oneshot)
 
 
-def forwarded(result: object, runner: Any, *args: Any, **options: Any) -> None:
+def after_forward(result: object, runner: Any, *args: Any, **options: Any) -> None:
     """After ModelRunner.forward: raise if the group is broken."""
     if _live is not None:
         _live.check()
@@ -325,8 +325,8 @@ _STATE = SRT + "distributed.parallel_state."
 _NORMS = SRT + "layers.layernorm."
 _BOUNDARY = SRT + "layers.layer_boundary."
 HOOKS = (
-    Hook(RUNNER + "load_model", "self", function=loaded, kind="AFTER"),
-    Hook(RUNNER + "forward", FORWARD, function=forwarded, kind="AFTER"),
+    Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
+    Hook(RUNNER + "forward", FORWARD, function=after_forward, kind="AFTER"),
     Hook(
         SRT + "layers.communicator.apply_flashinfer_allreduce_fusion",
         {"0.5.17": "batch_size"},
@@ -350,7 +350,7 @@ HOOKS = (
     Hook(
         _STATE + "GroupCoordinator._resolve_outplace_all_reduce_method",
         "self, input_, should_use_pymscclpp_allreduce=",
-        function=choose,
+        function=select_method,
     ),
     Hook(
         _STATE + "GroupCoordinator._all_reduce_out_place",

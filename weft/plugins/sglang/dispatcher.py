@@ -38,18 +38,18 @@ class WholeBlock(BaseDispatcher):  # type: ignore[misc]  # SGLang is not type-ch
 class Exchanged(BaseDispatcher):  # type: ignore[misc]
     """Sends tokens by `weft.AllToAll`; SGLang's runner computes the experts between the two calls.
 
-    Before each pair of calls, the caller sets `most` to the largest token count over all ranks, at
-    most `all_to_all.max_tokens`.
+    Before each pair of calls, the caller sets `max_tokens` to the largest token count over all
+    ranks, at most `all_to_all.max_tokens`.
     """
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
         self.layer_id = layer_id
         self.all_to_all: AllToAll | None = None
-        self.most = 0
+        self.max_tokens = 0
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> StandardDispatchOutput:
-        """Return a view of the received rows, `[ranks * most, hidden]`.
+        """Return a view of the received rows, `[ranks * max_tokens, hidden]`.
 
         Expert ids are local, -1 for none; the runner skips those.
         """
@@ -62,7 +62,7 @@ class Exchanged(BaseDispatcher):  # type: ignore[misc]
             hidden_states.contiguous(),
             topk_output.topk_ids.contiguous(),
             topk_output.topk_weights.float().contiguous(),
-            rows=self.most,
+            rows=self.max_tokens,
         )
         x, ids, weights = (t.flatten(0, 1) for t in (received.x, received.ids, received.weights))
         # Ids and weights are interleaved in memory, and SGLang's kernels take no strides.
@@ -74,4 +74,4 @@ class Exchanged(BaseDispatcher):  # type: ignore[misc]
         """Return each token's sum over all ranks, `[tokens, hidden]`."""
         assert self.all_to_all is not None
         sums = combine_input.hidden_states
-        return self.all_to_all.combine(sums.view(-1, self.most, sums.shape[1]))
+        return self.all_to_all.combine(sums.view(-1, self.max_tokens, sums.shape[1]))

@@ -28,7 +28,7 @@ from weft.group import Group
 from weft.plugins.names import Known
 from weft.plugins.sglang.hooks import NAME, SRT, Hook
 
-TOGETHER = 60.0  # seconds within which all survivors must enter recovery
+RECOVERY_TIMEOUT = 60.0  # seconds within which all survivors must enter recovery
 # Errors that a rank may see when another one has died, in a layer or in a control message.
 LOST = (PeerDied, PeerLeft, PeerTimeout, RendezvousFailed)
 
@@ -73,7 +73,7 @@ def wrong_flags(server_args: Any) -> Iterator[str]:
 # Expert placement.
 
 
-def lacking(places: Any, dead: set[int]) -> list[tuple[int, int]]:
+def experts_without_replica(places: Any, dead: set[int]) -> list[tuple[int, int]]:
     """Return (layer, logical expert) of each expert without a living replica.
 
     `places` is SGLang's ExpertLocationMetadata.
@@ -99,7 +99,7 @@ def route_around(places: Any, dead: set[int], rank: int) -> None:
     Raises:
         SetupError: If an expert has no living replica. The tables are then unchanged.
     """
-    lost = lacking(places, dead)
+    lost = experts_without_replica(places, dead)
     if lost:
         listing = ", ".join(f"{expert} of layer {layer}" for layer, expert in lost[:8])
         raise SetupError(
@@ -184,7 +184,7 @@ class Survivors:
         None.
         """
         while True:
-            recovery = self.group.recover(timeout=TOGETHER)
+            recovery = self.group.recover(timeout=RECOVERY_TIMEOUT)
             newly_dead = set(recovery.dead) - self.dead
             if not newly_dead:
                 raise error
@@ -233,7 +233,7 @@ def follow(group: Group, runner: Any) -> None:
 
     places = get_global_expert_location_metadata()
     for rank in range(group.size) if group.rank == 0 else ():
-        lost = lacking(places, {rank})
+        lost = experts_without_replica(places, {rank})
         if lost:
             _log.warning(
                 "the server would not survive the death of rank %d: %d experts, the first of them "
@@ -297,7 +297,7 @@ def exchange_rows(
             rows[rank] = torch.tensor(row, dtype=rows.dtype)
 
 
-def planned(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def after_get_next_batch(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After Scheduler.get_next_batch_to_run: report dead ranks to the tokenizer at once.
 
     SGLang reports only after a batch, and an idle server runs none.
@@ -356,7 +356,7 @@ class Routes:
 _routes = Routes()
 
 
-def dispatched(original: Callable[..., None], manager: Any, obj: Any) -> None:
+def around_dispatch(original: Callable[..., None], manager: Any, obj: Any) -> None:
     """Around TokenizerManager._dispatch_to_scheduler, which sends everything to the ranks."""
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.utils import is_health_check_generate_req
@@ -392,13 +392,13 @@ HOOKS = (
     Hook(
         _MANAGERS + "scheduler.Scheduler.get_next_batch_to_run",
         {"0.5.23": "self, running_batch, last_batch"},
-        function=planned,
+        function=after_get_next_batch,
         kind="AFTER",
     ),
     Hook(
         _MANAGERS + "tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
         {"0.5.23": "self, obj"},
-        function=dispatched,
+        function=around_dispatch,
     ),
 )
 # Names that the hooks call and read.

@@ -18,7 +18,7 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder, SetupError
 from weft.group import Group
-from weft.plugins.blocks import MEETING, Blocks, Limits
+from weft.plugins.blocks import LOAD_TIMEOUT, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Known, Parameters
 from weft.plugins.settings import Settings
@@ -155,7 +155,9 @@ def agrees_on_counts(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return (on and has_dp_attention()) or original(*args, **kwargs)
 
 
-def count_of_none(original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any) -> Any:
+def noncontiguous_fallback(
+    original: Callable[..., Any], info: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around MLPSyncBatchInfo._get_fallback_tensor: return it in a non-contiguous layout.
 
     0.5.17 expands the tensor into the buffer of all ranks' counts. With one rank, expanding a
@@ -217,7 +219,7 @@ def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
     return original(method, layer)
 
 
-def loaded(result: Any, runner: Any) -> None:
+def after_load_model(result: Any, runner: Any) -> None:
     """After ModelRunner.load_model: build before SGLang measures free memory and captures."""
     global _blocks
     layers = _layers(runner.model)
@@ -243,7 +245,7 @@ def loaded(result: Any, runner: Any) -> None:
                 )
     with torch.inference_mode(False):  # inference tensors are read-only elsewhere
         if _blocks is None:
-            group = Group.from_torch(_processes(), device=device_of(runner), timeout=MEETING)
+            group = Group.from_torch(_processes(), device=device_of(runner), timeout=LOAD_TIMEOUT)
             if server_args.elastic_ep_backend is not None:
                 group.one_machine(
                     "--elastic-ep-backend weft", fix="leave it out, or start without --nnodes"
@@ -253,7 +255,9 @@ def loaded(result: Any, runner: Any) -> None:
             if server_args.elastic_ep_backend is None:
                 _blocks.watch = Watch(group, end=end)
             else:
-                _blocks.watch = Watch(group, end=end, grace=2 * elastic.TOGETHER, recovers=True)
+                _blocks.watch = Watch(
+                    group, end=end, grace=2 * elastic.RECOVERY_TIMEOUT, recovers=True
+                )
                 elastic.follow(group, runner)
         for layer, block in layers:
             if settings.form == "dispatcher":
@@ -266,7 +270,7 @@ def loaded(result: Any, runner: Any) -> None:
 
 
 def close() -> None:
-    """Free everything that `loaded` built. Local and idempotent; also done at process exit."""
+    """Free what `after_load_model` built. Local and idempotent; also done at process exit."""
     global _blocks
     elastic.leave()
     if _blocks is not None:
@@ -352,11 +356,11 @@ def _limits(server_args: Any, settings: Settings) -> Limits:
     sizes = [] if graphs.backend == Backend.DISABLED else [*(graphs.bs or []), graphs.max_bs or 0]
     batch = max(sizes, default=0) or DEFAULT_BATCH
     chunk = server_args.chunked_prefill_size or 0
-    return Limits.of(
+    return Limits.from_server(
         batch * (server_args.speculative_num_draft_tokens or 1),
         chunk if chunk > 0 else server_args.max_prefill_tokens,
         attention_ranks=get_parallel().attn_tp_size,
-        wanted=settings.prefill_tokens,
+        prefill_tokens=settings.prefill_tokens,
     )
 
 
@@ -398,12 +402,12 @@ def serve(
             f"layer {block.layer_id} runs before weft's hook after ModelRunner.load_model did"
         )
     x = hidden_states.view(-1, hidden_states.shape[-1])
-    topk, most = _route(block, x, forward_batch), _most()
+    topk, max_tokens = _route(block, x, forward_batch), max_tokens_over_ranks()
     with _blocks.logged():
         if isinstance(dispatcher, WholeBlock):
-            out = _blocks.run(block.experts, x, topk.topk_ids, topk.topk_weights, most)
+            out = _blocks.run(block.experts, x, topk.topk_ids, topk.topk_weights, max_tokens)
         else:
-            out = _run_experts(block, dispatcher, x, topk, most)
+            out = _run_experts(block, dispatcher, x, topk, max_tokens)
     return out.view(hidden_states.shape)
 
 
@@ -463,7 +467,7 @@ def _num_valid_tokens(forward_batch: Any) -> torch.Tensor | None:
     return num_tokens if enable_num_token_non_padded() else None
 
 
-def _most() -> int:
+def max_tokens_over_ranks() -> int:
     """Return the largest token count over all ranks in this layer (identical on every rank)."""
     from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
     from sglang.srt.runtime_context import get_parallel
@@ -478,12 +482,12 @@ def _most() -> int:
     return -(-max(counts) // ranks)
 
 
-def _run_experts(block: Any, dispatcher: Any, x: torch.Tensor, topk: Any, most: int) -> Any:
+def _run_experts(block: Any, dispatcher: Any, x: torch.Tensor, topk: Any, max_tokens: int) -> Any:
     """Run the experts with SGLang's runner, in as many rounds as the all-to-all needs."""
     out = torch.empty_like(x)
-    max_tokens = dispatcher.all_to_all.max_tokens
-    for start in range(0, most, max_tokens):  # the same number of rounds on every rank
-        part, dispatcher.most = slice(start, start + max_tokens), min(max_tokens, most - start)
+    step = dispatcher.all_to_all.max_tokens
+    for start in range(0, max_tokens, step):  # the same number of rounds on every rank
+        part, dispatcher.max_tokens = slice(start, start + step), min(step, max_tokens - start)
         chunk = topk._replace(topk_weights=topk.topk_weights[part], topk_ids=topk.topk_ids[part])
         out[part] = block.experts(x[part], chunk)
     shared = _shared_expert(block)
@@ -543,7 +547,7 @@ HOOKS = (
     Hook(
         SRT + "managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_fallback_tensor",
         {"0.5.17": "self, device, dtype="},
-        function=count_of_none,
+        function=noncontiguous_fallback,
     ),
     Hook(
         SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
@@ -566,7 +570,7 @@ HOOKS = (
         function=whole_shared_expert,
     ),
     *(Hook(name, parameters, function=serve) for name, parameters in FORWARDS.items()),
-    Hook(RUNNER + "load_model", "self", function=loaded, kind="AFTER"),
+    Hook(RUNNER + "load_model", "self", function=after_load_model, kind="AFTER"),
     Hook(RUNNER + "forward", FORWARD, function=forward),
     *elastic.HOOKS,
 )

@@ -43,7 +43,7 @@ def install(hooks: Iterable[Hook]) -> None:
     """Register the hooks with SGLang, which applies them once all plug-ins have registered."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in SGLANG.here(hooks):
+    for hook in SGLANG.entries_of_installed(hooks):
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
 
 
@@ -52,7 +52,9 @@ def check_applied(hooks: Iterable[Hook]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     patched = HookRegistry._patched
-    missing = [hook.target for hook in SGLANG.here(hooks) if hook.target not in patched]
+    missing = [
+        hook.target for hook in SGLANG.entries_of_installed(hooks) if hook.target not in patched
+    ]
     if missing:
         raise SetupError(
             f"SGLang did not apply weft's hooks on {', '.join(missing)}: its log says why, above"

@@ -18,7 +18,7 @@ from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.errors import OutOfOrder, SetupError
 from weft.group import Group
-from weft.plugins.blocks import MEETING, Blocks, Limits
+from weft.plugins.blocks import LOAD_TIMEOUT, Blocks, Limits
 from weft.plugins.faults import Watch
 from weft.plugins.names import Engine, Known
 from weft.plugins.settings import Settings
@@ -51,7 +51,7 @@ def check_vllm() -> bool:
 
 def derived() -> list[Any]:
     """Return the layer classes that models of the installed vLLM derive from its own."""
-    return [pkgutil.resolve_name(entry.target) for entry in VLLM.here(DERIVED)]
+    return [pkgutil.resolve_name(entry.target) for entry in VLLM.entries_of_installed(DERIVED)]
 
 
 def end_worker() -> None:
@@ -79,18 +79,18 @@ def check_layer(parallel: Any) -> str:
     return Settings.read("VLLM").form
 
 
-def limits_of(config: Any, parallel: Any, *, wanted: int | None) -> Limits:
+def limits_of(config: Any, parallel: Any, *, prefill_tokens: int | None) -> Limits:
     """Return the limits from vLLM's largest graph, or largest batch without graphs."""
     scheduler, graphs = config.scheduler_config, config.compilation_config
-    return Limits.of(
+    return Limits.from_server(
         graphs.max_cudagraph_capture_size or scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         attention_ranks=parallel.sp_size,
-        wanted=wanted,
+        prefill_tokens=prefill_tokens,
     )
 
 
-def served(experts: Any) -> Blocks:
+def get_blocks(experts: Any) -> Blocks:
     """Return the process's blocks, built at the first layer. Collective over EP ranks."""
     global _blocks
     if _blocks is None:
@@ -98,9 +98,11 @@ def served(experts: Any) -> Blocks:
         from vllm.distributed import get_ep_group
 
         settings, parallel = Settings.read("VLLM"), experts.moe_config.moe_parallel_config
-        limits = limits_of(get_current_vllm_config(), parallel, wanted=settings.prefill_tokens)
+        limits = limits_of(
+            get_current_vllm_config(), parallel, prefill_tokens=settings.prefill_tokens
+        )
         ranks, device = get_ep_group().cpu_group, device_of(experts)
-        group = Group.from_torch(ranks, device=device, timeout=MEETING).one_host(
+        group = Group.from_torch(ranks, device=device, timeout=LOAD_TIMEOUT).one_host(
             f"WEFT_VLLM={settings.form}",
             fix="keep expert-parallel ranks within one host, without --nnodes, or unset WEFT_VLLM",
         )
@@ -128,7 +130,7 @@ def load_block(experts: Any) -> None:
         return
     layer = layer_of(experts)
     check(layer, "block")
-    served(experts).add_block(layer)
+    get_blocks(experts).add_block(layer)
 
 
 @torch.inference_mode(False)
@@ -140,7 +142,7 @@ def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
     if fp8:
         scales = Payload((layer.hidden // FP8_BLOCK,), torch.float32)
         rows = (Payload((layer.hidden,), torch.float8_e4m3fn), scales)
-    return served(experts).exchange(layer, rows)
+    return get_blocks(experts).exchange(layer, rows)
 
 
 def travels_as_fp8(experts: Any, kernel: Any) -> bool:
@@ -173,7 +175,9 @@ def run_block(
         raise OutOfOrder(f"{experts.layer_name} runs before vLLM has loaded its weights")
     parallel = experts.moe_config.moe_parallel_config
     with _blocks.logged():
-        return _blocks.run(experts, x, unpadded(ids, parallel), weights, most(x, parallel))
+        return _blocks.run(
+            experts, x, mask_padding(ids, parallel), weights, max_tokens_over_ranks(x, parallel)
+        )
 
 
 def logged() -> contextlib.AbstractContextManager[None]:
@@ -181,7 +185,7 @@ def logged() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _blocks is None else _blocks.logged()
 
 
-def most(x: torch.Tensor, parallel: Any) -> int:
+def max_tokens_over_ranks(x: torch.Tensor, parallel: Any) -> int:
     """Return the largest token count over all ranks in this layer (identical on every rank)."""
     if parallel.ep_size == 1:
         return x.shape[0]
@@ -196,7 +200,7 @@ def most(x: torch.Tensor, parallel: Any) -> int:
     return int(max(metadata.get_chunk_sizes_across_dp_rank()))
 
 
-def unpadded(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
+def mask_padding(ids: torch.Tensor, parallel: Any) -> torch.Tensor:
     """Return ids with -1 in a graph's padding rows. Routers of vLLM 0.32 and newer do it."""
     if PADDED_BY_ROUTER or parallel.is_sequence_parallel:
         return ids

@@ -160,11 +160,13 @@ class Exchanged:
         exchange = self.moe_kernel.impl.prepare_finalize  # type: ignore[attr-defined]
         parallel = layer.moe_config.moe_parallel_config
         shared = (shared_experts, shared_experts_input)
-        topk_ids = engine.unpadded(topk_ids, parallel)
-        most, parts = engine.most(x, parallel), []
-        for start in range(0, most, exchange.max_tokens):  # the same number of rounds on every rank
+        topk_ids = engine.mask_padding(topk_ids, parallel)
+        max_tokens, parts = engine.max_tokens_over_ranks(x, parallel), []
+        for start in range(
+            0, max_tokens, exchange.max_tokens
+        ):  # the same number of rounds on every rank
             part = slice(start, start + exchange.max_tokens)
-            exchange.rows = min(exchange.max_tokens, most - start)
+            exchange.rows = min(exchange.max_tokens, max_tokens - start)
             chunk = (x[part], topk_weights[part], topk_ids[part])
             with engine.logged():
                 parts.append(super().apply(layer, *chunk, *shared))  # type: ignore[misc]
