@@ -271,7 +271,7 @@ def meeting(group: weft.Group) -> None:
 def test_three_ranks(ranks, body):
     ranks(RANKS, "threads")(body)
     assert not held()
-    assert not places._made
+    assert not places._shared_groups
 
 
 def test_ranks_hear_who_left_in_a_round(ranks):
@@ -308,13 +308,13 @@ def test_without_a_group_it_is_that_of_torch_distributed(ranks):
 def test_without_torch_distributed_and_a_group_there_are_no_ranks():
     with pytest.raises(InvalidArgument, match="torch.distributed is not initialised: call init_pr"):
         places.lease_group(0, 3)
-    assert not places._made
+    assert not places._shared_groups
 
 
 def test_one_rank_needs_no_group():
     with MoeAlltoAll(Mapping(0, 1), MAX, TOP_K, EXPERTS, hidden_size=HIDDEN) as a2a:
         assert a2a.group.size == 1
-    assert not places._made
+    assert not places._shared_groups
 
 
 CONSTRUCTORS: dict[Any, Callable[[], object]] = {
@@ -333,4 +333,4 @@ def test_a_constructor_that_fails_keeps_no_group(module, monkeypatch):
         monkeypatch.setattr(module, name, fail)
     with pytest.raises(MemoryError, match="no operator today"):
         CONSTRUCTORS[module]()
-    assert not places._made
+    assert not places._shared_groups

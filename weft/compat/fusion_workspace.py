@@ -110,7 +110,7 @@ class AllReduceFusionWorkspace:
             raise OutOfOrder("this workspace was destroyed; make a new one")
         return self._reduces[self._first]
 
-    def serving(self, rows: torch.Tensor) -> AllReduce:
+    def operator_for(self, rows: torch.Tensor) -> AllReduce:
         """Return the all-reduce for rows of this size and dtype; collective if new.
 
         Unsupported rows get the first all-reduce, whose checks raise.
@@ -160,7 +160,7 @@ class AllReduceFusionWorkspace:
         flags(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
-        return "oneshot" if tokens <= self.serving(rows).config.direct else "auto"
+        return "oneshot" if tokens <= self.operator_for(rows).config.direct else "auto"
 
     def run(
         self,
@@ -173,7 +173,7 @@ class AllReduceFusionWorkspace:
         """Call `weft.AllReduce.fused`; `names` are its arguments' names in error messages."""
         try:
             rows = prologue.rows if x is None and prologue is not None else x
-            reduce = self.open() if rows is None else self.serving(rows)
+            reduce = self.open() if rows is None else self.operator_for(rows)
             return reduce.fused(x, prologue=prologue, backend=backend, **kwargs)
         except UsageError as error:
             raise renamed(error, names) from error

@@ -16,7 +16,7 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import flags, instance, integer, one_of, seconds
 from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row
-from weft.compat.ranks import EpMapping, lease_group, place
+from weft.compat.ranks import EpMapping, lease_group, rank_and_size
 from weft.compat.refusals import (
     BACKEND,
     MASK_WORDS,
@@ -123,7 +123,7 @@ class MoeAlltoAll:
         )
         timeout = seconds("timeout", timeout)
         first_timeout = seconds("first_timeout", first_timeout)
-        rank, size = place(mapping)
+        rank, size = rank_and_size(mapping)
         if hidden_size is not None:
             hidden_size = integer("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts

@@ -44,10 +44,10 @@ class _SharedGroup:
     users: set[object] = field(default_factory=set)
 
 
-_made: dict[tuple[Any, ...], _SharedGroup] = {}
+_shared_groups: dict[tuple[Any, ...], _SharedGroup] = {}
 
 
-def place(mapping: EpMapping) -> tuple[int, int]:
+def rank_and_size(mapping: EpMapping) -> tuple[int, int]:
     """Return a mapping's (rank, size). Raises InvalidArgument naming a missing attribute."""
     for name in ("moe_ep_rank", "moe_ep_size"):
         if not hasattr(mapping, name):
@@ -81,9 +81,9 @@ def lease_group(
     if caller_group is not None and not isinstance(caller_group, dist.ProcessGroup):
         refuse("group", caller_group, "a weft.Group, which weft.launch makes, or a process group")
     key = (caller_group, rank, size, *ranks)
-    if key not in _made:
-        _made[key] = _SharedGroup(_create_group(rank, size, caller_group, comm))
-    shared, user = _made[key], object()
+    if key not in _shared_groups:
+        _shared_groups[key] = _SharedGroup(_create_group(rank, size, caller_group, comm))
+    shared, user = _shared_groups[key], object()
     shared.users.add(user)
 
     def release() -> None:
@@ -91,7 +91,7 @@ def lease_group(
         if user in shared.users:
             shared.users.remove(user)
             if not shared.users:
-                del _made[key]
+                del _shared_groups[key]
                 shared.group.close()
 
     return shared.group, release
