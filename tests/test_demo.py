@@ -69,7 +69,7 @@ def test_the_command_ends_as_the_verdict_says(weft_command, monkeypatch):
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_command_names_what_joins_its_hosts(weft_command, monkeypatch, apart):
     monkeypatch.setattr(demo, "run", lambda ranks, device, hosts: _verdict())
-    monkeypatch.setattr(demo, "allowed", lambda: apart)
+    monkeypatch.setattr(demo, "can_create", lambda: apart)
     code, out, err = weft_command("demo", "--ranks", "2", "--device", "cpu", "--hosts", "2")
     assert (code, err) == (0, "")
     text = ("its loopback", "a network namespace each, joined by veth")[apart]
@@ -83,8 +83,8 @@ def test_sentences_are_written_as_transformers_writes_them():
         tokenizer, [each.prompt for each in ASKED[:3]], demo.load_model()
     )
     for step in range(demo.NEW_TOKENS + 2):
-        if step == demo_kill.WRITTEN:
-            sentences.back_to(step - 2)
+        if step == demo_kill.KILL_AFTER_TOKENS:
+            sentences.truncate(step - 2)
         sentences.written.append(sentences.step())
     assert sentences.texts() == [" " + each.answer + "\n" for each in ASKED[:3]]
 
@@ -97,14 +97,14 @@ def test_survivors_write_on_and_answer_for_the_dead(victim):
     assert outcome.texts == outcome.alone.texts == [" " + each.answer + "\n" for each in ASKED[:9]]
     for survivor in outcome.living:
         assert survivor.dead == (victim,)
-        assert demo_kill.WRITTEN - 1 <= survivor.stopped <= demo.NEW_TOKENS
+        assert demo_kill.KILL_AFTER_TOKENS - 1 <= survivor.kept_tokens <= demo.NEW_TOKENS
         assert 0 < survivor.recovery < survivor.pause
 
 
 def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
     texts = [" " + each.answer for each in ASKED[:3]]
-    begun = texts[0][:5]
-    found = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, begun, (1,), 0.02, 0.1)
+    prefix = texts[0][:5]
+    found = demo_kill.Survivor(dict(enumerate(texts)), 9, 4, prefix, (1,), 0.02, 0.1)
     outcome = demo_kill.Outcome(ASKED[:3], _answers(texts), [found, None])
     monkeypatch.setattr(demo_kill, "run", lambda ranks, device, victim: outcome)
     kill = ("demo", "--ranks", "2", "--device", "cpu", "--kill")
@@ -127,11 +127,11 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(InvalidArgument, match=r"transformers is 5\.22\.1; the demo needs 5\.23"):
-        demo.checked(2, "cpu")
+        demo.validate_ranks(2, "cpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     text = r"needs transformers.*\[transformers\]'"
     with pytest.raises(InvalidArgument, match=text):
-        demo.checked(2, "cpu")
+        demo.validate_ranks(2, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_what_is_missing_is_named(monkeypatch):
 def test_ranks_of_gpus(monkeypatch, gpus, found):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert demo.checked(None, "auto") == found
+    assert demo.validate_ranks(None, "auto") == found
     if gpus < 4:
         with pytest.raises(InvalidArgument, match=f"--device cuda supports at most {gpus}"):
-            demo.checked(4, "cuda")
+            demo.validate_ranks(4, "cuda")
 
 
 def test_a_number_is_right_at_the_end_alone():

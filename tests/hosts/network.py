@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter, ip
+from weft.cli.namespaces import ADDRESS, Namespaces, can_create, enter, ip
 from weft.launcher.processes import fork_server
 
 PORT = 29571
@@ -38,7 +38,7 @@ class Network:
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
-        self.namespaces = Namespaces(hosts) if allowed() else None
+        self.namespaces = Namespaces(hosts) if can_create() else None
         self._jobs: list[Job] = []
 
     def __enter__(self) -> Network:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from weft.cli.namespaces import Namespaces, allowed, ip
+from weft.cli.namespaces import Namespaces, can_create, ip
 
 MAKES = """
 import os, signal
@@ -20,7 +20,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.skipif(not allowed(), reason="no network namespaces here")
+@pytest.mark.skipif(not can_create(), reason="no network namespaces here")
 def test_those_of_a_killed_process_go_with_the_next_one() -> None:
     killed = subprocess.run([sys.executable, "-c", MAKES], capture_output=True, text=True)
     left = f"weft-{int(killed.stdout)}-"

@@ -136,7 +136,7 @@ def demo(
     from weft.cli import demo_kill
     from weft.cli.options import wide_console
 
-    count, device = cli_demo.checked(ranks, device)
+    count, device = cli_demo.validate_ranks(ranks, device)
     cli_demo.check_hosts(hosts, count, kill=kill is not None)
     console = wide_console()
     spread = f" of {hosts} hosts" if hosts > 1 else ""

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.arguments import integer
-from weft.cli.namespaces import ADDRESS, Namespaces, allowed, enter
+from weft.cli.namespaces import ADDRESS, Namespaces, can_create, enter
 from weft.cli.options import chosen_device
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
@@ -84,7 +84,7 @@ class Verdict:
     Rank r of n answers questions r, r + n, r + 2n and so on.
     """
 
-    asked: list[Question]
+    questions: list[Question]
     alone: Answers
     ranks: list[Answers]
 
@@ -92,7 +92,7 @@ class Verdict:
     def texts(self) -> list[str]:
         """The ranks' texts in the order of the questions."""
         size = len(self.ranks)
-        return [self.ranks[i % size].texts[i // size] for i in range(len(self.asked))]
+        return [self.ranks[i % size].texts[i // size] for i in range(len(self.questions))]
 
     @property
     def equal(self) -> int:
@@ -100,7 +100,7 @@ class Verdict:
         return sum(a == b for a, b in zip(self.texts, self.alone.texts, strict=True))
 
 
-def checked(ranks: int | None, device: str) -> tuple[int, str]:
+def validate_ranks(ranks: int | None, device: str) -> tuple[int, str]:
     """Validate the number of ranks (None: 4, or fewer GPUs), and the device; return both.
 
     "auto" selects GPUs only if there are several. Raises InvalidArgument for an unsupported number
@@ -148,7 +148,7 @@ def uses_namespaces(hosts: int, device: str) -> bool:
 
     GPUs of one machine communicate without the network.
     """
-    return hosts > 1 and device == "cpu" and allowed()
+    return hosts > 1 and device == "cpu" and can_create()
 
 
 def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) -> Verdict:
@@ -157,23 +157,23 @@ def run(ranks: int, device: str, questions: int = QUESTIONS, *, hosts: int = 1) 
     `hosts` is the number of hosts that ranks are split into; between hosts, rows are sent by
     torch.distributed.
     """
-    asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
+    selected = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
     with Namespaces(hosts) if uses_namespaces(hosts, device) else nullcontext() as network:
         names = [] if network is None else [network.of(host) for host in range(hosts)]
         if names:  # torch logs a warning for every connection to an address without a name
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        parts = launch(rank_body, asked, hosts, names, ranks=ranks, device=device, timeout=3600)
-    return Verdict(asked, answer_alone(asked, device), parts)
+        parts = launch(rank_body, selected, hosts, names, ranks=ranks, device=device, timeout=3600)
+    return Verdict(selected, answer_alone(selected, device), parts)
 
 
-def answer_alone(asked: list[Question], device: str) -> Answers:
+def answer_alone(questions: list[Question], device: str) -> Answers:
     """Answer all questions in this process."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # leave cores to other processes
-    return _answers(load_model().to(device), asked)
+    return _answers(load_model().to(device), questions)
 
 
 def rank_body(
-    group: Group, asked: list[Question], hosts: int = 1, names: Sequence[str] = ()
+    group: Group, questions: list[Question], hosts: int = 1, names: Sequence[str] = ()
 ) -> Answers:
     """Load this rank's share of the model, and answer its part of the questions.
 
@@ -207,7 +207,7 @@ def rank_body(
     plugin.register(timeout=LATE)
     config = DistributedConfig(fsdp_size=group.size, ep_size=group.size, ep_implementation="weft")
     try:
-        return _answers(load_model(distributed_config=config), asked, group)
+        return _answers(load_model(distributed_config=config), questions, group)
     finally:
         plugin.close()
         if names:
@@ -224,12 +224,12 @@ def load_model(**options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, **options).eval()
 
 
-def _answers(model: Any, asked: list[Question], group: Group | None = None) -> Answers:
+def _answers(model: Any, questions: list[Question], group: Group | None = None) -> Answers:
     """Answer this rank's part of the questions greedily, or all of them. Collective on ranks."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
-    part = asked if group is None else asked[group.rank :: group.size]
+    part = questions if group is None else questions[group.rank :: group.size]
 
     def generate(questions: list[Question], most: int = NEW_TOKENS) -> list[list[int]]:
         prompts = [each.prompt for each in questions]
@@ -260,10 +260,10 @@ def _answers(model: Any, asked: list[Question], group: Group | None = None) -> A
 def show(console: Console, verdict: Verdict) -> bool:
     """Print answers and a comparison of the texts; return whether all are identical."""
     write = partial(console.print, highlight=False)
-    count, ranks = len(verdict.asked), len(verdict.ranks)
+    count, ranks = len(verdict.questions), len(verdict.ranks)
     write("Each rank answers a question with experts of all ranks; weft sends the tokens:\n")
     for rank, each in enumerate(verdict.ranks):
-        question, text = verdict.asked[rank].question, each.texts[0].strip()
+        question, text = verdict.questions[rank].question, each.texts[0].strip()
         write(Text.assemble((f"rank {rank}  ", "dim"), f"{question}  ", (text, "bold")))
     write(f"\n{count} questions that were not in the training data:")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -273,7 +273,7 @@ def show(console: Console, verdict: Verdict) -> bool:
         ("one process", [verdict.alone], verdict.alone.texts, ""),
         (f"weft, {ranks} ranks", verdict.ranks, verdict.texts, f"{verdict.equal} of {count}"),
     ):
-        right = sum(q.is_right(text) for q, text in zip(verdict.asked, texts, strict=True))
+        right = sum(q.is_right(text) for q, text in zip(verdict.questions, texts, strict=True))
         seconds = max(each.seconds for each in parts)
         rate = sum(each.tokens for each in parts) / seconds
         table.add_row(name, f"{right} of {count}", f"{rate:.0f}", f"{seconds:.1f}", equal)

@@ -41,7 +41,7 @@ from weft.group import Group
 from weft.launcher import launch
 from weft.moe import ExpertWeights, MoEConfig, balance
 
-WRITTEN = 10  # number of tokens after which the victim is killed
+KILL_AFTER_TOKENS = 10  # number of tokens after which the victim is killed
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class Survivor:
     Attributes:
         texts: Texts by question number.
         tokens: Number of generated tokens.
-        stopped: Tokens per sentence that were kept by the recovery.
-        begun: The first sentence's text at that point.
+        kept_tokens: Tokens per sentence that were kept by the recovery.
+        prefix: The first sentence's text at that point.
         dead: Dead ranks.
         recovery: Seconds of `group.recover`.
         pause: Seconds between two tokens across the recovery.
@@ -60,8 +60,8 @@ class Survivor:
 
     texts: dict[int, str] = field(default_factory=dict)
     tokens: int = 0
-    stopped: int = 0
-    begun: str = ""
+    kept_tokens: int = 0
+    prefix: str = ""
     dead: tuple[int, ...] = ()
     recovery: float = 0.0
     pause: float = 0.0
@@ -71,7 +71,7 @@ class Survivor:
 class Outcome:
     """Result of the demo. `ranks` has None for the dead rank."""
 
-    asked: list[Question]
+    questions: list[Question]
     alone: Answers
     ranks: Sequence[Survivor | None]
 
@@ -84,7 +84,7 @@ class Outcome:
     def texts(self) -> list[str | None]:
         """The survivors' texts in the order of the questions."""
         texts = {number: text for each in self.living for number, text in each.texts.items()}
-        return [texts.get(number) for number in range(len(self.asked))]
+        return [texts.get(number) for number in range(len(self.questions))]
 
     @property
     def equal(self) -> int:
@@ -94,18 +94,18 @@ class Outcome:
 
 def run(ranks: int, device: str, victim: int, questions: int = QUESTIONS) -> Outcome:
     """Answer on ranks, of which `victim` is killed, then in this process."""
-    asked = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
+    selected = read_questions(CHECKPOINT / "questions.jsonl")[:questions]
     parts = launch(
-        rank_body, asked, victim, ranks=ranks, device=device, timeout=3600, tolerate_deaths=True
+        rank_body, selected, victim, ranks=ranks, device=device, timeout=3600, tolerate_deaths=True
     )
-    return Outcome(asked, answer_alone(asked, device), parts)
+    return Outcome(selected, answer_alone(selected, device), parts)
 
 
-def rank_body(group: Group, asked: list[Question], victim: int) -> Survivor:
+def rank_body(group: Group, questions: list[Question], victim: int) -> Survivor:
     """Answer this rank's part of the questions, then its share of a dead rank's part."""
-    writer = Writer(group, asked, victim)
+    writer = Writer(group, questions, victim)
     try:
-        numbers = range(len(asked))
+        numbers = range(len(questions))
         writer.write([numbers[rank :: group.size] for rank in range(group.size)])
         if writer.result.dead:
             unanswered = [i for rank in writer.result.dead for i in numbers[rank :: group.size]]
@@ -122,16 +122,16 @@ def rank_body(group: Group, asked: list[Question], victim: int) -> Survivor:
 class Writer:
     """A rank's model with layers on weft, which generates batches in step with other ranks."""
 
-    def __init__(self, group: Group, asked: list[Question], victim: int) -> None:
+    def __init__(self, group: Group, questions: list[Question], victim: int) -> None:
         from transformers import AutoTokenizer
 
         self.group, self.victim, self.result = group, victim, Survivor()
         self._tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
-        self._prompts = [each.prompt for each in asked]
+        self._prompts = [each.prompt for each in questions]
         self._lengths = [len(ids) for ids in self._tokenizer(self._prompts)["input_ids"]]
         self._model = load_model().to(group.device)
         config = MoEConfig.from_hf(self._model.config)
-        longest = max(self._lengths) * -(-len(asked) // group.size)
+        longest = max(self._lengths) * -(-len(questions) // group.size)
         experts = config.routing.num_experts
         replicas = balance([1] * experts, group.size, replicas=experts)
         self._layers: list[weft.MoE] = []
@@ -173,9 +173,9 @@ class Writer:
         broken_at: float | None = None
         while len(sentences.written) < NEW_TOKENS:
             self.rows = max(map(len, batches)) if sentences.written else widest
-            if self.group.rank == self.victim and len(sentences.written) == WRITTEN:
+            if self.group.rank == self.victim and len(sentences.written) == KILL_AFTER_TOKENS:
                 # Kill at a random time within the next tokens, not at a convenient place.
-                delay = random.uniform(0.0, 2 * (time.perf_counter() - before) / WRITTEN)
+                delay = random.uniform(0.0, 2 * (time.perf_counter() - before) / KILL_AFTER_TOKENS)
                 threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
             try:
                 step = sentences.step()
@@ -198,12 +198,12 @@ class Writer:
         recovery = self.group.recover()
         finished = min(recovery.finished.values()) // len(self._layers)
         # A rank may be one step ahead of another, so all return to what all have completed.
-        sentences.back_to(finished - self._offset)
+        sentences.truncate(finished - self._offset)
         self._offset = -len(sentences.written)
         self.result.dead = tuple(sorted({*self.result.dead, *recovery.dead}))
         self.result.recovery = max(self.result.recovery, recovery.seconds)
-        self.result.stopped = len(sentences.written)
-        self.result.begun = sentences.texts()[0] if sentences.written else ""
+        self.result.kept_tokens = len(sentences.written)
+        self.result.prefix = sentences.texts()[0] if sentences.written else ""
 
 
 class _Sentences:
@@ -217,7 +217,7 @@ class _Sentences:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # 5.23
         self.written: list[torch.Tensor] = []
-        self.back_to(0)
+        self.truncate(0)
 
     def step(self) -> torch.Tensor:
         """Return the next token of each sentence."""
@@ -236,7 +236,7 @@ class _Sentences:
             next_ids: torch.Tensor = logits[:, -1].argmax(-1)
             return next_ids
 
-    def back_to(self, step: int) -> None:
+    def truncate(self, step: int) -> None:
         """Drop the tokens of this step and later ones."""
         from transformers import DynamicCache
 
@@ -279,33 +279,33 @@ def _weights(experts: Any, device: torch.device, local: tuple[int, ...]) -> Expe
 def show(console: Console, outcome: Outcome, victim: int) -> bool:
     """Print a recovered sentence, times and a comparison of the texts; return if all agree."""
     write = partial(console.print, highlight=False)
-    count, living = len(outcome.asked), outcome.living
+    count, living = len(outcome.questions), outcome.living
     as_planned = outcome.ranks[victim] is None and all(each.dead == (victim,) for each in living)
     if as_planned:
         rank, first = next((r, each) for r, each in enumerate(outcome.ranks) if each is not None)
         number = min(first.texts)
-        begun, rest = first.begun, first.texts[number].removeprefix(first.begun)
+        prefix, rest = first.prefix, first.texts[number].removeprefix(first.prefix)
         write(
             Text.assemble(
                 (f"rank {rank}  ", "dim"),
-                f"{outcome.asked[number].question} ",
-                (begun.strip(), "bold"),
+                f"{outcome.questions[number].question} ",
+                (prefix.strip(), "bold"),
                 (f" [rank {victim} is killed] ", "red"),
                 (rest.rstrip(), "bold"),
             )
         )
         recovery, pause = (max(getattr(e, n) for e in living) for n in ("recovery", "pause"))
         write(
-            f"\nRank {victim} was killed after token {first.stopped} of each sentence. The others "
-            f"recovered in {recovery * 1e3:.0f} ms,\nwrote the next token {pause * 1e3:.0f} ms "
-            "after the one before, and answered its questions, too."
+            f"\nRank {victim} was killed after token {first.kept_tokens} of each sentence. The "
+            f"others recovered in {recovery * 1e3:.0f} ms,\nwrote the next token "
+            f"{pause * 1e3:.0f} ms after the one before, and answered its questions, too."
         )
     else:
         dead = sorted({rank for each in living for rank in each.dead})
         write(f"\nRank {victim} was to be killed, but these died: {dead}")
     right = sum(
         text is not None and q.is_right(text)
-        for q, text in zip(outcome.asked, outcome.texts, strict=True)
+        for q, text in zip(outcome.questions, outcome.texts, strict=True)
     )
     write(f"{right} of {count} answers are right, {outcome.equal} texts are those of one process.")
     identical = as_planned and outcome.equal == count

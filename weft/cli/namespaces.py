@@ -20,7 +20,7 @@ def ip(*words: str) -> str:
 
 
 @functools.cache
-def allowed() -> bool:
+def can_create() -> bool:
     """Whether this process may create network namespaces and links between them."""
     name = f"weft-{os.getpid()}-try"
     try:
