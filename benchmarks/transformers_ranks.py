@@ -24,7 +24,7 @@ import torch
 
 import weft
 import weft.plugins.transformers
-from weft.bench.harness import settle
+from weft.bench.harness import synchronize_ranks
 
 SIZES = {
     "vocab_size": 512,
@@ -95,13 +95,13 @@ def times(group: weft.Group, model: Any, ids: torch.Tensor) -> Iterator[float]:
     model(ids[:, :8])
     for steps in (0, STEPS):
         cache = model(ids, use_cache=True).past_key_values if steps else None
-        settle(group)
+        synchronize_ranks(group)
         start = time.perf_counter()
         if not steps:
             model(ids, use_cache=True)
         for _ in range(steps):
             cache = model(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-        settle(group)
+        synchronize_ranks(group)
         yield time.perf_counter() - start
 
 

@@ -14,7 +14,7 @@ import weft
 from tests import rounds
 from tests.operators import KINDS, Kind, Operator
 from weft.bench import harness
-from weft.bench.harness import settle
+from weft.bench.harness import synchronize_ranks
 from weft.grouping.operator import ExpertGroups
 
 SEND = "send"  # results that ExpertGroups send, beside the kinds of tests/operators.py
@@ -28,9 +28,9 @@ def captured(
     """Return what repeats `body`: the replay of a graph on a GPU, the body on a CPU. Collective."""
     if warm_up:
         body()
-        settle(group)
+        synchronize_ranks(group)
     replay = body if group.device.type == "cpu" else harness.capture(body).replay
-    settle(group)
+    synchronize_ranks(group)
     return replay
 
 

@@ -25,11 +25,11 @@ from weft.bench.layer import (
     LayerTrial,
     Load,
     count,
+    dequantize_weights,
     draw,
     load_of,
     stack,
     weight_bytes,
-    wide,
 )
 from weft.bench.limits import allreduce_floor_us, layer_floor_us
 from weft.bench.lowlatency import LowCase, LowTrial
@@ -492,9 +492,14 @@ def test_weights_read_back_by_their_scales():
     assert fp8.down_scale.shape == (1, 256 // 128, 128 // 128)
     # Half a unit of e4m3, or of its smallest numbers; and of bf16.
     allowed = torch.maximum(numbers.abs() / 16, fp8.down_scale.max() * 2**-10) * 1.1
-    assert bool(((wide(fp8.down, fp8.down_scale) - numbers).abs() <= allowed).all())
+    assert bool(((dequantize_weights(fp8.down, fp8.down_scale) - numbers).abs() <= allowed).all())
     # A quarter of the largest number of 32 lies between two that are stored, or above all.
-    error = (wide(four.down, four.down_scale) - numbers).view(256, -1, 32).abs().amax(dim=-1)
+    error = (
+        (dequantize_weights(four.down, four.down_scale) - numbers)
+        .view(256, -1, 32)
+        .abs()
+        .amax(dim=-1)
+    )
     assert bool((error <= numbers.view(256, -1, 32).abs().amax(dim=-1) / 4 + 0.01).all())
 
 

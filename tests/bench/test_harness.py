@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.bench.harness import CALLS, WARM_UP, Calls, measure, poison, unlike_row
+from weft.bench.harness import CALLS, WARM_UP, Calls, first_row_difference, measure, poison
 from weft.cli.bench import parse_sizes
 from weft.errors import InvalidArgument
 
@@ -137,15 +137,15 @@ def test_on_cpu():
 def test_a_row_that_differs_is_said_with_both_values():
     want = torch.arange(24, dtype=torch.bfloat16).view(3, 8)
     got = want.t().contiguous().t()  # other strides
-    assert unlike_row("sum", 1, got, want) is None
+    assert first_row_difference("sum", 1, got, want) is None
     got[2, 5] = 7
-    assert unlike_row("sum", 1, got, want) == (
+    assert first_row_difference("sum", 1, got, want) == (
         "rank 1: sum of token 2 of 3 is [7.0] in columns [5], but the reference is [21.0]"
     )
     poisoned = want.clone()
     poison(poisoned)
     assert bool(poisoned.isnan().all())
-    assert "nan" in str(unlike_row("sum", 0, poisoned, want))
+    assert "nan" in str(first_row_difference("sum", 0, poisoned, want))
 
 
 def test_parse_sizes():

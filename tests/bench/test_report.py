@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from tests.bench.test_cases import MOE, ON_8
+from weft.bench.baselines import BaselineRun
 from weft.bench.harness import Measured, Report
 from weft.bench.moe import MoECase
 from weft.bench.plot import plot
 from weft.bench.report import Spread, as_json, print_report, rows_of, write_json
-from weft.bench.rivals import RivalRun
 from weft.bench.routing import make_ids
 from weft.errors import InvalidArgument
 
@@ -25,9 +25,11 @@ H200 = replace(
     MOE, **ON_8, tokens=(8, 128), hidden=7168, top_k=8, experts=256, routing="perfect",
     model="deepseek-v3",
 )  # fmt: skip
-RIVALS = [
-    RivalRun("Loom", "0.8", "measured", "by hand", {128: {"pair": [[50.0, 50.0]] * 7 + [[52.0]]}}),
-    RivalRun("DeepEP v1", "", "not installed"),
+BASELINES = [
+    BaselineRun(
+        "Loom", "0.8", "measured", "by hand", {128: {"pair": [[50.0, 50.0]] * 7 + [[52.0]]}}
+    ),
+    BaselineRun("DeepEP v1", "", "not installed"),
 ]
 
 
@@ -58,7 +60,7 @@ def test_spread_is_of_the_slowest_rank():
 def test_rows_know_floor_and_other_libraries():
     for gpu in ("", "NVIDIA B200"):
         assert all(row.floor is row.ratio is None for row in rows_of(_report(H200, gpu)))
-    rows = rows_of(_report(H200, "NVIDIA H200"), RIVALS)
+    rows = rows_of(_report(H200, "NVIDIA H200"), BASELINES)
     phases = [(row.tokens, row.phase) for row in rows[:3]]
     assert phases == [(8, "dispatch"), (8, "combine"), (8, "pair")]
     pair = rows[5]
@@ -89,7 +91,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     case = replace(H200, quantize="fp8")
     report = replace(_report(case, "NVIDIA H200"), refused=["onesided, 9 tokens: too odd"])
     text = io.StringIO()
-    print_report(Console(file=text, width=180), report, RIVALS)
+    print_report(Console(file=text, width=180), report, BASELINES)
     shown = " ".join(text.getvalue().split())
     for piece in (
         *("deepseek-v3", "8x NVIDIA H200", "x floor", "340 GB/s", "Loom 0.8", "52.0"),
@@ -101,7 +103,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     ):
         assert piece in shown, piece
     path = tmp_path / "deep" / "all.json"
-    write_json(path, as_json(report, RIVALS))
+    write_json(path, as_json(report, BASELINES))
     data = json.loads(path.read_text())
     assert data["settings"]["hidden"] == 7168
     assert len(data["results"]) == 2
@@ -110,7 +112,7 @@ def test_table_json_and_picture(tmp_path, capsys):
     assert [run["status"] for run in data["peers"]] == ["measured", "not installed"]
     write_json(Path("-"), {"a": 1})
     assert json.loads(capsys.readouterr().out) == {"a": 1}
-    rows = rows_of(report, RIVALS)
+    rows = rows_of(report, BASELINES)
     picture = tmp_path / "pair.svg"
     plot(picture, rows, case.title(), report.machine)
     for piece in ("weft, onesided", "Loom 0.8", "floor"):

@@ -21,7 +21,7 @@ from tests.hosts.test_lowlatency import WAYS, combined, sent
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.rounds import Round, bits
 from weft import reference
-from weft.bench.harness import capture, settle
+from weft.bench.harness import capture, synchronize_ranks
 from weft.errors import GroupError, RankFailed
 
 pytestmark = pytest.mark.gpu(2)  # NCCL needs a GPU for each rank
@@ -73,7 +73,7 @@ def replayed(group: weft.Group) -> None:
             a2a.combine(y, out=out)
 
         call()
-        settle(group)
+        synchronize_ranks(group)
         graph = capture(call)
         for seed in range(20):
             for mine, new in zip((x, ids, weights), case.next(seed=seed).of(group.rank, x.device)):  # noqa: B905

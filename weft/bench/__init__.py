@@ -4,5 +4,5 @@
 harness: cases and trials; checks over poisoned memory, timing, CUDA graphs.
 moe, lowlatency, allreduce, layer: one operator each, with sizes, inputs, checks, bytes and floor.
 routing: expert ids of tokens.  limits: what the hardware allows.  machine: where a run happened.
-rivals: other libraries in the same run.  report, plot, trace: tables, JSON, pictures, timelines.
+baselines: other libraries in the same run.  report, plot, trace: tables, JSON, pictures, timelines.
 """

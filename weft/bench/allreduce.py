@@ -26,8 +26,8 @@ from weft.bench.harness import (
     RowsCase,
     Trial,
     Trials,
-    settle,
-    unlike_row,
+    first_row_difference,
+    synchronize_ranks,
 )
 from weft.bench.limits import ONE_WAY_FIXED_US, TWO_WAY_FIXED_US, allreduce_floor_us, link_rate
 from weft.errors import InvalidArgument, UsageError
@@ -205,7 +205,7 @@ class ReduceTrial(Trial):
         result = self.reduce.fused(self.rows.x, **self.arguments, backend=backend)
         self._written = outputs_of(result)
         self.outputs = list(self._written.values())
-        settle(self.group)
+        synchronize_ranks(self.group)
 
     def calls(self) -> Calls:
         """Return a call that writes into static outputs."""
@@ -216,9 +216,9 @@ class ReduceTrial(Trial):
         return Calls({"call": functools.partial(self.reduce.fused, self.rows.x, **arguments)})
 
     def compare(self) -> str | None:
-        settle(self.group)
+        synchronize_ranks(self.group)
         problems = (
-            unlike_row(name, self.group.rank, self._written[name], want)
+            first_row_difference(name, self.group.rank, self._written[name], want)
             for name, want in self._expected.items()
             if name in self._written
         )

@@ -108,7 +108,7 @@ class Trial:
         """Overwrite the outputs, so that stale results are detected."""
         for output in self.outputs:
             poison(output)
-        settle(self.group)
+        synchronize_ranks(self.group)
 
     def compare(self) -> str | None:
         """Return a difference between the outputs and the reference, or None."""
@@ -290,7 +290,7 @@ def gpu_names(group: Group) -> list[str]:
     return [gpu for gpu in group.all_gather(name) if gpu]
 
 
-def settle(group: Group) -> None:
+def synchronize_ranks(group: Group) -> None:
     """Synchronize this rank's device, then all ranks."""
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
@@ -305,7 +305,7 @@ def poison(tensor: torch.Tensor) -> None:
         tensor.fill_(-1)
 
 
-def unlike_row(name: str, rank: int, got: torch.Tensor, want: torch.Tensor) -> str | None:
+def first_row_difference(name: str, rank: int, got: torch.Tensor, want: torch.Tensor) -> str | None:
     """Return the first token whose row differs in a byte, with both values, or None.
 
     `got` and `want` are `[tokens, columns]` of one dtype.

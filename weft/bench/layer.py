@@ -13,7 +13,16 @@ from typing import Any, ClassVar
 import torch
 
 from weft import reference
-from weft.bench.harness import TIMEOUT, Calls, Case, Measured, Refused, Trial, Trials, settle
+from weft.bench.harness import (
+    TIMEOUT,
+    Calls,
+    Case,
+    Measured,
+    Refused,
+    Trial,
+    Trials,
+    synchronize_ranks,
+)
 from weft.bench.limits import HBM_READ_TB_PER_S, layer_floor_us, link_rate
 from weft.bench.moe import row_bytes
 from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
@@ -246,8 +255,8 @@ class LayerInputs:
                 sent,
                 torch.where(ids == expert, 0, -1),
                 weights,
-                wide(stored.gate_up, stored.gate_up_scale),
-                wide(stored.down, stored.down_scale),
+                dequantize_weights(stored.gate_up, stored.gate_up_scale),
+                dequantize_weights(stored.down, stored.down_scale),
                 gate_up_bias=stored.gate_up_bias,
                 down_bias=stored.down_bias,
                 gating=reference.clamped_swiglu if clamped else reference.swiglu,
@@ -272,7 +281,7 @@ class LayerTrial(Trial):
         return Calls({"call": call}, graph=self.layer.gemm != "torch")
 
     def compare(self) -> str | None:
-        settle(self.group)
+        synchronize_ranks(self.group)
         self.layer.check()
         rank, out = f"rank {self.group.rank}", self.inputs.out
         if not bool(out.isfinite().all()):
@@ -412,7 +421,7 @@ def draw(case: LayerCase, expert: int, device: torch.device) -> ExpertWeights:
     return weights.to_fp8() if case.dtype == "fp8" else weights.to_mxfp4()
 
 
-def wide(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def dequantize_weights(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Return the values of stored weights, float32 `[experts, rows, columns]`."""
     if scale is None:
         return stored.float()

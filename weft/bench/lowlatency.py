@@ -13,7 +13,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from weft.bench.harness import TIMEOUT, Calls, Trial, Trials, poison, settle, unlike_row
+from weft.bench.harness import (
+    TIMEOUT,
+    Calls,
+    Trial,
+    Trials,
+    first_row_difference,
+    poison,
+    synchronize_ranks,
+)
 from weft.bench.routing import PairCase, choice_rows, make_ids, token_rows
 from weft.group import Group
 from weft.lowlatency import reference as low
@@ -149,13 +157,13 @@ class LowTrial(Trial):
         received = self._dispatch()
         problem = self._compare_rows(received)
         self.y.copy_(self._dequantize(received))
-        settle(self.group)  # the comparison takes longer than a peer waits in combine
+        synchronize_ranks(self.group)  # the comparison takes longer than a peer waits in combine
         self._combine()
         result = self.compare()  # collective, so it also runs after a problem
         return problem or result
 
     def compare(self) -> str | None:
-        settle(self.group)
+        synchronize_ranks(self.group)
         rows, scales = self._quantize_own()
         rows = (rows if scales is None else dequantize(rows, scales)).to(self.x.dtype)
         expected = low.combine(
@@ -166,7 +174,7 @@ class LowTrial(Trial):
             reduce=self.case.reduce,
             combine_dtype=self.case.combine_dtype,
         )
-        return unlike_row("sum", self.group.rank, self.out, expected)
+        return first_row_difference("sum", self.group.rank, self.out, expected)
 
     def facts(self) -> dict[str, Any]:
         """Return the bytes that the routing moves."""
@@ -184,7 +192,7 @@ class LowTrial(Trial):
             group_size=GROUP_SIZE,
             scale=self.case.scale,
         )
-        settle(self.group)
+        synchronize_ranks(self.group)
         rank = f"rank {self.group.rank}"
         if not torch.equal(received.counts, expected.counts):
             return f"{rank}: counts are {received.counts.tolist()}, not {expected.counts.tolist()}"

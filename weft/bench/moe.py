@@ -20,7 +20,16 @@ from weft import reference
 from weft.alltoall.config import AllToAllConfig, Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
-from weft.bench.harness import TIMEOUT, Calls, Measured, Trial, Trials, poison, settle, unlike_row
+from weft.bench.harness import (
+    TIMEOUT,
+    Calls,
+    Measured,
+    Trial,
+    Trials,
+    first_row_difference,
+    poison,
+    synchronize_ranks,
+)
 from weft.bench.routing import PairCase, make_ids
 from weft.errors import InvalidArgument
 from weft.group import Group
@@ -201,12 +210,14 @@ class MoETrial(Trial):
 
     def check(self) -> str | None:
         """Run a round on poisoned memory, and return a difference from the reference, or None."""
-        settle(self.group)
+        synchronize_ranks(self.group)
         received = self._dispatch()
         # Pushed rows are written into their owners' inboxes; this round leaves poison there.
         poison(self.exchange.output())
         self._combine()
-        settle(self.group)  # no rank writes inboxes from here on: poison the received rows
+        synchronize_ranks(
+            self.group
+        )  # no rank writes inboxes from here on: poison the received rows
         for plane in received.payloads:
             poison(plane)
         self.poison()
@@ -219,14 +230,14 @@ class MoETrial(Trial):
             Received((rows,), ids, weights, received.counts), self.case.out_dtype
         )
         self.exchange.output()[:, : self.tokens].copy_(answers)
-        settle(self.group)  # the comparison takes longer than a peer waits in combine
+        synchronize_ranks(self.group)  # the comparison takes longer than a peer waits in combine
         self._combine()
         result = self.compare()  # collective, so it also runs after a problem
         return problem or result
 
     def compare(self) -> str | None:
-        settle(self.group)
-        return unlike_row("combined row", self.group.rank, self.out, self._expected)
+        synchronize_ranks(self.group)
+        return first_row_difference("combined row", self.group.rank, self.out, self._expected)
 
     def facts(self) -> dict[str, Any]:
         """Return the bytes that the routing moves."""
@@ -277,7 +288,7 @@ class MoETrial(Trial):
         for name, have, want in pairs:
             for source in range(self.group.size):
                 what = f"{name} from rank {source}"
-                if problem := unlike_row(what, rank, have[source], want[source]):
+                if problem := first_row_difference(what, rank, have[source], want[source]):
                     return problem
         return None
 

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from weft import __version__
+from weft.bench.baselines import MEASURED, BaselineRun
 from weft.bench.harness import Measured, Report
 from weft.bench.limits import why_no_floor
 from weft.bench.machine import machine_line
-from weft.bench.rivals import MEASURED, RivalRun
 from weft.errors import InvalidArgument
 
 STDOUT = Path("-")
@@ -74,13 +74,13 @@ class Row:
     more: dict[str, float | str] = field(default_factory=dict)
 
 
-def rows_of(report: Report, rivals: Sequence[RivalRun] = ()) -> list[Row]:
+def rows_of(report: Report, baselines: Sequence[BaselineRun] = ()) -> list[Row]:
     """Return a row per phase of each measurement, by size."""
     results = sorted(report.measured, key=lambda each: each.tokens)
-    return [_row(report, each, phase, rivals) for each in results for phase in each.samples_us]
+    return [_row(report, each, phase, baselines) for each in results for phase in each.samples_us]
 
 
-def _row(report: Report, measured: Measured, phase: str, rivals: Sequence[RivalRun]) -> Row:
+def _row(report: Report, measured: Measured, phase: str, baselines: Sequence[BaselineRun]) -> Row:
     case, us = report.case, Spread.of(measured.samples_us[phase])
     logical, moved = case.bytes_of(measured, phase)
     unit = us.median * 1e3  # bytes / unit are GB/s
@@ -90,16 +90,16 @@ def _row(report: Report, measured: Measured, phase: str, rivals: Sequence[RivalR
     floor = case.floor_us(measured, report.machine["gpus"])
     others = {
         run.library: Spread.of(run.samples_us[measured.tokens][phase]).median
-        for run in rivals
+        for run in baselines
         if measured.tokens in run.samples_us
     }
     ratio = None if floor is None else us.median / floor
     return replace(row, floor=floor, ratio=ratio, baselines=others, more=case.columns(measured))
 
 
-def print_report(console: Console, report: Report, rivals: Sequence[RivalRun] = ()) -> None:
+def print_report(console: Console, report: Report, baselines: Sequence[BaselineRun] = ()) -> None:
     """Print the table of a run, and how it was measured."""
-    rows, case = rows_of(report, rivals), report.case
+    rows, case = rows_of(report, baselines), report.case
     console.print(Text.assemble((f"weft bench {case.operator}  ", "bold"), case.title()))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     cells = [_cells(row) for row in rows]
@@ -115,7 +115,7 @@ def print_report(console: Console, report: Report, rivals: Sequence[RivalRun] = 
         values = (texts.get(name, "") for name in names)
         table.add_row(*values, style="bold" if last else "", end_section=last)
     console.print(table)
-    console.print(Text("\n".join(_caption(report, rows, rivals)), style="dim"))
+    console.print(Text("\n".join(_caption(report, rows, baselines)), style="dim"))
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -132,7 +132,7 @@ def _cells(row: Row) -> dict[str, str]:
     return cells | {name: us_text(value) for name, value in row.baselines.items()}
 
 
-def _caption(report: Report, rows: Sequence[Row], rivals: Sequence[RivalRun]) -> list[str]:
+def _caption(report: Report, rows: Sequence[Row], baselines: Sequence[BaselineRun]) -> list[str]:
     case = report.case
     lines = [
         machine_line(report.machine),
@@ -147,7 +147,7 @@ def _caption(report: Report, rows: Sequence[Row], rivals: Sequence[RivalRun]) ->
     lines += [text for text in (why_no_floor(report.machine["gpus"]),) if text]
     lines += case.notes(report.measured)
     lines += [f"Refused: {text}" for text in report.refused]
-    for run in rivals:
+    for run in baselines:
         how = f" in this run, {run.method}; checked within a tolerance"
         lines.append(f"{run.library}: {run.status}{how if run.status == MEASURED else ''}.")
     return lines
@@ -158,7 +158,7 @@ def us_text(value: float) -> str:
     return f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
 
 
-def as_json(report: Report, rivals: Sequence[RivalRun] = ()) -> dict[str, Any]:
+def as_json(report: Report, baselines: Sequence[BaselineRun] = ()) -> dict[str, Any]:
     """Return settings, machine, every sample and the table as JSON values."""
     return {
         "weft": __version__,
@@ -169,8 +169,8 @@ def as_json(report: Report, rivals: Sequence[RivalRun] = ()) -> dict[str, Any]:
         "results": [asdict(measured) for measured in report.measured],
         "refused": report.refused,
         "problem": report.problem,
-        "peers": [asdict(run) for run in rivals],
-        "rows": [asdict(row) for row in rows_of(report, rivals)],
+        "peers": [asdict(run) for run in baselines],
+        "rows": [asdict(row) for row in rows_of(report, baselines)],
     }
 
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from weft.bench import allreduce, layer, lowlatency, moe, rivals
+from weft.bench import allreduce, baselines, layer, lowlatency, moe
 from weft.bench.harness import DTYPES, Case, run
 from weft.bench.plot import matplotlib_pyplot, plot
 from weft.bench.report import STDOUT, as_json, print_report, rows_of, write_json
@@ -87,7 +87,7 @@ def bench_moe(
     """Time dispatch and combine of an MoE layer, after checking every byte."""
     args = locals()
     options = _select(args, "routing", "payload", "combine", "quantize")
-    _run(moe.MoECase(**_pair_options(args), **options), args, rivals.PAIRS if peers else ())
+    _run(moe.MoECase(**_pair_options(args), **options), args, baselines.PAIRS if peers else ())
 
 
 @bench.command("lowlatency")
@@ -146,7 +146,7 @@ def bench_allreduce(
     args = locals()
     options = _select(args, "hidden", "dtype", "epilogue")
     case = allreduce.ReduceCase(**_case_options(args), **options, backends=words(backend))
-    _run(case, args, rivals.REDUCES if peers else ())
+    _run(case, args, baselines.REDUCES if peers else ())
 
 
 @bench.command("layer")
@@ -234,7 +234,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def _run(case: Case, args: dict[str, Any], libraries: Sequence[rivals.Rival] = ()) -> None:
+def _run(case: Case, args: dict[str, Any], libraries: Sequence[baselines.Baseline] = ()) -> None:
     """Run a case, and print and write its report. Samples are written first, so none are lost."""
     json, picture, timeline = args["json"], args["plot"], args.get("trace")
     _check_outputs(json, picture, timeline)
@@ -242,7 +242,7 @@ def _run(case: Case, args: dict[str, Any], libraries: Sequence[rivals.Rival] = (
     _exit_on(report.problem)
     if json and json != STDOUT:
         write_json(json, as_json(report))
-    runs = rivals.measure_rivals(case, libraries)
+    runs = baselines.measure_baselines(case, libraries)
     if json and (runs or json == STDOUT):
         write_json(json, as_json(report, runs))
     print_report(wide_console(stderr=json == STDOUT), report, runs)

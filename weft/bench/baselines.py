@@ -38,7 +38,7 @@ from weft.bench.harness import (
     first_problem,
     measure,
     on_ranks,
-    settle,
+    synchronize_ranks,
 )
 from weft.bench.moe import MoECase, make_inputs, rows_of
 from weft.errors import RankFailed, WeftError
@@ -56,7 +56,7 @@ FEW = 512  # maximum tokens per rank of DeepEP's queues and of one-shot all-redu
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class Baseline:
     """A library that may be installed. It is sent to processes, so functions must be module-level.
 
     Attributes:
@@ -84,7 +84,7 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
-class RivalRun:
+class BaselineRun:
     """Result of one library.
 
     Attributes:
@@ -104,41 +104,41 @@ class RivalRun:
         return f"{self.name} {self.version}".strip()
 
 
-def measure_rivals(case: Case, rivals: Sequence[Rival]) -> list[RivalRun]:
+def measure_baselines(case: Case, baselines: Sequence[Baseline]) -> list[BaselineRun]:
     """Measure the libraries that are installed and support this case; failures are a status."""
-    return [_attempt(rival, case) for rival in rivals]
+    return [_attempt(baseline, case) for baseline in baselines]
 
 
-def _attempt(rival: Rival, case: Case) -> RivalRun:
-    if importlib.util.find_spec(rival.module) is None:
-        return RivalRun(rival.name, "", ABSENT)
+def _attempt(baseline: Baseline, case: Case) -> BaselineRun:
+    if importlib.util.find_spec(baseline.module) is None:
+        return BaselineRun(baseline.name, "", ABSENT)
     try:
-        version = importlib.metadata.version(rival.distribution)
+        version = importlib.metadata.version(baseline.distribution)
     except importlib.metadata.PackageNotFoundError:
         version = "(unknown version)"
     comparable = case.comparable()
     if comparable is None:
-        return RivalRun(rival.name, version, "has no equivalent")
-    reason = rival.refuses(comparable)
-    if reason is None and not rival.sizes(comparable):
+        return BaselineRun(baseline.name, version, "has no equivalent")
+    reason = baseline.refuses(comparable)
+    if reason is None and not baseline.sizes(comparable):
         reason = "supports none of these sizes"
     if reason is not None:
-        return RivalRun(rival.name, version, reason)
+        return BaselineRun(baseline.name, version, reason)
     try:
-        result = on_ranks(comparable, rival_body, rival, seconds=LIMIT_SECONDS)[0]
+        result = on_ranks(comparable, baseline_body, baseline, seconds=LIMIT_SECONDS)[0]
     except WeftError as error:
         cause = error.__cause__ if isinstance(error, RankFailed) else None
         reason = f"failed: {type(cause or error).__name__}: {cause or error}"
-        return RivalRun(rival.name, version, reason[:300])
-    return RivalRun(rival.name, version, **result)
+        return BaselineRun(baseline.name, version, reason[:300])
+    return BaselineRun(baseline.name, version, **result)
 
 
-def rival_body(group: Group, case: Case, rival: Rival) -> dict[str, Any]:
+def baseline_body(group: Group, case: Case, baseline: Baseline) -> dict[str, Any]:
     """Measure one library on one rank; all ranks return the same."""
     os.environ.update(NO_MULTICAST)
-    sizes = rival.sizes(case)
+    sizes = baseline.sizes(case)
     library = group.together(
-        lambda: rival.make(group, case, max(sizes)), doing=f"making {rival.name}"
+        lambda: baseline.make(group, case, max(sizes)), doing=f"making {baseline.name}"
     )
     result: dict[str, Any] = {"status": MEASURED, "method": "", "samples_us": {}}
     for tokens in sizes:
@@ -347,7 +347,7 @@ class Reduces:
         call = self.call(rows)
 
         def check() -> str | None:
-            settle(self.group)
+            synchronize_ranks(self.group)
             got = call()
             arguments = arguments_of(self.case, rows)
             expected = reference.allreduce_fused([each.x for each in all_rows], **arguments)
@@ -487,16 +487,16 @@ def reduce_refuses(
 _TORCH, _FLASHINFER = ("torch", "torch"), ("flashinfer", "flashinfer-python")
 _EVEN = partial(reduce_refuses, ranks=(2, 4, 8))  # rank counts of FlashInfer's kernels
 PAIRS = (
-    Rival("torch all-gather", *_TORCH, Collective, accepts_all),
-    Rival("FlashInfer", *_FLASHINFER, FlashInfer, flashinfer_refuses),
-    Rival("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=FEW),
+    Baseline("torch all-gather", *_TORCH, Collective, accepts_all),
+    Baseline("FlashInfer", *_FLASHINFER, FlashInfer, flashinfer_refuses),
+    Baseline("DeepEP v1", "deep_ep", "deep_ep", DeepEP, deepep_refuses, most=FEW),
 )
 REDUCES = (
-    Rival(
+    Baseline(
         "torch all_reduce", *_TORCH, TorchReduce, partial(reduce_refuses, devices=("cuda", "cpu"))
     ),
     *(
-        Rival(f"{name} {shots}-shot", *package, partial(kind, one_shot=one), refuses, *limits)
+        Baseline(f"{name} {shots}-shot", *package, partial(kind, one_shot=one), refuses, *limits)
         for name, package, kind, refuses, least in (
             ("torch symm_mem", _TORCH, SymmetricReduce, reduce_refuses, 1),
             ("FlashInfer trtllm", _FLASHINFER, FlashInferReduce, _EVEN, 9),  # tokens > ranks

@@ -23,15 +23,15 @@ from tests.bench.test_cases import MOE, REDUCE
 from tests.compat.calls import Backend
 from weft import reference
 from weft.bench.allreduce import make_rows
-from weft.bench.rivals import (
+from weft.bench.baselines import (
     PAIRS,
     REDUCES,
+    Baseline,
     FlashInferReduce,
     Pairs,
-    Rival,
     SymmetricReduce,
-    measure_rivals,
-    rival_body,
+    baseline_body,
+    measure_baselines,
 )
 from weft.compat.deep_ep import Buffer
 from weft.compat.flashinfer import MoeAlltoAll
@@ -65,7 +65,7 @@ class _Library(Pairs):
         return out
 
 
-LOOM = Rival("Loom", "loom", "loom-python", _Library, lambda case: None, least=2, most=4)
+LOOM = Baseline("Loom", "loom", "loom-python", _Library, lambda case: None, least=2, most=4)
 
 
 @pytest.fixture
@@ -80,14 +80,14 @@ def installed(threads):
 
 
 def test_a_library_is_checked_before_it_is_timed(installed):
-    (found,) = measure_rivals(SIZES, [LOOM])
+    (found,) = measure_baselines(SIZES, [LOOM])
     assert (found.library, found.status) == ("Loom 2.1", "measured")
     assert list(found.samples_us) == [3], "of its sizes"
     assert [len(rank) for rank in found.samples_us[3]["pair"]] == [2, 2]
     assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "nobody may use multicast"
     for spoil in (1.0, float("nan")):
         installed.setattr(_Library, "spoil", spoil)
-        (found,) = measure_rivals(SIZES, [LOOM])
+        (found,) = measure_baselines(SIZES, [LOOM])
         assert found.status.startswith("check failed, 3 tokens: rank 1: the largest error is")
         assert found.samples_us == {}
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_measured_is_a_status(installed):
         return "too few"
 
     def status(case, **changes):
-        (found,) = measure_rivals(case, [replace(LOOM, **changes)])
+        (found,) = measure_baselines(case, [replace(LOOM, **changes)])
         return found.status
 
     assert "no such GPU" in status(SIZES, make=no_gpu)
@@ -147,15 +147,15 @@ def test_they_can_be_sent_to_processes():
     ]
 
 
-def torch_rivals(group: weft.Group) -> list[dict[str, Any]]:
+def torch_baselines(group: weft.Group) -> list[dict[str, Any]]:
     gathers = [(replace(SIZES, payload=payload), "torch all-gather") for payload in ("bf16", "fp8")]
     sums = [(replace(REDUCE, epilogue=each), "torch all_reduce") for each in ("none", "norm")]
-    return [rival_body(group, case, NAMED[name]) for case, name in (*gathers, *sums)]
+    return [baseline_body(group, case, NAMED[name]) for case, name in (*gathers, *sums)]
 
 
 @pytest.mark.slow
 def test_torchs_own_collectives_are_measured(ranks):
-    for found in ranks(2, "cpu")(torch_rivals):
+    for found in ranks(2, "cpu")(torch_baselines):
         assert [each["status"] for each in found] == ["measured"] * 4
         assert [list(each["samples_us"]) for each in found] == [[3, 5], [3, 5], [1, 5], [1, 5]]
 
@@ -191,7 +191,7 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("name", ["FlashInfer", "DeepEP v1"])
 def test_adapters(ranks, stand_ins, name, payload):
     settings = replace(SIZES, payload=payload)
-    first, second = ranks(2, "threads")(rival_body, settings, NAMED[name])
+    first, second = ranks(2, "threads")(baseline_body, settings, NAMED[name])
     assert first == second
     assert first["status"] == "measured"
     assert list(first["samples_us"]) == [3, 5]
@@ -206,7 +206,7 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
         return out
 
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
-    for found in ranks(2, "threads")(rival_body, SIZES, NAMED["FlashInfer"]):
+    for found in ranks(2, "threads")(baseline_body, SIZES, NAMED["FlashInfer"]):
         assert found["status"].startswith("check failed, 3 tokens: rank 0: the largest error is")
 
 
