@@ -33,16 +33,16 @@ class Variant:
     Attributes:
         flags: Additional flags, for vLLM as NAME=VALUE.
         environment: Additional variables; empty for stock.
-        says: Text that the log must contain once the server is up.
-        does: Text that the log must contain after answers.
+        startup_text: Text that the log must contain once the server is up.
+        answer_text: Text that the log must contain after answers.
     """
 
     name: str
     what: str
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    says: str = ""
-    does: str = ""
+    startup_text: str = ""
+    answer_text: str = ""
 
 
 def by_name(*variants: Variant) -> dict[str, Variant]:
@@ -101,7 +101,7 @@ class Job:
         """Return the log of a command."""
         return OUT / f"{self.what}-{name}.log"
 
-    def heard(self, name: str, text: str) -> bool:
+    def check_log(self, name: str, text: str) -> bool:
         """Whether a log contains `text`; if not, the command fails."""
         log = self.log(name)
         if text in log.read_text(errors="replace"):
@@ -157,7 +157,7 @@ def of_command(job: Job) -> Job:
     return job
 
 
-def chosen(names: list[str], known: Mapping[str, Variant]) -> list[Variant]:
+def select_variants(names: list[str], known: Mapping[str, Variant]) -> list[Variant]:
     """Return the variants with these names, or exit."""
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"no variant {', '.join(unknown)}; there are {', '.join(known)}")
@@ -259,7 +259,7 @@ def in_servers(
             up = answers(job, process, hosts[0].address, wait)
             if not up:
                 job.fail(f"{name}: it did not start; end of {log.name}:\n{tail(log)}")
-            elif job.heard(name, variant.says):
+            elif job.check_log(name, variant.startup_text):
                 print(f"{name}: up after {time.monotonic() - start:.0f} s", flush=True)
                 measure(variant, name, hosts[0].address)
             if up and outlives and process.poll() is not None:
@@ -320,7 +320,7 @@ def run(
     return code == 0
 
 
-def opened(address: str, path: str, body: dict[str, Any], timeout: float) -> Any:
+def open_request(address: str, path: str, body: dict[str, Any], timeout: float) -> Any:
     """Send a request, and return the open response."""
     head = {"Content-Type": "application/json"}
     request = urllib.request.Request(address + path, json.dumps(body).encode(), head)
@@ -329,7 +329,7 @@ def opened(address: str, path: str, body: dict[str, Any], timeout: float) -> Any
 
 def post(address: str, path: str, body: dict[str, Any], timeout: float = 300.0) -> Any:
     """Send a request, and return its JSON or text."""
-    with opened(address, path, body, timeout) as answer:
+    with open_request(address, path, body, timeout) as answer:
         text = answer.read().decode()
     try:
         return json.loads(text)

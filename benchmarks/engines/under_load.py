@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job import Begin, Job, Variant, in_servers, opened
+from job import Begin, Job, Variant, in_servers, open_request
 
 from weft.bench.machine import ask_nvidia_smi
 
@@ -48,7 +48,7 @@ class Api:
 
     def ranks(self) -> dict[str, int]:
         """Return title -> process id of the ranks of this command's servers."""
-        return named(self.title)
+        return rank_processes(self.title)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Clients:
         ids = [rng.randrange(3, 259) for _ in range(rng.randrange(4, 300))]
         path, body = self.api.about(ids, tokens)
         lines: list[dict[str, Any]] = []
-        with opened(self.address, path, body, 120.0) as answer:
+        with open_request(self.address, path, body, 120.0) as answer:
             for seen, line in enumerate(answer):
                 if drop and seen > tokens:  # half of the lines are empty
                     return
@@ -132,7 +132,7 @@ def in_each(
     in_servers(job, variants, begin, measure, needs=needs, outlives=outlives)
 
 
-def named(title: str) -> dict[str, int]:
+def rank_processes(title: str) -> dict[str, int]:
     """Return title -> process id of this command's servers, which have their own session."""
     processes = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -160,7 +160,7 @@ def listens(address: str) -> bool:
         return True
 
 
-def held(process: int) -> dict[str, float]:
+def process_resources(process: int) -> dict[str, float]:
     """Return a process's own memory in MiB, open files and threads."""
     folder = Path(f"/proc/{process}")
     words = (line.split() for line in (folder / "status").read_text().splitlines())
@@ -180,7 +180,9 @@ def gpu_mib() -> list[int]:
 
 def look(since: float, clients: Clients) -> dict[str, Any]:
     """Return the state of all ranks."""
-    ranks = {name: held(process) for name, process in sorted(clients.api.ranks().items())}
+    ranks = {
+        name: process_resources(process) for name, process in sorted(clients.api.ranks().items())
+    }
     return {
         "seconds": round(time.monotonic() - since, 1),
         "asked": clients.asked,
@@ -201,12 +203,12 @@ def load(job: Job, clients: Clients, seconds: float, threads: int) -> dict[str, 
     for text in clients.wrong[:3]:
         job.fail(f"{len(clients.wrong)} requests failed: {text}")
     warm = next(one for one in seen if one["seconds"] >= WARM * seconds)
-    for text in grown(warm["ranks"], seen[-1]["ranks"]):
+    for text in resource_growth(warm["ranks"], seen[-1]["ranks"]):
         job.fail(text)
     return {"asked": clients.asked, "dropped": clients.dropped, "warm": warm, "end": seen[-1]}
 
 
-def grown(warm: dict[str, Any], end: dict[str, Any]) -> list[str]:
+def resource_growth(warm: dict[str, Any], end: dict[str, Any]) -> list[str]:
     """Return how ranks' resources grew since the warm-up."""
     problems = []
     for name, before in warm.items():

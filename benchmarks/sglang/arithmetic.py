@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from job import OUT, Job, Variant, chosen, in_servers, post
+from job import OUT, Job, Variant, in_servers, post, select_variants
 from questions import Questions, add_arguments, in_each_size
 from server import arguments, begin, of_trained
 from variants import SUMS, VARIANTS
@@ -86,14 +86,16 @@ def main() -> int:
     def ask(job: Job, cases: list[Variant]) -> None:
         def measure(variant: Variant, name: str, address: str) -> None:
             answers = texts(address, questions.prompts, args.together, adapted=args.adapter)
-            job.heard(name, variant.does)
+            job.check_log(name, variant.answer_text)
             questions.record(job, variant, name, answers, right=False)
 
         if job.gpus == 1:  # one rank neither moves experts nor reduces
-            cases = [each for each in cases if not (each.does or args.sums and each.says)]
+            cases = [
+                each for each in cases if not (each.answer_text or args.sums and each.startup_text)
+            ]
         in_servers(job, cases, begin, measure, needs=40, suffix=f"-{job.gpus}")
 
-    variants = chosen(args.variants, SUMS if args.sums else VARIANTS)
+    variants = select_variants(args.variants, SUMS if args.sums else VARIANTS)
     return in_each_size(args, variants, new_job, ask, alone=args.cpu and not args.sums)
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from job import OUT, Job, Variant, chosen, in_servers, post
+from job import OUT, Job, Variant, in_servers, post, select_variants
 from server import arguments, begin, of_data_parallel
 from trace_kernels import kernels, summed
 from variants import VARIANTS
@@ -81,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     job = of_data_parallel(args, args.requests, graphs="deepseek" not in args.model)
     each = functools.partial(measure, job, args)
-    in_servers(job, chosen(args.variants, VARIANTS), begin, each)
+    in_servers(job, select_variants(args.variants, VARIANTS), begin, each)
     return job.done()
 
 

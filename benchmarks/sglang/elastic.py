@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arithmetic import GREEDY, texts
-from job import Variant, chosen, in_servers, post
+from job import Variant, in_servers, post, select_variants
 from load import API
 from server import arguments, begin, of_trained
 from variants import ELASTIC, VARIANTS
@@ -143,9 +143,9 @@ def main() -> int:
         lines = job.log(name).read_text(errors="replace").splitlines()
         print("\n".join(line for line in lines if "ranks continue after" in line), flush=True)
         for kill in args.kill:
-            job.heard(name, f"rank {kill} has died; ")
+            job.check_log(name, f"rank {kill} has died; ")
 
-    in_servers(job, chosen(args.variants, ELASTIC), begin, measure)
+    in_servers(job, select_variants(args.variants, ELASTIC), begin, measure)
     return job.done()
 
 

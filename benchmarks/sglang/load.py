@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import under_load
-from job import chosen
+from job import select_variants
 from server import arguments, begin, of_trained
 from variants import VARIANTS
 
@@ -34,7 +34,7 @@ def main() -> int:
     under_load.add_arguments(parser)
     args = parser.parse_args()
     job = of_trained(args, args.gpus)
-    under_load.in_each(job, args, chosen(args.variants, VARIANTS), begin, API)
+    under_load.in_each(job, args, select_variants(args.variants, VARIANTS), begin, API)
     return job.done()
 
 

@@ -16,7 +16,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from job import OUT, Job, Variant, chosen, in_servers, last_line, run
+from job import OUT, Job, Variant, in_servers, last_line, run, select_variants
 from server import arguments, begin, of_data_parallel
 from variants import VARIANTS
 
@@ -105,7 +105,7 @@ def main() -> int:
     args = parser.parse_args()
     job = of_data_parallel(args, max(args.requests), graphs=what == "decode")
     each = functools.partial(measure, job, args)
-    in_servers(job, chosen(args.variants, VARIANTS), begin, each)
+    in_servers(job, select_variants(args.variants, VARIANTS), begin, each)
     return job.done()
 
 

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from job import OUT, Job, Variant, begin_command, chosen, in_turn, run, tail
+from job import OUT, Job, Variant, begin_command, in_turn, run, select_variants, tail
 from server import NO_PREFILL_GRAPHS, arguments, environment, job_of
 from variants import SUMS
 
@@ -48,9 +48,9 @@ def main() -> int:
         command += ["--result-filename", str(raw_of(job, name))]
         begin_command(job, name, command, environment(job, variant))
 
-    for variant, name in in_turn(job, chosen(args.variants, SUMS), start, needs=60):
+    for variant, name in in_turn(job, select_variants(args.variants, SUMS), start, needs=60):
         raw, done = raw_of(job, name), run(job, name, [], 400)
-        if done and not job.heard(name, variant.says):
+        if done and not job.check_log(name, variant.startup_text):
             continue
         lines = raw.read_text().splitlines() if raw.exists() else []
         if done and len(lines) < len(args.batches):  # its exit status does not reflect the ranks'

@@ -10,10 +10,12 @@ SERVED = " ranks, form "  # part of the plug-in's log line when it serves a mode
 
 
 def _weft(
-    name: str, what: str, *flags: str, form: str = "block", does: str = "", **settings: str
+    name: str, what: str, *flags: str, form: str = "block", answer_text: str = "", **settings: str
 ) -> Variant:
     settings = {f"WEFT_SGLANG_{key.upper()}": value for key, value in settings.items()}
-    return Variant(name, what, MOE + flags, {"WEFT_SGLANG_FORM": form, **settings}, SERVED, does)
+    return Variant(
+        name, what, MOE + flags, {"WEFT_SGLANG_FORM": form, **settings}, SERVED, answer_text
+    )
 
 
 # Two replicas per rank, and experts that are rebalanced every few passes.
@@ -32,13 +34,13 @@ VARIANTS = by_name(
     _weft("dispatcher", "weft moves tokens, in bf16; SGLang's experts", form="dispatcher"),
     _weft("no-overlap", "whole blocks, nothing overlapped", overlap="none"),
     _weft("combine-fp8", "whole blocks, results return in FP8", combine_dtype="fp8"),
-    _weft("eplb", "whole blocks, experts that move", *BALANCED, "static", does=MOVED),
+    _weft("eplb", "whole blocks, experts that move", *BALANCED, "static", answer_text=MOVED),
     _weft(
         "eplb-any",
         "whole blocks, experts that move, any replica",
         *BALANCED,
         "dynamic",
-        does=MOVED,
+        answer_text=MOVED,
     ),
     _weft(
         "eplb-dispatcher",
@@ -46,7 +48,7 @@ VARIANTS = by_name(
         *BALANCED,
         "dynamic",
         form="dispatcher",
-        does=MOVED,
+        answer_text=MOVED,
     ),
 )
 # A replica of each of the trained model's 16 experts on another rank, and the flags of elastic EP.
@@ -74,13 +76,13 @@ SUMS = by_name(
         "flashinfer",
         "SGLang's custom all-reduce, FlashInfer's fused one",
         ("--flashinfer-allreduce-fusion-backend", "trtllm"),
-        says="FlashInfer AllReduce Fusion enabled",
+        startup_text="FlashInfer AllReduce Fusion enabled",
     ),
     Variant(
         "weft",
         "weft's all-reduce, fused with residual and norm",
         NO_OWN_SUMS,
         {"WEFT_SGLANG_ALLREDUCE": "1"},
-        says="tensor-parallel ranks by weft",
+        startup_text="tensor-parallel ranks by weft",
     ),
 )

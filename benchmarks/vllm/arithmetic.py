@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from asking import arguments, in_engines, job_of, of_trained
-from job import Job, Variant, chosen
+from job import Job, Variant, select_variants
 from questions import Questions, add_arguments, in_each_size
 from variants import VARIANTS
 
@@ -40,7 +40,9 @@ def main() -> int:
         ):
             questions.record(job, variant, name, lines[0], right=True)
 
-    return in_each_size(args, chosen(args.variants, VARIANTS), new_job, ask, alone=args.cpu)
+    return in_each_size(
+        args, select_variants(args.variants, VARIANTS), new_job, ask, alone=args.cpu
+    )
 
 
 if __name__ == "__main__":

@@ -134,5 +134,5 @@ def in_engines(
     for variant, name in in_turn(job, variants, start, needs=40, suffix=suffix):
         run(job, name, [], job.end)
         path = result_at(job, name)
-        if path.exists() and job.heard(name, variant.says):
+        if path.exists() and job.check_log(name, variant.startup_text):
             yield variant, name, [json.loads(line) for line in path.read_text().splitlines()]

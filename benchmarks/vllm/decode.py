@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from asking import arguments, in_engines, job_of, random_model
-from job import OUT, Job, Variant, chosen
+from job import OUT, Job, Variant, select_variants
 from trace_kernels import kernels, summed
 from variants import VARIANTS
 
@@ -29,7 +29,7 @@ def time_between_tokens(job: Job, args: argparse.Namespace, engine: Any, layers:
     """Measure every level of load on each variant's engine."""
     request = {"engine": engine, "requests": args.requests, "waves": args.waves}
     request |= {"input": args.input, "output": args.output}
-    variants = chosen(args.variants, VARIANTS)
+    variants = select_variants(args.variants, VARIANTS)
     for each, name, lines in in_engines(job, variants, "decode", lambda variant: request):
         if len(lines) < len(args.requests):
             job.fail(f"{name}: {len(lines)} of {len(args.requests)} levels")
@@ -53,7 +53,9 @@ def by_kernel(job: Job, args: argparse.Namespace, engine: Any, layers: Any) -> N
         sizes = {"requests": requests, "input": args.input, "output": args.output}
         return {"engine": engine | {"profiler_config": profiler}, **sizes}
 
-    for each, name, _ in in_engines(job, chosen(args.variants, VARIANTS), "profile", request):
+    for each, name, _ in in_engines(
+        job, select_variants(args.variants, VARIANTS), "profile", request
+    ):
         traces = sorted((OUT / f"trace-{name}").glob("**/*.trace.json.gz"))
         if len(traces) != 1:
             job.fail(f"{name}: {len(traces)} traces, expected one")

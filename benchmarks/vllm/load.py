@@ -9,7 +9,7 @@ from typing import Any
 
 import under_load
 from asking import arguments, begin_server, job_of, of_trained
-from job import chosen
+from job import select_variants
 from variants import VARIANTS
 
 from weft.cli.demo import CHECKPOINT
@@ -38,7 +38,7 @@ def main() -> int:
     engine = of_trained(args, args.ranks, max_model_len=1024, data_parallel_size=args.ranks)
     job = job_of(args, engine, gpus=args.ranks)
     start = functools.partial(begin_server, engine)
-    under_load.in_each(job, args, chosen(args.variants, VARIANTS), start, API)
+    under_load.in_each(job, args, select_variants(args.variants, VARIANTS), start, API)
     return job.done()
 
 

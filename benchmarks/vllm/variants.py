@@ -19,7 +19,7 @@ VARIANTS = by_name(
         "deep_gemm",
         "vLLM, DeepGEMM experts",
         ("moe_backend=deep_gemm",),
-        says="Using DEEPGEMM Fp8 MoE backend",
+        startup_text="Using DEEPGEMM Fp8 MoE backend",
     ),
     _weft("block", "whole MoE blocks by weft"),
     _weft("exchange", "weft moves tokens; vLLM's Triton experts", *TRITON),

@@ -256,11 +256,11 @@ def test_a_late_command_ends_with_its_ranks(script, monkeypatch, tmp_path):
 
 @SGLANG
 def test_what_ranks_keep_under_load_is_told(script):
-    grown = script("under_load").grown
+    resource_growth = script("under_load").resource_growth
     warm = {"a": {"mib": 100.0, "files": 20}, "b": {"mib": 100.0, "files": 20}}
-    assert grown(warm, warm) == []
+    assert resource_growth(warm, warm) == []
     later = {"a": {"mib": 200.0, "files": 40}}
-    assert grown(warm, later) == [
+    assert resource_growth(warm, later) == [
         "a: 100 MiB, then 200",
         "a: 20 open files, then 40",
         "b is gone",
