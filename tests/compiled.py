@@ -198,8 +198,8 @@ def low_rounds(
         case = Round((5, 3), top_k=3, experts=8, hidden=512)
         with mode.make(group, case, 8) as a2a:
             alike(group, two_alive, options, a2a, case, turns)
-            assert a2a._traced_handles.taken == (False, False)
-            assert not a2a._traced_handles.alive
+            assert a2a.traced_handles.taken == (False, False)
+            assert not a2a.traced_handles.alive
             a2a.check()
 
 

@@ -153,7 +153,7 @@ def play(
     settle(device)
     if poison:
         group.barrier()
-        for plane in a2a._received.payloads:
+        for plane in a2a.latest_received.payloads:
             plane.view(torch.uint8).fill_(MARK)
         if shape.combine != "gemm_push":
             a2a.output().fill_(float("nan"))

@@ -38,7 +38,7 @@ def kept() -> list[str]:
 
 def reached(what: Any) -> int:
     """Bytes of tensors that an object still holds, but for what its caller gave it."""
-    given = [getattr(what, name, None) for name in ("_weights", "_shared", "_correction")]
+    given = [getattr(what, name, None) for name in ("_weights", "_shared", "correction")]
     seen, found, todo = {id(each) for each in given}, {}, [what]
     while todo:
         each = todo.pop()

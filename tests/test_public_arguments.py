@@ -17,6 +17,7 @@ import weft.compat.triton_dist
 import weft.gemm
 import weft.moe
 from tests.hostile import public
+from weft.keywords import is_internal
 
 MODULES: tuple[ModuleType, ...] = (
     *(weft, weft.moe, weft.gemm),
@@ -50,8 +51,7 @@ WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
 HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
-    *("Expert.forward", "Group.map_shares", "Group.noted", "Group.one_host", "Group.one_machine"),
-    *("Group.creation", "Group.next_number", "Group.whereabouts"),
+    "Expert.forward",
     *("GemmPlan.n_blocks", "GemmPlan.max_m_blocks"),
     *("WgmmaPlan.max_m_blocks", "WgmmaPlan.stages", "WgmmaPlan.ctas_per_sm"),
     *(f"{w}.{m}" for w in WORKSPACES for m in HELPERS),
@@ -73,7 +73,8 @@ def calls() -> Iterator[tuple[str, Any]]:
                 yield name, found
             for attribute, member in inspect.getmembers(found):
                 own = any(attribute in vars(base) for base in found.__mro__ if _ours(base))
-                if own and callable(member) and (attribute == "__call__" or attribute[0] != "_"):
+                named = attribute == "__call__" or attribute[0] != "_"
+                if own and callable(member) and named and not is_internal(member):
                     yield f"{name}.{attribute}", member
 
 

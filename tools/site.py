@@ -115,8 +115,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 class PublicSignatures(griffe.Extension):
     """Complete what docstrings alone cannot show.
 
-    Private parameters are hidden, methods without a docstring get that of their base class, and
-    `memory_bytes = staticmethod(...)` is shown as a function.
+    Private parameters and methods marked `internal` are hidden, methods without a docstring get
+    that of their base class, and `memory_bytes = staticmethod(...)` is shown as a function.
     """
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
@@ -127,6 +127,12 @@ class PublicSignatures(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Visit every class once all modules are loaded."""
+        for cls in _classes(pkg):
+            for name, member in list(cls.members.items()):
+                if isinstance(member, griffe.Function) and any(
+                    str(decorator.value) == "internal" for decorator in member.decorators
+                ):
+                    cls.del_member(name)
         for cls in _classes(pkg):
             for name, member in list(cls.members.items()):
                 if member.is_alias:

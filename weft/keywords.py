@@ -12,13 +12,29 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from weft.arguments import suggestion
 from weft.errors import BadCall
 
 UNKNOWN = "_unknown"
 _MARK = "_weft_explained"
+_INTERNAL = "_weft_internal"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def internal(function: F) -> F:
+    """Mark a method of a public class that only weft calls.
+
+    It gets no wrapper, because decode loops call it, and the API pages omit it.
+    """
+    setattr(function, _INTERNAL, True)
+    return function
+
+
+def is_internal(function: Any) -> bool:
+    """Whether only weft calls a method of a public class."""
+    return hasattr(function, _INTERNAL)
 
 
 def explain_keywords(names: MutableMapping[str, Any]) -> None:
@@ -51,7 +67,11 @@ def _explain_class(kind: type[Any]) -> None:
 
 
 def _explained(function: Callable[..., Any], shown: str) -> Callable[..., Any]:
-    if hasattr(function, _MARK) or UNKNOWN in inspect.signature(function).parameters:
+    if (
+        hasattr(function, _MARK)
+        or is_internal(function)
+        or UNKNOWN in inspect.signature(function).parameters
+    ):
         return function
 
     @functools.wraps(function)

@@ -35,7 +35,7 @@ PER_LAYER_ARGUMENTS = ("weights", "shared", "correction", "replicas")
 class Leasable(Protocol):
     """An operator or a layer that leases can share."""
 
-    def _check_open(self) -> None: ...
+    def check_open(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -136,7 +136,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
         shared = by_key[key] = _create_shared(group, kind, bound)
     if isinstance(shared.operator, Operator):
         with group.creation(workspace=shared.creation) as creation:
-            view = shared.operator._leased()
+            view = shared.operator.lease_view()
             creation.add(view)
         return Lease(view, key, shared, group, creation)
     if first or not issubclass(kind, MoE):
@@ -155,7 +155,7 @@ def _create_shared(group: Group, kind: type[T], bound: inspect.BoundArguments) -
 def _is_open(operator: Leasable) -> bool:
     """Whether the memory is open; an MoE layer's stays open while it has siblings."""
     try:
-        (operator.exchange if isinstance(operator, MoE) else operator)._check_open()
+        (operator.exchange if isinstance(operator, MoE) else operator).check_open()
     except OutOfOrder:
         return False
     return True

@@ -81,7 +81,7 @@ def library(tmp_path_factory) -> Callable[[int, Sum], str]:
 def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) -> None:
     with make(group, TOKENS, case) as ar:
         entries = shapes[group.rank].install(ar, library)
-        with watching(group, entries.library, ar._site.stride) as watch:
+        with watching(group, entries.library, ar.site.stride) as watch:
             for seed, tokens in enumerate((1, 2, 9, TOKENS)):
                 specs = quants(group.device, case.hidden) if tokens == TOKENS else [None]
                 every_call(ar, case.next(tokens=tokens, seed=seed), "oneshot", specs)

@@ -43,7 +43,7 @@ def test_addresses(group):
         assert torch.equal(address != 0, grouped.slot >= 0)
         used = address[address != 0]
         assert used.unique().numel() == used.numel()
-        site, rows = a2a._site, a2a.config.shape.returned_rows
+        site, rows = a2a.site, a2a.config.shape.returned_rows
         place = used - site.base - a2a.config.offsets.returned
         owner = torch.div(place, site.stride, rounding_mode="floor")
         assert torch.equal(owner, grouped.slot[address != 0].long() // a2a.max_tokens)

@@ -242,7 +242,7 @@ def while_others_compile(group: weft.Group) -> None:
             patch.setattr(torch.compiler, "_is_compiling_flag", True)
             assert torch.compiler.is_compiling()
             received = a2a.dispatch(x, ids, weights)
-            assert received.x.data_ptr() == a2a._received.x.data_ptr()
+            assert received.x.data_ptr() == a2a.latest_received.x.data_ptr()
             a2a.combine(received.x)
         a2a.check()
 
@@ -310,8 +310,8 @@ def test_objects_share_an_order_and_die_alone(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256) as ar:
         a2a = weft.AllToAll(group, **SIZES)
         low = weft.LowLatencyAllToAll(group, **SIZES)
-        assert ar._order is a2a._order is low._order
-        handles = [owner._handle for owner in (ar, a2a, low)]
+        assert ar.order_tensor is a2a.order_tensor is low.order_tensor
+        handles = [owner.library_handle for owner in (ar, a2a, low)]
         assert all(handle in library._live for handle in handles)
         a2a.close()
         assert handles[1] not in library._live

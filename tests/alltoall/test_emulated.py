@@ -61,7 +61,7 @@ def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shap
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
         watch, entries = watched(a2a), a2a._kernels
         assert isinstance(entries, EmulatedAllToAll)
-        with watching(group, entries.library, a2a._site.stride):
+        with watching(group, entries.library, a2a.site.stride):
             for seed in range(4):
                 counts = [n // 2 for n in case.turned(seed).tokens] if seed % 2 else None
                 rows += play(a2a, case.turned(seed), halves=seed % 2 == 0, counts=counts)

@@ -78,7 +78,7 @@ def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
             exchange._entries = entries = Emulated(library, ctas, threads)
             for value, want in zip(calls(), expected, strict=True):
                 assert torch.equal(bits(value), bits(want))
-        stride = exchange.a2a._site.stride
+        stride = exchange.a2a.site.stride
         with watching(group, entries.library, stride, whole=False) as watch:
             calls()
         how = {event.how for event in watch.events()}

@@ -228,5 +228,5 @@ class Emulator:
 def watched(a2a: weft.AllToAll) -> Watch:
     """Return the watch of an emulated all-to-all, which also sees what its experts touch."""
     entries: Any = a2a._kernels
-    entries.watch = watch = Watch(entries.library, a2a._site.stride)
+    entries.watch = watch = Watch(entries.library, a2a.site.stride)
     return watch

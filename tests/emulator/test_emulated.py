@@ -52,7 +52,7 @@ def emulated(
         ar._kernels = entries
         for backend, plan in zip(BACKENDS, shapes, strict=True):
             entries.plans[backend, TOKENS] = plan
-        with watching(group, entries.library, ar._site.stride) as watch:
+        with watching(group, entries.library, ar.site.stride) as watch:
             for backend in BACKENDS:
                 specs = quants(group.device, case.hidden, group.rank) if many else [None]
                 # At the receiver other threads write a row than those that have read it to send

@@ -68,7 +68,7 @@ def test_kernels_send_what_the_cpu_sends(group, name, layout, emulator):
             wanted = round_trip(plain, others, case, scattered)
             got = round_trip(a2a, groups, case, give_back)
             assert torch.equal(bits(got), bits(wanted))
-        with watching(group, entries.library, a2a._site.stride, whole=False) as watch:
+        with watching(group, entries.library, a2a.site.stride, whole=False) as watch:
             round_trip(a2a, groups, case, sent)
         check_touched(watch.events(), a2a, way)
         for each in (a2a, plain):

@@ -72,10 +72,10 @@ def test_what_the_host_refuses(group):
         groups = ExpertGroups(a2a)
         y = torch.zeros(groups._y_shape, dtype=a2a.dtype, device=group.device)
         with pytest.raises(OutOfOrder, match="gather outside of a round"):
-            groups.gather(other._received)
+            groups.gather(other.latest_received)
         received = empty_round(a2a)
         with pytest.raises(InvalidArgument, match="pass what its own dispatch returned"):
-            groups.gather(other._received)
+            groups.gather(other.latest_received)
         with pytest.raises(OutOfOrder, match="scatter without a gather"):
             groups.scatter(y)
         groups.gather(received)

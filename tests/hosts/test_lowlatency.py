@@ -38,7 +38,7 @@ def sent(low: weft.LowLatencyAllToAll, case: Round, way: Way) -> tuple[Any, ...]
         _, receive = low.dispatch_send(x, ids, weights)
         receive()
         got = low._slots[(low._number - 1) % low.config.slots].rows(
-            low._handle_of(low._number)  # type: ignore[arg-type]
+            low.find_handle(low._number)  # type: ignore[arg-type]
         )
     else:
         got = low.dispatch(x, ids, weights)

@@ -52,7 +52,7 @@ def test_memory_is_touched_in_the_order_that_it_needs(group, name):
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:
         entries: Any = a2a._kernels
-        with watching(group, entries.library, a2a._site.stride) as watch:
+        with watching(group, entries.library, a2a.site.stride) as watch:
             for seed in range(2):
                 play(a2a, mode, case.next(seed=seed))
         layout = a2a.config.offsets

@@ -51,10 +51,10 @@ class Poisoned:
     """
 
     def __init__(self, layer: weft.MoE) -> None:
-        self.mlp = layer._workspace.experts
+        self.mlp = layer.workspace.experts
         self.on = True
         a2a = by_rank(layer)
-        spoiled = [p.view(torch.uint8) for p in (*a2a._received.payloads, a2a._output)]
+        spoiled = [p.view(torch.uint8) for p in (*a2a.latest_received.payloads, a2a.output_buffer)]
         shape, offset = a2a.config.shape, a2a.config.offsets.returned
         size = (shape.returned_rows * shape.returned_bytes,)
         self.returned = a2a.heap.tensor(size, torch.uint8, offset=offset)
@@ -295,7 +295,7 @@ def odd(
     with armed(group) if faults else contextlib.nullcontext():
         layers = Layers(group, Case(config, (4,) * group.size), tuple(MODES), options)
     with layers:
-        assert bool(by_rank(layers.plain)._build.defines) == faults
+        assert bool(by_rank(layers.plain).build.defines) == faults
         block = 16
         for poison in layers.poisons.values():
             if isinstance(poison.mlp, GroupedExperts):

@@ -21,11 +21,11 @@ def poison(layer: weft.MoE) -> None:
     """NaN wherever nothing of this round may be read, and in every buffer of the experts."""
     group, exchange = layer.exchange.group, layer.exchange
     settle(group)  # the peers' last rows are summed
-    buffers = list(layer._workspace.buffers)
+    buffers = list(layer.workspace.buffers)
     if isinstance(exchange, weft.AllToAll):
         size = (exchange.config.shape.returned_rows * exchange.config.shape.returned_bytes,)
         offset = exchange.config.offsets.returned
-        buffers += [exchange._received.x, exchange._output]
+        buffers += [exchange.latest_received.x, exchange.output_buffer]
         buffers.append(exchange.heap.tensor(size, torch.uint8, offset=offset))
     else:
         names = ("x", "scales", "counts", "source", "ranges")
@@ -192,7 +192,7 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
         with case.open(group, overlap=overlap, **options) as layer:
 
             def watched(x: torch.Tensor, layer: weft.MoE = layer) -> torch.Tensor:
-                seen.append(layer._workspace.is_mid_round)
+                seen.append(layer.workspace.is_mid_round)
                 return shared.forward(x)
 
             layer._shared = watched
@@ -340,7 +340,7 @@ def by_hand(group: weft.Group, overlap: str) -> None:
         y = layer.experts(rows)
         assert (y is None) == pushes
         if pushes:
-            experts = layer._workspace.experts
+            experts = layer.workspace.experts
             assert isinstance(experts, GroupedExperts)
             with pytest.raises(InvalidArgument, match="has no buffer for results"):
                 experts.down(layer._weights)

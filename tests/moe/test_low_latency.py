@@ -104,7 +104,7 @@ def first_products(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
     seen = []
     case = Case(PAIRS, tokens=(tokens,) * group.size)
     with case.open(group, **LOW, overlap="gemm_push", gemm="grouped") as layer:
-        work = layer._workspace
+        work = layer.workspace
         up = work.experts.up
 
         def watched(

@@ -20,8 +20,8 @@ SIZES: dict[str, Any] = {"max_tokens": 6, "top_k": 4, "num_experts": 16, "hidden
 def test_a_graph_of_other_sizes_is_another_graph(group: weft.Group) -> None:
     """Graphs stay on disk: another process may have other sizes under the same serial number."""
     owners = [weft.AllToAll(group, **(SIZES | {"max_tokens": most})) for most in (6, 6, 7)]
-    names = [owner._handle >> library.SERIAL_BITS for owner in owners]
-    assert len({owner._handle for owner in owners}) == 3
+    names = [owner.library_handle >> library.SERIAL_BITS for owner in owners]
+    assert len({owner.library_handle for owner in owners}) == 3
     for owner in owners:
         owner.close()
     assert names[0] == names[1] != names[2]
@@ -30,7 +30,7 @@ def test_a_graph_of_other_sizes_is_another_graph(group: weft.Group) -> None:
 @on_ranks(1, "threads")
 def test_a_compiled_graph_outlives_its_all_to_all_with_an_error(group: weft.Group) -> None:
     a2a = weft.AllToAll(group, **SIZES)
-    handle, order = a2a._handle, a2a._order
+    handle, order = a2a.library_handle, a2a.order_tensor
     a2a.close()
     with pytest.raises(OutOfOrder):
         torch.ops.weft.combine(None, torch.zeros(1), None, order, handle)

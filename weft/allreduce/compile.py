@@ -40,7 +40,7 @@ SCHEMA = (
 
 def _allreduce(*args: Any) -> tuple[torch.Tensor, ...]:
     call, make, backend, order, owner = _parse_arguments(*args)
-    return _new_outputs(owner._fused(call, backend), make, order)
+    return _new_outputs(owner.run_fused(call, backend), make, order)
 
 
 _operator = torch.library.custom_op(
@@ -64,11 +64,14 @@ def fused(owner: AllReduce, call: Fused, backend: str) -> Reduced:
     make = [implied[name] if out is None else out is True for name, out in requested.items()]
     x, residual, weight, *_, scale, rows, index, scales, shared = call.tensors()
     factor = 1.0 if call.prologue is None else call.prologue.routed_scaling_factor
+    options = make, scheme, call.eps, call.weight_bias, factor, backend
     new = torch.ops.weft.allreduce(
         *map(plain, (x, residual, weight)),
         *passed,
         *map(plain, (scale, rows, index, scales, shared)),
-        *(make, scheme, call.eps, call.weight_bias, factor, backend, owner._order, owner._handle),
+        *options,
+        owner.order_tensor,
+        owner.library_handle,
     )
     return Reduced(*[n if is_new else p for n, is_new, p in zip(new, make, passed, strict=True)])
 

@@ -30,7 +30,7 @@ from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.group.wire import JSON
 from weft.heap.header import ErrorRecord
-from weft.keywords import refuse_unknown
+from weft.keywords import internal, refuse_unknown
 from weft.runtime.ambient import as_creation
 from weft.runtime.check import check_tokens
 from weft.runtime.identity import BACKENDS, describe_reduce
@@ -188,10 +188,11 @@ class AllReduce(Operator):
         call = Fused(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
         if torch.compiler.is_dynamo_compiling():
             return traced.fused(self, call, backend)
-        return self._fused(call, backend)
+        return self.run_fused(call, backend)
 
+    @internal
     @one_call("fused")
-    def _fused(self, call: Fused, backend: str) -> Reduced:
+    def run_fused(self, call: Fused, backend: str) -> Reduced:
         tensors = call.tensors()
         key, addresses = call.key(tensors, backend, self._layer)
         prepared = self._cached(key)
@@ -205,12 +206,12 @@ class AllReduce(Operator):
             # With one rank, all backends use the one-shot kernel.
             kernel = "oneshot" if self.config.ranks == 1 else name
             entry = kernel if call.prologue is None else kernel + MOE
-            prepared, addresses = checked.prepared(name, entry, self._site, layer=self._layer)
+            prepared, addresses = checked.prepared(name, entry, self.site, layer=self._layer)
             self._cache(key, prepared)
-        if self._debug is not None and self.config.epilogue_at == "owner":
+        if self.debug_checks is not None and self.config.epilogue_at == "owner":
             scale = call.quant.scale if isinstance(call.quant, FP8Static) else None
             equal = {"residual": call.residual, "weight": call.weight, "quant.scale": scale}
-            self._debug.compare(equal)
+            self.debug_checks.compare(equal)
         self._kernels.run(prepared.entry, prepared.arguments(addresses), prepared.tokens)
         self._raise_if_broken()
         return reduced
@@ -229,7 +230,7 @@ class AllReduce(Operator):
             InvalidArgument: tokens is not an integer.
             TokenOverflow: there are more tokens than `max_tokens`.
         """
-        self._check_open()
+        self.check_open()
         tokens = integer("tokens", tokens, 0)
         flags(norm=norm)
         check_tokens(tokens, self.max_tokens)
@@ -284,7 +285,7 @@ class AllReduce(Operator):
         share[config.slots : config.rows].zero_()
         share[config.rows : config.trailers].fill_(0xFF)
         share[config.trailers :].zero_()
-        gone = [r for r in range(config.ranks) if not self._living >> r & 1]
+        gone = [r for r in range(config.ranks) if not self.living_mask >> r & 1]
         if gone and config.missing == "error":
             self._mailbox.broken = ErrorRecord(
                 code=GONE_UNMASKED, rank=self.group.rank, peer=gone[0], phase=ALL_REDUCE

@@ -47,14 +47,14 @@ def _(*args: Any) -> None:
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        for part in _parts(find(handle)._views(rows)[0])
+        for part in _parts(find(handle).receive_views(rows)[0])
         for v in part
     ]
 
 
 @_received.register_fake
 def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    slots, others = _parts(find(handle)._received)
+    slots, others = _parts(find(handle).latest_received)
     copies = [
         torch.empty_strided(
             (len(v), rows, *v.shape[2:]),
@@ -94,7 +94,7 @@ def _(*args: Any) -> None:
     if add is not None:
         check_tensor("add", add, shape=out.shape, dtypes=dtypes, device=device)
     if y is not None and owner.config.shape.combine != "gemm_push":
-        ranks, _, hidden = owner._output.shape
+        ranks, _, hidden = owner.output_buffer.shape
         shape = (ranks, None, hidden)  # the round determines the number of rows
         check_tensor("y", y, shape=shape, dtypes=dtypes, device=device)
 
@@ -109,7 +109,7 @@ def dispatch(
     rows: int,
 ) -> Received:
     """Dispatch inside a compiled graph."""
-    order, handle = owner._order, owner._handle
+    order, handle = owner.order_tensor, owner.library_handle
     inputs = ([p.detach() for p in payloads], topk_ids, plain(topk_weights), num_tokens, stats)
     torch.ops.weft.dispatch(*inputs, rows, order, handle)
     views = torch.ops.weft.received(rows, order, handle)
@@ -126,9 +126,9 @@ def combine(
 ) -> torch.Tensor:
     """Combine inside a compiled graph."""
     if out is None:
-        size = (owner._traced_tokens, owner.config.shape.hidden)
-        out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
+        size = (owner.traced_tokens, owner.config.shape.hidden)
+        out = torch.empty(size, dtype=owner.dtype, device=owner.order_tensor.device)
     # The output buffer is an argument, so that the compiler keeps earlier writes to it.
-    rows = owner._output if y is None else y.detach()
-    torch.ops.weft.combine(rows, out, plain(add), owner._order, owner._handle)
+    rows = owner.output_buffer if y is None else y.detach()
+    torch.ops.weft.combine(rows, out, plain(add), owner.order_tensor, owner.library_handle)
     return out

@@ -24,7 +24,7 @@ from weft.group import Group
 from weft.heap import Heap
 from weft.heap.header import header_bytes
 from weft.hosts.operator import AcrossHosts
-from weft.keywords import refuse_unknown
+from weft.keywords import internal, refuse_unknown
 from weft.placement import ExpertRankMixin
 from weft.runtime import library
 from weft.runtime.ambient import as_creation
@@ -136,8 +136,8 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
                 _host=group.host,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
-            self._build = Build(num_sms, programmatic_launch, split_phase, defines)
-            return config, load_kernels(group.device, group.local.rank, config, self._build)
+            self.build = Build(num_sms, programmatic_launch, split_phase, defines)
+            return config, load_kernels(group.device, group.local.rank, config, self.build)
 
         self._create(
             group,
@@ -151,13 +151,13 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         self.dtype, self.placement = config.dtype, config.placement
         self._round = 0  # number of rounds, incremented by dispatch
         self._start_anew()
-        self._dispatch_args = DispatchArgs(site=self._site)
-        self._combine_args = CombineArgs(site=self._site)
+        self._dispatch_args = DispatchArgs(site=self.site)
+        self._combine_args = CombineArgs(site=self.site)
         if config.local_placement.explicit:
             self._table = config.local_placement.table(group.device)
             self._dispatch_args.placement = self._table.data_ptr()
         self._open_rail()
-        library.mark_static(self._output)
+        library.mark_static(self.output_buffer)
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -202,12 +202,12 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             refuse_unknown(self.dispatch, _unknown)
         tensors = tensors_of("x", x)
         if torch.compiler.is_dynamo_compiling():
-            self._traced_tokens = topk_ids.shape[0]
-            self._traced_rows = self.config.check_rows(rows, self._traced_tokens)
+            self.traced_tokens = topk_ids.shape[0]
+            self._traced_rows = self.config.check_rows(rows, self.traced_tokens)
             inputs = (tensors, topk_ids, topk_weights, num_tokens, stats)
             return traced.dispatch(self, *inputs, self._traced_rows)
         self._dispatch("dispatch", tensors, topk_ids, topk_weights, num_tokens, stats, rows)
-        return self._views(self._rows)[0]
+        return self.receive_views(self._rows)[0]
 
     def output(self, rows: int | None = None) -> torch.Tensor:
         """Return the buffer that experts write: `[ep_size, rows, hidden]` in symmetric memory.
@@ -226,7 +226,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             InvalidArgument: the object was built with combine="gemm_push", which has no output.
             OutOfOrder: the object is closed.
         """
-        self._check_open()
+        self.check_open()
         if self.config.shape.combine == "gemm_push":
             raise InvalidArgument(
                 "output() of an all-to-all with combine='gemm_push': every row is stored at its "
@@ -234,8 +234,8 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             )
         rows = self.config.check_rows(rows, 0)
         if torch.compiler.is_dynamo_compiling():
-            return with_rows(self._output, rows)
-        return self._views(rows)[1]
+            return with_rows(self.output_buffer, rows)
+        return self.receive_views(rows)[1]
 
     def combine(
         self,
@@ -346,7 +346,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         Returns:
             One span for each operation, with times in nanoseconds of that rank's clock.
         """
-        self._check_open()
+        self.check_open()
         return read_timeline(self.heap, rank)
 
     # Implementation of the calls: check, launch, advance the state of the round.
@@ -363,7 +363,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         rows: int | None,
     ) -> None:
         """Run `dispatch` or `dispatch_send`."""
-        self._expect(State.IDLE, entry)
+        self.expect_state(State.IDLE, entry)
         tokens = self.config.check_dispatch(
             tensors, topk_ids, topk_weights, num_tokens, stats, self.group.device
         )
@@ -377,7 +377,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             self._rail.send(*inputs, rows, call)
             if entry == "dispatch":
                 self._forward()
-        self._traced_tokens, self._traced_rows = tokens, rows  # for a combine traced on its own
+        self.traced_tokens, self._traced_rows = tokens, rows  # for a combine traced on its own
         self._round += 1
         self._set_state(State.RECEIVED if entry == "dispatch" else State.SENT)
 
@@ -416,18 +416,18 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
     @one_call("dispatch_recv")
     def _receive(self) -> Received:
         """Run `dispatch_receive`."""
-        self._expect(State.SENT, "dispatch_recv")
+        self.expect_state(State.SENT, "dispatch_recv")
         if self._rail is None:
             self._kernels.run("dispatch_receive", self._dispatch_args, self._tokens)
         else:
             self._forward()
         self._set_state(State.RECEIVED)
-        return self._views(self._rows)[0]
+        return self.receive_views(self._rows)[0]
 
     @one_call("combine_send")
     def _combine_send(self, y: torch.Tensor | None) -> None:
         """Run `combine_send`."""
-        self._expect(State.RECEIVED, "combine_send")
+        self.expect_state(State.RECEIVED, "combine_send")
         self._copy_to_output(y)
         self._combine_args.source_rows = self._source_rows
         if self._rail is None:
@@ -436,7 +436,8 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             self._return_rows("combine")
         self._set_state(State.RETURNED)
 
-    def _sent(self, tokens: int | None = None) -> None:
+    @internal
+    def mark_sent(self, tokens: int | None = None) -> None:
         """Record that another kernel has sent the experts' rows and set the peers' flags.
 
         tokens: Number of own tokens whose rows return. Default: that of the dispatch.
@@ -453,14 +454,14 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         add: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run `combine` or `combine_receive` and return `out`."""
-        self._expect(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
+        self.expect_state(State.RECEIVED if entry == "combine" else State.RETURNED, entry)
         device, dtypes = self.group.device, (self.config.dtype,)
         size = (self._tokens, self.config.shape.hidden)
         if out is None:
             out = torch.empty(size, dtype=self.config.dtype, device=device)
         else:
             check_tensor("out", out, shape=size, dtypes=dtypes, device=device, aligned=16)
-            self._check_outside("out", out)
+            self.check_outside("out", out)
         if add is not None:
             check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
             check_apart("out", out, {"add": add}, exact="add")
@@ -487,10 +488,11 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         self._raise_if_broken()
         self._rail.send_home(self._rows)
 
+    @internal
     @one_call("combine")
-    def _finish(self) -> None:
+    def finish_round(self) -> None:
         """End a round without returning rows, so that peers may write this rank's inbox again."""
-        self._expect(State.RECEIVED, "finish")
+        self.expect_state(State.RECEIVED, "finish")
         args = self._combine_args
         args.out = args.add = args.tokens = 0
         args.source_rows = self._source_rows
@@ -506,17 +508,17 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             poison(output)  # peers have read the rows of the last round
 
     @property
-    def _mid_round(self) -> bool:
+    def is_mid_round(self) -> bool:
         """Whether a round is open: between dispatch and combine."""
         return self._state is not State.IDLE
 
     @property
-    def _received(self) -> Received:
+    def latest_received(self) -> Received:
         """Views of this rank's inbox with max_tokens slots for each source."""
-        return self._views(self.max_tokens)[0]
+        return self.receive_views(self.max_tokens)[0]
 
     def _copy_to_output(self, y: torch.Tensor | None) -> None:
-        output = self._views(self._rows)[1]
+        output = self.receive_views(self._rows)[1]
         if y is not None and not isinstance(y, torch.Tensor):
             refuse_tensor("y", y)
         if y is not None and self.config.shape.combine == "gemm_push" and y.numel():
@@ -533,7 +535,8 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         check_tensor("y", y, shape=output.shape, dtypes=dtypes, device=device, aligned=1)
         output.copy_(y)
 
-    def _expect(self, state: State, doing: str) -> None:
+    @internal
+    def expect_state(self, state: State, doing: str) -> None:
         if self._state is state:
             return
         away = "" if self._state is State.IDLE else f" while {self._tokens} tokens are away"
@@ -552,7 +555,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         self._state = State.IDLE
         self._tokens = 0  # own tokens of the open round
         self._rows = self.max_tokens  # slots for each source in this round
-        self._traced_tokens, self._traced_rows = 0, self.max_tokens
+        self.traced_tokens, self._traced_rows = 0, self.max_tokens
 
     def _write_contents(self, header: ctypes.Structure) -> None:
         shape, at, heap = self.config.shape, self.config.offsets, self.heap
@@ -591,15 +594,16 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         # With gemm_push, kernels store rows directly at the owners, and there is no outbox.
         sources = 0 if shape.combine == "gemm_push" else shape.ranks
         rows = (sources, shape.tokens, shape.hidden)
-        self._output = heap.tensor(rows, config.dtype, offset=at.outbox)
+        self.output_buffer = heap.tensor(rows, config.dtype, offset=at.outbox)
         received = Received(planes, ids, weights, counts, stats)
         if config.span is not None:
-            received = received._by_host(config.hosts)
-            self._output = by_host(self._output, config.hosts)
-        self._full_views = received, self._output
+            received = received.by_host(config.hosts)
+            self.output_buffer = by_host(self.output_buffer, config.hosts)
+        self._full_views = received, self.output_buffer
         self._view_cache = {config.max_tokens: self._full_views}
 
-    def _views(self, rows: int) -> tuple[Received, torch.Tensor]:
+    @internal
+    def receive_views(self, rows: int) -> tuple[Received, torch.Tensor]:
         """Return views of the inbox and of the output with `rows` slots for each source."""
         views = self._view_cache.get(rows)
         if views is None:
@@ -607,12 +611,12 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             if len(self._view_cache) == MAX_VIEWS:
                 self._view_cache = {self.max_tokens: self._full_views}
             output = with_rows(output, rows) if len(output) else output
-            views = self._view_cache[rows] = received._with_rows(rows), output
+            views = self._view_cache[rows] = received.with_rows(rows), output
         return views
 
     def _drop_views(self) -> None:
         self._view_cache.clear()
-        del self._full_views, self._output
+        del self._full_views, self.output_buffer
 
 
 def _plane(

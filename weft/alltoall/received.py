@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.keywords import internal
+
 
 @dataclass(frozen=True, slots=True)
 class Received:
@@ -39,7 +41,8 @@ class Received:
         """The first payload."""
         return self.payloads[0]
 
-    def _with_rows(self, rows: int) -> Received:
+    @internal
+    def with_rows(self, rows: int) -> Received:
         """Return views of the same memory with `rows` slots for each source."""
         return Received(
             tuple(with_rows(plane, rows) for plane in self.payloads),
@@ -49,7 +52,8 @@ class Received:
             self.stats,
         )
 
-    def _by_host(self, hosts: int) -> Received:
+    @internal
+    def by_host(self, hosts: int) -> Received:
         """Return views by source rank: each local rank forwards the rows of `hosts` ranks."""
         assert self.stats is not None
         rows = self.stats.view(hosts * len(self.stats), -1)  # token count, then statistics

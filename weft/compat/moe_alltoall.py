@@ -166,7 +166,7 @@ class MoeAlltoAll:
             release()
             raise
         self._workspace = shared.operator
-        self._number = shared.operator._next_layer()
+        self._number = shared.operator.next_layer()
         self._open_rounds: set[AllToAll] = set()  # all-to-alls between dispatch and combine
         # Engines drop their objects without closing them.
         self._finalizer = weakref.finalize(self, _finalize, shared, release, self._open_rounds)
@@ -388,7 +388,7 @@ class MoeAlltoAll:
 
     def _drop_broken_round(self) -> None:
         """Drop a round that a death broke: its all-to-all has been reset."""
-        if self._round is not None and not self._round.carrier._mid_round:
+        if self._round is not None and not self._round.carrier.is_mid_round:
             self._round = None
             self._open_rounds.clear()
 
@@ -432,11 +432,11 @@ class MoeAlltoAll:
         rows: int,
     ) -> Received:
         """Dispatch with this object's number, so that ranks detect calls of different objects."""
-        operator._begin_round(self._number, rows, 0)
+        operator.begin_round(self._number, rows, 0)
         try:
             return operator.dispatch(planes, ids, stats=stats, rows=rows)
         finally:
-            operator._end_rounds()
+            operator.end_rounds()
 
     def _check_changes(self, row: CombineRow, running: _Round) -> torch.Tensor:
         """Return the tokens' ids if this round may return other rows; otherwise InvalidArgument."""

@@ -66,7 +66,7 @@ class MoeWorkspace:
         if stats:
             self.no_stats = torch.zeros(stats, dtype=torch.int32, device=group.device)
 
-    def _next_layer(self) -> int:
+    def next_layer(self) -> int:
         """Return the next object number, from 1 on."""
         self._layers += 1
         return (self._layers - 1) % (MAX_LAYERS - 1) + 1
@@ -132,7 +132,7 @@ class MoeWorkspace:
         if self._unseen:
             raise self._unseen.pop()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         """Do nothing: a shared workspace is closed only by its lease."""
 
 

@@ -199,7 +199,7 @@ class NormalMode:
             numbers = self._host[words.shape].copy_(words, non_blocking=True)
         announcement.finish()
         synchronize_stream(device)
-        announcement.a2a._check_running()
+        announcement.a2a.check_running()
         return numbers
 
     def _check_words(self, numbers: torch.Tensor, experts: int) -> None:

@@ -101,7 +101,7 @@ class RowExchange:
     def _entry(self, name: str) -> Kernels:
         """Load one of packed_rows.ENTRIES, for as many rows as all ranks may send here."""
         shape, group = self.a2a.config.shape, self.a2a.group
-        build = Build(defines=self.a2a._build.defines)
+        build = Build(defines=self.a2a.build.defines)
         most = group.size * self.max_tokens
         return self._prepare(lambda: load_entries(group.device, name, shape, most, build))
 
@@ -140,7 +140,7 @@ class RowDispatch(RowExchange):
             int32 `[rows]`, each row's token at its source, -1 for rows that no rank sent.
         """
         self._packed._gather_rows(self.a2a.dispatch(payloads, ranks), into)
-        self.a2a._finish()
+        self.a2a.finish_round()
         slots = self._packed._buffers.slot[: len(into[0])]  # source * max_tokens + token
         return torch.where(slots < 0, -1, slots % self.max_tokens)
 
@@ -178,7 +178,7 @@ class RowFetch(RowExchange):
             outbox = self.a2a.output().view(group.size * slots, -1)
             self._rows = outbox.view(torch.int64)[:, : row_bytes // 8]
             self._scales = outbox.view(torch.int32)[:, row_bytes // 4 :][:, : scale_bytes // 4]
-        self._args = FetchArgs(site=self.a2a._site)
+        self._args = FetchArgs(site=self.a2a.site)
         self._args.row_bytes, self._args.scale_bytes = row_bytes, scale_bytes
 
     def run(
@@ -201,7 +201,7 @@ class RowFetch(RowExchange):
             self._scales[: len(scales)].copy_(scales.view(torch.int32))
         self.a2a.dispatch(*self._no_tokens)
         self._fetch(packing, into)
-        self.a2a._finish()
+        self.a2a.finish_round()
 
     @one_call("dispatch")
     def _fetch(self, packing: Packing, into: tuple[torch.Tensor, torch.Tensor | None]) -> None:
@@ -234,8 +234,8 @@ class RowCombine(RowExchange):
         super().__init__(group, max_tokens, {**sizes, **options})
         self._entries = self._entry("return_rows")
         self._arrived = torch.zeros(1, dtype=torch.int32, device=group.device)
-        self._args = ReturnArgs(site=self.a2a._site, arrived=self._arrived.data_ptr())
-        self.a2a._on_recovery(self._reset)
+        self._args = ReturnArgs(site=self.a2a.site, arrived=self._arrived.data_ptr())
+        self.a2a.on_restart(self._reset)
         synchronize_stream(group.device)
 
     def run(self, rows: torch.Tensor, to: Packing, add: torch.Tensor | None) -> torch.Tensor:
@@ -260,9 +260,9 @@ class RowCombine(RowExchange):
         args = self._args
         args.rows, args.packed = rows.data_ptr(), to.packed(len(rows))
         args.in_rank, args.own_tokens = to.in_rank.data_ptr(), len(to.in_rank)
-        self.a2a._expect(State.RECEIVED, "send")
+        self.a2a.expect_state(State.RECEIVED, "send")
         self._entries.run("return_rows", args, 0)
-        self.a2a._sent(len(to.in_rank))
+        self.a2a.mark_sent(len(to.in_rank))
 
 
 class Announcement(RowExchange):
@@ -279,7 +279,7 @@ class Announcement(RowExchange):
 
     def finish(self) -> None:
         """End the round, after all readers of the view have been enqueued."""
-        self.a2a._finish()
+        self.a2a.finish_round()
 
 
 def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:

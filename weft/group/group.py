@@ -33,6 +33,7 @@ from weft.group.messages import Creation, Messages
 from weft.group.recovery import GroupRecovery
 from weft.group.torch_groups import OwnProcessGroup, TorchControl
 from weft.group.wire import JSON
+from weft.keywords import internal
 from weft.shape import MAX_RANKS
 
 T = TypeVar("T")
@@ -320,6 +321,7 @@ class Group:
         """Ranks of each host."""
         return self._topology.ranks
 
+    @internal
     def host_name(self, host: int) -> str:
         """Return a host as errors name it."""
         return self._topology.host_name(host)
@@ -353,6 +355,7 @@ class Group:
         """Word that no other group has, equal on all ranks; "" on one host."""
         return self._topology.token
 
+    @internal
     def one_host(
         self,
         what: str,
@@ -370,6 +373,7 @@ class Group:
             )
         return self
 
+    @internal
     def one_machine(self, what: str, *, fix: str) -> Group:
         """Return this group, or raise InvalidArgument if it has several machines.
 
@@ -385,6 +389,7 @@ class Group:
         """Return the process id of a rank as the kernel reported it, or None if unknown."""
         return self._messages.control.pid(rank)
 
+    @internal
     def whereabouts(self, ranks: Collection[int]) -> dict[int, str]:
         """Return, in words, what each of `ranks` is doing as far as this rank can see.
 
@@ -460,6 +465,7 @@ class Group:
         """
         return self._messages.exchange_fds(fd, timeout=timeout)
 
+    @internal
     def map_shares(
         self,
         export: Callable[[], int],
@@ -485,6 +491,7 @@ class Group:
         """Return 1, 2, ... 65535, 1, ...: the same on every rank. Collective."""
         return self._messages.next_generation()
 
+    @internal
     def next_number(self, what: str, last: int, limit: int) -> int:
         """Return the number after `last`, from 1 to `limit`, the same on every rank. Collective.
 
@@ -492,6 +499,7 @@ class Group:
         """
         return self._messages.next_number(what, last, limit)
 
+    @internal
     def creation(
         self, *, is_workspace: bool = False, workspace: Creation | None = None
     ) -> AbstractContextManager[Creation]:
@@ -504,6 +512,7 @@ class Group:
         """
         return self._messages.creation(is_workspace=is_workspace, workspace=workspace)
 
+    @internal
     def record(self, step: Callable[[Messages], T]) -> T:
         """Run `step` and record it as part of the creation under way. Collective.
 
@@ -634,6 +643,7 @@ class Group:
         """
         self.leave(None)
 
+    @internal
     def leave(self, why: str | None) -> None:
         """Close; ranks that wait for this one in a control message get the reason at once."""
         if self._recovery.closed:

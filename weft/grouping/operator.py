@@ -140,25 +140,25 @@ class RowGroups:
     def __init__(
         self, a2a: AllToAll, config: GroupConfig, programmatic: bool, *, own_rows: bool = True
     ) -> None:
-        a2a._check_running()
+        a2a.check_running()
         shape, device = a2a.config.shape, a2a.group.device
         self._a2a, self.config = a2a, config
         self._operator = a2a
         self._gathered = 0  # number of the round whose rows are grouped
-        sends = shape.combine != "pull" and a2a._build.split_phase
-        build = Build(programmatic=programmatic, defines=a2a._build.defines)
+        sends = shape.combine != "pull" and a2a.build.split_phase
+        build = Build(programmatic=programmatic, defines=a2a.build.defines)
         self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
         on_gpu = device.type == "cuda"
         with relaxed(device), plain_tensors():
             buffers = Buffers.make(a2a.config, config, device, on_gpu=on_gpu, own_rows=own_rows)
             synchronize_stream(device)
         self._buffers = buffers
-        self._args = GroupArgs(site=a2a._site, row_limit=config.total)
+        self._args = GroupArgs(site=a2a.site, row_limit=config.total)
         for plane, rows in enumerate(buffers.rows):
             self._args.rows[plane] = rows.data_ptr()
         for name in buffers._fields[1:]:
             setattr(self._args, name, getattr(buffers, name).data_ptr())
-        a2a._on_recovery(self._start_anew)
+        a2a.on_restart(self._start_anew)
 
     def _start_anew(self) -> None:
         """Clear the counter of a broken round, and addresses at ranks that are gone."""
@@ -176,7 +176,7 @@ class RowGroups:
         """
         kernels = self._running("gather")
         instance("received", received, Received, "pass what dispatch of this all-to-all returned")
-        expected, actual = self._a2a._received.ids.data_ptr(), received.ids.data_ptr()
+        expected, actual = self._a2a.latest_received.ids.data_ptr(), received.ids.data_ptr()
         if expected != actual:
             raise InvalidArgument(
                 f"received has its ids at {actual:#x}, this all-to-all at {expected:#x}: "
@@ -203,7 +203,7 @@ class RowGroups:
     def _open(self, doing: str) -> Kernels:
         if self._kernels is None:
             raise OutOfOrder(f"{doing} after close: make a new one")
-        self._a2a._check_running()
+        self._a2a.check_running()
         return self._kernels
 
     def _running(self, doing: str) -> Kernels:
@@ -347,10 +347,10 @@ class ExpertGroups(RowGroups):
         """
         kernels = self._open("send")
         self._check_combine("send", ("push", "push_fp8", "gemm_push"))
-        self._a2a._expect(State.RECEIVED, "send")
+        self._a2a.expect_state(State.RECEIVED, "send")
         self._set_results(y, "send")
         kernels.run("send", self._args, 0)
-        self._a2a._sent()
+        self._a2a.mark_sent()
         self._gathered = 0
 
     def sent(self) -> None:
@@ -394,7 +394,7 @@ class ExpertGroups(RowGroups):
             raise InvalidArgument(
                 f"{doing} on an all-to-all with combine={combine!r}; {COMBINE_FIXES[doing]}"
             )
-        if doing != "scatter" and not self._a2a._build.split_phase:
+        if doing != "scatter" and not self._a2a.build.split_phase:
             raise InvalidArgument(
                 f"{doing} on an all-to-all built without split_phase; pass split_phase=True"
             )
@@ -402,7 +402,7 @@ class ExpertGroups(RowGroups):
 
 def _check_a2a(a2a: AllToAll) -> None:
     instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll are grouped by expert already")
-    a2a._check_open()
+    a2a.check_open()
 
 
 def buffer_bytes(a2a: AllToAllConfig, config: GroupConfig, device: torch.device) -> int:

@@ -11,6 +11,7 @@ from weft.group import Group
 from weft.heap.header import CallRecord, ErrorRecord
 from weft.hosts.config import HostsConfig
 from weft.hosts.rail import Rail
+from weft.keywords import internal
 from weft.runtime.identity import exchange_call
 from weft.runtime.operator import Operator
 from weft.runtime.report import DUPLICATE_EXPERT, refusal
@@ -38,11 +39,13 @@ class AcrossHosts(Operator):
         """Maximum number of tokens of one rank in one call."""
         return self.config.max_tokens
 
-    def _begin_round(self, layer: int, rows: int, index: int) -> None:
+    @internal
+    def begin_round(self, layer: int, rows: int, index: int) -> None:
         """Let dispatches be round `index` of an MoE layer, see `exchange_call`."""
         self._layer_call = layer, rows, index
 
-    def _end_rounds(self) -> None:
+    @internal
+    def end_rounds(self) -> None:
         """Dispatches are those of the operator's own callers again."""
         self._layer_call = None
 
@@ -59,7 +62,7 @@ class AcrossHosts(Operator):
         span = self.config.span
         if span is None:
             return
-        timeout, first_timeout = self._limits
+        timeout, first_timeout = self.timeouts
 
         def make() -> Rail:
             limits = {"timeout": timeout, "first_timeout": first_timeout}
@@ -67,7 +70,7 @@ class AcrossHosts(Operator):
 
         number = _rails_of_group.get(self.group, 0) + 1
         try:
-            doing = f"connecting the hosts of a group for its {self._what}"
+            doing = f"connecting the hosts of a group for its {self.kind}"
             self._rail = self.group.together(make, doing=doing)
             _rails_of_group[self.group] = number
         except BaseException:

@@ -72,11 +72,11 @@ def _dispatch(
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     owner: LowLatencyAllToAll = find(handle)
-    alive = owner._traced_handles.alive
+    alive = owner.traced_handles.alive
     if number in alive:  # an earlier run of the graph raised, and its handle is lost
-        owner._drop(alive.pop(number))
+        owner.drop_handle(alive.pop(number))
     results = _results(owner)
-    rows = owner._dispatch("dispatch", x, topk_ids, topk_weights, results)
+    rows = owner.run_dispatch("dispatch", x, topk_ids, topk_weights, results)
     alive[number] = rows.handle
     return _public_tensors(owner, results)
 
@@ -103,14 +103,14 @@ def _combine(
     handle: int,
 ) -> None:
     owner: LowLatencyAllToAll = find(handle)
-    alive = owner._traced_handles.alive
-    real = alive.get(number) if number < 0 else owner._handle_of(number)
+    alive = owner.traced_handles.alive
+    real = alive.get(number) if number < 0 else owner.find_handle(number)
     if real is None:
         raise OutOfOrder(
             f"combine of dispatch {number}, which is not alive (below 0: of a compiled graph); "
             "each dispatch is combined once, by the all-to-all that made it"
         )
-    owner._combine("combine", y, topk_ids, topk_weights, real, out, add, counts)
+    owner.run_combine("combine", y, topk_ids, topk_weights, real, out, add, counts)
     alive.pop(number, None)
 
 
@@ -144,9 +144,9 @@ def dispatch(
             "stores of rows at their owners; use combine='push', or weft.MoE with "
             "overlap='gemm_push', which is one operator in the graph"
         )
-    number = owner._traced_handles.acquire()
+    number = owner.traced_handles.acquire()
     rows, scales, counts, source, ranges = torch.ops.weft.lowlatency_dispatch(
-        x.detach(), topk_ids, plain(topk_weights), number, owner._order, owner._handle
+        x.detach(), topk_ids, plain(topk_weights), number, owner.order_tensor, owner.library_handle
     )
     handle = Handle(number, -1 - number, topk_ids.shape[0], counts)
     public_scales = scales if owner.config.shape.group else None
@@ -165,7 +165,7 @@ def combine(
     """Combine inside a compiled graph, or with a handle of a traced dispatch."""
     if out is None:
         size = (topk_ids.shape[0], owner.config.shape.hidden)
-        out = torch.empty(size, dtype=owner.dtype, device=owner._order.device)
+        out = torch.empty(size, dtype=owner.dtype, device=owner.order_tensor.device)
     torch.ops.weft.lowlatency_combine(
         plain(y),
         topk_ids,
@@ -174,18 +174,18 @@ def combine(
         plain(add),
         handle.counts,
         handle.number,
-        owner._order,
-        owner._handle,
+        owner.order_tensor,
+        owner.library_handle,
     )
     if handle.number < 0:
-        owner._traced_handles.release(handle.number)
+        owner.traced_handles.release(handle.number)
     return out
 
 
 def _results(owner: LowLatencyAllToAll) -> dict[str, torch.Tensor]:
     """Allocate the result of a dispatch, by the names that a slot uses."""
     shapes = owner.config.result_shapes(owner.num_local_experts)
-    device = owner._order.device
+    device = owner.order_tensor.device
     return {
         name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
         for name in ("x", "scales", "counts", "source", "ranges")

@@ -20,7 +20,7 @@ from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import mirrors
 from weft.hosts.operator import AcrossHosts
-from weft.keywords import refuse_unknown
+from weft.keywords import internal, refuse_unknown
 from weft.lowlatency import compile as traced
 from weft.lowlatency.config import (
     LowLatencyCombineArgs,
@@ -159,8 +159,8 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
                 _host=group.host,
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
-            self._build = Build(num_sms, programmatic_launch, split_phase, defines)
-            return config, load_kernels(group.device, config.shape, self._build)
+            self.build = Build(num_sms, programmatic_launch, split_phase, defines)
+            return config, load_kernels(group.device, config.shape, self.build)
 
         self._create(
             group,
@@ -178,8 +178,8 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         self._number = 0  # number of dispatches of this rank
         self._sent_handle: Handle | None = None  # dispatch in flight
         self._returned_handle: Handle | None = None  # combine in flight
-        self._dispatch_args = LowLatencyDispatchArgs(site=self._site)
-        self._combine_args = LowLatencyCombineArgs(site=self._site)
+        self._dispatch_args = LowLatencyDispatchArgs(site=self.site)
+        self._combine_args = LowLatencyCombineArgs(site=self.site)
         for args in (self._dispatch_args, self._combine_args):
             args.own_experts = self.num_local_experts
             args.traces = self._tracks.data_ptr()
@@ -187,7 +187,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             self._table = config.local_placement.table(group.device)
             self._dispatch_args.placement = self._table.data_ptr()
             self._combine_args.placement = self._table.data_ptr()
-        self._traced_handles = traced.TracedHandles(config.slots)
+        self.traced_handles = traced.TracedHandles(config.slots)
         self._open_rail()
 
     memory_bytes = staticmethod(memory_bytes)
@@ -227,7 +227,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             refuse_unknown(self.dispatch, _unknown)
         if torch.compiler.is_dynamo_compiling():
             return traced.dispatch(self, x, topk_ids, topk_weights)
-        return self._dispatch("dispatch", x, topk_ids, topk_weights)
+        return self.run_dispatch("dispatch", x, topk_ids, topk_weights)
 
     def combine(
         self,
@@ -268,7 +268,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             refuse_unknown(self.combine, _unknown)
         if torch.compiler.is_dynamo_compiling() or traced.is_traced(handle):
             return traced.combine(self, y, topk_ids, topk_weights, handle, out, add)
-        return self._combine("combine", y, topk_ids, topk_weights, handle, out, add)
+        return self.run_combine("combine", y, topk_ids, topk_weights, handle, out, add)
 
     def dispatch_send(
         self,
@@ -291,7 +291,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         if _unknown:
             refuse_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
-        return self._dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
+        return self.run_dispatch("dispatch_send", x, topk_ids, topk_weights), self._receive
 
     def dispatch_recv(self) -> ExpertRows:
         """Wait for all peers' tokens and lay them out: the second half of `dispatch`.
@@ -333,7 +333,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         if _unknown:
             refuse_unknown(self.combine_send, _unknown)
         self._check_split_phase("combine_send")
-        result = self._combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
+        result = self.run_combine("combine_send", y, topk_ids, topk_weights, handle, out, add)
         return result, self._combine_receive
 
     def combine_recv(self) -> torch.Tensor:
@@ -359,15 +359,16 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             InvalidArgument: the object was built without profile=True, or path is not a path.
             OutOfOrder: the object is closed.
         """
-        self._check_open()
+        self.check_open()
         if not isinstance(path, str | os.PathLike):
             refuse("path", path, "a str or os.PathLike")
         dump(Path(path), self._tracks, self.heap)
 
     # Implementation of the calls: check, launch, update which results are alive.
 
+    @internal
     @one_call("dispatch")
-    def _dispatch(
+    def run_dispatch(
         self,
         entry: str,
         x: torch.Tensor,
@@ -444,8 +445,9 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         self._raise_if_broken()
         return self._slots[handle.slot].rows(handle)
 
+    @internal
     @one_call("combine")
-    def _combine(
+    def run_combine(
         self,
         entry: str,
         y: torch.Tensor | None,
@@ -476,7 +478,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         for name, tensor in (("out", out), ("add", add)):
             if tensor is not None:
                 check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
-        self._check_outside("out", out)
+        self.check_outside("out", out)
         inputs = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
         check_apart("out", out, inputs, exact="add")
         args = self._combine_args
@@ -533,7 +535,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
                         poison(slot.tensors[name])
 
     @property
-    def _mid_round(self) -> bool:
+    def is_mid_round(self) -> bool:
         """Whether a result is alive, that is, not combined yet."""
         return bool(self._alive)
 
@@ -542,11 +544,13 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         """Handles of the results that are alive."""
         return [slot.alive for slot in self._slots if slot.alive is not None]
 
-    def _handle_of(self, number: int) -> Handle | None:
+    @internal
+    def find_handle(self, number: int) -> Handle | None:
         """Return the handle of dispatch `number`, or None if its result is not alive."""
         return next((h for h in self._alive if h.number == number), None)
 
-    def _drop(self, handle: Handle) -> None:
+    @internal
+    def drop_handle(self, handle: Handle) -> None:
         """Discard a result that will not be combined."""
         slot = self._slots[handle.slot]
         if slot.alive is handle:
@@ -627,7 +631,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
 
     def _start_anew(self) -> None:
         self._sent_handle = self._returned_handle = None
-        self._traced_handles.alive.clear()
+        self.traced_handles.alive.clear()
         for slot in self._slots:
             slot.reset()
 

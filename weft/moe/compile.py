@@ -45,7 +45,7 @@ def _call(
 def _(*args: Any) -> None:
     x, logits, topk_ids, topk_weights, rows, num_tokens, out, _, handle = args
     with tracing():
-        find(handle)._check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
+        find(handle).check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
 
 
 @torch.library.custom_op("weft::moe_route", mutates_args=())
@@ -62,7 +62,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     layer: MoE = find(handle)
     routing = layer.config.routing
-    check_route(routing, logits, layer._correction, num_tokens)
+    check_route(routing, logits, layer.correction, num_tokens)
     size = (logits.shape[0], routing.top_k)
     return logits.new_empty(size, dtype=torch.int32), logits.new_empty(size, dtype=torch.float32)
 
@@ -73,8 +73,8 @@ def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
     exchange = layer.exchange
     assert isinstance(exchange, AllToAll)
     # The graph holds copies of the received rows; the experts read the originals.
-    layer.experts(exchange._received)
-    result = exchange._output
+    layer.experts(exchange.latest_received)
+    result = exchange.output_buffer
     if output.data_ptr() != result.data_ptr():  # the compiler passes its own copy on to combine
         output.copy_(result)
 
@@ -95,7 +95,7 @@ def _expert_rows(
     result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert result is not None  # gemm_push, which returns None, is refused while tracing
     y.copy_(result)
-    layer._workspace.experts.release_rows()  # their memory is the graph's, which may reuse it
+    layer.workspace.experts.release_rows()  # their memory is the graph's, which may reuse it
 
 
 @_experts.register_fake
@@ -116,7 +116,7 @@ def traced_call(
     out = torch.empty_like(x.detach()) if out is None else out
     logits, topk_ids, topk_weights = routing
     args = (plain(logits), topk_ids, plain(topk_weights), rows, num_tokens, out)
-    torch.ops.weft.moe(x.detach(), *args, layer._order, layer._handle)
+    torch.ops.weft.moe(x.detach(), *args, layer.order_tensor, layer.library_handle)
     return out
 
 
@@ -124,7 +124,7 @@ def traced_route(
     layer: MoE, logits: torch.Tensor, num_tokens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `MoE.route` inside a compiled graph; it runs the same kernel as an eager call."""
-    ids, weights = torch.ops.weft.moe_route(logits.detach(), num_tokens, layer._handle)
+    ids, weights = torch.ops.weft.moe_route(logits.detach(), num_tokens, layer.library_handle)
     return ids, weights
 
 
@@ -133,7 +133,7 @@ def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor 
     if isinstance(received, Received):
         exchange = layer.exchange
         assert isinstance(exchange, AllToAll)
-        torch.ops.weft.moe_experts(exchange.output(), layer._order, layer._handle)
+        torch.ops.weft.moe_experts(exchange.output(), layer.order_tensor, layer.library_handle)
         return None
     size = (*received.x.shape[:2], layer.config.hidden)
     y = torch.empty(size, dtype=layer.config.dtype, device=received.x.device)
@@ -144,7 +144,7 @@ def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor 
         received.source,
         received.ranges,
         y,
-        layer._order,
-        layer._handle,
+        layer.order_tensor,
+        layer.library_handle,
     )
     return y

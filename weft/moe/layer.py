@@ -26,6 +26,7 @@ from weft.group import Group
 from weft.group.group import reason
 from weft.grouping.config import MAX_ROWS
 from weft.heap.header import Record
+from weft.keywords import internal
 from weft.lowlatency.results import ExpertRows
 from weft.moe import compile as moe_compile
 from weft.moe.choice import LayerChoice, agree_on_choice
@@ -100,7 +101,7 @@ class MoE:
     """
 
     _weights: ExpertWeights
-    _handle: int
+    library_handle: int
     _checked_shared: bool
     _closed = False
     _replicas: Replicas | None
@@ -143,12 +144,12 @@ class MoE:
             choice = agree_on_choice(group, list(plans), overlap=overlap, max_tokens=max_tokens)
             plan = plans[choice.mode, choice.overlap]
             cls = LowLatencyWorkspace if plan.mode == "low_latency" else ThroughputWorkspace
-            self._workspace: LayerWorkspace[Any] = cls(group, config, options, plan, choice)
-        self._workspace.creation = creation
+            self.workspace: LayerWorkspace[Any] = cls(group, config, options, plan, choice)
+        self.workspace.creation = creation
         try:
             self._load(weights, shared, correction, replicas)
         except BaseException:
-            self._workspace.close()
+            self.workspace.close()
             raise
 
     def sibling(
@@ -177,7 +178,7 @@ class MoE:
             CreationFailed: a rank cannot do its part. Every rank raises it.
         """
         sibling = MoE.__new__(MoE)
-        sibling._workspace = self._workspace
+        sibling.workspace = self.workspace
         if replicas is None:
             replicas = self._replicas
         with relaxed(self.exchange.group.device), plain_tensors():
@@ -209,11 +210,11 @@ class MoE:
             CreationFailed: a rank cannot do its part. Every rank raises it.
             OutOfOrder: a round of this layer is open.
         """
-        workspace, group, old = self._workspace, self.exchange.group, self._replicas
+        workspace, group, old = self.workspace, self.exchange.group, self._replicas
         with ExitStack() as stack:
 
             def begin() -> None:
-                self._check_open()
+                self.check_open()
                 self._check_replicas(replicas)
                 self._check_available(replicas, with_weights=weights is not None)
                 if weights is not None:
@@ -236,7 +237,7 @@ class MoE:
             synchronize_device(group.device)
             relocation = None
             if weights is None:
-                tensors, living = self._weights.tensors, self.exchange._living
+                tensors, living = self._weights.tensors, self.exchange.living_mask
                 relocation = Relocation(group, tensors, old, replicas, living)
                 stack.enter_context(relocation)
             self._relocation_failed = True
@@ -252,7 +253,7 @@ class MoE:
                 group.barrier()  # peers may send by the new table from here on
                 self._relocation_failed = False
             except BaseException as error:
-                self.exchange._leave(f"failed while relocating experts: {reason(error)}")
+                self.exchange.leave(f"failed while relocating experts: {reason(error)}")
                 raise
         return sum(a != b for a, b in zip(old.logical, replicas.logical, strict=True))
 
@@ -264,12 +265,12 @@ class MoE:
     @property
     def exchange(self) -> Exchange:
         """The all-to-all of the layer: its history, its placement, and custom rounds."""
-        return self._workspace.exchange
+        return self.workspace.exchange
 
     @property
     def config(self) -> MoEConfig:
         """Sizes and rules of the layer."""
-        return self._workspace.config
+        return self.workspace.config
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -281,27 +282,27 @@ class MoE:
     @property
     def gemm(self) -> str:
         """GEMM that the layer uses: "grouped" or "torch"."""
-        return self._workspace.plan.gemm
+        return self.workspace.plan.gemm
 
     @property
     def mode(self) -> str:
         """Mode that the layer uses: "throughput" or "low_latency"."""
-        return self._workspace.plan.mode
+        return self.workspace.plan.mode
 
     @property
     def overlap(self) -> str:
         """Overlap that the layer uses: "none", "shared_expert" or "gemm_push"."""
-        return self._workspace.plan.overlap
+        return self.workspace.plan.overlap
 
     def explain(self) -> LayerChoice:
         """Return the mode and overlap of the layer, and the rule by which "auto" selects them."""
-        return self._workspace.choice
+        return self.workspace.choice
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of ordinary memory that this rank holds for the layer and its siblings."""
-        self._check_open()
-        return self._workspace.bytes
+        self.check_open()
+        return self.workspace.bytes
 
     @without_autocast
     def __call__(
@@ -346,10 +347,10 @@ class MoE:
         routing = (logits, topk_ids, topk_weights)
         if torch.compiler.is_dynamo_compiling():
             return moe_compile.traced_call(self, x, routing, rows, num_tokens, out)
-        workspace = self._workspace
+        workspace = self.workspace
         if self._closed or self._lost_experts or self._relocation_failed:
             self._check_usable()
-        rounds = self._check_call(x, routing, rows, num_tokens, out)
+        rounds = self.check_call(x, routing, rows, num_tokens, out)
         workspace.begin("a call")
         gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
@@ -357,14 +358,14 @@ class MoE:
             self._check_shared()
             routed = self._select(routing, num_tokens)
             call_rows = self.exchange.max_tokens if rows is None else rows
-            self.exchange._begin_round(self._number, call_rows, 0)
+            self.exchange.begin_round(self._number, call_rows, 0)
             if rounds == 1:
                 return workspace.run(self._weights, self._shared, x, routed, num_tokens, rows, out)
             assert rows is not None
             out = torch.empty_like(x) if out is None else out
             step = self.exchange.max_tokens
             for index, start in enumerate(range(0, rows, step)):
-                self.exchange._begin_round(self._number, rows, index)
+                self.exchange.begin_round(self._number, rows, index)
                 # The ids of padding are -1 now, so no count is needed.
                 part = slice(start, start + step)
                 workspace.run(
@@ -381,11 +382,11 @@ class MoE:
             raise  # peers have their own timeouts, and the first error is the most specific
         except BaseException as error:
             if workspace.is_mid_round and not capturing(workspace.group.device):
-                self.exchange._leave(reason(error))
+                self.exchange.leave(reason(error))
             raise
         finally:
             torch.set_grad_enabled(gradients)
-            self.exchange._end_rounds()
+            self.exchange.end_rounds()
             workspace.end()
 
     def _check_shared(self) -> None:
@@ -415,7 +416,7 @@ class MoE:
         """
         if torch.compiler.is_dynamo_compiling():
             return Routed(*moe_compile.traced_route(self, logits, num_tokens))
-        check_route(self.config.routing, logits, self._correction, num_tokens)
+        check_route(self.config.routing, logits, self.correction, num_tokens)
         return self._select((logits, None, None), num_tokens)
 
     def _select(
@@ -426,7 +427,7 @@ class MoE:
         """Return physical experts and weights for dispatch, from checked tensors."""
         logits, ids, weights = routing
         if logits is not None:
-            routed = route_checked(self.config.routing, logits, self._correction, num_tokens)
+            routed = route_checked(self.config.routing, logits, self.correction, num_tokens)
             if self._table is None:
                 return routed
             (ids, weights), num_tokens = routed, None
@@ -456,7 +457,7 @@ class MoE:
             return moe_compile.traced_experts(self, received)
         self._check_usable()
         self._check_gradients()
-        return self._workspace.run_experts(self._weights, received)
+        return self.workspace.run_experts(self._weights, received)
 
     def check(self) -> None:
         """Raise the error that the device has recorded since the last check; see `AllToAll.check`.
@@ -510,13 +511,13 @@ class MoE:
             return
         self._closed = True
         self._creation.end()
-        library.forget(self._handle)
-        self._workspace.layers.discard(self)
-        if not self._workspace.layers:
-            self._workspace.close()
+        library.forget(self.library_handle)
+        self.workspace.layers.discard(self)
+        if not self.workspace.layers:
+            self.workspace.close()
             return
         synchronize_device(self.exchange.group.device)
-        pending = self.exchange._pending()
+        pending = self.exchange.pending_error()
         if pending is not None:
             raise pending
 
@@ -528,7 +529,7 @@ class MoE:
         replicas: Replicas | None,
     ) -> None:
         """Load what differs between siblings. Collective: it succeeds on all ranks or on none."""
-        with self.exchange.group.creation(workspace=self._workspace.creation) as creation:
+        with self.exchange.group.creation(workspace=self.workspace.creation) as creation:
             creation.add(self)
             self._creation = creation
             self._load_recorded(weights, shared, correction, replicas)
@@ -545,16 +546,16 @@ class MoE:
         self._replicas, self._table = replicas, None
         self._lost_experts: list[int] = []  # experts that no living rank holds
         self._relocation_failed = False  # if True, weights belong to no one placement
-        self.exchange._on_recovery(self._restore_routing)
+        self.exchange.on_restart(self._restore_routing)
 
         def check() -> ExpertWeights:
-            self.exchange._check_open()
+            self.exchange.check_open()
             if replicas is not None:
                 self._check_replicas(replicas)
             local = weights(self.local_experts) if callable(weights) else weights
             instance("weights", local, ExpertWeights, "or a function that returns them")
-            local.check(config, len(self.local_experts), device, fp8=self._workspace.options.fp8)
-            self._workspace.experts.prepare(local)
+            local.check(config, len(self.local_experts), device, fp8=self.workspace.options.fp8)
+            self.workspace.experts.prepare(local)
             if shared is not None:
                 function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
@@ -563,7 +564,7 @@ class MoE:
                     f"shared is {have}, the config has shared={config.shared}; pass a shared "
                     "expert exactly if it is above 0, or dataclasses.replace(config, shared=0)"
                 )
-            if self._workspace.plan.overlap == "shared_expert" and shared is None:
+            if self.workspace.plan.overlap == "shared_expert" and shared is None:
                 raise InvalidArgument(
                     "overlap is 'shared_expert' without a shared expert; there is nothing to "
                     "overlap: use overlap='none'"
@@ -586,32 +587,33 @@ class MoE:
             self._table = torch.zeros((experts, width), dtype=torch.int32, device=device)
             self._fill_table(replicas)
             synchronize_stream(device)
-        self._shared, self._correction = shared, correction
+        self._shared, self.correction = shared, correction
         self._checked_shared = False
         names = (f.name for f in fields(ExpertWeights))
         trained = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
         self._trained_field = next(trained, "")  # the first field that requires a gradient
-        self._number = self.exchange._next_layer()  # identifies the layer to other ranks
-        self._order = library.order_of(device)
-        self._handle = library.register(self, self._workspace.sizes())
-        self._workspace.layers.add(self)
+        self._number = self.exchange.next_layer()  # identifies the layer to other ranks
+        self.order_tensor = library.order_of(device)
+        self.library_handle = library.register(self, self.workspace.sizes())
+        self.workspace.layers.add(self)
         self._closed = False
 
-    def _check_open(self) -> None:
+    @internal
+    def check_open(self) -> None:
         if self._closed:
             raise OutOfOrder("this MoE layer was closed; make a new one")
-        self.exchange._check_open()
+        self.exchange.check_open()
 
     def _check_usable(self) -> None:
         """Raise OutOfOrder if the layer is closed, and ExpertsLost if experts are missing."""
-        self._check_open()
+        self.check_open()
         if self._relocation_failed and not self.exchange.broken:
             raise ExpertsLost(
                 "moving experts failed in the middle, so their weights match no placement: call "
                 "relocate with weights=, from a checkpoint, on all ranks"
             )
-        if self._lost_experts and self._workspace.options.missing == "error":
-            living = self.exchange._living
+        if self._lost_experts and self.workspace.options.missing == "error":
+            living = self.exchange.living_mask
             dead = [r for r in range(self.exchange.ep_size) if not living >> r & 1]
             raise ExpertsLost(
                 f"ranks {dead} are gone, and no other rank holds experts {self._lost_experts}: "
@@ -631,12 +633,14 @@ class MoE:
             self._fill_table(self._replicas)
         else:
             owners = enumerate(self.exchange.placement.ranks)
-            self._lost_experts = [e for e, rank in owners if not self.exchange._living >> rank & 1]
+            self._lost_experts = [
+                e for e, rank in owners if not self.exchange.living_mask >> rank & 1
+            ]
         self._check_usable()
 
     def _fill_table(self, replicas: Replicas) -> None:
         assert self._table is not None
-        living = self.exchange._living
+        living = self.exchange.living_mask
         self._lost_experts = [
             e for e, physical in enumerate(replicas.physical_on(living)) if not physical
         ]
@@ -647,7 +651,7 @@ class MoE:
     def _check_replicas(self, replicas: Replicas) -> None:
         """Raise InvalidArgument if the placement's sizes are not those of the layer."""
         instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
-        original = self._workspace.options.replicas
+        original = self.workspace.options.replicas
         if original is None:
             raise InvalidArgument(
                 "replicas for a layer that was built without them: pass replicas= to MoE, too"
@@ -667,7 +671,7 @@ class MoE:
             raise InvalidArgument(
                 "moving experts failed in the middle: no rank has their weights, pass weights="
             )
-        living, drops = self.exchange._living, self._workspace.options.missing == "drop"
+        living, drops = self.exchange.living_mask, self.workspace.options.missing == "drop"
         current, target = self._replicas.physical_on(living), replicas.physical_on(living)
         unplaced = [e for e, physical in enumerate(target) if not physical]
         if unplaced and not drops:
@@ -682,7 +686,8 @@ class MoE:
                 "checkpoint"
             )
 
-    def _check_call(
+    @internal
+    def check_call(
         self,
         x: torch.Tensor,
         routing: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
@@ -732,7 +737,7 @@ class MoE:
                 )
         else:
             assert logits is not None
-            check_route(config.routing, logits, self._correction, num_tokens)
+            check_route(config.routing, logits, self.correction, num_tokens)
             if logits.shape[0] != tokens or logits.device != device:
                 raise InvalidArgument(
                     f"logits are {shown(logits)}; x has {tokens} rows on {device}: pass the logits "

@@ -156,7 +156,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
     @property
     def is_mid_round(self) -> bool:
         """True between dispatch and combine."""
-        return self.exchange._mid_round
+        return self.exchange.is_mid_round
 
     @abstractmethod
     def run(
@@ -198,7 +198,7 @@ class LayerWorkspace(ABC, Generic[Rows]):
             )
         try:
             if self.is_mid_round:
-                self.exchange._check_running()
+                self.exchange.check_running()
                 raise OutOfOrder(f"{doing} within a round of layer.exchange: combine it first")
         except BaseException:
             self.end()
@@ -213,11 +213,11 @@ class LayerWorkspace(ABC, Generic[Rows]):
         """Exclude calls of all layers and of the exchange. Raises OutOfOrder if one is running."""
         self.begin(doing)
         try:
-            self.exchange._begin(doing)
+            self.exchange.begin_call(doing)
             try:
                 yield
             finally:
-                self.exchange._end()
+                self.exchange.end_call()
         finally:
             self.end()
 

@@ -40,6 +40,7 @@ from weft.heap.header import (
     words_of,
 )
 from weft.heap.room import require_room
+from weft.keywords import internal
 from weft.runtime import library
 from weft.runtime.ambient import without_autocast
 from weft.runtime.check import check_group, extent
@@ -86,14 +87,14 @@ class Operator(ABC):
     group: Group
     config: Config
     heap: Heap
-    _build: Build
+    build: Build
     _kernels: Kernels
-    _site: Site
+    site: Site
     _layer = 0  # number of the calling lease; 0: the operator itself
     _layers = 0  # number of layers and leases numbered so far
     _seen_refusals = 0
     _failure: GroupError | None = None  # why this rank left, if later calls raise it again
-    _debug: DebugChecks | None = None  # set with WEFT_DEBUG=1
+    debug_checks: DebugChecks | None = None  # set with WEFT_DEBUG=1
     _has_raised = False  # whether a caller has received the error that broke the group
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
 
@@ -125,18 +126,18 @@ class Operator(ABC):
         problem: Exception | None = None
         try:
             limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
-            self._debug = DebugChecks(self) if is_enabled() else None
+            self.debug_checks = DebugChecks(self) if is_enabled() else None
             self.config, self._kernels = prepare()
         except Exception as error:  # the vote reports it on every rank
             problem = error
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
-        self._first_epoch, self._limits = first_epoch & EPOCH_MASK, limits
-        self._living = group.local.living_mask
+        self.first_epoch, self.timeouts = first_epoch & EPOCH_MASK, limits
+        self.living_mask = group.local.living_mask
         self._mirrors = mirrors(group.local.size)
-        self.group, self._what, self._owner = group, what.split(" ", 1)[1], os.getpid()
-        manifest = {**self._manifest(), "WEFT_DEBUG": self._debug is not None}
+        self.group, self.kind, self._owner = group, what.split(" ", 1)[1], os.getpid()
+        manifest = {**self._manifest(), "WEFT_DEBUG": self.debug_checks is not None}
         try:
-            group.agree(dict(manifest), what=f"{self._what} geometry")
+            group.agree(dict(manifest), what=f"{self.kind} geometry")
             if group.hosts == 1:
                 self._allocate(what)
             else:
@@ -145,8 +146,8 @@ class Operator(ABC):
             self._kernels.close()
             raise
         WATCHER.watch(self)
-        self._order = library.order_of(group.device)
-        self._handle = library.register(self, manifest)
+        self.order_tensor = library.order_of(group.device)
+        self.library_handle = library.register(self, manifest)
 
     def _allocate(self, what: str) -> None:
         """Allocate and initialise this host's heap. Collective over its ranks."""
@@ -155,7 +156,7 @@ class Operator(ABC):
             require_room(local, share_bytes + own_bytes, what=what)
         self.heap = Heap.create(local, share_bytes)
         end = self.heap.base + local.size * self.heap.stride
-        _heaps[id(self.heap)] = self.heap.base, end, self._what
+        _heaps[id(self.heap)] = self.heap.base, end, self.kind
         weakref.finalize(self.heap, _heaps.pop, id(self.heap), None)
         # The vote is a barrier: no peer may write into this share before it is initialised.
         local.together(self._initialise, doing=f"initialising {what}")
@@ -164,12 +165,12 @@ class Operator(ABC):
         header, local = self._mirrors.Header(), self.group.local
         header.abi, header.rank, header.ranks = ABI, local.rank, local.size
         header.share_bytes, header.generation = self.config.share_bytes, self.heap.generation
-        header.first_epoch = header.epoch = self._first_epoch
+        header.first_epoch = header.epoch = self.first_epoch
         # A peer may itself wait for another host first, and its error names the cause.
         waits = 1 if self.group.hosts == 1 else 2
-        header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self._limits)
+        header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self.timeouts)
         living, before = header.living, self._header_of(local.rank)  # zeros at creation
-        living[:] = words_of(self._living, len(living))
+        living[:] = words_of(self.living_mask, len(living))
         header.refusals = before.refusals
         header.reported[:] = [
             reported & ~alive for reported, alive in zip(before.reported, living, strict=True)
@@ -187,7 +188,7 @@ class Operator(ABC):
         self._freed = False
         self._has_notified = False  # whether the peers were notified that this rank leaves
         self._leave_reason = ""  # why this rank left; "" if it has not
-        self._site = Site(
+        self.site = Site(
             base=self.heap.base,
             stride=self.heap.stride,
             mailbox=self.heap.mailbox.device,
@@ -258,7 +259,7 @@ class Operator(ABC):
             OutOfOrder: the object is closed.
         """
         with self._access:
-            self._check_open()
+            self.check_open()
             self._raise_if_broken()
             self._raise_refusals()
 
@@ -283,7 +284,7 @@ class Operator(ABC):
         Reads one word of host memory.
         """
         with self._access:
-            self._check_open()
+            self.check_open()
             word = self._mailbox.host_word[0] & HOST_ASKS_TO_LEAVE
             return bool(self._mailbox.broken_code or word)
 
@@ -298,7 +299,7 @@ class Operator(ABC):
             OutOfOrder: the object is closed.
         """
         with self._access:
-            self._check_open()
+            self.check_open()
             self._leave_reason = self._leave_reason or "called abort()"
             self._notify_once(ABORTED, "")
             self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
@@ -316,7 +317,7 @@ class Operator(ABC):
             OutOfOrder: the object is closed.
         """
         with self._access:
-            self._check_open()
+            self.check_open()
             header = self._header_of(rank)
         return sorted((r for r in header.ring if r.phase), key=lambda r: (r.epoch, r.phase))
 
@@ -336,11 +337,11 @@ class Operator(ABC):
 
     def _release(self) -> WeftError | None:
         """Free the memory and return the pending error, if any."""
-        for handle in {self._handle, vars(self)["_handle"]}:
+        for handle in {self.library_handle, vars(self)["library_handle"]}:
             library.forget(handle)
         if not self._begin_close():
             return None
-        pending = self._pending()
+        pending = self.pending_error()
         with relaxed(self.group.device):
             try:
                 self._kernels.close()
@@ -349,7 +350,8 @@ class Operator(ABC):
                 self._free()
         return pending
 
-    def _pending(self) -> WeftError | None:
+    @internal
+    def pending_error(self) -> WeftError | None:
         """Return the error that `check` would raise and no call has raised yet.
 
         None if this rank left on its own, or in a forked child.
@@ -368,22 +370,24 @@ class Operator(ABC):
     def _operator(self) -> Self:
         return self
 
-    def _next_layer(self) -> int:
+    @internal
+    def next_layer(self) -> int:
         """Return the number of a new layer or lease on this operator, starting at 1. Collective."""
         self._layers = self.group.next_number("layer number", self._layers, MAX_LAYERS - 1)
         return self._layers
 
-    def _leased(self) -> Self:
+    @internal
+    def lease_view(self) -> Self:
         """Return a view of this operator for a new lease. Collective.
 
         The view shares all state with the operator. Its calls carry the number of the lease, so
         that calls of different leases on two ranks are detected as a mismatch.
         """
-        kind, number = type(self), self._next_layer()
+        kind, number = type(self), self.next_layer()
         view: Self = object.__new__(_view_type(kind))
         view.__dict__ = self.__dict__
         view._layer, view._shared_operator = number, self  # type: ignore[attr-defined]
-        view._handle = library.register(view, self._manifest())
+        view.library_handle = library.register(view, self._manifest())
         return view
 
     def __enter__(self) -> Self:
@@ -398,12 +402,14 @@ class Operator(ABC):
 
     # Called by the group.
 
+    @internal
     def peer_ended(self, rank: int) -> None:
         """End waits for a rank whose process has ended."""
         with self._access:
-            if not self._freed and self._living >> rank & 1:
+            if not self._freed and self.living_mask >> rank & 1:
                 self._mailbox.host_word[rank // HOST_BITS] |= 1 << rank % HOST_BITS
 
+    @internal
     def announce_leave(self, why: str, *, settled: bool = False) -> None:
         """Notify the peers that this rank starts no more calls; running calls continue.
 
@@ -416,6 +422,7 @@ class Operator(ABC):
             if not self._freed:
                 self._notify_once(PEER_LEFT, why)
 
+    @internal
     def suspected_ranks(self) -> set[int]:
         """Return the rank that this one timed out on, if a timeout broke the group."""
         with self._access:
@@ -423,12 +430,13 @@ class Operator(ABC):
                 return set()
             return {self._mailbox.broken.peer}
 
+    @internal
     def quiesce(self) -> None:
         """End this rank's calls and wait until none runs; peers leave their calls, too.
 
         Every call raises until `restart`.
         """
-        self._leave("left its calls to recover its group")
+        self.leave("left its calls to recover its group")
         while not self._busy.acquire(timeout=0.05):
             if self._closing:
                 return
@@ -437,6 +445,7 @@ class Operator(ABC):
         finally:
             self._busy.release()
 
+    @internal
     def finished_rounds(self) -> int:
         """Return how many rounds or all-reduces this rank has finished since its (re)creation."""
         with self._access:
@@ -447,32 +456,35 @@ class Operator(ABC):
         done = [r.epoch - header.first_epoch & EPOCH_MASK for r in header.ring if r.phase in ends]
         return max(done, default=0)
 
-    def _own_header(self) -> ctypes.Structure | None:
+    @internal
+    def own_header(self) -> ctypes.Structure | None:
         """Return a copy of this rank's header, or None after close."""
         with self._access:
             return None if self._freed or self._closing else self._header_of()
 
+    @internal
     def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
         """Return the time of each rank's last poll in a wait; it changes while the rank waits."""
         with self._access:
             if self._freed or self._closing:
                 return {}
-            living = (rank for rank in ranks if self._living >> rank & 1)
+            living = (rank for rank in ranks if self.living_mask >> rank & 1)
             return {rank: self._header_of(rank).waiting_ns for rank in living}
 
+    @internal
     def restart(self, living: int) -> None:
         """Restart with the ranks of `living`, bit r for rank r.
 
         The share is initialised again in the same memory, so captured graphs stay valid. Called
         between two barriers of the living ranks, after `quiesce` on all of them, so that no peer
-        stores into the share. All callbacks of `_on_recovery` run; then the first error of a
+        stores into the share. All callbacks of `on_restart` run; then the first error of a
         callback is raised.
         """
         if self._closing:
             return
         with relaxed(self.group.device):
             with self._access:
-                self._living, self._has_notified = living, False
+                self.living_mask, self._has_notified = living, False
                 self._mailbox.broken_code, self._has_raised = 0, False
                 words = self._mailbox.host_word
                 words[:] = [0] * len(words)
@@ -499,14 +511,16 @@ class Operator(ABC):
 
     # Called by subclasses and other packages.
 
-    def _on_recovery(self, start_anew: Callable[[], None]) -> None:
+    @internal
+    def on_restart(self, start_anew: Callable[[], None]) -> None:
         """Register a bound method to be called after each recovery while its object is alive.
 
         For objects that keep state of this operator's calls or choose ranks for its tokens.
         """
         self._recovery_callbacks.append(weakref.WeakMethod(start_anew))
 
-    def _leave(self, why: str) -> None:
+    @internal
+    def leave(self, why: str) -> None:
         """Leave the group: this rank's waits and later calls raise, and peers get the reason."""
         with self._access:
             if not self._freed:
@@ -514,8 +528,9 @@ class Operator(ABC):
                 self._notify_once(PEER_LEFT, why)
                 self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
 
-    def _begin(self, doing: str) -> None:
-        """Begin a call; `_end` must follow.
+    @internal
+    def begin_call(self, doing: str) -> None:
+        """Begin a call; `end_call` must follow.
 
         Raises:
             OutOfOrder: in a forked child, during another thread's call, or after close.
@@ -523,40 +538,42 @@ class Operator(ABC):
         """
         if os.getpid() != self._owner:
             raise OutOfOrder(
-                f"{doing} in process {os.getpid()}, a forked child: this {self._what} belongs to "
+                f"{doing} in process {os.getpid()}, a forked child: this {self.kind} belongs to "
                 f"process {self._owner}, and peers cannot distinguish the two; create a group in "
                 "the process that uses it"
             )
         if not self._busy.acquire(blocking=False):
-            self._check_open()
+            self.check_open()
             raise OutOfOrder(
-                f"{doing} while another thread is in a call of this {self._what}: calls must be "
+                f"{doing} while another thread is in a call of this {self.kind}: calls must be "
                 "serial and in the same order on every rank; make them from one thread, or hold a "
                 "lock around each round"
             )
         self._caller = threading.get_ident()
         try:
-            self._check_open()
+            self.check_open()
             self._raise_if_broken()
         except BaseException:
-            self._end()
+            self.end_call()
             raise
 
-    def _end(self) -> None:
-        """End the call that `_begin` began."""
+    @internal
+    def end_call(self) -> None:
+        """End the call that `begin_call` began."""
         self._caller = 0
         self._busy.release()
 
-    def _check_open(self) -> None:
+    @internal
+    def check_open(self) -> None:
         """Raise OutOfOrder after close, or Aborted if this rank had left before."""
         if not self._closing:
             return
         if self._leave_reason:
             raise Aborted(
                 f"this rank, {self.group.rank}, {self._leave_reason}, and closed this "
-                f"{self._what}; make a new one"
+                f"{self.kind}; make a new one"
             )
-        raise OutOfOrder(f"this {self._what} was closed; make a new one")
+        raise OutOfOrder(f"this {self.kind} was closed; make a new one")
 
     def _raise_if_broken(self) -> None:
         """Raise the error that broke the group, if any. Within a call, or under `_access`."""
@@ -580,19 +597,20 @@ class Operator(ABC):
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._last_words(ranks.index(rank)),
             lambda rank, value: self._call_text(ranks.index(rank), value),
-            first_epoch=self._first_epoch,
+            first_epoch=self.first_epoch,
             machines=self.group.job_machines,
         )
 
     def _fail(self, error: GroupError) -> None:
         """Leave the group with an error that every later call raises."""
         self._failure = error
-        self._leave(reason(error))
+        self.leave(reason(error))
 
-    def _check_running(self) -> None:
+    @internal
+    def check_running(self) -> None:
         """Raise OutOfOrder after close, or the error that broke the group."""
         with self._access:
-            self._check_open()
+            self.check_open()
             self._raise_if_broken()
 
     def _check_split_phase(self, name: str) -> None:
@@ -606,13 +624,14 @@ class Operator(ABC):
                 f"{name} under torch.compile, which may move what is between the halves: call "
                 "dispatch and combine there, or the halves outside of the compiled function"
             )
-        self._check_open()
-        if not self._build.split_phase:
+        self.check_open()
+        if not self.build.split_phase:
             raise InvalidArgument(
-                f"{name}: this {self._what} was built without split_phase; pass split_phase=True"
+                f"{name}: this {self.kind} was built without split_phase; pass split_phase=True"
             )
 
-    def _check_outside(self, name: str, tensor: torch.Tensor) -> None:
+    @internal
+    def check_outside(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InvalidArgument for an output in an operator's heap, which peers access."""
         start, end = extent(tensor)
         for base, stop, what in tuple(_heaps.values()):
@@ -634,13 +653,13 @@ class Operator(ABC):
             self._closing = True
         if os.getpid() != self._owner:
             return True
-        self.announce_leave(f"closed its {self._what}", settled=True)
+        self.announce_leave(f"closed its {self.kind}", settled=True)
         if self._caller == threading.get_ident():
             return True  # called from a signal handler or finalizer within the call itself
         if not self._busy.acquire(blocking=False):
             with self._access:
                 self._leave_reason = (
-                    self._leave_reason or f"closed this {self._what} in another thread"
+                    self._leave_reason or f"closed this {self.kind} in another thread"
                 )
                 self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
             self._busy.acquire()
@@ -664,12 +683,12 @@ class Operator(ABC):
         if self._has_notified or self._mailbox.broken_code or os.getpid() != self._owner:
             return
         self._has_notified = True
-        rank, heap = self._site.rank, self.heap
+        rank, heap = self.site.rank, self.heap
         text = why.encode(errors="replace")[: LAST_WORDS_BYTES - 1] + b"\0"
         heap.write(rank, self._mirrors.Header.last_words.offset, text)
         notice = (code << 56 | rank << 40).to_bytes(8, "little")
         for peer in range(self.group.local.size):
-            if peer != rank and self._living >> peer & 1:
+            if peer != rank and self.living_mask >> peer & 1:
                 heap.write(peer, self._mirrors.Header.notices.offset + 8 * rank, notice)
 
     def _header_of(self, rank: int | None = None) -> ctypes.Structure:
@@ -690,7 +709,7 @@ class Operator(ABC):
 @functools.cache
 def _view_type(kind: type[Operator]) -> type[Any]:
     """Return the class of leases of `kind`, whose instances have their own number and handle."""
-    slots = {"__slots__": ("_handle", "_layer", "_shared_operator"), "__doc__": kind.__doc__}
+    slots = {"__slots__": ("library_handle", "_layer", "_shared_operator"), "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), slots)
 
 
@@ -722,8 +741,8 @@ def one_call(
         @functools.wraps(method)
         def call(self: Caller, /, *args: P.args, **kwargs: P.kwargs) -> T:
             operator = self._operator
-            operator._begin(doing)
-            debug = operator._debug
+            operator.begin_call(doing)
+            debug = operator.debug_checks
             try:
                 if debug is None:
                     return method(self, *args, **kwargs)
@@ -732,7 +751,7 @@ def one_call(
                 debug.after(doing)
                 return result
             finally:
-                operator._end()
+                operator.end_call()
 
         return without_autocast(call)
 

@@ -31,11 +31,11 @@ class Waiting(Protocol):
     """Interface of an operator that the poll thread uses."""
 
     group: Group
-    _what: str
-    _first_epoch: int
-    _limits: tuple[float, float]
+    kind: str
+    first_epoch: int
+    timeouts: tuple[float, float]
 
-    def _own_header(self) -> ctypes.Structure | None: ...
+    def own_header(self) -> ctypes.Structure | None: ...
     def finished_rounds(self) -> int: ...
     def waiting_ns(self, ranks: Any) -> dict[int, int]: ...
 
@@ -95,7 +95,7 @@ class Watcher:
 
 def _poll(operator: Waiting, wait: _Wait) -> bool:
     """Log a wait that is due, and return whether to poll this operator again."""
-    header = operator._own_header()
+    header = operator.own_header()
     if header is None:
         return False
     if operator.group.device.type == "cuda" and any(record.phase for record in header.ring):
@@ -129,13 +129,13 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
         process = f" (pid {pid})" if pid else ""
         names.append(f"rank {ranks[rank]}{process} {places[rank]}")
     finished = operator.finished_rounds()
-    started = (header.epoch - operator._first_epoch) & EPOCH_MASK
+    started = (header.epoch - operator.first_epoch) & EPOCH_MASK
     call = "a call" if started == finished else "the second half of a round"
-    limit = operator._limits[1 if finished == 0 else 0]
+    limit = operator.timeouts[1 if finished == 0 else 0]
     _log.warning(
         "rank %d has waited %.0f s of at most %g s in %s of its %s, of which it has finished %d "
         "rounds, for other ranks: %s",
-        *(group.rank, waited, limit, call, operator._what, finished),
+        *(group.rank, waited, limit, call, operator.kind, finished),
         "; ".join(names) or "all of them wait in it, too",
     )
 
