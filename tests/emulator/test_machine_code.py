@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine code of every kernel: it exists, keeps its rows in registers, and keeps its order.
+
+No GPU is needed. Which word is touched by which verb, the emulated kernels show (watch.py). Here is
+what the verbs become on each architecture, and that the kernels have kept theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from tests.emulator.machine_code import (
+    disassemble,
+    frames,
+    numbers_of,
+    strong_accesses,
+    verbs,
+)
+from tests.faults import FAULTS
+from tests.gpu.test_ordering import compile_litmus
+from weft.allreduce import kernels as allreduce
+from weft.allreduce.config import ReduceConfig
+from weft.alltoall import kernels as alltoall
+from weft.errors import CompileError
+from weft.grouping import kernels as grouping
+from weft.grouping.config import GroupConfig
+from weft.jit.nvrtc import compile_cubin
+from weft.lowlatency import kernels as lowlatency
+from weft.lowlatency.config import LowShape
+from weft.runtime.timeline import DEFINE
+from weft.shape import Shape
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+# Each as a kernel of its own: a statement, and all that it does to memory that others see.
+VERBS = {
+    "weft::store_release(words, wide)": ["fence.SYS", "ST.64.SYS"],
+    "weft::store_release(word, narrow)": ["fence.SYS", "ST.32.SYS"],
+    "weft::store_relaxed(words, wide)": ["ST.64.SYS"],
+    "weft::store_relaxed(word, narrow)": ["ST.32.SYS"],
+    "*to = weft::load_acquire(words)": ["LD.64.SYS", "drop"],
+    "*to = weft::load_acquire(word)": ["LD.32.SYS", "drop"],
+    "*to = weft::load_acquire_local(word)": ["LD.32.GPU", "drop"],
+    "*to = weft::load_relaxed(words)": ["LD.64.SYS"],
+    "*to = weft::load_relaxed(word)": ["LD.32.SYS"],
+    "*to = weft::add_acq_rel(word, narrow)": ["fence.GPU", "ATOM.ADD.32.GPU", "drop"],
+    "*to = weft::add_relaxed(word, narrow)": ["ATOM.ADD.32.GPU"],
+    "*to = weft::claim(word, 0, 1)": ["fence.GPU", "ATOM.CAS.32.GPU", "drop"],
+    "weft::raise_to(words, wide)": ["ATOM.MAX.64.GPU"],
+    "*row = weft::poll_vector(from)": ["LD.128.SYS"],
+    "weft::post_vector(row, vector)": ["ST.128.SYS"],
+    "*row = weft::poll_u64_pair(from)": ["LD.128.SYS"],
+    "weft::post_u64_pair(row, vector)": ["ST.128.SYS"],
+}
+PARAMETERS = (
+    "weft::u64* words, weft::u64 wide, weft::u32* word, weft::u32 narrow, weft::u64* to, "
+    "uint4* row, const uint4* from, uint4 vector"
+)
+
+FLAG = {"release ST.64.SYS": 1}
+HEARD = {"acquire LD.64.SYS": 2}  # a peer's flag, and whether a peer asks this rank to leave
+LAST = {"acq_rel ATOM.ADD.32.GPU": 1}
+TOLD = {"relaxed ST.64.SYS": 1}  # words that name their round
+ASKED = {"relaxed LD.64.SYS": 2}
+POLLED, POSTED = {"relaxed LD.128.SYS": 8}, {"relaxed ST.128.SYS": 2}
+SCALES = {"relaxed LD.32.SYS": 2, "relaxed ST.32.SYS": 2}
+COUNTED = {"relaxed ATOM.ADD.32.GPU": 1}
+WHOLE = {"dispatch": LAST | FLAG | HEARD, "combine": FLAG | HEARD}
+LOW = FLAG | HEARD | COUNTED | POLLED | POSTED
+LOW_HALVES = {
+    "dispatch": LOW | TOLD | ASKED,
+    "dispatch_send": LOW | TOLD,
+    "dispatch_receive": LOW | ASKED,
+    "combine": LOW | TOLD | ASKED,
+    "combine_send": LOW | TOLD,
+    "combine_receive": LOW | ASKED,
+}
+SUM = HEARD | COUNTED | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2}
+# The counter stands in front of the cluster's barrier, whose acquire follows it in the code.
+OWN_SUM = HEARD | POLLED | POSTED | TOLD | {"release ST.32.SYS": 2, "acquire ATOM.ADD.32.GPU": 1}
+SEND = LAST | FLAG
+Verbs = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Code:
+    """A program, and what its machine code must be.
+
+    verbs: what kernels do at least to memory that others see.
+    frame: bytes of local memory that a kernel may have on Hopper, and on others if `everywhere`.
+    profiled: the same of kernels that keep a timeline; None where these are not compiled.
+    """
+
+    program: Any
+    verbs: Verbs = field(default_factory=dict)
+    frame: int = 0
+    profiled: int | None = None
+    everywhere: bool = False
+
+
+V3 = Shape(8, 2048, 8, 256, 7168, "bf16", (14336,))
+FEW = replace(V3, tokens=128)
+FP8_ROWS = (7168, 224)
+ODD = Shape(3, 33, 9, 18, 264, "fp16", (528, 20, 7))
+PUSHED = WHOLE | {"combine": LAST | FLAG | HEARD}
+PUSHED_FP8 = PUSHED | {
+    "combine": LAST | FLAG | HEARD | POLLED | POSTED | SCALES | {"acquire LD.32.GPU": 1}
+}
+PULLED = WHOLE | {
+    "dispatch_send": LAST | FLAG,
+    "dispatch_receive": HEARD,
+    "combine_send": FLAG,
+    "combine_receive": HEARD,
+}
+
+
+def by_rank(
+    shape: Shape,
+    verbs: Verbs = WHOLE,
+    frame: int = 0,
+    profiled: int = 0,
+    *,
+    split_phase: bool = True,
+) -> Code:
+    program = alltoall.cuda_program(shape, 1, split_phase=split_phase)
+    return Code(program, verbs, frame, profiled)
+
+
+def by_expert(frame: int = 0, profiled: int | None = None, **changes: Any) -> Code:
+    shape = replace(LowShape(8, 128, 8, 256, 32, 7168, "bf16"), **changes)
+    program = lowlatency.cuda_program(shape, split_phase=not shape.gemm_push)
+    verbs = LOW_HALVES
+    if shape.gemm_push:
+        verbs = {
+            "dispatch": LOW | TOLD | ASKED,
+            "combine": LOW | {"acquire LD.64.SYS": 1},
+        }
+    return Code(program, verbs if not changes.keys() & UNSEEN else {}, frame, profiled)
+
+
+# Rows as they are and other forms have other verbs.
+UNSEEN = {"group", "scales", "recipe", "ranks", "dtype", "tokens"}
+
+
+def reduced(config: ReduceConfig) -> Code:
+    receiver = config.epilogue_at == "receiver"
+    kernels = set(allreduce.KERNELS) - ({"oneshot_resident"} if config.hidden == 2888 else set())
+    plain = {"oneshot"} if receiver else kernels - {"oneshot_resident"}
+    verbs = {
+        name + end: SUM if name in plain else OWN_SUM
+        for name in kernels
+        for end in ("", allreduce.MOE)
+    }
+    program = allreduce.cuda_program(config)
+    assert set(program.entry_points) == verbs.keys()
+    # A wait's record is handed to the slow path by its address: that is no spill.
+    return Code(program, verbs if config.ranks == 8 else {}, frame=96, everywhere=True)
+
+
+def grouped(shape: Shape, layout: str, *sizes: int) -> Code:
+    sends = shape.combine != "pull"
+    program = grouping.cuda_program(shape, GroupConfig(layout, *sizes), sends=sends)
+    send = SEND | ({"relaxed ST.32.SYS": 2} if shape.combine == "push_fp8" else {})
+    return Code(program, {"send": send, "group": LAST} if sends else {}, everywhere=True)
+
+
+# The slow half of a wait costs kernels that trace 24 bytes, and those of rows as they are. 32 ranks
+# with a top k of 32, and mxfp8 of fp32, use all registers.
+KERNELS = {
+    "deepseek-v3": lambda: by_rank(V3, PULLED),
+    "fp8 out": lambda: by_rank(replace(V3, row_bytes=FP8_ROWS)),
+    "fp8 out, quantised": lambda: by_rank(replace(V3, row_bytes=FP8_ROWS, quant="fp8")),
+    "gpt-oss-120b": lambda: by_rank(Shape(4, 512, 4, 128, 2880, "bf16", (5760,))),
+    "three ranks, odd rows": lambda: by_rank(ODD),
+    "pushed": lambda: by_rank(replace(FEW, combine="push"), PUSHED),
+    "fp8 both ways": lambda: by_rank(
+        replace(FEW, row_bytes=FP8_ROWS, combine="push_fp8", quant="fp8"), PUSHED_FP8
+    ),
+    "mxfp8 of fp32": lambda: by_rank(
+        replace(FEW, dtype="fp32", row_bytes=FP8_ROWS, quant="mxfp8"), frame=24, profiled=24
+    ),
+    "choices": lambda: by_rank(replace(FEW, combine="gemm_push")),
+    "choices, odd": lambda: by_rank(replace(ODD, combine="gemm_push", stats=3)),
+    "32 ranks, mapped": lambda: by_rank(
+        Shape(32, 16, 32, 61, 512, "fp32", (2048,), mapped=True),
+        frame=32, profiled=24, split_phase=False,
+    ),
+    "statistics, pulled": lambda: by_rank(replace(V3, stats=256), PULLED),
+    "statistics, pushed": lambda: by_rank(replace(FEW, combine="push_fp8", stats=7)),
+    "low latency": lambda: by_expert(profiled=24),
+    "low latency, reduced": lambda: by_expert(profiled=24, reduce="sender"),
+    "low latency, reduced, fp8 back": lambda: by_expert(
+        profiled=24, reduce="sender", combine_fp8=True
+    ),
+    "low latency, reduced, fp8 back, four ranks": lambda: by_expert(
+        ranks=4, local=64, reduce="sender", combine_fp8=True
+    ),
+    "low latency, fp8 back": lambda: by_expert(profiled=24, combine_fp8=True),
+    "low latency, as they are": lambda: by_expert(24, 24, group=0),
+    "low latency, powers of two": lambda: by_expert(scales="ue8m0"),
+    "low latency, by column, of 32": lambda: by_expert(scales="fp32_col", group=32),
+    "low latency, as deep_ep": lambda: by_expert(scales="fp32_col", recipe="deep_ep"),
+    "low latency, as deep_ep, ue8m0": lambda: by_expert(scales="ue8m0", recipe="deep_ep"),
+    "low latency, as triton_dist": lambda: by_expert(recipe="triton_dist"),
+    "low latency, from other hosts": lambda: by_expert(recipe="quantised"),
+    "low latency, from other hosts, reduced": lambda: by_expert(
+        reduce="sender", recipe="quantised"
+    ),
+    "low latency, fp32, fp8 back": lambda: by_expert(dtype="fp32", combine_fp8=True),
+    "low latency, four ranks, odd blocks": lambda: by_expert(
+        ranks=4, tokens=512, top_k=4, experts=128, hidden=2944, dtype="fp16"
+    ),
+    "low latency, stored at owners": lambda: by_expert(profiled=24, gemm_push=True),
+    "low latency, one of everything": lambda: by_expert(
+        ranks=1, tokens=1, top_k=1, experts=1, local=1, hidden=128
+    ),
+    "low latency, 32 ranks, mapped": lambda: by_expert(
+        96, ranks=32, tokens=16, top_k=32, experts=61, local=2, hidden=512, dtype="fp32",
+        group=32, scales="ue8m0", reduce="sender", combine_fp8=True, mapped=True,
+    ),
+    "all-reduce": lambda: reduced(ReduceConfig(8, 2048, 32, 7168, "bf16")),
+    "all-reduce, three ranks, odd rows": lambda: reduced(ReduceConfig(3, 100, 64, 2888, "fp16")),
+    "all-reduce, two ranks, fp32": lambda: reduced(ReduceConfig(2, 64, 64, 4096, "fp32")),
+    "all-reduce, receiver": lambda: reduced(ReduceConfig(8, 2048, 32, 7168, "bf16", "receiver")),
+    "groups": lambda: grouped(replace(V3, tokens=4096), "contiguous", 32, 8 * 4096 * 8, 1),
+    "groups, fp8, masked": lambda: grouped(
+        replace(FEW, row_bytes=FP8_ROWS), "masked", 32, 1024, 128
+    ),
+    "groups, odd rows": lambda: grouped(ODD, "contiguous", 6, 640, 16),
+    "groups, one rank holds all": lambda: grouped(
+        Shape(1, 16, 32, 1024, 512, "fp32", (2048,)), "masked", 1024, 16, 1
+    ),
+    "sends": lambda: grouped(replace(FEW, combine="push"), "contiguous", 32, 8 * 128 * 8, 16),
+    "sends, fp8 of fp32": lambda: grouped(
+        replace(FEW, combine="push_fp8", dtype="fp32"), "masked", 32, 1024, 16
+    ),
+    "sends, choices": lambda: grouped(replace(FEW, combine="gemm_push"), "masked", 32, 1024, 16),
+    "sends, choices, odd": lambda: grouped(
+        replace(ODD, combine="gemm_push"), "contiguous", 6, 640, 16
+    ),
+}  # fmt: skip
+
+
+def largest_frame(cubin: bytes) -> int:
+    return max(size for name, size in frames(cubin).items() if not name.startswith("$"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_there_spill_nothing_and_keep_what_orders_them(name: str, arch: str) -> None:
+    code = KERNELS[name]()
+    cubin = code.program.cubin(arch)
+    assert all(code.program.kernel(entry).encode() in cubin for entry in code.program.entry_points)
+    if arch == "sm_90a" or code.everywhere:
+        assert largest_frame(cubin) <= code.frame, frames(cubin)
+    if arch == "sm_90a" and code.profiled is not None:
+        profiled = code.program.cubin(arch, defines=(DEFINE,))
+        assert largest_frame(profiled) <= code.profiled, frames(profiled)
+    kernels = {kernel: verbs(each) for kernel, each in strong_accesses(cubin).items()}
+    for kernel, wanted in code.verbs.items():
+        has = kernels[kernel]
+        few = {verb: has[verb] for verb, n in wanted.items() if has[verb] < n}
+        assert not few, f"{kernel} has too few of these: {few}, wanted {dict(wanted)}"
+    for kernel, has in kernels.items():
+        # Peers see nothing that stops at the GPU; nothing that is the GPU's own goes further.
+        assert not [v for v in has if v.endswith((".64.GPU", ".128.GPU", "CTA", "CLUSTER"))], kernel
+        assert not [v for v in has if "ATOM" in v and not v.endswith(".GPU")], kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek-v3", "low latency", "all-reduce"])
+def test_kernels_compile_with_fault_points(name: str) -> None:
+    assert KERNELS[name]().program.cubin("sm_90a", defines=FAULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("define", ["payload=", "low_latency_dispatch="])
+def test_a_compile_error_shows_the_generated_entry(define: str) -> None:
+    name = "low latency" if define.startswith("low") else "deepseek-v3"
+    with pytest.raises(CompileError, match="__launch_bounds__"):
+        KERNELS[name]().program.cubin("sm_90a", defines=(define,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combine", ["push", "push_fp8", "gemm_push"])
+def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(combine: str) -> None:
+    program = grouped(replace(FEW, combine=combine), "contiguous", 32, 8192, 1).program
+    code = disassemble(program.cubin("sm_90a")).partition(f".text.{program.kernel('send')}:")[2]
+    code = code.partition(".text.")[0]
+    used = re.search(r"\bSTG\.E\.NA\.128|\bFMUL", code)
+    assert used
+    assert len(re.findall(r"\bLDG\.E\.NA\.128", code[: used.start()])) == FEW.top_k
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_ordering_litmus_compiles(arch: str) -> None:
+    """To the layout that its Python side expects (tests/gpu/test_ordering.py)."""
+    cubin = compile_litmus(arch)
+    share_bytes, ctas, threads, noise_ctas, noise_threads = numbers_of(cubin, b"sizes")
+    assert share_bytes >= ctas * 14336 + (64 << 20)
+    # All of a GPU's CTAs must be on it at once: on 132 SMs each gets one of its own.
+    assert ctas + noise_ctas <= 132
+    assert max(threads, noise_threads) <= 1024
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_verbs_become_these_instructions(arch: str) -> None:
+    source = "#include <weft/device/copy.cuh>\n" + "".join(
+        f'extern "C" __global__ void verb_{i}({PARAMETERS}) {{ {statement}; }}\n'
+        for i, statement in enumerate(VERBS)
+    )
+    cubin = compile_cubin(source, name="verbs", arch=arch, options=("-default-device",))
+    code = strong_accesses(cubin)
+    assert {s: code[f"verb_{i}"] for i, s in enumerate(VERBS)} == VERBS

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch plans of the low-latency kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weft.lowlatency.config import CHUNK_TOKENS, LowShape
+from weft.lowlatency.kernels import plan_low
+
+PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
+
+
+def test_where_room_is_short_senders_keep_half_of_it():
+    def plan(resident: int) -> tuple[int, int]:
+        found = plan_low(PLAIN, "combine", 128, 256, 132, resident)
+        return found.senders, found.receivers
+
+    assert plan(132 * 3 + 1) == (132, 264)
+    assert plan(132 * 2) == (131, 132)
+    assert plan(2) == (1, 1)
+    one = plan_low(PLAIN, "combine_send", 128, 256, 132, 100)
+    assert (one.senders, one.receivers) == (99, 0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 32, 33, 128, 512, 8192])
+@pytest.mark.parametrize("name", ["dispatch", "combine"])
+@pytest.mark.parametrize("part", ["", "_send", "_receive"])
+def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
+    shape = replace(PLAIN, tokens=8192)
+    threads = 128 if tokens <= 32 else 256
+    resident = 132 * 3 * (256 // threads)
+    plan = plan_low(shape, name + part, tokens, threads, 132, resident)
+    assert plan.ctas >= 1
+    waits = plan.senders + plan.receivers
+    assert waits <= max(resident, 2)
+    if part != "_send":
+        assert plan.receivers >= 1  # peers' tokens come even where there are none of one's own
+    if part != "_receive":
+        assert plan.metadata + plan.senders >= 1  # one CTA sends credits
+        assert plan.metadata * CHUNK_TOKENS >= tokens or name == "combine"
+    else:
+        assert plan.metadata == plan.senders == 0
