@@ -12,9 +12,12 @@ import pytest
 import weft
 from tests.faults import (
     BEFORE_FLAG,
+    BEFORE_READ,
     COMBINE_ENTER,
     DELAY,
     DISPATCH_ENTER,
+    FAULTS,
+    JITTER,
     LIE,
     REDUCE_ENTER,
     STAY_AWAY,
@@ -23,6 +26,7 @@ from tests.faults import (
 from tests.operators import KINDS, Kind
 from tests.patience import hurry
 from tests.ranks import on_ranks
+from tests.subjects import SUBJECTS
 from weft.errors import Aborted, GeometryMismatch, GroupError, PeerTimeout
 
 EXCHANGE, REDUCE = {DISPATCH_ENTER: "dispatch", COMBINE_ENTER: "combine"}, {REDUCE_ENTER: ""}
@@ -75,6 +79,16 @@ def is_seen(rank: int, phase: str, text: str) -> bool:
         seen = f"{where}, epoch 2: the " in text and "did not come from rank 1" in text
     assert seen or f"{where}: rank {2 - rank} waited in vain for rank 1" in text, text
     return seen
+
+
+@pytest.mark.parametrize("name", ["pull", "push", "fp8", "low latency", "low latency, sender"])
+@on_ranks(4, "cpu", "cuda")
+def test_delays_at_every_point_change_no_byte(group: weft.Group, name: str) -> None:
+    with SUBJECTS[name].open(group, _defines=FAULTS) as subject:
+        for point in range(DISPATCH_ENTER, BEFORE_READ + 1):
+            if group.rank == point % group.size:
+                plan_fault(subject.made, point, JITTER, argument=400_000)
+            subject.rounds(12, range(group.size))
 
 
 @pytest.mark.parametrize("name", ["pull", "receiver", "oneshot"])
