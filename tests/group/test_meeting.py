@@ -228,7 +228,7 @@ def test_the_process_that_started_the_ranks_can_end_the_meeting(meeting, ends):
 def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
     meeting, leaver, monkeypatch
 ):
-    real = meet.__globals__["_Hub" if leaver == 0 else "_take"]
+    real = meet.__globals__["_Hub" if leaver == 0 else "_handle_hub_message"]
     connect, others = Meeting.connect, threading.Semaphore(0)
 
     def connected(meeting):
@@ -248,9 +248,9 @@ def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
 
     if leaver == 0:
         monkeypatch.setattr(Meeting, "connect", connected)
-        monkeypatch.setattr(real, "_turn", fails)
+        monkeypatch.setattr(real, "_serve", fails)
     else:
-        monkeypatch.setitem(meet.__globals__, "_take", fails)
+        monkeypatch.setitem(meet.__globals__, "_handle_hub_message", fails)
 
     def rank(r):
         try:

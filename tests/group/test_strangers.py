@@ -240,7 +240,7 @@ def test_no_socket_that_the_hub_would_not_hand_is_taken(meeting, odd):
             time.sleep(0.01)
         (connection,) = found
         with connection:
-            connection.send(module.hello(meeting, {"pid": 7}))
+            connection.send(module.encode_hello(meeting, {"pid": 7}))
             connection.send(json.dumps(odd).encode())
             answer(connection)
             return answer(connection)["fail"]

@@ -27,14 +27,14 @@ _REMEDIES = {
     "CUDA_ERROR_INVALID_HANDLE": "use the module before unload() and on the device on which it "
     "was loaded",
 }
-# Of device memory that is held only to be freed: to free it waits for the GPU. As much as torch's
-# allocator takes at a time, so that it is a piece of its own to the driver, too.
+# Memory that is held only because its free waits for the GPU. It has the size that torch's
+# allocator takes at a time, so that the driver does not carve it out of another allocation.
 FENCE_BYTES = 2 << 20
 
 
 @functools.cache
 def driver() -> Any:
-    """The module cuda.bindings.driver. Raises DriverError when it is not installed."""
+    """Return the module cuda.bindings.driver. Raises DriverError if it is not installed."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -44,9 +44,10 @@ def driver() -> Any:
 
 
 def call(name: str, *args: Any, doing: str = "") -> Any:
-    """Call a driver function and return its value (or tuple of values, or None).
+    """Call a driver function and return its value, a tuple of values, or None.
 
-    Raises DriverError naming the call, what weft was `doing`, the reason and how to fix it.
+    Raises:
+        DriverError: names the call, what weft was `doing`, the reason and the fix.
     """
     api = driver()
     try:
@@ -63,7 +64,7 @@ def call(name: str, *args: Any, doing: str = "") -> Any:
 
 
 def error_text(status: Any) -> str:
-    """A driver status as name, number, the driver's words and, where known, how to fix it."""
+    """Return a driver status as name, number, the driver's text and, if known, the fix."""
     known, words = driver().cuGetErrorString(status)
     name = getattr(status, "name", "unknown error")
     text = f"{name} ({int(status)})"
@@ -76,18 +77,22 @@ def error_text(status: Any) -> str:
 def relaxed(device: torch.device | None = None) -> Iterator[None]:
     """Let this thread allocate, load, free and wait while streams of the process are captured.
 
-    Such calls are forbidden to a thread that captures, and to every thread while one captures in
-    the global mode. A forbidden call not only fails: it makes the capture invalid, and the
-    thread that captures sees the error at a later launch. Nothing that weft does within is
-    part of a graph, so nothing is lost. The thread's mode is restored at the end.
+    A thread that captures may not make such calls, nor may any thread while one captures in the
+    global mode. A forbidden call invalidates the capture, and the capturing thread sees the error
+    at a later launch. What weft does inside this context is not part of a graph, so relaxing the
+    mode is safe. The thread's mode is restored at the end.
 
-    Even so nothing may wait for what is being captured, nor for what contains it: to synchronise
-    the context (`torch.cuda.synchronize`), to record an event of it, or to use the default stream
-    while a stream that blocks with it is captured, is an error in every mode that makes the capture
-    invalid, and the driver has no call that says whether one is under way. To know that the
-    GPU has done its work, wait with `fence`, or for streams of your own.
+    Nothing may wait for a capture in any mode. Synchronising the context
+    (`torch.cuda.synchronize`), recording an event of it, or using the default stream while a stream
+    that blocks with it is captured invalidates the capture. The driver has no call that tells
+    whether a capture is under way. To know that the GPU has finished its work, wait with `fence` or
+    for streams of your own.
 
-    device: on a CPU this does nothing.   Raises DriverError.
+    Args:
+        device: Device of the work. Nothing is done for a CPU.
+
+    Raises:
+        DriverError: the driver refused the mode.
     """
     if device is not None and device.type != "cuda":
         yield
@@ -102,12 +107,12 @@ def relaxed(device: torch.device | None = None) -> Iterator[None]:
 
 
 def fence() -> int:
-    """Memory of the current context whose `cuMemFree` waits until the GPU has done all its work.
+    """Return memory of the current context whose `cuMemFree` waits for all work of the GPU.
 
-    That is: what any stream of the context held before, graphs that run included. The driver cannot
-    know which of it uses the memory, so it waits for all; `torch.cuda.empty_cache` is right for the
-    same reason. Unlike a synchronisation of the context it is allowed within `relaxed` while
-    streams are captured: what is captured does not run. Made in advance, because memory may be
-    short when the wait is needed. Raises DriverError.
+    That is the work that any stream of the context held before, including running graphs. The
+    driver cannot know which work uses the memory, so it waits for all; `torch.cuda.empty_cache`
+    relies on the same. Unlike a synchronisation of the context, the free is allowed within
+    `relaxed` while streams are captured, because captured work does not run. Allocate it in
+    advance: memory may be short when the wait is needed. Raises DriverError.
     """
     return int(call("cuMemAlloc", FENCE_BYTES))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of GPU ranks: one physical allocation a rank, mapped into one range on every GPU.
+"""GPU memory of several processes: one allocation per rank, mapped into one range on every GPU.
 
-Driver calls go through cuda.bindings, imported at the first of them. Allocations leave the
-process as POSIX file descriptors, or as fabric handles where every rank can make them: those reach
-the other hosts of an NVLink domain, too.
+Allocations are exported as POSIX file descriptors, or as fabric handles if every rank can make
+them. Fabric handles also reach the other hosts of an NVLink domain.
 """
 
 from __future__ import annotations
@@ -107,9 +106,13 @@ def tensor_at(address: int, count: int, device: torch.device, keeper: object) ->
 
 
 class DeviceShares:
-    """Every rank's share of a heap on this rank's GPU: rank r's at `base + r * stride`.
+    """Shares of all ranks, mapped on this rank's GPU.
 
-    `mailbox` is the host and device address of one page of pinned host memory.
+    Attributes:
+        ranks: Ranks whose shares are mapped.
+        stride: Bytes between two shares.
+        base: Address of rank 0's share. Rank r's is at `base + r * stride`.
+        mailbox: Host and device address of one page of pinned host memory.
     """
 
     def __init__(self, device: torch.device, rank: int, ranks: int, size: int) -> None:
@@ -123,8 +126,8 @@ class DeviceShares:
         self._device: Any = None
         self._context: Any = None
         self._stream: Any = None
-        self._own: Any = None  # the own allocation: to export it again, for a replacement
-        self.ranks: set[int] = set()  # whose shares are mapped
+        self._own: Any = None  # own allocation, kept to export it again for a rank that joins
+        self.ranks: set[int] = set()
         self._kind: Any = None
         self._granule = 0
         self._mapped = 0
@@ -135,11 +138,11 @@ class DeviceShares:
 
     @property
     def stream(self) -> int:
-        """A CUstream of this heap's own: torch's are shared by all who ask for one."""
+        """CUstream of this object alone; torch shares its streams between callers."""
         return int(self._stream)
 
     def open(self) -> dict[str, Any]:
-        """Retain the GPU's primary context; say what the peers need to know about this GPU."""
+        """Retain the GPU's primary context and return what peers need to know about this GPU."""
         api = driver()
         call("cuInit", 0)
         device = call("cuDeviceGet", self._ordinal)
@@ -178,7 +181,12 @@ class DeviceShares:
         }
 
     def check(self, peers: Sequence[dict[str, Any] | None]) -> None:
-        """Compare what every rank said in open(). Raises PeerAccessDenied, HandleUnsupported."""
+        """Compare what `open` returned on every rank.
+
+        Raises:
+            PeerAccessDenied: a GPU cannot reach the memory of another.
+            HandleUnsupported: GPUs are of several kinds.
+        """
         visible = {}
         for ordinal in range(call("cuDeviceGetCount")):
             device = call("cuDeviceGet", ordinal)
@@ -193,7 +201,7 @@ class DeviceShares:
                     f"rank {self._rank} on {own['name']} allocates in {own['granule']} bytes and "
                     f"rank {rank} on {peer['name']} in {peer['granule']}; use GPUs of one kind"
                 )
-            # A GPU that this process does not see is left to the mapping itself to refuse.
+            # For a GPU that this process does not see, the mapping itself fails.
             device = visible.get(peer["uuid"])
             if peer["uuid"] == own["uuid"] or device is None:
                 continue
@@ -204,7 +212,7 @@ class DeviceShares:
                 )
 
     def allocate(self, *, fabric: bool) -> None:
-        """Make the own share, the address range, the mailbox and a stream."""
+        """Allocate the own share, the address range, the mailbox and a stream."""
         api = driver()
         kinds = api.CUmemAllocationHandleType
         self._kind = (
@@ -231,7 +239,7 @@ class DeviceShares:
             self._fence = fence()
 
     def share_fd(self) -> int:
-        """A new file descriptor of the own share, which belongs to the caller."""
+        """Return a new file descriptor of the own share. The caller closes it."""
         with contextlib.ExitStack() as undo:
             with self._current():
                 fd = int(self._export(self._own, self._kind))
@@ -241,14 +249,14 @@ class DeviceShares:
         return fd
 
     def export_fabric(self) -> str:
-        """The own share as a fabric handle in hexadecimal."""
+        """Return a fabric handle of the own share in hexadecimal."""
         with self._current():
             return bytes(self._export(self._own, self._kind).data).hex()
 
     def map(self, shared: Mapping[int, int | str]) -> None:
-        """Map shares of ranks, each from its descriptor or fabric handle; zero the own one.
+        """Map shares from their descriptors or fabric handles, and zero the own one.
 
-        One of a process that has ended is unmapped first, when this GPU has done all its work.
+        The share of a process that has ended is unmapped first, after all work of this GPU.
         """
         with self._current():
             if replaced := self.ranks.intersection(shared):
@@ -275,11 +283,11 @@ class DeviceShares:
                 call("cuStreamSynchronize", self._stream)
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
-        """uint8 tensor [count] over `address` on this rank's GPU that keeps `keeper` alive."""
+        """Return a uint8 tensor [count] over `address` that keeps `keeper` alive."""
         return tensor_at(address, count, self._torch_device, keeper)
 
     def read(self, address: int, count: int) -> bytes:
-        """A copy of `count` bytes, taken while kernels may run."""
+        """Return a copy of `count` bytes. Kernels may run meanwhile."""
         into = (ctypes.c_ubyte * count)()
         with relaxed(self._torch_device), self._current():
             call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
@@ -287,25 +295,27 @@ class DeviceShares:
         return bytes(into)
 
     def write(self, address: int, data: bytes) -> None:
-        """Store `data` while kernels may run on every SM: by a copy engine.
+        """Store at most 2048 bytes with a copy engine. Kernels may occupy every SM meanwhile.
 
-        At most 2048 bytes, from one thread at a time.
+        Call it from one thread at a time.
         """
-        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, and after what kernels write
+        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, behind the part that kernels write
         ctypes.memmove(staged, data, len(data))
         with relaxed(self._torch_device), self._current():
             call("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
             call("cuStreamSynchronize", self._stream)
 
     def free(self) -> None:
-        """Wait for this GPU's own work, whose kernels have deadlines, and give everything back.
+        """Wait for this GPU's work, whose kernels have deadlines, and release everything.
 
-        At any moment, in any thread, whatever is being captured there or elsewhere: the wait is the
-        free of `fence`. A graph that holds kernels of this memory must not be replayed afterwards,
-        whether its capture has ended or not.
+        Any thread may call it at any time, also during captures: the wait is the free of `fence`.
+        A graph with kernels of this memory must not be replayed afterwards, even if its capture has
+        not ended.
 
-        Idempotent. A forked child does nothing: the driver's state is its parent's.
-        Raises DriverError after having tried every step.
+        Idempotent. A forked child does nothing: the driver's state belongs to its parent.
+
+        Raises:
+            DriverError: a step failed. All steps have been tried.
         """
         undo, self._undo = self._undo, contextlib.ExitStack()
         device, self._device = self._device, None
@@ -314,7 +324,7 @@ class DeviceShares:
         with relaxed(self._torch_device), contextlib.ExitStack() as last:
             last.callback(call, "cuDevicePrimaryCtxRelease", device)
             with self._current(), undo:
-                if self._fence:  # before it was made, nothing ran in this memory
+                if self._fence:  # without it, no kernel has used this memory
                     undo.callback(call, "cuMemFree", self._fence)
 
     def _create(self) -> Any:
@@ -371,7 +381,7 @@ class DeviceShares:
             ) from error
 
     def _fabric_works(self) -> bool:
-        """Whether a fabric handle can be made and imported: the attribute alone says little."""
+        """Whether a fabric handle can be made and imported. The attribute alone does not tell."""
         api = driver()
         attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
         kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
@@ -385,7 +395,7 @@ class DeviceShares:
                 again = call("cuMemImportFromShareableHandle", exported.getPtr(), kind)
                 undo.callback(call, "cuMemRelease", again)
             except SetupError:
-                return False  # no IMEX channel here: descriptors do
+                return False  # there is no IMEX channel; descriptors work
         return True
 
     def _properties(self, kind: Any) -> Any:
@@ -399,7 +409,7 @@ class DeviceShares:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Within, this GPU's context is current, and the thread's capture mode is relaxed."""
+        """Make this GPU's context current and relax the thread's capture mode in the context."""
         with relaxed(self._torch_device):
             call("cuCtxPushCurrent", self._context)
             try:
@@ -411,11 +421,14 @@ class DeviceShares:
 def reached(
     device: torch.device, exchange: Callable[[Any], list[Any]], owners: Sequence[int]
 ) -> list[list[int]]:
-    """Of every rank, those of `owners` whose GPU memory it can map by a fabric handle. Collective.
+    """Return, for every rank, the ranks of `owners` whose GPU memory it can map. Collective.
 
-    exchange: passes a value of each rank to all.
+    Args:
+        device: GPU of this rank.
+        exchange: Returns a value of every rank, in rank order.
+        owners: One rank of each machine.
     """
-    shares = DeviceShares(device, 0, 2, 1)  # its own share, and room for that of one other
+    shares = DeviceShares(device, 0, 2, 1)  # the own share, and room for one other
 
     def mapped(rank: int, handle: str | None) -> bool:
         if handle is not None:
@@ -428,22 +441,22 @@ def reached(
 
     try:
         handle = None
-        try:  # an error that matters is raised when a heap is made
+        try:  # an error that matters appears again when a heap is created
             if shares.open()["fabric"]:
                 shares.allocate(fabric=True)
                 handle = shares.export_fabric()
         except SetupError as error:
             _log.info("no fabric handle for the ranks of other machines: %s", error)
         handles = exchange(handle)
-        mine = [rank for rank in owners if handle is not None and mapped(rank, handles[rank])]
-        return exchange(mine)  # nobody frees before all have tried
+        reachable = [r for r in owners if handle is not None and mapped(r, handles[r])]
+        return exchange(reachable)  # no rank frees its memory before all have tried
     finally:
-        with contextlib.suppress(SetupError):  # as above; the others have what they wanted
+        with contextlib.suppress(SetupError):  # as above; the others have their answer
             shares.free()
 
 
 def fabric_works(device: torch.device) -> bool:
-    """Whether a GPU's memory can leave this host. Raises DriverError, HandleUnsupported."""
+    """Whether other hosts can map a GPU's memory. Raises DriverError or HandleUnsupported."""
     shares = DeviceShares(device, 0, 1, 1)
     try:
         return bool(shares.open()["fabric"])

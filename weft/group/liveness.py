@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices at once when the process of a peer ends, before all ranks have met and after that.
+"""Detection of the end of a peer's process, before all ranks have met and after.
 
-Once they have met, every rank hands its peers a pidfd of itself, which becomes readable when its
-process has ended. It means the same process in every PID namespace, and forked children do not
-count. Of a process with a GPU that is a tenth of a second or more after it was killed, since its
-GPU context is torn down before. So each hands out a pipe as well, which only it can write: it ends
-as soon as the process is being taken down. Deaths are announced by either, and agreed on by the
-pidfd alone. Before they have met a rank is known by the process id that it has sent, which means
-that process within one PID namespace.
+After the ranks have met, every rank sends its peers a pidfd of itself, which becomes readable when
+its process has ended. A pidfd stands for the same process in every PID namespace, and forked
+children do not count. A process with a GPU ends a tenth of a second or more after it was killed,
+because its GPU context is torn down first. Each rank therefore also sends a pipe that only it can
+write, which ends as soon as the kernel takes the process down. Either announces a death; only the
+pidfd counts for the agreement. Before the ranks have met, a rank is known by the process id that it
+sent, which is valid in one PID namespace.
 """
 
 from __future__ import annotations
@@ -25,47 +25,48 @@ from typing import Any
 
 from weft.errors import RecoveryFailed, RendezvousFailed
 
-_MOST_FILES = 4096  # of one process, of which few have as many; a table of these takes 32 KiB
-_LAST_WORDS = 0.5  # seconds between the end of a dead rank's sockets and that of its process
+_MAX_FILES = 4096  # highest descriptor that is used; a table of as many takes 32 KiB
+_END_SECONDS = 0.5  # between the end of a dead rank's sockets and the end of its process
 
 
 class Liveness:
-    """The processes of the peers, and a thread that calls `ended(rank)` once for each that ends.
-
-    Takes over the descriptors. `ended` is called in that thread, until `close`.
-    """
+    """Processes of the peers, and a thread that reports their ends. Owns the descriptors."""
 
     def __init__(
         self,
         processes: Mapping[int, int],
         pipes: Mapping[int, int],
-        mine: tuple[int, int],
-        ended: Callable[[int], None],
+        own_pipe: tuple[int, int],
+        on_end: Callable[[int], None],
     ) -> None:
-        """processes, pipes: of the peers, pidfds and the first ends of their `lifelong_pipe`.
+        """Start the thread.
 
-        mine: this process's own pipe.
+        Args:
+            processes: Pidfd of each peer.
+            pipes: Reading end of the `lifelong_pipe` of each peer.
+            own_pipe: Both ends of this process's `lifelong_pipe`.
+            on_end: Called in the thread, until `close`, once for each rank whose process ends.
         """
         self._owner = os.getpid()
         self._fds = dict(processes)
         self._pipes = dict(pipes)
-        self._mine = mine
-        self._tell = ended
+        self._own_pipe = own_pipe
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="weft-liveness", daemon=True)
         self._thread.start()
 
     def ended(self, rank: int) -> bool:
-        """Has the process of a rank ended? Nothing that it did is under way then."""
+        """Whether the process of a rank has ended. No store of it can arrive after that."""
         return bool(_ended([self._fds[rank]]))
 
     def fd(self, rank: int) -> int:
-        """What becomes readable when the process of a rank ends; stays this object's."""
+        """Return the pidfd of a rank. This object keeps it."""
         return self._fds[rank]
 
     def kill(self, rank: int) -> None:
-        """End the process of a rank. Raises OSError where the kernel refuses."""
+        """Kill the process of a rank. Raises OSError if the kernel refuses."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fds[rank], signal.SIGKILL)
 
@@ -76,9 +77,9 @@ class Liveness:
                 return
             self._closed = True
             try:
-                # To the thread, and to peers: a pipe with something in it tells of no death.
-                os.write(self._mine[1], b".")
-            except OSError:  # closed by somebody else, and with it what would wake the thread
+                # Wakes the thread, and tells peers that the end of this pipe is no death.
+                os.write(self._own_pipe[1], b".")
+            except OSError:  # other code closed the pipe, so nothing can wake the thread
                 return
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -86,33 +87,33 @@ class Liveness:
     def _watch(self) -> None:
         poller = select.poll()
         ranks = {fd: rank for each in (self._fds, self._pipes) for rank, fd in each.items()}
-        for fd in (self._mine[0], *ranks):
+        for fd in (self._own_pipe[0], *ranks):
             poller.register(fd, select.POLLIN)
-        told: set[int] = set()
-        while self._mine[0] not in (ready := dict(poller.poll())):
-            # One at a time: `ended` may close this, and then no other is called.
+        reported: set[int] = set()
+        while self._own_pipe[0] not in (ready := dict(poller.poll())):
+            # One at a time: `on_end` may close this object, and then no other call follows.
             fd, events = next(iter(ready.items()))
             poller.unregister(fd)
             rank = ranks[fd]
-            left = fd == self._pipes.get(rank) and events & select.POLLIN
-            if not left and rank not in told:
-                told.add(rank)
-                self._tell(rank)
-        for fd in (*ranks, *self._mine):
+            has_left = fd == self._pipes.get(rank) and events & select.POLLIN
+            if not has_left and rank not in reported:
+                reported.add(rank)
+                self._on_end(rank)
+        for fd in (*ranks, *self._own_pipe):
             with contextlib.suppress(OSError):
                 os.close(fd)
 
 
 def lifelong_pipe() -> tuple[int, int]:
-    """A pipe that ends with this process: the end that peers get copies of, and the one written.
+    """Return a pipe that ends with this process: the reading end, for peers, and the writing end.
 
-    When a process is killed the kernel closes its highest descriptors first, and a GPU's take long:
-    the end that is written is a high one, where the limit leaves any. Raises OSError.
+    When a process is killed, the kernel closes its highest descriptors first, and those of a GPU
+    take long. The writing end is therefore a high descriptor if the limit allows. Raises OSError.
     """
     reader, low = os.pipe2(os.O_CLOEXEC)
-    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_FILES)
+    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_FILES)
     try:
-        high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, most * 3 // 4)
+        high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, limit * 3 // 4)
     except OSError:
         return reader, low
     os.close(low)
@@ -120,27 +121,27 @@ def lifelong_pipe() -> tuple[int, int]:
 
 
 class Peers:
-    """The processes of ranks that have yet to meet, as far as they are known. A context manager.
+    """Known processes of ranks that have not met yet. A context manager; owns their pidfds.
 
-    Owns their pidfds. A rank in another PID namespace has the deadline, and errors say so.
+    For a rank in another PID namespace only the deadline helps, and errors say so.
     """
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._dead: set[int] = set()
-        self._unseen: dict[int, str] = {}  # ranks whose death cannot be seen, and why
+        self._unseen: dict[int, str] = {}  # ranks whose death cannot be noticed, with the reason
 
-    def watch(self, rank: int, said: Any) -> None:
-        """Watch a rank that sent what `identity` returned there; anything else is ignored.
+    def watch(self, rank: int, report: Any) -> None:
+        """Watch a rank that has sent its `identity`; a malformed report is ignored.
 
-        Only the first counts: a process keeps its identity.
+        Only the first report counts: a process keeps its identity.
         """
-        pid = said.get("pid") if isinstance(said, dict) else None
+        pid = report.get("pid") if isinstance(report, dict) else None
         if rank in self._pids or type(pid) is not int or not 0 < pid < 1 << 31:
             return
         self._pids[rank] = pid
-        if said.get("namespace") != identity()["namespace"]:
+        if report.get("namespace") != identity()["namespace"]:
             self._unseen[rank] = "it runs in another pid namespace"
             return
         try:
@@ -155,15 +156,15 @@ class Peers:
         self._pids[rank], self._pidfds[rank] = pid, os.dup(fd)
 
     def pidfds(self) -> list[int]:
-        """Of the ranks that are watched: readable once the process ended."""
+        """Return the pidfds of the watched ranks; they become readable when the process ends."""
         return list(self._pidfds.values())
 
     def pidfd(self, rank: int) -> int | None:
-        """Of one rank, if it is watched."""
+        """Return the pidfd of a rank, or None if it is not watched."""
         return self._pidfds.get(rank)
 
     def ended(self, rank: int) -> bool:
-        """Is the process of a rank known to have ended? All that it sent has arrived then."""
+        """Whether the process of a rank is known to have ended. All that it sent has arrived."""
         fd = self._pidfds.get(rank)
         return rank in self._dead or (fd is not None and bool(_ended([fd])))
 
@@ -177,15 +178,15 @@ class Peers:
             )
 
     def check_ended(self) -> None:
-        """As `check`, for a rank whose connection has ended: its process does so a moment later."""
-        until = time.monotonic() + _LAST_WORDS
+        """Check for 0.5 s, since the process of a rank ends a moment after its connection."""
+        until = time.monotonic() + _END_SECONDS
         while self._pidfds and time.monotonic() < until:
             self.check()
             time.sleep(0.01)
         self.check()
 
     def unseen(self, ranks: Iterable[int]) -> str:
-        """For an error at the deadline: of which of `ranks` it cannot be said that they live."""
+        """Return, for an error, the `ranks` whose death could not be noticed, with the reasons."""
         known = [f"rank {r}: {self._unseen[r]}" for r in ranks if r in self._unseen]
         return f" (whether they live cannot be seen from here: {'; '.join(known)})" if known else ""
 
@@ -198,7 +199,7 @@ class Peers:
 
 
 def _ended(fds: Iterable[int]) -> set[int]:
-    """Those of `fds` whose processes have ended. Raises RecoveryFailed for one that was closed."""
+    """Return the pidfds whose processes have ended. Raises RecoveryFailed if one was closed."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -212,5 +213,5 @@ def _ended(fds: Iterable[int]) -> set[int]:
 
 
 def identity() -> dict[str, Any]:
-    """What this process sends of itself: its id, and where that is valid."""
+    """Return the id of this process and the PID namespace in which it is valid."""
     return {"pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}

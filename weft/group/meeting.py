@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of one host meet: at one of them, the hub, which hands every two ranks a socket.
+"""Rendezvous of the ranks of one host at one of them, the hub, which connects every two ranks.
 
-The hub listens at an abstract Unix address, which has a name and no file: nothing is left behind
-even by `kill -9`, and mounts do not matter. Processes of one network namespace reach it. It listens
-before anybody learns the address, so a refused connection says that the meeting is over.
+The hub listens at an abstract Unix address, which has a name but no file: even `kill -9` leaves
+nothing behind, and mounts do not matter. Processes of one network namespace reach it. The hub
+listens before any rank learns the address, so a refused connection means that the meeting is over.
 
-The kernel says of which user the other end is: a connection of another user is closed before
-anything is read. The first message either way has to show the job's 32-byte nonce; then the hub
-compares what the ranks were built for. A stranger is refused and disturbs no rank. One who connects
-again and again cannot keep the ranks apart: the hub takes a bounded number of connections between
-two looks at its ranks and the clock, and a rank waits in the kernel's queue for its turn.
+The kernel tells the user of the other end, and connections of other users are closed before
+anything is read. The first message in each direction must show the job's 32-byte nonce. The hub
+then compares what the ranks were built for. A stranger is refused and disturbs no rank. A stranger
+that connects again and again cannot keep the ranks apart: the hub accepts a bounded number of
+connections before it serves its ranks and checks the clock, and ranks wait in the kernel's queue.
 
-Whatever ends a meeting reaches the hub: the end of a connected rank by its socket, that of another,
-or of one whose forked child has the socket, too, by its pidfd where its process is known (`Peers`),
-or the word of the process that started it (`end`). Before the hub closes it tells the reason to
-every rank that is connected, let in or not. A rank that is stopped, and not dead, has the deadline.
+Three signs of a failed rank reach the hub: the end of its socket, its pidfd if its process is known
+(`Peers`, needed when a forked child holds the socket too), and a message of the process that
+started it (`end`). Before the hub closes, it sends the reason to every connected rank. For a rank
+that is stopped but not dead, only the deadline helps.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from weft.group.liveness import Peers
 from weft.group.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
 from weft.logs import Reminder
 
-ABI = 4  # of the messages and of what a Heap promises its peers
+ABI = 4  # of the messages and of the memory layout that peers rely on
 _OP = "the meeting"
-_RETRY = 0.002  # seconds between two tries of what cannot be waited for
-_TURN = 0.1  # seconds that a rank waits in the kernel for room in the hub's queue, at a time
-_END_TRIES = 20  # turns in which `end` has to find room in it
-_ACCEPTS = 256  # connections that the hub takes before it looks at its ranks again
-_GREETING = 256  # connections that the hub keeps which have not shown the nonce
-_HUB_FIRST = 1.0  # seconds that a rank waits longer than the hub, which knows who is missing
+_RETRY_SECONDS = 0.002  # between two tries where no wait is possible
+_CONNECT_SECONDS = 0.1  # of one wait in the kernel for room in the queue of the hub
+_END_TRIES = 20  # waits for room in the queue before `end` gives up
+_ACCEPTS = 256  # connections that the hub accepts before it serves its ranks again
+_GREETING = 256  # connections without a nonce so far that the hub keeps
+_HUB_FIRST = 1.0  # seconds that ranks wait longer than the hub, which knows who is missing
 _OVER = "the meeting is over: a rank failed or gave up, or all that it was for had met"
 _NOT_OURS = "the nonce is not this job's; start every rank from the same launcher"
 _log = logging.getLogger(__name__)
@@ -56,7 +56,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of one job meet: at rank `hub`, which has the listener, with a secret."""
+    """Rendezvous of the ranks of one job.
+
+    Attributes:
+        hub: Rank at which all meet.
+        nonce: Secret of the job, 32 bytes.
+        listener: Listening socket in the process that opened the meeting, else None.
+    """
 
     hub: int
     nonce: bytes
@@ -64,7 +70,11 @@ class Meeting:
 
     @classmethod
     def open(cls, hub: int = 0) -> Meeting:
-        """Draw a nonce and listen. Raises RendezvousFailed for want of descriptors."""
+        """Draw a nonce and listen.
+
+        Raises:
+            RendezvousFailed: this process lacks descriptors.
+        """
         drawn = cls(hub, secrets.token_bytes(32))
         with contextlib.ExitStack() as held:
             try:
@@ -77,17 +87,21 @@ class Meeting:
                     f"cannot listen for the other ranks ({error.strerror}): free descriptors "
                     "(ulimit -n), and allow Unix sockets"
                 ) from error
-            held.pop_all()  # it is the meeting's now
+            held.pop_all()  # the meeting owns the listener
         return cls(hub, drawn.nonce, listener)
 
     @property
     def address(self) -> str:
-        """The hub and the nonce as one text, which nobody else should see."""
+        """Hub and nonce as one text. It is a secret of the job."""
         return f"{self.hub}-{self.nonce.hex()}"
 
     @classmethod
     def at(cls, address: str) -> Meeting:
-        """The meeting of an `address`, for a rank that is not the hub. Raises InvalidArgument."""
+        """Return the meeting at an `address`, for a rank that is not the hub.
+
+        Raises:
+            InvalidArgument: the address is malformed.
+        """
         found = re.fullmatch(r"(\d{1,5})-([0-9a-f]{64})", address, re.ASCII)
         if found is None or address.endswith("\n"):
             raise InvalidArgument(
@@ -97,24 +111,25 @@ class Meeting:
 
     @property
     def _name(self) -> str:
-        """What everyone on this host may see; the nonce does not follow from it."""
+        # Public on this host; the nonce does not follow from it.
         return f"\0weft-{hashlib.sha256(self.nonce).hexdigest()[:32]}"
 
     def connect(self) -> socket.socket:
-        """Connect to the hub, within 0.1 s.
+        """Connect to the hub within 0.1 s.
 
-        Raises BlockingIOError where its queue has no room meanwhile, OSError, and RendezvousFailed
-        where another user listens there.
+        Raises:
+            BlockingIOError: the queue of the hub had no room. Other OSErrors are raised too.
+            RendezvousFailed: another user listens there.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # Unlike tries that return at once, a wait in the kernel is woken when there is room.
-            turn = struct.pack("ll", 0, int(_TURN * 1e6))
+            # The kernel wakes a waiting connect when there is room; a failed try is not woken.
+            turn = struct.pack("ll", 0, int(_CONNECT_SECONDS * 1e6))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, turn)
             connection.connect(self._name)
             connection.setblocking(False)
             pid, uid = credentials(connection)
-            if pid == 0 and not _is_connected(connection):  # a signal ended the wait
+            if pid == 0 and not _is_connected(connection):  # a signal interrupted connect
                 raise BlockingIOError("interrupted")
             if uid != os.geteuid():
                 raise RendezvousFailed(
@@ -127,13 +142,14 @@ class Meeting:
         return connection
 
     def end(self, why: str) -> None:
-        """End the meeting for every rank that has not met the others yet: it raises `why`.
+        """Make every rank that has not met the others raise `why`.
 
-        For a process that started a rank and sees it fail. After all have met it does nothing.
+        Call it in a process that started a rank and sees it fail. It does nothing after all have
+        met.
         """
         message = encode({"nonce": self.nonce.hex(), "fail": why})
         for _ in range(_END_TRIES):
-            # Where they met, or failed, nobody listens.
+            # If all have met, or have failed, no process listens.
             with contextlib.suppress(RendezvousFailed, OSError):
                 try:
                     connection = self.connect()
@@ -144,15 +160,15 @@ class Meeting:
             return
 
     def close(self, why: str = _OVER) -> None:
-        """Refuse all that come from now on, and tell `why` to those that wait. Idempotent.
+        """Refuse further connections, and send `why` to those that wait. Idempotent.
 
-        For the hub, and for the process that has opened the meeting for it.
+        Call it in the hub, or in the process that opened the meeting for it.
         """
         if self.listener is None or self.listener.fileno() < 0:
             return
-        # A copy of it in another process has been shut down, or somebody has closed this one.
+        # OSError: a copy in another process has been shut down, or other code closed this one.
         with contextlib.suppress(OSError), self.listener:
-            # From now on nobody gets into the queue, whose length the kernel bounds.
+            # From now on the queue, whose length the kernel bounds, takes no more connections.
             self.listener.shutdown(socket.SHUT_RDWR)
             for _ in range(socket.SOMAXCONN // _ACCEPTS + 2):
                 for connection in self.accept():
@@ -161,8 +177,7 @@ class Meeting:
     def accept(self) -> list[socket.socket]:
         """Take connections from the queue and return those of this user; others are closed.
 
-        At most 256 are taken. Returns [] where nobody waits, and after strangers alone. Raises
-        OSError.
+        At most 256 are taken. Returns [] if the queue is empty or only strangers were in it.
         """
         assert self.listener is not None
         ours: list[socket.socket] = []
@@ -181,9 +196,9 @@ class Meeting:
             raise
         return ours
 
-    def trusts(self, said: Mapping[str, Any]) -> bool:
+    def trusts(self, message: Mapping[str, Any]) -> bool:
         """Whether a message shows the nonce, in constant time."""
-        shown = said.get("nonce")
+        shown = message.get("nonce")
         return isinstance(shown, str) and hmac.compare_digest(
             shown.encode(errors="surrogatepass"), self.nonce.hex().encode()
         )
@@ -198,11 +213,18 @@ def meet(
     timeout: float,
     peers: Peers | None = None,
 ) -> ControlPlane:
-    """Meet the other `size - 1` ranks within `timeout` seconds.
+    """Connect to the other ranks. Collective.
 
-    `device` is the kind of memory the rank has ("cpu", "cuda"), the same on every rank. `peers`
-    are the processes of ranks, as far as they are known: one that dies ends the meeting.
-    Raises RendezvousFailed naming the rank that is missing, died, differs or is not trusted.
+    Args:
+        meeting: Where to meet.
+        rank: Rank of this process.
+        size: Number of ranks.
+        device: Kind of memory, "cpu" or "cuda"; the same on every rank.
+        timeout: Seconds to meet.
+        peers: Processes of ranks as far as they are known. The death of one ends the meeting.
+
+    Raises:
+        RendezvousFailed: names the rank that is missing, died, differs or is not trusted.
     """
     for name, value in (("rank", rank), ("the hub of the meeting", meeting.hub)):
         if not 0 <= value < size:
@@ -232,7 +254,7 @@ def meet(
 
 
 class _Hub:
-    """The rank at which all meet. A context manager, which ends the meeting."""
+    """Hub side of a meeting; a context manager that ends the meeting."""
 
     def __init__(
         self, meeting: Meeting, control: ControlPlane, built_for: dict[str, JSON], peers: Peers
@@ -241,9 +263,9 @@ class _Hub:
         self.control = control
         self.built_for = built_for
         self.peers = peers
-        # Connections that have not shown the nonce yet, the oldest first.
+        # Connections that have not shown the nonce yet, oldest first.
         self.greeting: dict[socket.socket, None] = {}
-        self.met: set[int] = set()  # ranks that have the sockets to all others
+        self.met: set[int] = set()  # ranks that have sockets to all others
         self._reminder = Reminder()
 
     def __enter__(self) -> _Hub:
@@ -256,13 +278,13 @@ class _Hub:
         self.meeting.close(why)
 
     def gather(self, deadline: float, timeout: float) -> None:
-        """Let every rank in, then hand every two of them a pair of connected sockets.
+        """Admit every rank, then send every two of them a pair of connected sockets.
 
-        None returns before all have theirs: one that leaves at once then disturbs no meeting.
+        No rank returns before all have their sockets, so a rank that leaves at once disturbs none.
         """
         control = self.control
         try:
-            while missing := [r for r in range(control.size) if r not in self._there()]:
+            while missing := [r for r in range(control.size) if r not in self._admitted()]:
                 self._log_wait("to come", missing, timeout)
                 if time.monotonic() >= deadline:
                     control.fail(
@@ -270,7 +292,7 @@ class _Hub:
                         f"rank {control.rank} within {timeout:g} s; raise `timeout` if the ranks "
                         f"start that far apart{self.peers.unseen(missing)}"
                     )
-                self._turn(deadline)
+                self._serve(deadline)
             for one, other in itertools.combinations(sorted(control.peers), 2):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with ours, theirs:
@@ -281,7 +303,7 @@ class _Hub:
                 if time.monotonic() >= deadline:
                     names = ", ".join(map(control.name, missing))
                     control.fail(f"{names} did not take the sockets to the others in time")
-                self._turn(deadline)
+                self._serve(deadline)
             for rank in control.peers:
                 self._send(rank, {"met": True}, deadline)
         except OSError as error:
@@ -298,11 +320,11 @@ class _Hub:
                 *(self.control.size, what),
             )
 
-    def _there(self) -> set[int]:
+    def _admitted(self) -> set[int]:
         return {self.control.rank, *self.control.peers}
 
-    def _turn(self, deadline: float) -> None:
-        """Wait for what comes next: a connection, its hello, the end of a rank."""
+    def _serve(self, deadline: float) -> None:
+        """Wait for an event and handle it: a connection, a hello, or the end of a rank."""
         assert self.meeting.listener is not None
         poller = select.poll()
         members = self.control.peers
@@ -311,7 +333,8 @@ class _Hub:
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
         poller.poll(milliseconds(self._reminder.earlier(deadline)))
-        ended = {rank for rank in members if self.peers.ended(rank)}  # before they are heard
+        # Before their messages are read: what an ended rank sent has arrived.
+        ended = {rank for rank in members if self.peers.ended(rank)}
         for rank in members:
             while (message := self.control.receive(rank, _OP)) is not None:
                 message.drop()
@@ -319,12 +342,12 @@ class _Hub:
         self.greeting.update(dict.fromkeys(self.meeting.accept()))
         for connection in list(self.greeting):
             self._read_hello(connection)
-        # A rank says hello as soon as it is connected, so the oldest are strangers.
+        # A rank sends its hello as soon as it is connected, so the oldest are strangers.
         for connection in list(self.greeting)[:-_GREETING]:
             self._refuse(connection, "no hello came, and others wait")
         try:
-            # Their sockets would have told of them, unless a forked child has these, too.
-            self.peers.check(self._there() - ended)
+            # The socket of an admitted rank ends with it, unless a forked child has it too.
+            self.peers.check(self._admitted() - ended)
         except RendezvousFailed as error:
             self.control.fail(str(error))
 
@@ -340,25 +363,25 @@ class _Hub:
         if not self.meeting.trusts(message.body):
             self._refuse(connection, _NOT_OURS)
             return
-        if "fail" in message.body:  # of the launcher (Meeting.end)
+        if "fail" in message.body:  # sent by the launcher (Meeting.end)
             self.control.fail(text_of(message.body["fail"]))
         self._admit(connection, message.body)
 
-    def _admit(self, connection: socket.socket, said: dict[str, Any]) -> None:
-        """A connection that shows the nonce is a rank of this job: what differs is an error."""
+    def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        """Admit a connection that has shown the nonce, or fail if the rank differs."""
         control, pid = self.control, credentials(connection)[0]
-        rank: Any = said.get("rank")
+        rank: Any = hello.get("rank")
         differs = [
-            f"{k} {v!r} and {text_of(repr(said.get(k)))[:200]}"
+            f"{k} {v!r} and {text_of(repr(hello.get(k)))[:200]}"
             for k, v in self.built_for.items()
-            if said.get(k) != v or type(said.get(k)) is not type(v)
+            if hello.get(k) != v or type(hello.get(k)) is not type(v)
         ]
         known = type(rank) is int and rank in range(control.size)
-        if known and rank not in self._there() and not differs:
+        if known and rank not in self._admitted() and not differs:
             del self.greeting[connection]
             control.add(rank, pid, connection)
-            with contextlib.suppress(Gone):  # seen by the next turn
-                send(connection, hello(self.meeting, {"pid": os.getpid()}))
+            with contextlib.suppress(Gone):  # the next `_serve` notices
+                send(connection, encode_hello(self.meeting, {"pid": os.getpid()}))
             return
         name = text_of(repr(rank))[:200]
         if differs:
@@ -366,7 +389,7 @@ class _Hub:
         else:
             what = "another process has taken" if known else f"is none of {control.size}"
             why = f"pid {pid} came as rank {name}, which {what}; give every process its own rank"
-        control.fail(why)  # connections that are still greeting are told as well
+        control.fail(why)  # connections without a nonce so far get the reason too
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
         del self.greeting[connection]
@@ -381,7 +404,7 @@ class _Hub:
             while not send(control.peers[rank], encode(body), fd):
                 if time.monotonic() >= deadline:
                     control.fail(f"{control.name(rank)} did not take its sockets in time")
-                time.sleep(_RETRY)
+                time.sleep(_RETRY_SECONDS)
         except Gone:
             control.raise_peer_error(rank, _OP)
 
@@ -393,9 +416,9 @@ def _come(
     timeout: float,
     peers: Peers,
 ) -> None:
-    """Connect to the hub, and take from it the sockets to all others."""
+    """Connect to the hub and receive from it the sockets to all others."""
     hub, deadline = meeting.hub, time.monotonic() + timeout + _HUB_FIRST
-    others = set(range(control.size)) - {hub}  # whose deaths the hub tells, with the reason
+    others = set(range(control.size)) - {hub}  # the hub reports their deaths with the reason
     reminder = Reminder()
 
     def log_wait() -> None:
@@ -422,17 +445,17 @@ def _come(
         except OSError as error:
             raise RendezvousFailed(f"cannot connect to rank {hub}: {error}") from error
     control.add(hub, 0, connection)
-    with contextlib.suppress(Gone):  # it has said why
-        send(connection, hello(meeting, {**built_for, "rank": control.rank}))
+    with contextlib.suppress(Gone):  # its reason is read below
+        send(connection, encode_hello(meeting, {**built_for, "rank": control.rank}))
     while True:
-        ended = peers.ended(hub)  # before it is heard for the last time
+        ended = peers.ended(hub)  # before its last message is read
         try:
             message = receive(connection, trusted=False)
             if message is not None:
-                if _take(meeting, control, message):
+                if _handle_hub_message(meeting, control, message):
                     return
                 if len(control.peers) == control.size - 1:
-                    with contextlib.suppress(Gone):  # it has said why
+                    with contextlib.suppress(Gone):  # its reason is read next
                         send(connection, encode({"era": 0, "met": True}))
                 continue
         except Gone:
@@ -442,7 +465,7 @@ def _come(
             control.fail(f"{control.name(control.rank)} cannot take its part of {_OP}: {error}")
         except (Malformed, OSError) as error:
             control.fail(f"{control.name(hub)} broke the protocol in {_OP}: {error}")
-        if ended:  # a forked child has its listener, and may have its sockets
+        if ended:  # a forked child of it keeps the listener and perhaps the sockets
             peers.check(others)
         if time.monotonic() >= deadline:
             control.fail(f"{late}: look whether it is stopped")
@@ -455,42 +478,42 @@ def _come(
         poller.poll(milliseconds(reminder.earlier(deadline)))
 
 
-def _take(meeting: Meeting, control: ControlPlane, message: Message) -> bool:
-    """What the hub sent: why there will be no group, its hello, a socket to a peer; all have met?
+def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Message) -> bool:
+    """Handle a hello, a socket to a peer or a failure; return whether all have met.
 
-    The hub alone is heard: it passes on why a rank left, of which a peer's socket only shows the
-    end, where that rank had not taken its own end yet.
+    Only the hub is read. It passes on why a rank left, whereas the socket to that rank may only
+    show its end.
     """
-    said, fd = message.body, message.fd
-    for end in ("fail", "bye"):
-        if end in said:
+    body, fd = message.body, message.fd
+    for key in ("fail", "bye"):
+        if key in body:
             message.drop()
-            control.fail(text_of(said[end]))
+            control.fail(text_of(body[key]))
     if control.pids[meeting.hub] == 0:
         message.drop()
-        if not meeting.trusts(said) or type(said.get("pid")) is not int:
+        if not meeting.trusts(body) or type(body.get("pid")) is not int:
             control.fail(f"rank {meeting.hub}: {_NOT_OURS}")
-        control.pids[meeting.hub] = said["pid"]
+        control.pids[meeting.hub] = body["pid"]
         return False
-    if "met" in said and len(control.peers) == control.size - 1:
+    if "met" in body and len(control.peers) == control.size - 1:
         message.drop()
         return True
-    peer, pid = said.get("peer"), said.get("pid")
+    peer, pid = body.get("peer"), body.get("pid")
     if type(peer) is not int or type(pid) is not int or fd is None:
         message.drop()
-        raise Malformed(f"it sent {said!r:.200} in place of a peer's socket")
+        raise Malformed(f"it sent {body!r:.200} in place of a peer's socket")
     control.add(peer, pid, socket.socket(fileno=fd))
     return False
 
 
-def hello(meeting: Meeting, shown: Mapping[str, JSON]) -> bytes:
-    """The first message of either end."""
-    return encode({**shown, "nonce": meeting.nonce.hex()})
+def encode_hello(meeting: Meeting, fields: Mapping[str, JSON]) -> bytes:
+    """Return the first message of either end."""
+    return encode({**fields, "nonce": meeting.nonce.hex()})
 
 
 def refuse(connection: socket.socket, why: str) -> None:
-    """Say why, and close."""
-    with connection, contextlib.suppress(OSError):  # it may have gone
+    """Send the reason and close."""
+    with connection, contextlib.suppress(OSError):  # the other end may be gone
         send(connection, encode({"fail": text_of(why)}))
 
 
@@ -503,7 +526,7 @@ def _is_connected(connection: socket.socket) -> bool:
 
 
 def credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end, as the kernel knows them."""
+    """Return the process id and the user id of the other end, as the kernel knows them."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     return int(pid), int(uid)

@@ -37,7 +37,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def sealed_memfd(name: str, size: int) -> int:
-    """A new memfd of `size` zero bytes that nobody can resize. Raises OSError."""
+    """Return a new memfd of `size` zero bytes that cannot be resized. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -69,7 +69,7 @@ def check_sealed(rank: int, fd: int, size: int) -> None:
 
 
 def map_shared(fd: int, size: int, *, writable: bool) -> int:
-    """The address of a mapping of `fd`, which a forked child lacks. Raises OSError."""
+    """Map `fd` and return the address. Forked children lack the mapping. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = map_memory(0, size, protection, mmap.MAP_SHARED, fd)
     keep_from_children(address, size)
@@ -77,7 +77,7 @@ def map_shared(fd: int, size: int, *, writable: bool) -> int:
 
 
 def unmap(address: int, size: int) -> None:
-    """Give a mapping back. Raises OSError."""
+    """Remove a mapping. Raises OSError."""
     if _libc.munmap(address, size) != 0:
         raise _error("munmap", size)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between two ranks: JSON objects on a Unix socket that keeps them whole (SOCK_SEQPACKET).
+"""Messages between two ranks: JSON objects on a Unix socket that keeps boundaries (SOCK_SEQPACKET).
 
-At most one descriptor comes with a message. One that is too large for a socket's buffer travels as
-a descriptor of memory that holds it. Nothing here waits.
+A message carries at most one descriptor. A message that is too large for the buffer of a socket is
+sent as a descriptor of memory that holds it. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Gone(ConnectionError):
 
 
 class Malformed(ValueError):
-    """The other end sent what no rank of this job would send."""
+    """The other end sent what no rank of this job sends."""
 
 
 class AtLimit(OSError):
-    """A descriptor came for which this process has no room."""
+    """A descriptor arrived and this process is at its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Message:
 
 
 def encode(value: JSON) -> bytes:
-    """`value` as JSON bytes. Raises TypeError or ValueError for what JSON cannot say."""
+    """Return `value` as JSON bytes. Raises TypeError or ValueError if JSON cannot represent it."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
@@ -66,9 +66,15 @@ def encode(value: JSON) -> bytes:
 
 
 def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
-    """What a control message of `op` carries. `larger`: what large data takes instead.
+    """Return the JSON bytes of a control message's value.
 
-    Raises InvalidArgument for more than VALUE_LIMIT bytes, and for what JSON cannot say.
+    Args:
+        op: Name of the call, for errors.
+        value: The value.
+        larger: How to send large data instead, for errors.
+
+    Raises:
+        InvalidArgument: JSON cannot represent the value, or it takes more than VALUE_LIMIT bytes.
     """
     try:
         body = encode(value)
@@ -83,7 +89,7 @@ def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` wrote. Raises Malformed for everything that it would not write."""
+    """Return the value that `encode` wrote. Raises Malformed for anything else."""
     try:
         return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
@@ -91,7 +97,7 @@ def decode(data: bytes) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """A text that a peer sent, fit for an error: bounded, and without lone surrogates."""
+    """Return a peer's text fit for an error: bounded, and without lone surrogates."""
     text = value if isinstance(value, str) else repr(value)
     return text[:TEXT_LIMIT].encode(errors="backslashreplace").decode()
 
@@ -112,9 +118,13 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
 
 
 def send(connection: socket.socket, data: bytes, fd: int | None = None) -> bool:
-    """Send a message, JSON of an object; False where the socket has no room for it now.
+    """Send a message, the JSON of an object; return False if the socket has no room now.
 
-    Raises Gone, and OSError for want of memory or descriptors. Only short ones can carry `fd`.
+    Only messages of up to 32 KiB can carry `fd`.
+
+    Raises:
+        Gone: the other end is gone.
+        OSError: this process lacks memory or descriptors.
     """
     if len(data) <= _INLINE:
         return _send(connection, data, fd)
@@ -136,7 +146,7 @@ def _send(connection: socket.socket, data: bytes, fd: int | None) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno == errno.ETOOMANYREFS:  # descriptors of this user on their way
+        if error.errno == errno.ETOOMANYREFS:  # too many descriptors of this user are in flight
             return False
         if not isinstance(error, BrokenPipeError | ConnectionResetError):
             raise
@@ -145,14 +155,22 @@ def _send(connection: socket.socket, data: bytes, fd: int | None) -> bool:
 
 
 def receive(connection: socket.socket, *, trusted: bool = True) -> Message | None:
-    """The next message, None where none has come. Raises Gone, Malformed and AtLimit.
+    """Return the next message, or None if none has arrived.
 
-    trusted: the other end has shown the nonce, and may send memory, which this process reads.
+    Args:
+        connection: The socket.
+        trusted: Whether the other end has shown the nonce. Only then may it send memory, which
+            this process reads.
+
+    Raises:
+        Gone: the other end is gone.
+        Malformed: the message breaks the protocol.
+        AtLimit: this process has no room for a descriptor.
     """
     try:
         try:
             data, fd = _receive(connection)
-        except ConnectionResetError:  # said once, before what is still there to be read
+        except ConnectionResetError:  # reported once, before the messages still to be read
             data, fd = _receive(connection)
     except BlockingIOError:
         return None
@@ -194,16 +212,16 @@ def _receive(connection: socket.socket) -> tuple[bytes, int | None]:
 
 
 def _read(memory: int) -> bytes:
-    """All of `memory`, which is closed. Raises Malformed for more than a message may be."""
-    most = VALUE_LIMIT + SLACK
+    """Return the content of `memory` and close it. Raises Malformed if it is too large."""
+    limit = VALUE_LIMIT + SLACK
     try:
-        data = os.pread(memory, most + 1, 0)
+        data = os.pread(memory, limit + 1, 0)
     except OSError as error:
         raise Malformed(f"a message that cannot be read: {error}") from error
     finally:
         os.close(memory)
-    if len(data) > most:
-        raise Malformed(f"a message of more than {most} bytes")
+    if len(data) > limit:
+        raise Malformed(f"a message of more than {limit} bytes")
     return data
 
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of CPU ranks: one sealed memfd a rank, mapped into one reservation in every process.
-
-A memfd has no name, so nothing outlives its processes. The seals keep a peer from shrinking it,
-which would turn our next access into SIGBUS.
-"""
+"""Shares of CPU ranks: one sealed memfd per rank, mapped into one reservation in every process."""
 
 from __future__ import annotations
 
@@ -28,16 +24,21 @@ from weft.shape import MAILBOX_BYTES
 
 
 class HostShares:
-    """Every rank's share of a heap in this process: rank r's at `base + r * stride`.
+    """Shares of all ranks, mapped in this process.
 
-    `mailbox` is the host and device address of one private page; on the CPU they are equal.
+    Attributes:
+        ranks: Ranks whose shares are mapped.
+        stride: Bytes between two shares.
+        base: Address of rank 0's share. Rank r's is at `base + r * stride`.
+        mailbox: Host and device address of one private page; equal on the CPU.
+        stream: 0, as there are no streams.
     """
 
-    stream = 0  # there is none on a CPU
+    stream = 0
 
     def __init__(self, rank: int, ranks: int, size: int) -> None:
         page = mmap.PAGESIZE
-        self.ranks: set[int] = set()  # whose shares are mapped
+        self.ranks: set[int] = set()
         self._ranks = ranks
         self._mapped = -(-size // page) * page
         self._fd = -1
@@ -49,7 +50,7 @@ class HostShares:
         self.mailbox = (0, 0)
 
     def allocate(self) -> None:
-        """Make the own share, zeroed by the kernel, and the reservation. Raises OSError."""
+        """Allocate the own share, zeroed by the kernel, and the reservation. Raises OSError."""
         self._fd = sealed_memfd("weft-share", self._mapped)
         self.base = map_memory(
             0, self._reserved, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1
@@ -61,39 +62,39 @@ class HostShares:
         self.mailbox = (mailbox, mailbox)
 
     def map(self, fds: Mapping[int, int]) -> None:
-        """Map the shares of ranks. Raises HandleUnsupported for what is no share."""
+        """Map shares from their descriptors. Raises HandleUnsupported if one is no share."""
         for rank, fd in fds.items():
             check_sealed(rank, fd, self._mapped)
             where = self.base + rank * self.stride
             writable = mmap.PROT_READ | mmap.PROT_WRITE
             map_memory(where, self._mapped, writable, mmap.MAP_SHARED | MAP_FIXED, fd)
-            # A forked child has no share of its own: what it wrote would count as its parent's.
+            # A forked child has no share: its stores would count as those of its parent.
             keep_from_children(where, self._mapped)
             self.ranks.add(rank)
 
     def share_fd(self) -> int:
-        """A new descriptor of the own share, which belongs to the caller."""
+        """Return a new descriptor of the own share. The caller closes it."""
         return os.dup(self._fd)
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
-        """uint8 tensor [count] over `address` that keeps `keeper` alive."""
+        """Return a uint8 tensor [count] over `address` that keeps `keeper` alive."""
         return torch.frombuffer(buffer(address, count, keeper), dtype=torch.uint8)
 
     def read(self, address: int, count: int) -> bytes:
-        """A copy of `count` bytes."""
+        """Return a copy of `count` bytes."""
         return ctypes.string_at(address, count)
 
     def write(self, address: int, data: bytes) -> None:
-        """Store `data`; eight bytes at a multiple of eight by one store."""
+        """Store `data`; eight bytes at a multiple of eight are one store."""
         if len(data) == 8 and address % 8 == 0:
             ctypes.c_uint64.from_address(address).value = int.from_bytes(data, sys.byteorder)
         else:
             ctypes.memmove(address, data, len(data))
 
     def free(self) -> None:
-        """Give everything back. Idempotent. Raises OSError.
+        """Release everything. Idempotent. Raises OSError.
 
-        A forked child only forgets: other memory may be there in its own address space.
+        A forked child unmaps nothing: its address space may have other memory there.
         """
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -104,7 +105,7 @@ class HostShares:
 
 
 def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
-    """`count` bytes at `address` for the buffer protocol; it keeps `keeper` alive."""
+    """Return `count` bytes at `address` as a buffer that keeps `keeper` alive."""
     array = (ctypes.c_ubyte * count).from_address(address)
     array.keeper = keeper  # type: ignore[attr-defined]
     return array

@@ -24,10 +24,11 @@ HOST_ASKS_TO_LEAVE = 1 << HOST_BITS  # in the first one
 
 
 class ErrorRecord(ctypes.Structure):
-    """What went wrong, as counters and ids only.
+    """Error as counters and ids only.
 
-    peer: the rank that it is about; for an abort, the rank that asked.
-    reported_by: rank + 1 of the peer that found it out, 0 if this rank did.
+    Attributes:
+        peer: Rank that the error is about; for an abort, the rank that asked for it.
+        reported_by: Rank + 1 of the peer that detected the error, 0 if this rank did.
     """
 
     _fields_ = (
@@ -58,7 +59,7 @@ class Record(ctypes.Structure):
 
 
 class CallRecord(ctypes.Structure):
-    """What a call is, as runtime/identity.py packs it; a rank's latest one is in its header."""
+    """Identity of a call as runtime/identity.py packs it. The header has a rank's latest one."""
 
     _fields_ = (
         ("hash", c_uint64),
@@ -69,7 +70,7 @@ class CallRecord(ctypes.Structure):
 
 
 class Fault(ctypes.Structure):
-    """A planned disturbance, read only by kernels compiled with fault points."""
+    """Planned disturbance. Only kernels compiled with fault points read it."""
 
     _fields_ = (
         ("point", c_uint32),
@@ -82,7 +83,7 @@ class Fault(ctypes.Structure):
 
 
 class Site(ctypes.Structure):
-    """Where the shares are and which rank this is."""
+    """Place of the shares, and this rank."""
 
     _fields_ = (
         ("base", c_uint64),
@@ -94,11 +95,12 @@ class Site(ctypes.Structure):
 
 
 class Mirrors(NamedTuple):
-    """The structs that hold something of each rank.
+    """Structs with a part for each rank.
 
-    Mailbox: a page of host memory that kernels can write: errors out, notices of the host in.
-    Timeline: when a profiled operation did what, in nanoseconds of the device's clock.
-    Header: the first bytes of every share.
+    Attributes:
+        Mailbox: Page of host memory for errors of kernels and notices of the host.
+        Timeline: Times of one profiled operation, in nanoseconds of the device's clock.
+        Header: First bytes of every share.
     """
 
     Mailbox: type[ctypes.Structure]
@@ -107,7 +109,7 @@ class Mirrors(NamedTuple):
 
 
 def mirrors(ranks: int) -> Mirrors:
-    """The structs of a domain of so many ranks: one layout serves up to 32, another up to 72."""
+    """Return the structs for `ranks` ranks: one layout serves up to 32, another up to 72."""
     return _mirrors(most_ranks(ranks))
 
 
@@ -182,22 +184,22 @@ def _mirrors(most: int) -> Mirrors:
 
 
 def most_ranks(ranks: int) -> int:
-    """The ranks that the layout of a domain of so many has room for (max_ranks)."""
+    """Return the number of ranks that the layout for `ranks` has room for (max_ranks)."""
     return NARROW_RANKS if ranks <= NARROW_RANKS else MAX_RANKS
 
 
 def rank_words(ranks: int) -> int:
-    """32-bit words that a set of ranks takes (RankSet)."""
+    """Return the number of 32-bit words of a set of ranks (RankSet)."""
     return -(-most_ranks(ranks) // 32)
 
 
 def header_bytes(ranks: int) -> int:
-    """Bytes of a header."""
+    """Return the bytes of a header."""
     return ctypes.sizeof(mirrors(ranks).Header)
 
 
 def words_of(ranks: int, count: int) -> tuple[int, ...]:
-    """A set of ranks, bit r for rank r, as `count` words of 32 bits (RankSet)."""
+    """Return a set of ranks, bit r for rank r, as `count` words of 32 bits (RankSet)."""
     return tuple(ranks >> 32 * i & 0xFFFFFFFF for i in range(count))
 
 

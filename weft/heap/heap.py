@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that every rank of a group can address."""
+"""Symmetric memory: bytes of every rank of a group that every rank can address."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Shares: TypeAlias = HostShares | DeviceShares
 
 
 class _Keeper:
-    """What holds it keeps the heap's memory: the open heap, its mailbox and every view."""
+    """Keeps the memory of a heap alive; held by the open heap, its mailbox and every view."""
 
     __slots__ = ("__weakref__",)
 
@@ -43,7 +43,9 @@ class _Keeper:
 class Mailbox:
     """One page of host memory that this rank's device can write.
 
-    `host` and `device` are its address for either side; they are equal on the CPU.
+    Attributes:
+        host: Address for the host.
+        device: Address for the device; on CPU ranks the same.
     """
 
     def __init__(self, host: int, device: int, keeper: object) -> None:
@@ -52,7 +54,7 @@ class Mailbox:
         self._keeper = keeper
 
     def view(self) -> memoryview:
-        """The page as writable bytes [4096]; keeps the memory alive."""
+        """Return the page as writable bytes [4096] that keep the memory alive."""
         return memoryview(buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
 
 
@@ -74,7 +76,7 @@ class Heap:
         self._keeper: _Keeper | None = _Keeper()
         self._failures: list[Exception] = []
         self._mailbox: Mailbox | None = Mailbox(*shares.mailbox, self._keeper)
-        # Not at exit: then other threads may still be in the memory, and the system frees it.
+        # Not at exit: other threads may still use the memory, and the system frees it.
         weakref.finalize(self._keeper, _free, shares, self._failures).atexit = False
 
     @classmethod
@@ -106,7 +108,7 @@ class Heap:
 
     @property
     def stream(self) -> int:
-        """A CUstream of this heap, which is never captured; 0 on CPU ranks."""
+        """CUstream of this heap that is never captured; 0 on CPU ranks."""
         return self._open().stream
 
     def address(self, rank: int) -> int:
@@ -233,7 +235,7 @@ class Heap:
 
 
 def _make(group: Group, size: int) -> tuple[int, Shares]:
-    """The generation and the shares of a new heap."""
+    """Return the generation and the shares of a new heap. Collective."""
     began = time.monotonic()
     try:
         size = group.together(lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap")
@@ -314,7 +316,7 @@ def _map_fabric(group: Group, shares: DeviceShares, doing: str) -> None:
 
 
 def _free(shares: Shares, failures: list[Exception]) -> None:
-    """Runs when the last holder lets go. An exception would be lost here: close() raises it."""
+    """Free the shares when the last holder is gone. `close` raises the errors."""
     try:
         shares.free()
     except Exception as error:
@@ -330,7 +332,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> int:
-    """Elements from the first to the last of a strided tensor, both included."""
+    """Return the number of elements from the first to the last of a strided tensor."""
     if len(shape) != len(steps):
         raise InvalidArgument(f"stride {steps} has {len(steps)} entries and shape {shape} has not")
     if min(shape, default=0) < 0 or min(steps, default=0) < 0:

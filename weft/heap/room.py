@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is there memory for what all CPU ranks of a group are about to allocate?
+"""Check of the host's memory before CPU ranks allocate.
 
-A memfd takes no memory when it is made: its pages come as they are first written, some when a share
-is initialised, the others in the first calls that are large enough. Then it is too late to refuse:
-a page that cannot be had ends a process, and not always the one that asked. So a size is held
-against what the host has before anything is made, and as if every byte of it were used, for a
-workspace that cannot hold the calls that it is made for is not what was asked for.
+A memfd takes no memory when it is created. Its pages are allocated at the first write, some when a
+share is initialised, others in the first calls that are large enough. Then it is too late to
+refuse: if there is no page, the kernel kills a process, and not always the one that asked. A size
+is therefore compared with the memory of the host before anything is created, as if every byte were
+used.
 
-To refuse nothing that would fit, everything counts that the kernel could give: memory that is free
-or can be reclaimed, within every control group around a rank, and swap. What other processes, or
-weft's own earlier shares, have been promised and have not touched yet is not known and not counted.
-GPUs need none of this: they allocate at once, and the driver says what it lacks.
+Everything counts that the kernel could give, so that nothing is refused that would fit: memory that
+is free or can be reclaimed, within every control group of a rank, and swap. Memory that other
+processes or earlier shares of weft were promised and have not touched is unknown and not counted.
+GPU ranks need no check, because the driver allocates at once.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory
 
 
 def require_room(group: Group, bytes_each: int, *, what: str) -> None:
-    """Raise InvalidArgument, the same on every rank, where `bytes_each` of each rank cannot fit.
+    """Raise InvalidArgument, equal on every rank, if `bytes_each` per rank cannot fit. Collective.
 
-    what: of each rank is so large. Collective. Ranks within one control group share its limit.
+    Ranks in one control group share its limit. `what` names the object for errors.
     """
     if group.device.type != "cpu":
         return
     place, bound = control_group()
     swap, host = _meminfo("SwapFree"), _meminfo("MemAvailable")
-    said = group.all_gather([host + swap, place, None if bound is None else bound + swap])
-    gathered = {rank: said[rank] for rank in group.living}
+    reports = group.all_gather([host + swap, place, None if bound is None else bound + swap])
+    gathered = {rank: reports[rank] for rank in group.living}
     ranks, total = len(gathered), len(gathered) * bytes_each
     least = min(available for available, _, _ in gathered.values())
     if total > least:
@@ -59,10 +59,10 @@ def require_room(group: Group, bytes_each: int, *, what: str) -> None:
 
 
 def control_group() -> tuple[str, int | None]:
-    """The tightest control group around this process: which, and the bytes it may still take.
+    """Return the tightest control group of this process, and the bytes that it may still take.
 
-    None where no limit is known, as with control groups of the first version. A container may show
-    its own group at the root alone.
+    None if no limit is known, as with control groups of version 1. A container may show its own
+    group at the root only.
     """
     found: list[tuple[int, str]] = []
     try:
@@ -84,12 +84,12 @@ def control_group() -> tuple[str, int | None]:
 
 
 def _left(folder: Path) -> int | None:
-    """Bytes that a control group may still take; None for one without a limit."""
+    """Return the bytes that a control group may still take, or None without a limit."""
     try:
         most = int((folder / "memory.max").read_text())
         taken = int((folder / "memory.current").read_text())
         stat = (folder / "memory.stat").read_text().split()
-    except (OSError, ValueError):  # "max", or not there
+    except (OSError, ValueError):  # "max", or no such file
         return None
     held = dict(zip(stat[::2], stat[1::2], strict=False))
     return max(0, most - taken + sum(int(held.get(name, 0)) for name in _RECLAIMABLE))

@@ -91,7 +91,7 @@ def launch(
 
 
 def _check_launches() -> None:
-    """Refuse to start ranks in a process that torchrun started as one: each would start a job."""
+    """Raise InvalidArgument in a rank of torchrun, since each rank would start a job."""
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is not None and size is not None:
         raise InvalidArgument(
@@ -113,12 +113,12 @@ def _check_has_children() -> None:
 
 
 def files_of(ranks: int, device: str) -> int:
-    """Descriptors that a launch may hold at once: sockets, pipes, and shares on their way."""
+    """Return the number of descriptors of a launch: sockets, pipes and shares in flight."""
     return 16 + (2 * ranks * (ranks + 1) if device == "threads" else 4 * ranks)
 
 
 def _check_open_files(ranks: int, device: str) -> None:
-    """Refuse what would end in the middle for want of descriptors, and name the limit."""
+    """Raise SetupError if the limit of open files is too low for a launch."""
     needed = files_of(ranks, device)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     used = len(os.listdir("/proc/self/fd"))
@@ -159,12 +159,13 @@ def _run_threads(
     timeout: float,
     group_timeout: float,
 ) -> list[Report]:
-    """Run every rank in a thread; one report a rank. One that still runs at the end is left alone.
+    """Run every rank in a thread and return one report per rank.
 
-    A thread cannot be killed: its group is broken, and it has a second to raise that.
+    A thread cannot be killed. At the deadline its group is broken, and it has a second to raise
+    that; then it is left running.
     """
     groups: dict[int, Group] = {}
-    told: queue.SimpleQueue[Report] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[Report] = queue.SimpleQueue()
 
     def life(rank: int) -> None:
         try:
@@ -180,7 +181,7 @@ def _run_threads(
         except BaseException as error:
             report = Report.raised(rank, error)
             end_meeting(meeting, rank, report)
-        told.put(report)
+        finished.put(report)
 
     deadline = time.monotonic() + timeout
     threads = [
@@ -191,11 +192,11 @@ def _run_threads(
         thread.start()
     reports = [Report(rank, "running") for rank in range(ranks)]
     waiting = set(range(ranks))
-    late: set[int] = set()  # what one raises when its group is broken says nothing of its own
+    late: set[int] = set()  # ranks that only raise that their group was broken
     broken = False
     while waiting:
         try:
-            report = told.get(timeout=max(0.0, deadline - time.monotonic()))
+            report = finished.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             if broken:
                 break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes: forked by a fork server that has torch imported, ended without leftovers."""
+"""Ranks as processes: forked by a server that has imported torch, and ended without leftovers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.launcher.reports import Report, report_of
 GRACE = 10.0  # seconds for the other ranks to end after one failed
 GRACE_MEETING = 1.0  # the same while the ranks still meet: no function runs that needs time
 _PRELOAD = ["torch", "weft.public", "weft.launcher.processes"]
-_ENVIRON = threading.Lock()  # held while os.environ is that of the fork server
+_ENVIRON = threading.Lock()  # held while os.environ has the values of the fork server
 
 
 def _environment() -> dict[str, str]:
@@ -39,7 +39,7 @@ def _environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank gets. `work` is the pickled function and arguments."""
+    """Input of every rank. `work` is the pickled function and arguments."""
 
     work: bytes
     meeting: Meeting
@@ -59,7 +59,7 @@ class _Rank:
 
 
 def run_processes(job: Job, timeout: float) -> list[Report]:
-    """Run every rank of `job` in a process of its own; one report a rank, in rank order."""
+    """Run every rank of `job` in its own process and return one report per rank."""
     context = fork_server()
     deadline = time.monotonic() + timeout
     ranks: list[_Rank] = []
@@ -102,23 +102,23 @@ def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
 
 
 def _start(context: ForkServerContext, job: Job, rank: int) -> _Rank:
-    mine, theirs = context.Pipe(duplex=False)
-    if rank != job.meeting.hub:  # the listener is for that one alone
+    reader, writer = context.Pipe(duplex=False)
+    if rank != job.meeting.hub:  # only the hub gets the listener
         job = replace(job, meeting=Meeting.at(job.meeting.address))
-    process = context.Process(target=_child, args=(theirs, job, rank), name=f"weft-rank-{rank}")
+    process = context.Process(target=_child, args=(writer, job, rank), name=f"weft-rank-{rank}")
     try:
         process.start()
     except BaseException:
-        mine.close()
+        reader.close()
         raise
     finally:
-        theirs.close()
-    return _Rank(process, mine)
+        writer.close()
+    return _Rank(process, reader)
 
 
 def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
-    """Collect reports until every rank has one, or the deadline or the grace is over."""
-    met = False  # one rank that has met shows that all have
+    """Collect reports until every rank has one, or until the deadline or the grace period."""
+    met = False  # whether all ranks have met; one report suffices
     while True:
         waiting = {r: each for r, each in enumerate(ranks) if each.report is None}
         left = deadline - time.monotonic()
@@ -129,13 +129,13 @@ def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
             by_handle[each.pipe] = by_handle[each.process.sentinel] = r
         ready = multiprocessing.connection.wait(list(by_handle), timeout=left)
         for r in sorted({by_handle[handle] for handle in ready}):
-            report = _hear(r, ranks[r])
+            report = _read_report(r, ranks[r])
             met = met or ranks[r].met
             if report is None or report.kind == "returned":
                 continue
             if report.kind == "died" and met and job.tolerate_deaths:
                 continue
-            # Once all have met, the others may be in their functions.
+            # After all have met, the others may be in their functions.
             grace = GRACE if ranks[r].met else GRACE_MEETING
             deadline = min(deadline, time.monotonic() + grace)
             if not ranks[r].met:
@@ -143,15 +143,15 @@ def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
 
 
 def end_meeting(meeting: Meeting, rank: int, report: Report) -> None:
-    """Tell the other ranks how one failed before all had met."""
-    if rank == meeting.hub:  # it tells nobody any more, unless it has done so already
+    """Report to the other ranks how one failed before all had met."""
+    if rank == meeting.hub:  # it can no longer report its failure itself
         meeting.close(report.line())
     else:
         meeting.end(report.line())
 
 
-def _hear(rank: int, each: _Rank) -> Report | None:
-    """Take what `rank` sent; a rank that ended without a report has died."""
+def _read_report(rank: int, each: _Rank) -> Report | None:
+    """Return the report of a rank, or None. A rank that ended without a report has died."""
     try:
         while each.report is None and each.pipe.poll():
             message = each.pipe.recv_bytes()
@@ -162,11 +162,13 @@ def _hear(rank: int, each: _Rank) -> Report | None:
     except (EOFError, OSError):
         each.process.join(1.0)  # the pipe ends a moment before the process
     if each.report is None and each.process.exitcode is not None:
-        each.report = Report(rank, "died", name="died", text=_exit(each), when=time.monotonic())
+        each.report = Report(
+            rank, "died", name="died", text=_describe_exit(each), when=time.monotonic()
+        )
     return each.report
 
 
-def _exit(rank: _Rank) -> str:
+def _describe_exit(rank: _Rank) -> str:
     process, code = rank.process, rank.process.exitcode
     if code is None or code >= 0:
         text = f"process {process.pid} ended with exit code {code} before its function "
@@ -181,7 +183,7 @@ def _exit(rank: _Rank) -> str:
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Kill what still runs, take every process in, close every pipe."""
+    """Kill running processes, join all, and close the pipes."""
     for each in ranks:
         # A rank that has reported gets a moment to end by itself.
         each.process.join(1.0 if each.report is not None else 0.0)
@@ -195,31 +197,31 @@ def _end(ranks: Sequence[_Rank]) -> None:
 
 
 def _child(pipe: Connection, job: Job, rank: int) -> None:
-    """One rank's whole life."""
+    """Run one rank in its process."""
     process = os.getpid()
     threading.Thread(target=_end_with_launcher, name="weft-launcher", daemon=True).start()
-    os.environ.clear()  # the server's is as old as the first launch
+    os.environ.clear()  # the server has the environment of the first launch
     os.environ.update(job.environment)
     try:
         logs.set_up()
         report = _work(pipe, job, rank)
     except BaseException as error:
         report = Report.raised(rank, error)
-    if os.getpid() != process:  # a child that `fn` forked: it reports for itself alone
+    if os.getpid() != process:  # a child that `fn` forked does not report for the rank
         if report.error is not None:
             raise report.error
         return
     try:
         message = report.packed()
-    except BaseException as error:  # what `fn` returned cannot travel
+    except BaseException as error:  # the result of `fn` cannot be pickled
         message = Report.raised(rank, error).packed()
-    with contextlib.suppress(BrokenPipeError):  # the launcher has gone; nobody reads it
+    with contextlib.suppress(BrokenPipeError):  # the launcher is gone
         pipe.send_bytes(message)
     pipe.close()
 
 
 def _end_with_launcher() -> None:
-    """End this rank when the launcher is gone: the fork server, its parent, would keep it."""
+    """End this rank when the launcher ends; its parent is the fork server, which lives on."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         multiprocessing.connection.wait([launcher.sentinel])

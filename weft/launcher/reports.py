@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launched rank reports, and which report names the cause of a failure."""
+"""Reports of launched ranks, and the choice of the report that names the cause of a failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from weft.errors import (
 
 @dataclass(slots=True)
 class Report:
-    """How one rank ended. `when` is time.monotonic(), which all processes of a host share."""
+    """How one rank ended.
+
+    Attributes:
+        when: Time in time.monotonic seconds, which all processes of a host share.
+        echo: How surely the error only repeats another rank's: 0 not at all, 1 perhaps, 2 surely.
+        blamed: Ranks that this rank waited for, as its error names them.
+    """
 
     rank: int
     kind: Literal["returned", "raised", "died", "running"]
@@ -33,12 +39,12 @@ class Report:
     text: str = ""
     trace: str = ""
     when: float = 0.0
-    echo: int = 0  # how surely the error only repeats another rank's
-    blamed: tuple[int, ...] = ()  # ranks that this one waited for, as its error names them
+    echo: int = 0
+    blamed: tuple[int, ...] = ()
 
     @classmethod
     def raised(cls, rank: int, error: BaseException) -> Report:
-        """The report of a rank whose function raised `error`."""
+        """Return the report of a rank whose function raised `error`."""
         trace = "".join(traceback.format_exception(error))
         return cls(
             rank,
@@ -53,24 +59,24 @@ class Report:
         )
 
     def line(self, ranks: str = "") -> str:
-        """The failure in one line. ranks: " of 4", where that is said."""
+        """Return the failure in one line; `ranks` is text such as " of 4"."""
         how = "died" if self.kind == "died" else f"raised {self.name}"
         return f"rank {self.rank}{ranks} {how}: {self.text}"
 
     def packed(self) -> bytes:
-        """The report for the launcher's own pipe; an error that cannot be pickled stays here."""
+        """Return the pickled report, without its error if that cannot be pickled."""
         if self.error is not None:
             try:
                 pickle.loads(pickle.dumps(self.error))
             except Exception:
-                self.error = None  # its name, text and traceback travel as text
+                self.error = None  # its name, text and traceback are in the report
         return pickle.dumps(self)
 
 
 def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], Any]) -> Report:
     """Run `body` within `group` and report how it ended.
 
-    Its time is taken before the group informs the others: no echo is earlier than its cause.
+    The time is taken before the group informs the others, so no echo is earlier than its cause.
     """
     report: Report | None = None
     try:
@@ -87,12 +93,12 @@ def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], 
 
 
 def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
-    """How surely `error` only repeats another rank's: 0 not at all, 1 perhaps, 2 surely."""
+    """Return how surely `error` only repeats another rank's, see `Report.echo`."""
     if isinstance(error, GroupError | RendezvousFailed):
         return 2
     if isinstance(error, CreationFailed):
         return 2 if isinstance(error.__cause__, RendezvousFailed) else int(error.__cause__ is None)
-    # What a function raised because of such an error, or while it cleared up after one.
+    # Errors that a function raised because of such an error, or while it handled one.
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     seen |= {id(error)}
     if before is None or id(before) in seen:  # an error may be its own cause: raise e from e
@@ -101,10 +107,9 @@ def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
 
 
 def _blamed(rank: int, error: BaseException) -> tuple[int, ...]:
-    """The other ranks that `error` names, where it says that the group broke under this rank.
+    """Return the other ranks that `error` names if it tells that this rank's group broke.
 
-    Every text of weft calls a rank "rank 3". Ranks with another geometry were waited for in vain
-    by nobody.
+    Every text of weft writes a rank as "rank 3". A GeometryMismatch blames no rank for a wait.
     """
     waited = isinstance(error, GroupError | RendezvousFailed)
     if not waited or isinstance(error, GeometryMismatch):
@@ -114,11 +119,11 @@ def _blamed(rank: int, error: BaseException) -> tuple[int, ...]:
 
 
 def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
-    """The error that a launch raises for `reports`, one a rank; None if every rank returned.
+    """Return the error that a launch raises for its reports, or None if every rank returned.
 
-    A rank that raised or died on its own comes before ranks that noticed it; among these, one that
-    names a rank which had returned comes first; else the first in time. The chosen rank's own
-    exception is the cause where it could travel.
+    It names one rank: first those that raised or died on their own, then those that name a rank
+    which had returned, then the first in time. The exception of that rank is the cause if it could
+    be pickled.
     """
     failed = [r for r in reports if r.kind in ("raised", "died")]
     running = [r.rank for r in reports if r.kind == "running"]
@@ -126,7 +131,7 @@ def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | N
         return None
     if not failed:
         return RankFailed(
-            f"rank {_list(running)} of {ranks} still ran after {timeout:g} s and was ended; raise "
+            f"rank {_join(running)} of {ranks} still ran after {timeout:g} s and was ended; raise "
             "`timeout`, or look for what it waits for"
         )
     returned = {r.rank: r.when for r in reports if r.kind == "returned"}
@@ -144,7 +149,7 @@ def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | N
     if others:
         text += f"\nAlso failed: {', '.join(others)}."
     if running:
-        text += f"\nEnded while still running: rank {_list(running)}."
+        text += f"\nEnded while still running: rank {_join(running)}."
     if first.trace:
         text += f"\n\nOn rank {first.rank}:\n{first.trace}"
     error = RankFailed(text)
@@ -152,5 +157,5 @@ def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | N
     return error
 
 
-def _list(ranks: list[int]) -> str:
+def _join(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
