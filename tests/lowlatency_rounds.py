@@ -175,7 +175,7 @@ def play(
     x, ids, weights, add = inputs[group.rank]
     sent = [(i[0], dropped(i[1], a2a.placement.ranks, living), *i[2:]) for i in inputs]
     if poison:
-        for slot in a2a._slots:
+        for slot in a2a.slots:
             slot.x.view(torch.uint8).fill_(0xFF)
     given = weights if case.weighted else None
     if split_phase:

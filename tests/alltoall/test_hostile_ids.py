@@ -87,7 +87,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
             seeds = [1000 * number + rank for rank in range(group.size)]
             ids = wild(seeds[group.rank], wide=wide).to(group.device)
             x = tokens(seeds[group.rank]).to(group.device)
-            slot = a2a._slots[number % len(a2a._slots)]
+            slot = a2a.slots[number % len(a2a.slots)]
             slot.x.view(torch.uint8).fill_(MARK)
             settle(group.device)
             group.barrier()

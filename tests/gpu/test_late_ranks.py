@@ -57,7 +57,7 @@ def pair_us(group, *, profile):
     case = Round((128,) * group.size, hidden=7168, top_k=8, experts=256, router="perfect")
     with Mode(more={"profile": profile}).make(group, case, 128) as a2a:
         x, ids, weights, _ = case.of(group.rank, group.device)
-        y, out = torch.zeros_like(a2a._slots[0].x, dtype=x.dtype), torch.empty_like(x)
+        y, out = torch.zeros_like(a2a.slots[0].x, dtype=x.dtype), torch.empty_like(x)
 
         def pairs():
             for _ in range(PAIRS):

@@ -37,7 +37,7 @@ def sent(low: weft.LowLatencyAllToAll, case: Round, way: Way) -> tuple[Any, ...]
     if way.get("split_phase"):
         _, receive = low.dispatch_send(x, ids, weights)
         receive()
-        got = low._slots[(low._number - 1) % low.config.slots].rows(
+        got = low.slots[(low._number - 1) % low.config.slots].rows(
             low.find_handle(low._number)  # type: ignore[arg-type]
         )
     else:

@@ -117,7 +117,7 @@ def test_calls_out_of_order_are_refused(group):
         early = a2a.dispatch_send(x, ids, weights)[0].handle
         with pytest.raises(OutOfOrder, match="dispatch 1 is on its way"):
             a2a.dispatch(x, ids, weights)
-        y = torch.zeros_like(a2a._slots[0].x, dtype=x.dtype)
+        y = torch.zeros_like(a2a.slots[0].x, dtype=x.dtype)
         with pytest.raises(OutOfOrder, match="it has not been received"):
             a2a.combine(y, ids, weights, early)
         first = a2a.dispatch_recv()

@@ -38,7 +38,7 @@ def options_reach(group: weft.Group) -> None:
                 mine = tuple(e for e in range(EXPERTS) if owners[e] == group.rank)
                 assert layer.local_experts == mine
                 continue
-            assert len(exchange._slots) == 1
+            assert len(exchange.slots) == 1
             sizes: dict[str, Any] = {
                 "max_tokens": 4,
                 "hidden": HIDDEN,

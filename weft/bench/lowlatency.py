@@ -151,7 +151,7 @@ class LowTrial(Trial):
 
     def check(self) -> str | None:
         """Run a pair on poisoned memory, and return a difference from the reference, or None."""
-        for slot in self.a2a._slots:
+        for slot in self.a2a.slots:
             poison(slot.x)
         self.poison()
         received = self._dispatch()

@@ -428,7 +428,7 @@ class Buffer:
             InvalidArgument: If an argument is invalid.
             OutOfOrder: If a later dispatch reused the handle's slot, or the buffer is destroyed.
         """
-        slot = self._existing_exchange(handle)._slots[handle.handle.slot]
+        slot = self._existing_exchange(handle).slots[handle.handle.slot]
         if slot.latest is not handle.handle:
             raise OutOfOrder(
                 "get_next_low_latency_combine_buffer of a handle whose slot a later dispatch has "

@@ -57,9 +57,9 @@ def call(name: str, *args: Any, doing: str = "") -> Any:
             f"{name}: the NVIDIA driver was not found: {error}; use CPU ranks on this machine"
         ) from error
     if int(status) != 0:
-        said = ", ".join(str(a) if isinstance(a, int) else type(a).__name__ for a in args)
+        arguments = ", ".join(str(a) if isinstance(a, int) else type(a).__name__ for a in args)
         before = f"{doing}: " if doing else ""
-        raise DriverError(f"{before}{name}({said}) failed: {error_text(status)}")
+        raise DriverError(f"{before}{name}({arguments}) failed: {error_text(status)}")
     return values[0] if len(values) == 1 else tuple(values) or None
 
 

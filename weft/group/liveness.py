@@ -203,13 +203,13 @@ def _ended(fds: Iterable[int]) -> set[int]:
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
-    found = dict(poller.poll(0))
-    if any(events & select.POLLNVAL for events in found.values()):
+    ready = dict(poller.poll(0))
+    if any(events & select.POLLNVAL for events in ready.values()):
         raise RecoveryFailed(
             "descriptors of this rank's group were closed (os.closerange?), so it cannot see who "
             "lives: end this process, and the others recover without it"
         )
-    return set(found)
+    return set(ready)
 
 
 def identity() -> dict[str, Any]:

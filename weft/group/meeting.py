@@ -102,12 +102,12 @@ class Meeting:
         Raises:
             InvalidArgument: the address is malformed.
         """
-        found = re.fullmatch(r"(\d{1,5})-([0-9a-f]{64})", address, re.ASCII)
-        if found is None or address.endswith("\n"):
+        match = re.fullmatch(r"(\d{1,5})-([0-9a-f]{64})", address, re.ASCII)
+        if match is None or address.endswith("\n"):
             raise InvalidArgument(
                 "the address of the meeting is none that a rank gave: pass its `Meeting.address`"
             )
-        return cls(int(found[1]), bytes.fromhex(found[2]))
+        return cls(int(match[1]), bytes.fromhex(match[2]))
 
     @property
     def _name(self) -> str:

@@ -50,10 +50,10 @@ def sealed_memfd(name: str, size: int) -> int:
 
 def check_sealed(rank: int, fd: int, size: int) -> None:
     """Raise HandleUnsupported unless `fd`, of rank `rank`, is what `sealed_memfd` makes."""
-    found = os.fstat(fd).st_size
-    if found != size:
+    actual = os.fstat(fd).st_size
+    if actual != size:
         raise HandleUnsupported(
-            f"rank {rank} sent memory of {found} bytes where {size} were agreed"
+            f"rank {rank} sent memory of {actual} bytes where {size} were agreed"
         )
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)

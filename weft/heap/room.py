@@ -16,12 +16,9 @@ GPU ranks need no check, because the driver allocates at once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weft.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from weft.group.group import Group
+from weft.group.group import Group
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")  # in memory.stat
@@ -64,7 +61,7 @@ def control_group() -> tuple[str, int | None]:
     None if no limit is known, as with control groups of version 1. A container may show its own
     group at the root only.
     """
-    found: list[tuple[int, str]] = []
+    remaining: list[tuple[int, str]] = []
     try:
         lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -74,12 +71,12 @@ def control_group() -> tuple[str, int | None]:
         for each in (folder, *folder.parents):
             left = _left(each)
             if left is not None:
-                found.append((left, str(each)))
+                remaining.append((left, str(each)))
             if each == CGROUPS:
                 break
-    if not found:
+    if not remaining:
         return "", None
-    left, place = min(found)
+    left, place = min(remaining)
     return place, left
 
 

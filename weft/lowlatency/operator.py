@@ -387,7 +387,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             )
         handle = Handle(self._number + 1, self._free_slot(entry), tokens)
         call = self._identify(self._dispatch_args, self.max_tokens)
-        slot = self._slots[handle.slot]
+        slot = self.slots[handle.slot]
         args, out = self._dispatch_args, slot.tensors if results is None else results
         slot.set_routing(args)
         args.rows, args.scales = out["x"].data_ptr(), out["scales"].data_ptr()
@@ -440,10 +440,10 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             self._dispatch_args.tokens = handle.tokens
             self._kernels.run("dispatch_receive", self._dispatch_args, handle.tokens)
         else:
-            self._forward(self._slots[handle.slot])
+            self._forward(self.slots[handle.slot])
         self._sent_handle = None
         self._raise_if_broken()
-        return self._slots[handle.slot].rows(handle)
+        return self.slots[handle.slot].rows(handle)
 
     @internal
     @one_call("combine")
@@ -470,7 +470,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
                 f"topk_ids has {tokens} rows, dispatch {handle.number} had {handle.tokens}: pass "
                 "what it was called with"
             )
-        slot = self._slots[handle.slot]
+        slot = self.slots[handle.slot]
         self._check_results(y, slot)
         size = (tokens, self.config.shape.hidden)
         if out is None:
@@ -520,7 +520,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             self._kernels.run("combine_receive", self._combine_args, handle.tokens)
         else:
             self._rail.receive_home(out, add)
-        self._slots[handle.slot].alive = self._returned_handle = None
+        self.slots[handle.slot].alive = self._returned_handle = None
         del self._combine_tensors
         self._raise_if_broken()
         return out
@@ -528,7 +528,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     def _poison(self, doing: str, *, before: bool) -> None:
         if before or doing != "combine" or self._allow_handle_reuse:
             return
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.alive is None:
                 for name in ("x", "scales"):
                     if slot.tensors[name] is not None:
@@ -542,7 +542,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     @property
     def _alive(self) -> list[Handle]:
         """Handles of the results that are alive."""
-        return [slot.alive for slot in self._slots if slot.alive is not None]
+        return [slot.alive for slot in self.slots if slot.alive is not None]
 
     @internal
     def find_handle(self, number: int) -> Handle | None:
@@ -552,7 +552,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     @internal
     def drop_handle(self, handle: Handle) -> None:
         """Discard a result that will not be combined."""
-        slot = self._slots[handle.slot]
+        slot = self.slots[handle.slot]
         if slot.alive is handle:
             slot.alive = None
 
@@ -570,10 +570,10 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         combine is in flight. The choice depends on the order of calls alone, so all ranks drop the
         same result.
         """
-        slots = len(self._slots)
+        slots = len(self.slots)
         for i in range(slots):
             slot = (self._number + i) % slots
-            if self._slots[slot].alive is None:
+            if self.slots[slot].alive is None:
                 return slot
         oldest = min(self._alive, key=lambda handle: handle.number)
         if self._allow_handle_reuse and oldest is not self._returned_handle:
@@ -608,12 +608,12 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             )
         # Compared by identity: a handle of another all-to-all may have the same numbers.
         if self._allow_handle_reuse:
-            kept = any(slot.latest is handle for slot in self._slots)
+            kept = any(slot.latest is handle for slot in self.slots)
             if kept and handle is not self._sent_handle:
                 return
             why = "it has not been received" if kept else "a later dispatch has taken its slot"
             raise OutOfOrder(
-                f"{entry} of dispatch {handle.number}: {why}; {len(self._slots)} results are kept: "
+                f"{entry} of dispatch {handle.number}: {why}; {len(self.slots)} results are kept: "
                 "combine before that dispatch"
             )
         alive = any(h is handle for h in self._alive)
@@ -632,7 +632,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     def _start_anew(self) -> None:
         self._sent_handle = self._returned_handle = None
         self.traced_handles.alive.clear()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.reset()
 
     def _write_contents(self, header: ctypes.Structure) -> None:
@@ -647,10 +647,10 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         own = len(config.placement.experts_of(self.group.rank))
         failed = mirrors(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
-        self._slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]
+        self.slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]
         size = tracks(config.shape.ranks) if config.profile else (0,)
         self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _drop_views(self) -> None:
-        self._slots.clear()
+        self.slots.clear()
         self._tracks = self._tracks.new_empty(0)
