@@ -64,7 +64,8 @@ def test_replicas_take_over(group: weft.Group, way: str) -> None:
         options["gemm"] = "auto"  # a graph takes no products that the host divides
     with open_layer(group, case, THRICE, **options) as one:
         other = one.sibling(one._weights, shared=case.shared(group.device))
-        table, outs = one._table, []
+        outs: list[torch.Tensor] = []
+        table = one._table
         assert table is not None
         x, logits = (t.clone() for t in case.of(group.rank, group.device))
 

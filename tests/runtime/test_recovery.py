@@ -47,7 +47,7 @@ PHASES = {
 }
 EXCHANGES = [name for name in EMULATED if not name.startswith("all-reduce")]
 # One phase of each in the fast tier.
-DEATHS = [
+DEATHS: list[Any] = [
     pytest.param(name, phase, marks=[] if i % 3 == j else pytest.mark.slow)
     for i, name in enumerate(EXCHANGES)
     for j, phase in enumerate(("dispatch", "combine", "waits"))
