@@ -102,7 +102,7 @@ def test_wrong_calls_are_refused_and_harm_nobody(group):
 
 @on_ranks(2, [THREADS])
 def test_two_shots_do_not_go_on_without_a_rank(group):
-    sizes = {"max_tokens": 8, "hidden": 256}
+    sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 256}
     with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*leave backends"):
         weft.AllReduce(group, missing="drop", backends=("twoshot",), **sizes)
     with pytest.raises(InvalidArgument, match="missing is 'skip'"):
