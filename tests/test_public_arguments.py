@@ -48,7 +48,7 @@ ELSEWHERE = {
     "Buffer.low_latency_update_mask_buffer": "tests/compat/test_masks.py",
 }
 WORKSPACES = ("AllReduceFusionWorkspace", "TRTLLMAllReduceFusionWorkspace")
-HELPERS = ("backend_for", "run", "scale", "expert_major", "serving")
+HELPERS = ("backend_for", "run", "scale", "expert_major", "operator_for")
 # Named by no document as a call of users: parts of weft, or of what they stand for.
 INTERNAL = {
     "Expert.forward",

@@ -64,5 +64,5 @@ def test_names_that_cannot_name_a_file_are_refused(name: str) -> None:
 def test_numbered_and_clipped() -> None:
     assert source.numbered("a\n\nb") == "   1 | a\n   2 | \n   3 | b"
     assert source.clipped(" warning \n\0") == "warning"
-    assert "said nothing" in source.clipped("")
+    assert "printed nothing" in source.clipped("")
     assert source.clipped("x" * 16_100).endswith("100 characters more")
