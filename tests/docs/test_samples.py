@@ -42,7 +42,8 @@ EXAMPLES = {
 
 def run(*command: str) -> str:
     """What a program of its own process prints."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # On CPU ranks, however many GPUs there are.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, *command]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

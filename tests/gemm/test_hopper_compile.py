@@ -89,8 +89,9 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
     assert room - 10 * 1024 < shared + 9 * 1024 + 132 * block_m <= room + 9 * 1024 + 132 * block_m
     assert re.findall(r"Used (\d+) registers", log) == [{1: "168", 2: "80", 3: "56"}[ctas]], log
     spills = [int(bytes_) for bytes_ in re.findall(r"(\d+) bytes spill stores", log)]
-    # Outside the mainloop: where CTAs share an SM, a thread starts with few registers.
-    assert sum(spills) <= (32 if ctas > 1 else 0), log
+    # Outside the mainloop: where CTAs share an SM, a thread starts with few registers. NVRTC 13.0
+    # spills up to 68 bytes, later ones at most 32.
+    assert sum(spills) <= (72 if ctas > 1 else 0), log
     assert "serialized" not in log, log
     code = disassemble(cubin)
     found = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, R\d+, gdesc", code)

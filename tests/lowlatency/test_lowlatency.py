@@ -138,7 +138,7 @@ def test_an_explicit_expert_map(group):
 @on_ranks(3)
 def test_epochs_cross_their_wrap(group):
     case = Round(tokens=(3, 5, 2), hidden=128)
-    mode = Mode(more={"first_epoch": (1 << 40) - 4})
+    mode = Mode(more={"_first_epoch": (1 << 40) - 4})
     with mode.make(group, case, 8) as a2a:
         for seed in range(9):
             play(a2a, mode, case.next(seed=seed, tokens=(3, 5, 8) if seed % 3 else case.tokens))
