@@ -53,11 +53,11 @@ else:
         if startup_error is not None:
             raise startup_error
         public = importlib.import_module("weft.public")
-        here = globals()
-        here.update({each: getattr(public, each) for each in public.__all__})
-        here["__all__"] = public.__all__
-        if name in here:  # also the packages that came with them, such as weft.moe
-            return here[name]
+        names = globals()
+        names.update({each: getattr(public, each) for each in public.__all__})
+        names["__all__"] = public.__all__
+        if name in names:  # also the packages that came with them, such as weft.moe
+            return names[name]
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

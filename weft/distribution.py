@@ -55,11 +55,11 @@ def check_torch() -> None:
 
     Passes where torch is absent or has no metadata: importing it fails with a better text.
     """
-    found = torch_version()
-    numbers = re.match(r"(\d+)\.(\d+)", found or "")
+    version = torch_version()
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < (2, 8):
         raise TorchTooOld(
-            f"weft needs torch 2.8 or newer, this is {found}: pip install 'torch>=2.8'"
+            f"weft needs torch 2.8 or newer, this is {version}: pip install 'torch>=2.8'"
         )
 
 
@@ -70,24 +70,24 @@ def foreign_parts() -> list[str]:
 
 def _foreign_distributions() -> list[str]:
     """Return the distributions called `weft` that are not an earlier one of this project."""
-    found = []
+    entries = []
     for each in importlib.metadata.distributions(name="weft"):
         name, summary = each.metadata["Name"] or "", each.metadata["Summary"] or ""
         if name.lower() == "weft" and not summary.startswith(_SUMMARY):
-            found.append(f"the distribution weft {each.version} ({summary[:80] or 'no summary'})")
-    return list(dict.fromkeys(found))
+            entries.append(f"the distribution weft {each.version} ({summary[:80] or 'no summary'})")
+    return list(dict.fromkeys(entries))
 
 
 def _foreign_packages() -> list[str]:
     """Return the packages called `weft` on the import path that are not this project's."""
-    found = []
+    entries = []
     for entry in dict.fromkeys(sys.path):
         folder = Path(entry or os.getcwd(), "weft")
         if (folder / "__init__.py").is_file() and not (folder / "device" / "header.cuh").is_file():
-            found.append(f"the package {folder}")
+            entries.append(f"the package {folder}")
         elif folder.with_suffix(".py").is_file():
-            found.append(f"the module {folder.with_suffix('.py')}")
-    return found
+            entries.append(f"the module {folder.with_suffix('.py')}")
+    return entries
 
 
 def _foreign_command() -> list[str]:

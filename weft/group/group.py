@@ -139,7 +139,7 @@ class Group:
             The group.
 
         Raises:
-            RendezvousFailed: the ranks do not meet, or there is nobody to replace.
+            RendezvousFailed: the ranks do not meet, or no rank has to be replaced.
         """
         group = cls.from_meeting(
             Meeting.at(meeting) if isinstance(meeting, str) else meeting,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which error came first: between hosts a rank that leaves for it can tell nobody but the store.
+"""Which error came first: a rank that leaves can report it to other hosts through the store only.
 
 Ranks of other hosts ask while they wait.
 """

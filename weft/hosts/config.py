@@ -117,22 +117,22 @@ class HostsConfig:
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        found = {**by_argument(self.shape), "expert_map": list(self.placement.ranks)}
+        values = {**by_argument(self.shape), "expert_map": list(self.placement.ranks)}
         if self.span is not None:  # not the sizes of one host, which differ from host to host
-            found.pop("local", None)
-            found |= {
+            values.pop("local", None)
+            values |= {
                 "ranks": self.shape.ranks * self.hosts,
                 "max_tokens": self.max_tokens,
                 "num_experts": len(self.placement.ranks),
                 "mapped": self.placement.explicit,
             }
-        return found
+        return values
 
 
 @functools.cache
 def host_placement(placement: Placement, ranks: tuple[int, ...]) -> Placement:
     """The experts of some ranks, numbered in ascending order, on places in `ranks`."""
     owners = [ranks.index(rank) for rank in placement.ranks if rank in ranks] or [0]
-    found = Placement.mapped(owners, len(owners), len(ranks))
+    placement = Placement.mapped(owners, len(owners), len(ranks))
     blocks = Placement.blocks(len(owners), len(ranks))
-    return blocks if found.ranks == blocks.ranks else found
+    return blocks if placement.ranks == blocks.ranks else placement

@@ -160,13 +160,13 @@ class Rail:
         # there, and which entry of how many rows it was.
         self._noted = empty(2, 4, dtype=torch.int64)
         self._seen_reports = [0, 0]
-        self._told = self._noted
+        self._host_reports = self._noted
         # Whether hosts made different calls, then the first calls that differed.
         self._other_calls = empty(1 + hosts * CALL_WORDS, dtype=torch.int32)
-        self._told_calls = self._other_calls
+        self._host_calls = self._other_calls
         if device.type == "cuda":
-            self._told = torch.zeros((2, 4), dtype=torch.int64).pin_memory()
-            self._told_calls = torch.zeros(len(self._other_calls), dtype=torch.int32).pin_memory()
+            self._host_reports = torch.zeros((2, 4), dtype=torch.int64).pin_memory()
+            self._host_calls = torch.zeros(len(self._other_calls), dtype=torch.int32).pin_memory()
         self._views: dict[int, Slots] = {}
 
     def send(
@@ -226,9 +226,9 @@ class Rail:
         known = torch.where(same & (ids >= 0) & (ids < experts), ids, experts)
         arrived.ids.view(ids.shape).copy_(self._local_ids[known])
         arrived.weights.view(slots.weights.shape).copy_(slots.weights)
-        told = arrived.stats.view(counts.shape)
-        told.copy_(counts)
-        told[:, 0].clamp_(0, rows)
+        gathered = arrived.stats.view(counts.shape)
+        gathered.copy_(counts)
+        gathered[:, 0].clamp_(0, rows)
         self._note(ARRIVED, counts[:, 0], ids, rows)
         return arrived
 
@@ -238,7 +238,7 @@ class Rail:
 
     @property
     def returning(self) -> bool:
-        """Are sums on their way home?"""
+        """Whether sums are being returned."""
         return self._home is not None
 
     def send_home(self, rows: int) -> None:
@@ -282,7 +282,7 @@ class Rail:
 
         What arrived is refused in the name of the rank that sent it.
         """
-        for which, (reports, code, seen, where) in enumerate(self._told.tolist()):
+        for which, (reports, code, seen, where) in enumerate(self._host_reports.tolist()):
             count, self._seen_reports[which] = reports - self._seen_reports[which], reports
             if count:
                 record = ErrorRecord(code=code, rank=self._group.rank, wanted=self._experts)
@@ -313,26 +313,26 @@ class Rail:
         differ = torch.cat([(~same.all()).int()[None], calls.flatten()])
         kept = self._other_calls
         kept.copy_(torch.where((kept[0] == 0) & (differ[0] == 1), differ, kept))
-        if self._told_calls is not kept:
-            self._told_calls.copy_(kept, non_blocking=True)
+        if self._host_calls is not kept:
+            self._host_calls.copy_(kept, non_blocking=True)
         else:
             self.raise_if_failed()
         return same
 
     def raise_if_failed(self) -> None:
         """Raise what ended the exchange, if anything did."""
-        if self._failed is None and self._told_calls[0]:
+        if self._failed is None and self._host_calls[0]:
             self._fail(self._mismatch())
         if self._failed is not None:
             raise self._failed
 
     def _slots(self, rows: int) -> Slots:
-        found = self._views.get(rows)
-        if found is None:
+        slots = self._views.get(rows)
+        if slots is None:
             if len(self._views) == MAX_VIEWS:
                 self._views.clear()
-            found = self._views[rows] = self._make_slots(rows)
-        return found
+            slots = self._views[rows] = self._make_slots(rows)
+        return slots
 
     def _make_slots(self, rows: int) -> Slots:
         span, hosts = self._span, self._hosts
@@ -417,7 +417,7 @@ class Rail:
 
     def _mismatch(self) -> GeometryMismatch:
         """The error of hosts that made different calls."""
-        calls = self._told_calls[1:].view(self._hosts, CALL_WORDS).tolist()
+        calls = self._host_calls[1:].view(self._hosts, CALL_WORDS).tolist()
         own = calls[self._own]
         other = next(host for host, call in enumerate(calls) if call != own)
         return GeometryMismatch(
@@ -439,7 +439,7 @@ class Rail:
         try:
             if on_failure is not None:
                 on_failure(error)
-        finally:  # other hosts learn it, too, where this GPU can tell nobody
+        finally:  # notify other hosts even if this GPU cannot
             if failed is None:
                 self._tell_hosts(error)
         return error
@@ -484,12 +484,12 @@ class Rail:
         )
 
     def _broken(self, whom: str, error: Exception) -> str:
-        first, said = self._first_cause.ask(), " ".join(str(error).split())
+        first, message = self._first_cause.ask(), " ".join(str(error).split())
         if first:
             return f"rank {self._group.rank}: {whom} left. What came first, {first}"
         return (
             f"rank {self._group.rank}: the connection to {whom} broke: that rank died, or left "
-            f"after an error that it names itself. Make a new group. ({said})"
+            f"after an error that it names itself. Make a new group. ({message})"
         )
 
     def _names(self, hosts: Sequence[int]) -> str:
@@ -524,8 +524,8 @@ class Rail:
         where = at[0] * (1 << 32) + rows
         last = torch.stack([noted[0] + count, code.take(at)[0], seen.take(at)[0].long(), where])
         noted.copy_(torch.where(count > 0, last, noted))
-        if self._told is not self._noted:
-            self._told.copy_(self._noted, non_blocking=True)
+        if self._host_reports is not self._noted:
+            self._host_reports.copy_(self._noted, non_blocking=True)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,8 @@ def launch(
         device: "cpu" (processes with one torch thread each), "cuda" (processes, rank i on GPU i
             modulo the number of GPUs) or "threads" (CPU ranks as threads of this process).
         timeout: Seconds that all ranks may take.
-        tolerate_deaths: A process that dies after all have met ends nobody else. Its result is
-            None.
+        tolerate_deaths: A process that dies after all have met does not end the others. Its
+            result is None.
 
     Returns:
         Results in rank order.
