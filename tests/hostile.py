@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from weft import Payload
-from weft.arguments import shown
+from weft.arguments import format_value
 from weft.errors import UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -187,7 +187,7 @@ fuzz: Callable[[Row], int] | None = None
 
 def refusal(row: Row, values: Mapping[str, Any]) -> tuple[str, str]:
     """The text of the UsageError that a call raises with `values`, and the call in words."""
-    shows_values = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+    shows_values = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
     where = f"{row.call.__qualname__}({shows_values})"
     try:
         row.call(**{**row.good, **values})

@@ -33,7 +33,7 @@ from tests.hostile import (
     listed,
     refuses,
 )
-from weft.arguments import one_of
+from weft.arguments import check_choice
 from weft.errors import InvalidArgument
 
 pytestmark = [  # torch's own, of the tensors that are refused here
@@ -392,8 +392,8 @@ def test_hostile_arguments_are_refused_in_words(ranks, name):
 def test_a_misspelt_choice_is_answered_with_the_nearest():
     choose = ["gemm_push", "shared_expert", None, 3]
     with pytest.raises(InvalidArgument, match=r"did you mean 'gemm_push'\?$"):
-        one_of("overlap", "Gemm-Push", choose)
+        check_choice("overlap", "Gemm-Push", choose)
     for far in ("zzz", 4, True, None):
         with pytest.raises(InvalidArgument) as caught:
-            one_of("overlap", far, choose[:2])
+            check_choice("overlap", far, choose[:2])
         assert "did you mean" not in str(caught.value)

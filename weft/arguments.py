@@ -25,16 +25,16 @@ from weft.errors import InvalidArgument
 
 T = TypeVar("T")
 MAX_SECONDS = 10**9  # deadlines are 64-bit nanoseconds
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, torch.dtype)
+_BASIC = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, torch.dtype)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as text for an error: its repr if that is short, else its type."""
     if isinstance(value, torch.Tensor):
         size = "nested" if value.is_nested else list(value.shape)
         return f"a tensor {size} of {value.dtype} on {value.device}"
-    type_name = kind_of(value)
-    if isinstance(value, (*_PLAIN, numbers.Number)):
+    type_name = describe_type(value)
+    if isinstance(value, (*_BASIC, numbers.Number)):
         try:
             return repr(value) if isinstance(value, torch.dtype) else reprlib.repr(value)
         except Exception:  # an int of too many digits, or a list whose elements' repr raises
@@ -42,38 +42,38 @@ def shown(value: object) -> str:
     return type_name
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """Return the qualified type name of a value with the article "a"."""
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"a {module}{kind.__name__}"
 
 
-def refuse(name: str, value: object, expected: str) -> NoReturn:
+def raise_invalid(name: str, value: object, expected: str) -> NoReturn:
     """Raise InvalidArgument with an argument's name, value and expected value."""
-    raise InvalidArgument(f"{name} is {shown(value)}; it must be {expected}")
+    raise InvalidArgument(f"{name} is {format_value(value)}; it must be {expected}")
 
 
-def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int in low..high; a bound of None is not checked."""
     expected = "an integer"
     if low is not None:
         expected += f" in {low}..{high}" if high is not None else f", at least {low}"
     if isinstance(value, bool | torch.Tensor):
-        refuse(name, value, expected)
+        raise_invalid(name, value, expected)
     if isinstance(value, int):
         number = int(value)  # torch.compile cannot trace operator.index of an enum
     else:
         try:
             number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            refuse(name, value, expected)
+            raise_invalid(name, value, expected)
     if (low is not None and number < low) or (high is not None and number > high):
-        refuse(name, number, expected)
+        raise_invalid(name, number, expected)
     return int(number)
 
 
-def integers(
+def check_ints(
     name: str, values: object, low: int | None = None, high: int | None = None
 ) -> tuple[int, ...]:
     """Return a sequence or one-dimensional tensor of integers in low..high as a tuple.
@@ -85,49 +85,49 @@ def integers(
         is_integral = not (values.is_floating_point() or values.is_complex() or values.is_meta)
         if values.dim() != 1 or not is_integral or values.dtype == torch.bool:
             shape = list(values.shape)
-            refuse(name, values, f"one-dimensional and of integers; its shape is {shape}")
+            raise_invalid(name, values, f"one-dimensional and of integers; its shape is {shape}")
         values = values.tolist()
     if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
-        refuse(name, values, f"a sequence of integers{where}")
+        raise_invalid(name, values, f"a sequence of integers{where}")
     try:
         entries = list(values)
     except TypeError:  # a zero-dimensional array has __iter__ but no entries
-        refuse(name, values, f"a sequence of integers{where}")
-    return tuple(integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(entries))
+        raise_invalid(name, values, f"a sequence of integers{where}")
+    return tuple(check_int(f"{name}[{i}]", value, low, high) for i, value in enumerate(entries))
 
 
-def flags(**values: object) -> None:
+def check_bools(**values: object) -> None:
     """Require that each value is True or False: the string "no" would be truthy."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            refuse(name, value, "True or False")
+            raise_invalid(name, value, "True or False")
 
 
-def real(
+def check_float(
     name: str, value: object, *, least: float | None = None, above: float | None = None
 ) -> float:
     """Return `value` as a finite float that is at least `least` and above `above`."""
     bound = "" if least is None else f", at least {least:g}"
     bound = bound if above is None else f", above {above:g}"
-    number = _float(value)
+    number = _to_float(value)
     if (
         not math.isfinite(number)
         or (least is not None and number < least)
         or (above is not None and number <= above)
     ):
-        refuse(name, value, f"a finite number{bound}")
+        raise_invalid(name, value, f"a finite number{bound}")
     return number
 
 
-def seconds(name: str, value: object) -> float:
+def check_seconds(name: str, value: object) -> float:
     """Return `value` as a positive number of seconds, at most MAX_SECONDS."""
-    number = _float(value)
+    number = _to_float(value)
     if not 0 < number <= MAX_SECONDS:
-        refuse(name, value, f"a number of seconds above 0, at most {MAX_SECONDS}")
+        raise_invalid(name, value, f"a number of seconds above 0, at most {MAX_SECONDS}")
     return number
 
 
-def _float(value: object) -> float:
+def _to_float(value: object) -> float:
     """Return `value` as a float; NaN if it is not a real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
@@ -137,17 +137,18 @@ def _float(value: object) -> float:
         return math.inf
 
 
-def one_of(name: str, value: object, allowed: Collection[T]) -> T:
+def check_choice(name: str, value: object, allowed: Collection[T]) -> T:
     """Return the entry of `allowed` that equals `value`."""
     for option in allowed:
-        if value is option or _equal(value, option):
+        if value is option or _is_equal(value, option):
             return option
     raise InvalidArgument(
-        f"{name} is {shown(value)}; choose one of {listed(allowed)}{suggestion(value, allowed)}"
+        f"{name} is {format_value(value)}; choose one of "
+        f"{format_choices(allowed)}{suggest(value, allowed)}"
     )
 
 
-def suggestion(value: object, allowed: Iterable[object]) -> str:
+def suggest(value: object, allowed: Iterable[object]) -> str:
     """Return "; did you mean ...?" with the choice closest to a misspelled value, or ""."""
     names = {option.lower(): option for option in allowed if isinstance(option, str)}
     if not isinstance(value, str) or not value:
@@ -159,31 +160,31 @@ def suggestion(value: object, allowed: Iterable[object]) -> str:
     return f"; did you mean {names[matches[0]]!r}?"
 
 
-def listed(allowed: Iterable[object]) -> str:
+def format_choices(allowed: Iterable[object]) -> str:
     """Return choices as a comma-separated list for an error."""
     return ", ".join(map(repr, allowed))
 
 
-def instance(name: str, value: object, kind: type[T], fix: str = "") -> T:
+def check_instance(name: str, value: object, kind: type[T], fix: str = "") -> T:
     """Return `value` if it is a `kind`; `fix` is appended to the error."""
     if not isinstance(value, kind):
-        refuse(name, value, f"a {_public_name(kind)}" + (f": {fix}" if fix else ""))
+        raise_invalid(name, value, f"a {_public_name(kind)}" + (f": {fix}" if fix else ""))
     return value
 
 
-def function(name: str, value: Any, what: str) -> None:
+def check_callable(name: str, value: Any, what: str) -> None:
     """Require a callable; `what` describes it in the error."""
     if not callable(value):
-        refuse(name, value, f"a function, {what}")
+        raise_invalid(name, value, f"a function, {what}")
 
 
-def adopt(owner: object, **values: object) -> None:
+def set_fields(owner: object, **values: object) -> None:
     """Assign checked values to the fields of a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(owner, name, value)
 
 
-def _equal(value: object, option: object) -> bool:
+def _is_equal(value: object, option: object) -> bool:
     if isinstance(value, bool) or isinstance(option, bool):
         return False  # equal bools are identical, which the caller has checked
     if isinstance(option, int):

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from weft.arguments import adopt, integer, one_of
+from weft.arguments import check_choice, check_int, set_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ def check_fields(config: object) -> None:
         InvalidArgument: names the argument and the allowed values.
     """
     rules = _rules_of(config)
-    adopt(config, **{name: _check(rule, getattr(config, name)) for name, rule in rules.items()})
+    set_fields(
+        config, **{name: _check(rule, getattr(config, name)) for name, rule in rules.items()}
+    )
 
 
 def checked(kind: type, **values: Any) -> dict[str, Any]:
@@ -109,9 +111,9 @@ def _initialiser(name: str, rule: Any, value: Any) -> str:
 
 def _check(rule: Any, value: Any) -> Any:
     if isinstance(rule, Size):
-        return integer(rule.argument, value, rule.low, rule.high)
+        return check_int(rule.argument, value, rule.low, rule.high)
     if isinstance(rule, Choice):
-        return one_of(rule.argument, value, rule.allowed)
+        return check_choice(rule.argument, value, rule.allowed)
     return value
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
 
-from weft.arguments import suggestion
+from weft.arguments import suggest
 from weft.errors import BadCall
 
 UNKNOWN = "_unknown"
@@ -118,7 +118,7 @@ def _refuse(
     unknown = [name for name in keywords if name not in signature.parameters]
     if not unknown:
         raise BadCall(f"{shown}(): {mistake}. {takes}") from None
-    meant = ", ".join(name + suggestion(name, known).replace("; did", ": did") for name in unknown)
+    meant = ", ".join(name + suggest(name, known).replace("; did", ": did") for name in unknown)
     end = "" if meant[-1] == "?" else "."
     raise BadCall(f"{shown}() has no argument {meant}{end} {takes}") from None
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from weft.arguments import function, shown
+from weft.arguments import check_callable, format_value
 from weft.errors import InvalidArgument, OutOfOrder, WeftError
 from weft.group import Group
 from weft.group.messages import Creation
@@ -122,7 +122,7 @@ def lease(group: Group, kind: type[T], *args: Any, **options: Any) -> Lease[T]:
         InvalidArgument: an option cannot be compared. Errors of `kind` are raised too.
     """
     check_group(group)
-    function("kind", kind, "such as weft.AllToAll")
+    check_callable("kind", kind, "such as weft.AllToAll")
     bound = bind(kind, kind.__name__, (group, *args), options)
     bound.apply_defaults()
     sizes = {name: value for name, value in bound.arguments.items() if name != "group"}
@@ -186,8 +186,8 @@ def _freeze(name: str, value: Any) -> Hashable:
         hash(value)
     except (TypeError, RuntimeError) as error:
         raise InvalidArgument(
-            f"{name} is {shown(value)}, which is not hashable, so leases cannot be compared by it; "
-            "construct the operator directly, or pass a hashable value"
+            f"{name} is {format_value(value)}, which is not hashable, so leases cannot be compared "
+            "by it; construct the operator directly, or pass a hashable value"
         ) from error
     key: Hashable = value
     return key

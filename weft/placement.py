@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.arguments import instance, integer, integers, refuse
+from weft.arguments import check_instance, check_int, check_ints, raise_invalid
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.group import Group
@@ -45,8 +45,8 @@ class Placement:
         Raises:
             InvalidArgument: a size is not positive.
         """
-        num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
-        ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
+        num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+        ep_size = check_int("ep_size", ep_size, 1, MAX_EP_SIZE)
         size, remainder = divmod(num_experts, ep_size)
         owners: list[int] = []
         for rank in range(ep_size):
@@ -68,9 +68,9 @@ class Placement:
             InvalidArgument: the map has the wrong length, holds something other than integers, or
                 names a rank outside the group.
         """
-        num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
-        ep_size = integer("ep_size", ep_size, 1, MAX_EP_SIZE)
-        owners = integers("expert_map", expert_map)
+        num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
+        ep_size = check_int("ep_size", ep_size, 1, MAX_EP_SIZE)
+        owners = check_ints("expert_map", expert_map)
         if len(owners) != num_experts:
             raise InvalidArgument(
                 f"expert_map has {len(owners)} entries; num_experts is {num_experts}"
@@ -100,7 +100,7 @@ class Placement:
         Raises:
             InvalidArgument: there is no such rank.
         """
-        rank = integer("rank", rank, 0, MAX_EP_SIZE - 1)
+        rank = check_int("rank", rank, 0, MAX_EP_SIZE - 1)
         return tuple(e for e, owner in enumerate(self.ranks) if owner == rank)
 
     def table(self, device: torch.device) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Placement:
         Args:
             device: Device of the result.
         """
-        instance("device", device, torch.device)
+        check_instance("device", device, torch.device)
         packed = [rank << 16 | local for rank, local in zip(self.ranks, self.local, strict=True)]
         return torch.tensor(packed, dtype=torch.int32, device=device)
 
@@ -172,9 +172,9 @@ class ExpertRankMixin:
         Raises:
             InvalidArgument: on a CPU, an id is not one of this rank's.
         """
-        instance("local_ids", local_ids, torch.Tensor)
+        check_instance("local_ids", local_ids, torch.Tensor)
         if local_ids.dtype not in (torch.int32, torch.int64):
-            refuse("local_ids", local_ids, "int32 or int64")
+            raise_invalid("local_ids", local_ids, "int32 or int64")
         count = self.num_local_experts
         valid = (local_ids >= -1) & (local_ids < count)
         if local_ids.device.type == "cpu" and not valid.all():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.allreduce.config import ADDRESSES, ReduceArgs, ReduceConfig
-from weft.arguments import instance, one_of, real, refuse, shown
+from weft.arguments import check_choice, check_float, check_instance, format_value, raise_invalid
 from weft.errors import InvalidArgument
 from weft.heap.header import Site
 from weft.runtime.check import (
@@ -73,8 +73,8 @@ class FP8Group:
     scale: str = "fp32"
 
     def __post_init__(self) -> None:
-        one_of("size", self.size, GROUP_SIZES)
-        one_of("scale", self.scale, GROUP_SCALES)
+        check_choice("size", self.size, GROUP_SIZES)
+        check_choice("scale", self.scale, GROUP_SCALES)
 
 
 Quant = FP8Static | FP8Token | FP8Group
@@ -133,8 +133,8 @@ def quant_scheme(quant: Quant | None) -> str:
     if isinstance(quant, FP8Group):
         return "group" if quant.scale == "fp32" else "group_ue8m0"
     raise InvalidArgument(
-        f"quant is {shown(quant)}; pass FP8Static(scale), FP8Token(), FP8Group(128, scale=...) or "
-        "None. NVFP4 needs a Blackwell GPU's conversion and is not offered"
+        f"quant is {format_value(quant)}; pass FP8Static(scale), FP8Token(), FP8Group(128, "
+        "scale=...) or None. NVFP4 needs a Blackwell GPU's conversion and is not offered"
     )
 
 
@@ -364,8 +364,8 @@ class _Checker:
     device: torch.device
 
     def check(self, call: Fused) -> Checked:
-        real("eps", call.eps, least=0.0)
-        real("weight_bias", call.weight_bias)
+        check_float("eps", call.eps, least=0.0)
+        check_float("weight_bias", call.weight_bias)
         scheme = quant_scheme(call.quant)
         tokens = self._tokens(call.x, call.prologue)
         check_tokens(tokens, self.config.tokens)
@@ -392,8 +392,8 @@ class _Checker:
     def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
             raise InvalidArgument(
-                f"x is {shown(x)} and prologue is {shown(prologue)}; pass exactly one of them as "
-                "this rank's rows"
+                f"x is {format_value(x)} and prologue is {format_value(prologue)}; pass exactly "
+                "one of them as this rank's rows"
             )
         if prologue is None:
             if not isinstance(x, torch.Tensor):
@@ -404,16 +404,18 @@ class _Checker:
                     f"x is {shape}; it must be a dense tensor [tokens, {self.config.hidden}]"
                 )
             return x.shape[0]
-        instance("prologue", prologue, MoEFinalize)
+        check_instance("prologue", prologue, MoEFinalize)
         index, rows, scales = prologue.index, prologue.rows, prologue.scales
         self._check("prologue.index", index, (None, None), torch.int32)
         tokens, top_k = index.shape
         self._check_rows("prologue.rows", rows, None)
         if scales is not None:
             self._check("prologue.scales", scales, (tokens, top_k), torch.float32, self.dtype)
-        factor = real("prologue.routed_scaling_factor", prologue.routed_scaling_factor)
+        factor = check_float("prologue.routed_scaling_factor", prologue.routed_scaling_factor)
         if abs(factor) > torch.finfo(torch.float32).max:
-            refuse("prologue.routed_scaling_factor", factor, "a number that a float32 can hold")
+            raise_invalid(
+                "prologue.routed_scaling_factor", factor, "a number that a float32 can hold"
+            )
         if prologue.shared is not None:
             self._check_rows("prologue.shared", prologue.shared, tokens, rows_of="prologue.index")
         return tokens
@@ -468,7 +470,10 @@ class _Checker:
             "residual_out": (call.residual is not None, "residual, which is None"),
             "norm_out": (call.weight is not None, "weight, which is None"),
             "quant_out": (call.quant is not None, "quant, which is None"),
-            "scale_out": (makes_scale, f"a quant that makes scales; it is {shown(call.quant)}"),
+            "scale_out": (
+                makes_scale,
+                f"a quant that makes scales; it is {format_value(call.quant)}",
+            ),
         }
         requested: dict[str, torch.Tensor | bool] = {}
         for name in OUTPUTS:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 
-from weft.arguments import integer, one_of
+from weft.arguments import check_choice, check_int
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, by_argument, check_fields, config_hash, literal
 from weft.group.wire import JSON
@@ -108,10 +108,13 @@ class ReduceConfig:
         missing: str = "error",
     ) -> ReduceConfig:
         """Check the arguments of `AllReduce` and build its config."""
-        dtype, ranks = one_of("dtype", dtype, DTYPE_NAMES), integer("ranks", ranks, 1, 1 << 16)
-        max_tokens = integer("max_tokens", max_tokens, 1, MAX_TOKENS)
+        dtype, ranks = (
+            check_choice("dtype", dtype, DTYPE_NAMES),
+            check_int("ranks", ranks, 1, 1 << 16),
+        )
+        max_tokens = check_int("max_tokens", max_tokens, 1, MAX_TOKENS)
         direct = min(max_tokens, DIRECT.get(ranks, FEWEST_DIRECT))
-        if one_of("missing", missing, MISSING) == "drop" or ranks == 1:
+        if check_choice("missing", missing, MISSING) == "drop" or ranks == 1:
             direct = max_tokens  # oneshot is the only backend
         return cls(ranks, max_tokens, direct, hidden, DTYPE_NAMES[dtype], epilogue_at, missing)
 

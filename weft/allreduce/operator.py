@@ -25,7 +25,7 @@ from weft.allreduce.call import (
 from weft.allreduce.choice import Choice, able, choose
 from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
-from weft.arguments import flags, integer, listed, one_of, refuse
+from weft.arguments import check_bools, check_choice, check_int, format_choices, raise_invalid
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.group.wire import JSON
@@ -99,9 +99,9 @@ class AllReduce(Operator):
         self.backends: tuple[str, ...] = ()
 
         def prepare() -> tuple[ReduceConfig, Kernels]:
-            flags(programmatic_launch=programmatic_launch)
+            check_bools(programmatic_launch=programmatic_launch)
             group.one_host("an all-reduce")
-            self.backends = _checked_backends(backends, one_of("missing", missing, MISSING))
+            self.backends = _checked_backends(backends, check_choice("missing", missing, MISSING))
             config = ReduceConfig.of(
                 ranks=group.size,
                 max_tokens=max_tokens,
@@ -231,8 +231,8 @@ class AllReduce(Operator):
             TokenOverflow: there are more tokens than `max_tokens`.
         """
         self.check_open()
-        tokens = integer("tokens", tokens, 0)
-        flags(norm=norm)
+        tokens = check_int("tokens", tokens, 0)
+        check_bools(norm=norm)
         check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue=norm)
 
@@ -251,7 +251,7 @@ class AllReduce(Operator):
             self._prepared[key] = prepared
 
     def _backend(self, backend: str, checked: Checked) -> str:
-        name = one_of("backend", backend, (AUTO, *self.backends))
+        name = check_choice("backend", backend, (AUTO, *self.backends))
         names = able(self.config, self.backends, checked.tokens)
         if name == AUTO or not names:
             return self._choose(checked.tokens, epilogue=checked.call.weight is not None).backend
@@ -303,11 +303,11 @@ def _checked_backends(names: Sequence[str] | None, missing: str) -> tuple[str, .
     if names is None:
         return ("oneshot",) if missing == "drop" else tuple(BACKENDS)
     if not isinstance(names, list | tuple):
-        refuse("backends", names, f"a list of some of {listed(BACKENDS)}")
-    backends = tuple(one_of(f"backends[{i}]", name, BACKENDS) for i, name in enumerate(names))
+        raise_invalid("backends", names, f"a list of some of {format_choices(BACKENDS)}")
+    backends = tuple(check_choice(f"backends[{i}]", name, BACKENDS) for i, name in enumerate(names))
     if not backends or len(set(backends)) != len(backends):
         raise InvalidArgument(
-            f"backends is {list(names)!r}; choose some of {listed(BACKENDS)}, each once"
+            f"backends is {list(names)!r}; choose some of {format_choices(BACKENDS)}, each once"
         )
     if missing == "drop" and backends != ("oneshot",):
         raise InvalidArgument(

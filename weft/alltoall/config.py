@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.arguments import instance, integer, integers, one_of, refuse, shown
+from weft.arguments import (
+    check_choice,
+    check_instance,
+    check_int,
+    check_ints,
+    format_value,
+    raise_invalid,
+)
 from weft.errors import InvalidArgument
 from weft.fields import checked
 from weft.group.wire import JSON
@@ -221,8 +228,8 @@ class AllToAllConfig(HostsConfig):
             stats=stats,
         )
         ranks, num_experts, hidden = sizes["ranks"], sizes["experts"], sizes["hidden"]
-        dtype = one_of("dtype", dtype, DTYPE_NAMES)
-        quantize = one_of("quantize", quantize, (None, *SCALES))
+        dtype = check_choice("dtype", dtype, DTYPE_NAMES)
+        quantize = check_choice("quantize", quantize, (None, *SCALES))
         mode = _combine_mode(combine, combine_dtype)
         inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
         delivered = _delivered(inputs, hidden, dtype, quantize)
@@ -323,7 +330,7 @@ class AllToAllConfig(HostsConfig):
         """Return the number of slots for each source. Raises InvalidArgument."""
         if rows is None:
             return self.max_tokens
-        rows = integer("rows", rows, 1, self.max_tokens)
+        rows = check_int("rows", rows, 1, self.max_tokens)
         if rows < tokens:
             raise InvalidArgument(
                 f"rows is {rows}, but this rank sends {tokens} tokens: pass the largest token "
@@ -340,7 +347,7 @@ class AllToAllConfig(HostsConfig):
                 "every call, zeros if there is nothing to report"
             )
         if stats is not None and not size:
-            text = list(stats.shape) if isinstance(stats, torch.Tensor) else shown(stats)
+            text = list(stats.shape) if isinstance(stats, torch.Tensor) else format_value(stats)
             raise InvalidArgument(
                 f"stats is {text} in an all-to-all built with stats=0; leave it out, or build the "
                 "all-to-all with the number of statistics that each rank sends"
@@ -373,8 +380,8 @@ def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
     Raises:
         InvalidArgument: a value is unknown, or FP8 rows are not pushed.
     """
-    one_of("combine", combine, (None, *COMBINES))
-    one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
+    check_choice("combine", combine, (None, *COMBINES))
+    check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
     if combine_dtype is None:
         return combine or "pull"
     if combine not in (None, "push"):
@@ -395,7 +402,7 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
         InvalidArgument: names the invalid payload.
     """
     if not isinstance(payloads, list | tuple):
-        refuse("payloads", payloads, "a list of weft.Payload, or None for x alone")
+        raise_invalid("payloads", payloads, "a list of weft.Payload, or None for x alone")
     if not 1 <= len(payloads) <= MAX_PLANES:
         raise InvalidArgument(
             f"payloads has {len(payloads)} payload tensors; one dispatch carries 1..{MAX_PLANES}"
@@ -403,12 +410,20 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
     checked_payloads = []
     for plane, payload in enumerate(payloads):
         name = f"payloads[{plane}]"
-        instance(name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row")
-        dtype = instance(f"{name}.dtype", payload.dtype, torch.dtype)
-        shape = instance(f"{name}.shape", payload.shape, tuple, "a row's, after the token axis")
+        check_instance(
+            name, payload, Payload, "Payload((7168,), torch.bfloat16) has 7168 numbers a row"
+        )
+        dtype = check_instance(f"{name}.dtype", payload.dtype, torch.dtype)
+        shape = check_instance(
+            f"{name}.shape", payload.shape, tuple, "a row's, after the token axis"
+        )
         if dtype in QUANTISED:
-            refuse(f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes")
-        checked_payloads.append(Payload(integers(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype))
+            raise_invalid(
+                f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes"
+            )
+        checked_payloads.append(
+            Payload(check_ints(f"{name}.shape", shape, 1, MAX_ROW_BYTES), dtype)
+        )
     return tuple(checked_payloads)
 
 

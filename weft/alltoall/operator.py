@@ -18,7 +18,7 @@ from weft.alltoall import compile as traced
 from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Payload, memory_bytes
 from weft.alltoall.kernels import load_kernels
 from weft.alltoall.received import Received, by_host, with_rows
-from weft.arguments import flags
+from weft.arguments import check_bools
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap import Heap
@@ -118,7 +118,9 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         _first_epoch: int = 0,
     ) -> None:
         def prepare() -> tuple[AllToAllConfig, Kernels]:
-            flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
+            check_bools(
+                split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile
+            )
             config = AllToAllConfig.of(
                 ranks=group.local.size,
                 max_tokens=max_tokens,

@@ -131,7 +131,7 @@ def demo(
     hosts: Annotated[int, typer.Option(help="split ranks into this many hosts")] = 1,
 ) -> None:
     """Run a trained mixture of experts on several ranks, and compare with one process."""
-    from weft.arguments import integer
+    from weft.arguments import check_int
     from weft.cli import demo as cli_demo
     from weft.cli import demo_kill
     from weft.cli.options import wide_console
@@ -152,7 +152,7 @@ def demo(
     if kill is None:
         good = cli_demo.show(console, cli_demo.run(count, device, hosts=hosts))
     else:
-        victim = integer("kill", kill, 0, count - 1)
+        victim = check_int("kill", kill, 0, count - 1)
         good = demo_kill.show(console, demo_kill.run(count, device, victim), victim)
     if not good:
         raise typer.Exit(1)

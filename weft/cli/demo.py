@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.arguments import integer
+from weft.arguments import check_int
 from weft.cli.namespaces import ADDRESS, Namespaces, can_create, enter
 from weft.cli.options import chosen_device
 from weft.distribution import install_hint
@@ -130,7 +130,7 @@ def validate_ranks(ranks: int | None, device: str) -> tuple[int, str]:
 
 def check_hosts(hosts: int, ranks: int, *, kill: bool) -> None:
     """Raise InvalidArgument for hosts of unequal size, and for --kill with several hosts."""
-    integer("hosts", hosts, 1, ranks)
+    check_int("hosts", hosts, 1, ranks)
     if ranks % hosts:
         raise InvalidArgument(
             f"--hosts is {hosts} with {ranks} ranks, but hosts must be of equal size: choose a "

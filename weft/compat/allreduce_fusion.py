@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize
-from weft.arguments import instance, integer, real, shown
+from weft.arguments import check_float, check_instance, check_int, format_value
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
 from weft.compat.refusals import MOE_QUANT, NVFP4, refuse
 from weft.errors import InvalidArgument
@@ -111,7 +111,7 @@ def allreduce_fusion(
         OutOfOrder: If the workspace is destroyed.
         GroupError: If the group is broken.
     """
-    instance("workspace", workspace, AllReduceFusionWorkspace)
+    check_instance("workspace", workspace, AllReduceFusionWorkspace)
     _check_rows("input", input)
     if residual_in is not None:
         _check_rows("residual_in", residual_in)
@@ -125,12 +125,12 @@ def allreduce_fusion(
     for name, tensor in outputs.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
-    real("rms_eps", rms_eps, least=0.0)
-    real("weight_bias", weight_bias)
+    check_float("rms_eps", rms_eps, least=0.0)
+    check_float("weight_bias", weight_bias)
     call = _pattern(pattern)
     refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     if layout_code is not None:  # for NVFP4 scales, which no supported pattern has
-        integer("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
+        check_int("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     prologue = None
     if call is _FINALIZED:
         _need(call, expanded_idx_to_permuted_idx=expanded_idx_to_permuted_idx)
@@ -228,7 +228,7 @@ def _fp8_view(quant_out: torch.Tensor | None, rows: torch.Tensor) -> torch.Tenso
 
 
 def _pattern(pattern: int) -> _Pattern:
-    call = _Pattern(integer("pattern", pattern, 0, _LAST_PATTERN))
+    call = _Pattern(check_int("pattern", pattern, 0, _LAST_PATTERN))
     if call in _REFUSED:
         raise InvalidArgument(f"pattern is {call.name}, which is refused: {NVFP4}")
     return call
@@ -268,7 +268,7 @@ def _moe_reduction(
     argument names.
     """
     _need(_REDUCTION, moe_reduction_device_num_experts=experts, **tensors)
-    experts = integer("moe_reduction_device_num_experts", experts, 1, max_value(Shape, "experts"))
+    experts = check_int("moe_reduction_device_num_experts", experts, 1, max_value(Shape, "experts"))
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             refuse_tensor(name, tensor)
@@ -280,8 +280,8 @@ def _moe_reduction(
         strided = tensor.layout is torch.strided and not tensor.is_nested
         if not strided or not tensor.is_contiguous() or tensor.numel() != size:
             raise InvalidArgument(
-                f"{name} is {shown(tensor)}; {experts} experts and {tokens} tokens need {size} "
-                "contiguous elements, expert by expert"
+                f"{name} is {format_value(tensor)}; {experts} experts and {tokens} tokens need "
+                f"{size} contiguous elements, expert by expert"
             )
     index = workspace.expert_major(experts, tokens)
     weights = scales.reshape(experts, tokens).t().contiguous()

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from weft.arguments import flags, instance, integer, seconds
-from weft.arguments import refuse as wrong
+from weft.arguments import check_bools, check_instance, check_int, check_seconds
+from weft.arguments import raise_invalid as wrong
 from weft.compat import rank_layout
 from weft.compat.normal_mode import NormalHandle, NormalMode, Rows
 from weft.compat.ranges import packed_ranges, token_indices
@@ -98,7 +98,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for place, each in enumerate(fields(self)):
-            integer(each.name, getattr(self, each.name), min(place, 1), MAX_CHUNK)
+            check_int(each.name, getattr(self, each.name), min(place, 1), MAX_CHUNK)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return the bytes of shared memory for bfloat16 dispatches and combines.
@@ -110,10 +110,10 @@ class Config:
             hidden_bytes: Bytes of a row, a multiple of 16.
             num_ranks: Number of ranks.
         """
-        hidden_bytes = integer("hidden_bytes", hidden_bytes, 16, MAX_ROW_BYTES)
+        hidden_bytes = check_int("hidden_bytes", hidden_bytes, 16, MAX_ROW_BYTES)
         if hidden_bytes % 16:
             wrong("hidden_bytes", hidden_bytes, "a multiple of 16")
-        ranks = integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
+        ranks = check_int("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         tokens = min(tokens, max_value(Shape, "tokens"))
         return exchange_bytes(ranks, tokens, hidden_bytes)
@@ -124,8 +124,8 @@ class Config:
         Raises:
             InvalidArgument: If an argument is invalid.
         """
-        integer("hidden_bytes", hidden_bytes, 1, MAX_ROW_BYTES)
-        integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
+        check_int("hidden_bytes", hidden_bytes, 1, MAX_ROW_BYTES)
+        check_int("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return 0
 
 
@@ -187,14 +187,14 @@ class Buffer:
         timeout: float = 100.0,
         first_timeout: float = 120.0,
     ) -> None:
-        flags(low_latency_mode=low_latency_mode)
+        check_bools(low_latency_mode=low_latency_mode)
         if not low_latency_mode:
             refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
             refuse("enable_shrink", enable_shrink, False, SHRINK)
-        flags(enable_shrink=enable_shrink)
+        check_bools(enable_shrink=enable_shrink)
         self._limits: dict[str, Any] = {
-            "timeout": seconds("timeout", timeout),
-            "first_timeout": seconds("first_timeout", first_timeout),
+            "timeout": check_seconds("timeout", timeout),
+            "first_timeout": check_seconds("first_timeout", first_timeout),
         }
         self._owns_group = not isinstance(group, Group)
         weft_group = group if isinstance(group, Group) else Group.from_torch(group)
@@ -218,7 +218,7 @@ class Buffer:
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Set `Buffer.num_sms`, an even number. Kernels still use the SMs that they need."""
-        new_num_sms = integer("new_num_sms", new_num_sms, 0, MAX_CHUNK)
+        new_num_sms = check_int("new_num_sms", new_num_sms, 0, MAX_CHUNK)
         if new_num_sms % 2:
             wrong("new_num_sms", new_num_sms, "even")
         Buffer.num_sms = new_num_sms
@@ -246,7 +246,7 @@ class Buffer:
         Raises:
             InvalidArgument: If there are more than 32 ranks.
         """
-        integer("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
+        check_int("num_ranks", num_ranks, 1, MAX_ROW_RANKS)
         return Config(Buffer.num_sms)
 
     @staticmethod
@@ -263,11 +263,11 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Return bytes of shared memory for top_k up to 16; results need the same amount again."""
-        experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
         most = num_max_dispatch_tokens_per_rank
         return LowLatencyAllToAll.memory_bytes(
-            ranks=integer("num_ranks", num_ranks, 1, MAX_RANKS),
-            max_tokens=integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS),
+            ranks=check_int("num_ranks", num_ranks, 1, MAX_RANKS),
+            max_tokens=check_int("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS),
             hidden=hidden,
             top_k=min(HINTED_TOP_K, experts),
             num_experts=experts,
@@ -311,14 +311,14 @@ class Buffer:
         """
         refuse("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
         refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
-        flags(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
-        flags(async_finish=async_finish, return_recv_hook=return_recv_hook)
+        check_bools(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
+        check_bools(async_finish=async_finish, return_recv_hook=return_recv_hook)
         # The sizes of a new exchange come from these tensors.
         self._check("x", x, (None, None), torch.bfloat16)
         self._check("topk_idx", topk_idx, (None, None), *IDS)
         most = num_max_dispatch_tokens_per_rank
-        most = integer("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS)
-        num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        most = check_int("num_max_dispatch_tokens_per_rank", most, 1, MAX_TOKENS)
+        num_experts = check_int("num_experts", num_experts, 1, MAX_EXPERTS)
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument(
                 f"use_ue8m0 with use_fp8={use_fp8}, round_scale={round_scale}; a UE8M0 scale is a "
@@ -404,7 +404,9 @@ class Buffer:
         """
         refuse("use_logfmt", use_logfmt, False, LOGFMT)
         refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
-        flags(async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy)
+        check_bools(
+            async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy
+        )
         a2a = self._existing_exchange(handle)
         y = self._input(handle, x) if zero_copy else x
         hook: Hook | None = None
@@ -465,8 +467,8 @@ class Buffer:
             InvalidArgument: If `mask` differs from the rank's state, or enable_shrink is off.
         """
         refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
-        rank = integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
-        flags(mask=mask)
+        rank = check_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        check_bools(mask=mask)
         if bool(self._dead_mask()[rank]) != mask:
             state = "lives" if mask else "is gone"
             raise InvalidArgument(
@@ -510,7 +512,7 @@ class Buffer:
             InvalidArgument: If an argument is invalid.
         """
         self._check_call(async_finish, allocate_on_comm_stream)
-        num_experts = integer("num_experts", num_experts, 1, max_value(Shape, "experts"))
+        num_experts = check_int("num_experts", num_experts, 1, max_value(Shape, "experts"))
         if num_experts % self.group_size:
             wrong("num_experts", num_experts, f"a multiple of the {self.group_size} ranks")
         self._check_ids(topk_idx, None)
@@ -584,9 +586,9 @@ class Buffer:
             GroupError: If the group is broken.
         """
         self._check_call(async_finish, allocate_on_comm_stream, config)
-        alignment = integer("expert_alignment", expert_alignment, 1, MAX_CHUNK)
+        alignment = check_int("expert_alignment", expert_alignment, 1, MAX_CHUNK)
         most_rows = self.group_size * max_value(Shape, "tokens")
-        worst = integer("num_worst_tokens", num_worst_tokens, 0, most_rows)
+        worst = check_int("num_worst_tokens", num_worst_tokens, 0, most_rows)
         x, scales = self._check_rows(x)
         tokens = len(x)
         if handle is not None:
@@ -668,7 +670,7 @@ class Buffer:
             self._check(name, each, (tokens, x.shape[1]), torch.bfloat16, unit=16)
         if topk_weights is not None:
             self._check("topk_weights", topk_weights, (rows, None), torch.float32)
-            top_k = integer("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
+            top_k = check_int("topk_weights.shape[1]", topk_weights.shape[1], 1, MAX_TOP_K)
             check_alignment("topk_weights", topk_weights, top_k * topk_weights.itemsize)
         self._begin(previous_event)
         sums, weights = self._normal.combine(x, topk_weights, handle, biases)
@@ -707,9 +709,9 @@ class Buffer:
     ) -> None:
         """Raise for a destroyed buffer and for invalid arguments common to normal-mode calls."""
         self._check_open()
-        flags(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
+        check_bools(async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream)
         if config is not None:
-            instance("config", config, Config)
+            check_instance("config", config, Config)
 
     def _check_layout(self, tokens: int, *tensors: torch.Tensor | None) -> Layout:
         """Validate and return the tensors of get_dispatch_layout."""
@@ -752,7 +754,7 @@ class Buffer:
 
     def _check_ids(self, ids: torch.Tensor, tokens: int | None) -> None:
         self._check("topk_idx", ids, (tokens, None), *IDS)
-        integer("topk_idx.shape[1]", ids.shape[1], 1, MAX_TOP_K)
+        check_int("topk_idx.shape[1]", ids.shape[1], 1, MAX_TOP_K)
 
     def _check_topk(
         self, tokens: int, ids: torch.Tensor | None, weights: torch.Tensor | None
@@ -844,7 +846,7 @@ def _check_handle(handle: object, kind: type, call: str) -> None:
 
 def _wait(event: EventOverlap | None) -> None:
     if event is not None:
-        instance("previous_event", event, EventOverlap).current_stream_wait()
+        check_instance("previous_event", event, EventOverlap).current_stream_wait()
 
 
 def _check_row_bytes(name: str, rows: torch.Tensor, unit: int = 16) -> None:

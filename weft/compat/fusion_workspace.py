@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft.allreduce.call import MoEFinalize, Reduced
 from weft.allreduce.config import MAX_TOKENS
 from weft.allreduce.operator import AllReduce
-from weft.arguments import flags, instance, integer, one_of, real
+from weft.arguments import check_bools, check_choice, check_float, check_instance, check_int
 from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, refuse_capture, renamed
 from weft.errors import OutOfOrder, UsageError
@@ -66,11 +66,11 @@ class AllReduceFusionWorkspace:
         timeout: float = 120.0,
         first_timeout: float = 120.0,
     ) -> None:
-        tp_size = integer("tp_size", tp_size, 1, MAX_WORLD)
-        tp_rank = integer("tp_rank", tp_rank, 0, tp_size - 1)
-        max_token_num = integer("max_token_num", max_token_num, 1, MAX_TOKENS)
-        hidden_dim = integer("hidden_dim", hidden_dim, 8, 1 << 20)
-        dtype = one_of("dtype", dtype, DTYPE_NAMES)
+        tp_size = check_int("tp_size", tp_size, 1, MAX_WORLD)
+        tp_rank = check_int("tp_rank", tp_rank, 0, tp_size - 1)
+        max_token_num = check_int("max_token_num", max_token_num, 1, MAX_TOKENS)
+        hidden_dim = check_int("hidden_dim", hidden_dim, 8, 1 << 20)
+        dtype = check_choice("dtype", dtype, DTYPE_NAMES)
         self.group, self._release = lease_group(tp_rank, tp_size, group, comm_backend)
         self.world_size, self.rank = tp_size, tp_rank
         self._elements = max_token_num * hidden_dim
@@ -145,19 +145,19 @@ class AllReduceFusionWorkspace:
         A call with a new hidden size allocates memory.
         """
         self.open()
-        tp_size = integer("tp_size", tp_size, *INT64)
-        num_tokens = integer("num_tokens", num_tokens, *INT64)
-        hidden_dim = integer("hidden_dim", hidden_dim, *INT64)
-        instance("dtype", dtype, torch.dtype)
+        tp_size = check_int("tp_size", tp_size, *INT64)
+        num_tokens = check_int("num_tokens", num_tokens, *INT64)
+        hidden_dim = check_int("hidden_dim", hidden_dim, *INT64)
+        check_instance("dtype", dtype, torch.dtype)
         if use_oneshot is not None:
-            flags(use_oneshot=use_oneshot)
+            check_bools(use_oneshot=use_oneshot)
         return tp_size == self.world_size and self._supports(num_tokens, hidden_dim, dtype)
 
     def backend_for(self, use_oneshot: bool | None, rows: torch.Tensor, tokens: int) -> str:
         """Return the backend that use_oneshot selects if it supports the size, otherwise "auto"."""
         if use_oneshot is None:
             return "auto"
-        flags(use_oneshot=use_oneshot)
+        check_bools(use_oneshot=use_oneshot)
         if not use_oneshot:
             return "twoshot"
         return "oneshot" if tokens <= self.operator_for(rows).config.direct else "auto"
@@ -184,7 +184,7 @@ class AllReduceFusionWorkspace:
         Raises:
             InvalidArgument: If the value is new in a graph capture.
         """
-        value = real("scale_factor", value, above=0.0)
+        value = check_float("scale_factor", value, above=0.0)
         if value not in self._scales:
             fix = "pass it as a float32 tensor [1]"
             refuse_capture(self.group.device, f"scale_factor={value}", fix)
@@ -266,13 +266,13 @@ def create_allreduce_fusion_workspace(
         RendezvousFailed: If the ranks do not meet.
     """
     refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
-    world_size = integer("world_size", world_size, 1, MAX_WORLD)
+    world_size = check_int("world_size", world_size, 1, MAX_WORLD)
     return AllReduceFusionWorkspace(
         world_size,
-        integer("rank", rank, 0, world_size - 1),
-        integer("max_token_num", max_token_num),
-        integer("hidden_dim", hidden_dim),
-        one_of("dtype", dtype, DTYPE_NAMES),
+        check_int("rank", rank, 0, world_size - 1),
+        check_int("max_token_num", max_token_num),
+        check_int("hidden_dim", hidden_dim),
+        check_choice("dtype", dtype, DTYPE_NAMES),
         comm_backend,
         group,
         timeout=timeout,

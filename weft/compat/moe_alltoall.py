@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
-from weft.arguments import flags, instance, integer, one_of, seconds
+from weft.arguments import check_bools, check_choice, check_instance, check_int, check_seconds
 from weft.compat.moe_workspace import CombineRow, MoeWorkspace, RowBytes, likely_row
 from weft.compat.ranks import EpMapping, lease_group, rank_and_size
 from weft.compat.refusals import (
@@ -112,28 +112,28 @@ class MoeAlltoAll:
         timeout: float = 120.0,
         first_timeout: float = 120.0,
     ) -> None:
-        flags(enable_rank_mask=enable_rank_mask)
+        check_bools(enable_rank_mask=enable_rank_mask)
         refuse("backend", backend, "trtllm", BACKEND)
         limit = max_value(Shape, "tokens")
-        max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, limit)
-        top_k = integer("top_k", top_k, 1, MAX_TOP_K)
-        num_experts = integer("num_experts", num_experts, 1, max_value(Shape, "experts"))
-        stats = integer(
+        max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, limit)
+        top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
+        num_experts = check_int("num_experts", num_experts, 1, max_value(Shape, "experts"))
+        stats = check_int(
             "eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats")
         )
-        timeout = seconds("timeout", timeout)
-        first_timeout = seconds("first_timeout", first_timeout)
+        timeout = check_seconds("timeout", timeout)
+        first_timeout = check_seconds("first_timeout", first_timeout)
         rank, size = rank_and_size(mapping)
         if hidden_size is not None:
-            hidden_size = integer("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
+            hidden_size = check_int("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         self.ep_rank, self.ep_size = rank, size
         if enable_rank_mask:
-            integer("mapping.moe_ep_size with enable_rank_mask", size, 1, 64 * MASK_WORDS)
+            check_int("mapping.moe_ep_size with enable_rank_mask", size, 1, 64 * MASK_WORDS)
         self._check_sizes(hidden=hidden_size or 8, stats=stats)
         if workspace_size_per_rank is not None:
             requested = workspace_size_per_rank
-            workspace_size_per_rank = integer("workspace_size_per_rank", requested, 1, MAX_BYTES)
+            workspace_size_per_rank = check_int("workspace_size_per_rank", requested, 1, MAX_BYTES)
         elif hidden_size is not None:
             workspace_size_per_rank = moe_workspace_size(
                 size, top_k, max_num_tokens, hidden_size, eplb_stats_num_experts=stats
@@ -287,8 +287,8 @@ class MoeAlltoAll:
         """
         _, running = self._dispatched("get_combine_payload_tensor_in_workspace")
         _check_limit(runtime_max_tokens_per_rank, running)
-        hidden_size = integer("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
-        one_of("dtype", instance("dtype", dtype, torch.dtype), DTYPE_NAMES)
+        hidden_size = check_int("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
+        check_choice("dtype", check_instance("dtype", dtype, torch.dtype), DTYPE_NAMES)
         if (hidden_size, dtype) == (running.row.hidden, running.row.dtype):
             running.offered = running.returning.output(running.limit)
         else:
@@ -342,7 +342,7 @@ class MoeAlltoAll:
             GroupError: If the group is broken.
         """
         workspace, running = self._dispatched("combine")
-        flags(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
+        check_bools(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
         check_mask(active_rank_mask, self.enable_rank_mask, self.group)
         refuse("output_scales", output_scales, None, RESULT)
         refuse("output_scalar_scale", output_scalar_scale, 1.0, RESULT)
@@ -463,7 +463,7 @@ class MoeAlltoAll:
             raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
         check_gradient("payload", payload)
         check_alignment("payload", payload, payload.itemsize)
-        one_of("payload.dtype", payload.dtype, DTYPE_NAMES)
+        check_choice("payload.dtype", payload.dtype, DTYPE_NAMES)
         slots, device = (self.ep_size, running.limit), self.group.device
         if payload.dim() != 3 or payload.shape[:2] != slots or payload.device != device:
             raise InvalidArgument(
@@ -514,7 +514,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check_limit(tokens: int, running: _Round) -> None:
-    tokens = integer("runtime_max_tokens_per_rank", tokens, 1, max_value(Shape, "tokens"))
+    tokens = check_int("runtime_max_tokens_per_rank", tokens, 1, max_value(Shape, "tokens"))
     if tokens != running.limit:
         raise InvalidArgument(
             f"runtime_max_tokens_per_rank is {tokens}; dispatch was called with "

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from weft.arguments import integer, refuse, shown
+from weft.arguments import check_int, format_value, raise_invalid
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.group.hosts import Exchange, default_device, find
@@ -52,11 +52,11 @@ def rank_and_size(mapping: EpMapping) -> tuple[int, int]:
     for name in ("moe_ep_rank", "moe_ep_size"):
         if not hasattr(mapping, name):
             raise InvalidArgument(
-                f"mapping is {shown(mapping)} and {name} is missing; pass an object with integers "
-                "moe_ep_rank and moe_ep_size"
+                f"mapping is {format_value(mapping)} and {name} is missing; pass an object with "
+                "integers moe_ep_rank and moe_ep_size"
             )
-    size = integer("mapping.moe_ep_size", mapping.moe_ep_size, 1, 1 << 16)
-    return integer("mapping.moe_ep_rank", mapping.moe_ep_rank, 0, size - 1), size
+    size = check_int("mapping.moe_ep_size", mapping.moe_ep_size, 1, 1 << 16)
+    return check_int("mapping.moe_ep_rank", mapping.moe_ep_rank, 0, size - 1), size
 
 
 def lease_group(
@@ -79,7 +79,9 @@ def lease_group(
         _compare(rank, size, caller_group.rank, caller_group.size, "group")
         return caller_group.one_host("this workspace"), lambda: None
     if caller_group is not None and not isinstance(caller_group, dist.ProcessGroup):
-        refuse("group", caller_group, "a weft.Group, which weft.launch makes, or a process group")
+        raise_invalid(
+            "group", caller_group, "a weft.Group, which weft.launch makes, or a process group"
+        )
     key = (caller_group, rank, size, *ranks)
     if key not in _shared_groups:
         _shared_groups[key] = _SharedGroup(_create_group(rank, size, caller_group, comm))

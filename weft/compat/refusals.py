@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.alltoall.config import QUANTISED, Payload
-from weft.arguments import integer, shown
+from weft.arguments import check_int, format_value
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import max_value
 from weft.group import Group
@@ -36,7 +36,7 @@ def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
     elif any(_same(value, option) for option in options):
         return
     else:
-        text = shown(value)
+        text = format_value(value)
     choices = " or ".join(repr(option) for option in options)
     raise InvalidArgument(f"{name} is {text}; it must be {choices}: {why}")
 
@@ -83,8 +83,8 @@ def check_payloads(
         check_tensor(each, tensor, shape=shape, dtypes=(tensor.dtype,), device=device)
         if tensor.dtype in QUANTISED or 0 in tensor.shape[1:]:
             raise InvalidArgument(
-                f"{each} is {shown(tensor)}; it must be rows of 1 byte or more, of a dtype that "
-                "needs no separate scales"
+                f"{each} is {format_value(tensor)}; it must be rows of 1 byte or more, of a dtype "
+                "that needs no separate scales"
             )
         check_alignment(each, tensor, tensor.itemsize * math.prod(tensor.shape[1:]))
     return tensors
@@ -94,14 +94,15 @@ def check_ids(rows: Sequence[Payload], top_k: int, invalid: int, index: int | No
     """Raise InvalidArgument unless payload `index` holds expert ids that can be `invalid`."""
     if index is None:
         raise InvalidArgument(
-            f"expert_id_payload_index is None with invalid_token_expert_id={shown(invalid)}; it "
-            f"must be 0..{len(rows) - 1}, the payload that holds the expert ids"
+            "expert_id_payload_index is None with "
+            f"invalid_token_expert_id={format_value(invalid)}; it must be 0..{len(rows) - 1}, the "
+            "payload that holds the expert ids"
         )
-    index = integer("expert_id_payload_index", index, 0, len(rows) - 1)
+    index = check_int("expert_id_payload_index", index, 0, len(rows) - 1)
     kinds = (torch.int32, torch.int64)
     if rows[index] in [Payload((top_k,), dtype) for dtype in kinds]:
         limits = torch.iinfo(rows[index].dtype)
-        integer("invalid_token_expert_id", invalid, limits.min, limits.max)
+        check_int("invalid_token_expert_id", invalid, limits.min, limits.max)
     else:
         row = rows[index]
         raise InvalidArgument(
@@ -145,7 +146,7 @@ def check_batch(
     integers, shape = (torch.int32, torch.int64), (None, top_k)
     check_tensor("token_selected_experts", ids, shape=shape, dtypes=integers, device=device)
     most = max_value(Shape, "tokens")  # the least is 1, even if no rank has a token
-    limit = integer("runtime_max_tokens_per_rank", limit, 1, most)
+    limit = check_int("runtime_max_tokens_per_rank", limit, 1, most)
     if limit > max_tokens or ids.shape[0] > limit:
         raise TokenOverflow(
             f"{ids.shape[0]} tokens with runtime_max_tokens_per_rank={limit} and "

@@ -18,7 +18,7 @@ import torch
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll, State
-from weft.arguments import integer
+from weft.arguments import check_int
 from weft.compat.packed_rows import FetchArgs, PackedRows, ReturnArgs, load_entries
 from weft.group import Group
 from weft.grouping.config import GroupConfig
@@ -70,7 +70,7 @@ class RowExchange:
     """
 
     def __init__(self, group: Group, max_tokens: int, options: dict[str, Any]) -> None:
-        ranks = integer("ranks of normal mode", group.size, 1, MAX_ROW_RANKS)
+        ranks = check_int("ranks of normal mode", group.size, 1, MAX_ROW_RANKS)
         self.max_tokens = max_tokens
         sizes = {"max_tokens": max_tokens, "hidden": NO_ROW, "payloads": BLANK}
         sizes |= {"top_k": ranks, "num_experts": ranks}
@@ -284,7 +284,7 @@ class Announcement(RowExchange):
 
 def exchange_bytes(ranks: int, max_tokens: int, row_bytes: int) -> int:
     """Return the bytes of symmetric memory of a RowFetch and a RowCombine in bfloat16."""
-    ranks = integer("ranks", ranks, 1, MAX_ROW_RANKS)
+    ranks = check_int("ranks", ranks, 1, MAX_ROW_RANKS)
     sizes: dict[str, Any] = {"ranks": ranks, "top_k": ranks, "num_experts": ranks}
     sizes |= {"hidden": row_bytes // torch.bfloat16.itemsize, "payloads": BLANK}
     fetch = AllToAll.memory_bytes(**sizes, max_tokens=-(-max_tokens // ranks))

@@ -7,7 +7,7 @@ import torch
 
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
-from weft.arguments import integer
+from weft.arguments import check_int
 from weft.compat.refusals import BACKEND, refuse
 from weft.fields import max_value
 from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
@@ -31,14 +31,16 @@ def moe_workspace_size(
     invalid sizes.
     """
     refuse("backend", backend, "trtllm", BACKEND)
-    ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
-    top_k = integer("top_k", top_k, 1, MAX_TOP_K)
-    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
-    hidden_size = integer("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
-    extra = integer(
+    ep_size = check_int("ep_size", ep_size, 1, MAX_RANKS)
+    top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
+    max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
+    hidden_size = check_int("hidden_size", hidden_size, 1, max_value(Shape, "hidden"))
+    extra = check_int(
         "extra_payload_bytes_per_token", extra_payload_bytes_per_token, 0, MAX_ROW_BYTES
     )
-    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats"))
+    stats = check_int(
+        "eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats")
+    )
     # What engines send without quantization: hidden states, expert ids, routing weights.
     rows = [Payload((hidden_size,), torch.bfloat16), Payload((top_k,), torch.int32)]
     rows.append(Payload((top_k,), torch.float32))
@@ -73,14 +75,16 @@ def moe_a2a_get_workspace_size_per_rank(
         InvalidArgument: If a size is invalid.
     """
     refuse("backend", backend, "trtllm", BACKEND)
-    ep_size = integer("ep_size", ep_size, 1, MAX_RANKS)
-    max_num_tokens = integer("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
+    ep_size = check_int("ep_size", ep_size, 1, MAX_RANKS)
+    max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
     room = 15 * MAX_PLANES  # padding of each payload to 16 bytes
     total, combined = total_dispatch_payload_size_per_token, combine_payload_size_per_token
-    total = integer("total_dispatch_payload_size_per_token", total, 0, MAX_ROW_BYTES - room)
+    total = check_int("total_dispatch_payload_size_per_token", total, 0, MAX_ROW_BYTES - room)
     most = max_value(Shape, "hidden") * 2  # bytes, in bfloat16
-    combined = integer("combine_payload_size_per_token", combined, 0, most)
-    stats = integer("eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats"))
+    combined = check_int("combine_payload_size_per_token", combined, 0, most)
+    stats = check_int(
+        "eplb_stats_num_experts", eplb_stats_num_experts, 0, max_value(Shape, "stats")
+    )
     return AllToAll.memory_bytes(
         ranks=ep_size,
         max_tokens=max_num_tokens,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft.arguments import flags, instance, integer, one_of
+from weft.arguments import check_bools, check_choice, check_instance, check_int
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.ranks import lease_group
 from weft.compat.refusals import refuse, renamed
@@ -98,13 +98,13 @@ class EPLowLatencyAllToAllLayer:
         first_timeout: float = 120.0,
     ) -> None:
         refuse("online_quant_fp8", online_quant_fp8, True, ONLINE)
-        local_world_size = integer("local_world_size", local_world_size, 1, MAX_WORLD)
-        world_size = integer("world_size", world_size, 1, MAX_WORLD)
-        rank = integer("rank", rank, 0, world_size - 1)
-        max_m = integer("max_m", max_m, 1, MAX_TOKENS)
-        topk = integer("topk", topk, 1, MAX_TOP_K)
-        fp8_gsize = one_of("fp8_gsize", fp8_gsize, GROUPS)
-        flags(enable_profiling=enable_profiling)
+        local_world_size = check_int("local_world_size", local_world_size, 1, MAX_WORLD)
+        world_size = check_int("world_size", world_size, 1, MAX_WORLD)
+        rank = check_int("rank", rank, 0, world_size - 1)
+        max_m = check_int("max_m", max_m, 1, MAX_TOKENS)
+        topk = check_int("topk", topk, 1, MAX_TOP_K)
+        fp8_gsize = check_choice("fp8_gsize", fp8_gsize, GROUPS)
+        check_bools(enable_profiling=enable_profiling)
         if local_world_size != world_size:
             raise InvalidArgument(
                 f"local_world_size is {local_world_size} and world_size {world_size}; weft's ranks "
@@ -184,8 +184,8 @@ class EPLowLatencyAllToAllLayer:
             OutOfOrder: If a later dispatch reused the slot.
             GroupError: If the group is broken.
         """
-        flags(zero_copy=zero_copy)
-        instance("dispatch_meta", dispatch_meta, DispatchMetaInfo, "dispatch returns it")
+        check_bools(zero_copy=zero_copy)
+        check_instance("dispatch_meta", dispatch_meta, DispatchMetaInfo, "dispatch returns it")
         handle = dispatch_meta.handle
         try:
             return self._a2a.combine(send_tokens, topk_indices, topk_weights, handle)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.arguments import listed, shown
+from weft.arguments import format_choices, format_value
 from weft.errors import InvalidArgument
 from weft.gemm.config import (
     BLOCK_N,
@@ -203,7 +203,7 @@ def _check_scales(
         if a_scale is not None or b_scale is not None:
             name, scale = ("b_scale", b_scale) if a_scale is None else ("a_scale", a_scale)
             raise InvalidArgument(
-                f"{name} is {shown(scale)}; scales belong to {FP8}, and a is {a.dtype}"
+                f"{name} is {format_value(scale)}; scales belong to {FP8}, and a is {a.dtype}"
             )
         return
     if a_scale is None or b_scale is None:
@@ -234,7 +234,8 @@ def _check_epilogue(a: torch.Tensor, n: int, columns: int, epilogue: Epilogue) -
             raise InvalidArgument("Push takes abort_flag only with flag_in_data=True")
     if _dtype(a, epilogue) not in OUT_DTYPES:
         raise InvalidArgument(
-            f"epilogue.dtype is {shown(epilogue.dtype)}; choose one of {listed(OUT_DTYPES)}"
+            f"epilogue.dtype is {format_value(epilogue.dtype)}; choose one of "
+            f"{format_choices(OUT_DTYPES)}"
         )
 
 
@@ -252,8 +253,8 @@ def _results(
     if isinstance(epilogue, Push):
         if out is not None:
             raise InvalidArgument(
-                f"out is {shown(out)} with Push, which stores rows at their dst_addr; it must be "
-                "None"
+                f"out is {format_value(out)} with Push, which stores rows at their dst_addr; it "
+                "must be None"
             )
         return None, None
     if isinstance(epilogue, GatedQuant):
@@ -263,7 +264,7 @@ def _results(
             return torch.empty(size, dtype=FP8, device=a.device), scales
         if not isinstance(out, tuple) or len(out) != 2:
             raise InvalidArgument(
-                f"out is {shown(out)}; with GatedQuant it must be a pair, values and scales"
+                f"out is {format_value(out)}; with GatedQuant it must be a pair, values and scales"
             )
         check_like("out[0]", out[0], a, size, (FP8,), aligned=16)
         check_like("out[1]", out[1], a, blocks, (torch.float32,))
@@ -272,7 +273,8 @@ def _results(
         return torch.empty(size, dtype=_dtype(a, epilogue), device=a.device), None
     if isinstance(out, tuple):
         raise InvalidArgument(
-            f"out is {shown(out)}; it must be one tensor, or None: only GatedQuant returns a pair"
+            f"out is {format_value(out)}; it must be one tensor, or None: only GatedQuant returns "
+            "a pair"
         )
     check_like("out", out, a, size, OUT_DTYPES, aligned=16)
     return out, None

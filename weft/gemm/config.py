@@ -10,7 +10,14 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
-from weft.arguments import adopt, flags, instance, integer, one_of, real
+from weft.arguments import (
+    check_bools,
+    check_choice,
+    check_float,
+    check_instance,
+    check_int,
+    set_fields,
+)
 from weft.errors import InvalidArgument
 
 FP8 = torch.float8_e4m3fn
@@ -74,17 +81,17 @@ class GatingParams:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        limit = None if self.limit is None else real("limit", self.limit, above=0.0)
-        alpha, offset = real("alpha", self.alpha), real("offset", self.offset)
-        adopt(self, alpha=alpha, offset=offset, limit=limit)
+        limit = None if self.limit is None else check_float("limit", self.limit, above=0.0)
+        alpha, offset = check_float("alpha", self.alpha), check_float("offset", self.offset)
+        set_fields(self, alpha=alpha, offset=offset, limit=limit)
         if (self.beta is None) != (self.linear_beta is None):
             raise InvalidArgument(
                 f"beta is {self.beta}, linear_beta {self.linear_beta}: SiTU has both; pass both or "
                 "neither"
             )
         if self.beta is not None:
-            adopt(self, beta=real("beta", self.beta, above=0.0))
-            adopt(self, linear_beta=real("linear_beta", self.linear_beta, above=0.0))
+            set_fields(self, beta=check_float("beta", self.beta, above=0.0))
+            set_fields(self, linear_beta=check_float("linear_beta", self.linear_beta, above=0.0))
 
     @property
     def situ(self) -> bool:
@@ -148,9 +155,9 @@ class Push:
 
     def __post_init__(self) -> None:
         """Check the flag and the dtype; `grouped_gemm` checks the tensors."""
-        flags(flag_in_data=self.flag_in_data)
+        check_bools(flag_in_data=self.flag_in_data)
         if self.dtype is not None:
-            instance("dtype", self.dtype, torch.dtype)
+            check_instance("dtype", self.dtype, torch.dtype)
 
 
 Epilogue = Store | Gated | GatedQuant | Push
@@ -194,10 +201,10 @@ class GemmPlan:
             "warps": (4, 8, 16),
         }
         for name, allowed in choices.items():
-            adopt(self, **{name: one_of(name, getattr(self, name), allowed)})
+            set_fields(self, **{name: check_choice(name, getattr(self, name), allowed)})
         for name, high in (("stages", 16), ("ctas_per_sm", 8)):
-            adopt(self, **{name: integer(name, getattr(self, name), 1, high)})
-        flags(swap=self.swap, flatten=self.flatten)
+            set_fields(self, **{name: check_int(name, getattr(self, name), 1, high)})
+        check_bools(swap=self.swap, flatten=self.flatten)
         if self.block_m < 64 and not self.swap:
             raise InvalidArgument(f"block_m is {self.block_m}: tiles below 64 rows need swap=True")
 
@@ -232,7 +239,7 @@ class WgmmaPlan:
 
     def __post_init__(self) -> None:
         """Check and normalise the field."""
-        adopt(self, block_m=one_of("block_m", self.block_m, BLOCK_MS))
+        set_fields(self, block_m=check_choice("block_m", self.block_m, BLOCK_MS))
 
     def ctas_per_sm(self, operand: str = "fp8") -> int:
         """Return the number of CTAs that fit on an SM.
@@ -288,9 +295,9 @@ def plan(
     Raises:
         InvalidArgument: a size or the dtype is not supported.
     """
-    one_of("dtype", dtype, DTYPES)
+    check_choice("dtype", dtype, DTYPES)
     _, rows, n, k = _check_sizes(experts, rows_per_expert, n, k)
-    flags(gated=gated)
+    check_bools(gated=gated)
     block_k = 128 if dtype == FP8 else 64
     few_k_blocks = k <= 32 * block_k  # tiles are short, so overlapping their epilogues pays off
     tile = _gated_tile(rows) if gated else _tile(rows, few_k_blocks)
@@ -333,11 +340,11 @@ def fastest_plan(
     Raises:
         InvalidArgument: an argument is invalid.
     """
-    one_of("dtype", dtype, WEIGHT_DTYPES)
-    flags(gated=gated, biased=biased, flag_in_data=flag_in_data)
-    instance("out", out, torch.dtype)
+    check_choice("dtype", dtype, WEIGHT_DTYPES)
+    check_bools(gated=gated, biased=biased, flag_in_data=flag_in_data)
+    check_instance("out", out, torch.dtype)
     if device is not None:
-        instance("device", device, torch.device)
+        check_instance("device", device, torch.device)
     experts, rows, n, k = _check_sizes(experts, rows_per_expert, n, k)
     if dtype == MXFP4:
         _check_mxfp4(device)
@@ -363,10 +370,10 @@ def fastest_plan(
 
 def _check_sizes(experts: int, rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     return (
-        integer("experts", experts, 0, MAX_SIZE),
-        integer("rows_per_expert", rows, 0, MAX_SIZE),
-        integer("n", n, 1, MAX_SIZE),
-        integer("k", k, 1, MAX_SIZE),
+        check_int("experts", experts, 0, MAX_SIZE),
+        check_int("rows_per_expert", rows, 0, MAX_SIZE),
+        check_int("n", n, 1, MAX_SIZE),
+        check_int("k", k, 1, MAX_SIZE),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Never
 
 import torch
 
-from weft.arguments import flags, integer, refuse
+from weft.arguments import check_bools, check_int, raise_invalid
 from weft.errors import InvalidArgument
 from weft.gemm import kernels, reference, triton_launch
 from weft.gemm.call import OUT, OUT_DTYPES, OUT_SCALE, GemmCall, Out, check_call
@@ -124,12 +124,12 @@ def grouped_gemm(
     if _unknown:
         refuse_unknown(grouped_gemm, _unknown)
     if not isinstance(epilogue, Store | Gated | Push):
-        refuse("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
+        raise_invalid("epilogue", epilogue, "a Store, Gated, GatedQuant or Push of weft.gemm")
     if plan is not None and not isinstance(plan, GemmPlan | WgmmaPlan):
-        refuse("plan", plan, "a GemmPlan or WgmmaPlan of weft.gemm, or None")
+        raise_invalid("plan", plan, "a GemmPlan or WgmmaPlan of weft.gemm, or None")
     if num_sms is not None:
-        num_sms = integer("num_sms", num_sms, 1, 1 << 16)
-    flags(programmatic_launch=programmatic_launch, prefetch_weights=prefetch_weights)
+        num_sms = check_int("num_sms", num_sms, 1, 1 << 16)
+    check_bools(programmatic_launch=programmatic_launch, prefetch_weights=prefetch_weights)
     # The path of every call, so it does the least possible work.
     pair = isinstance(out, tuple) and len(out) == 2
     values: Any
@@ -261,7 +261,7 @@ def quantize_rows(
     Raises:
         InvalidArgument: x has the wrong shape, dtype, device or layout.
     """
-    flags(programmatic_launch=programmatic_launch)
+    check_bools(programmatic_launch=programmatic_launch)
     if not isinstance(x, torch.Tensor):
         refuse_tensor("x", x)
     check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device, aligned=1)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.arguments import flags, instance, integer, integers, seconds
+from weft.arguments import check_bools, check_instance, check_int, check_ints, check_seconds
 from weft.cuda import memory as cuda
 from weft.errors import InvalidArgument, OutOfOrder, RendezvousFailed
 from weft.group.agreement import Recovery
@@ -106,11 +106,11 @@ class Group:
         Raises:
             RendezvousFailed: a rank does not come, or differs.
         """
-        instance("meeting", meeting, Meeting)
-        size = integer("size", size, 1, MAX_RANKS)
-        rank, timeout = integer("rank", rank, 0, size - 1), seconds("timeout", timeout)
-        instance("device", device, torch.device)
-        flags(threads=threads)
+        check_instance("meeting", meeting, Meeting)
+        size = check_int("size", size, 1, MAX_RANKS)
+        rank, timeout = check_int("rank", rank, 0, size - 1), check_seconds("timeout", timeout)
+        check_instance("device", device, torch.device)
+        check_bools(threads=threads)
         control = meet(meeting, rank=rank, size=size, device=device.type, timeout=timeout)
         return cls(control, device=device, timeout=timeout, threads=threads)
 
@@ -182,14 +182,14 @@ class Group:
             InvalidArgument: torch.distributed is not initialised, or this process is no member.
             RendezvousFailed: the ranks do not meet, or hosts have different numbers of ranks.
         """
-        timeout, place = seconds("timeout", timeout), default_device(device)
+        timeout, place = check_seconds("timeout", timeout), default_device(device)
         group = dist.group.WORLD if process_group is None else process_group
         if group is None:
             raise InvalidArgument(
                 "torch.distributed is not initialised: call init_process_group first, or use "
                 "weft.launch"
             )
-        instance("process_group", group, dist.ProcessGroup)
+        check_instance("process_group", group, dist.ProcessGroup)
         if dist.get_rank(group) < 0:
             raise InvalidArgument("this process is no member of the given process group")
         return cls._over(group, place, timeout)
@@ -580,8 +580,8 @@ class Group:
             InvalidArgument: the ranks are threads, or on several machines.
             OutOfOrder: the process is a forked child, or another thread recovers.
         """
-        timeout = seconds("timeout", timeout)
-        ranks = integers("suspects", suspects, 0, self.size - 1)
+        timeout = check_seconds("timeout", timeout)
+        ranks = check_ints("suspects", suspects, 0, self.size - 1)
         return self._recovery.recover(ranks, timeout)
 
     def open_meeting(self) -> Meeting:
@@ -616,8 +616,8 @@ class Group:
             CreationFailed: a rank cannot do its part. Every rank raises it.
             RecoveryFailed: a survivor does not come.
         """
-        instance("meeting", meeting, Meeting)
-        timeout = seconds("timeout", timeout)
+        check_instance("meeting", meeting, Meeting)
+        timeout = check_seconds("timeout", timeout)
         self._recovery.replace(meeting, timeout)
 
     def enter(self, *, timeout: float = 120.0) -> None:
@@ -626,7 +626,7 @@ class Group:
         Args:
             timeout: Seconds to wait for the other ranks.
         """
-        self._recovery.enter(seconds("timeout", timeout))
+        self._recovery.enter(check_seconds("timeout", timeout))
 
     def abort(self, why: str) -> None:
         """Make every later or blocked control message of this rank raise. Any thread may call it.
@@ -634,7 +634,7 @@ class Group:
         Args:
             why: Reason for the error.
         """
-        instance("why", why, str)
+        check_instance("why", why, str)
         self._messages.control.abort(why)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from weft.arguments import shown
+from weft.arguments import format_value
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group.control import ControlPlane
 from weft.group.liveness import Peers, identity
@@ -101,20 +101,22 @@ def default_device(device: torch.device | str | None) -> torch.device:
         parsed = None if device is None else torch.device(device)
     except RuntimeError as error:
         raise InvalidArgument(
-            f'device is {shown(device)}: weft runs on "cpu" and "cuda", or "cuda:0" and so on'
+            f'device is {format_value(device)}: weft runs on "cpu" and "cuda", or "cuda:0" and so '
+            "on"
         ) from error
     if parsed is None and not torch.cuda.is_available():
         return torch.device("cpu")
     without_index = parsed is not None and parsed.type == "cuda" and parsed.index is None
     if without_index and torch.version.cuda is None:
         raise InvalidArgument(
-            f"device is {shown(device)}, but this torch, {torch.__version__}, is built without "
+            f"device is {format_value(device)}, but this torch, {torch.__version__}, is built "
+            "without "
             'CUDA: use "cpu", or install a torch for CUDA'
         )
     if parsed is None or without_index:
         return torch.device("cuda", torch.cuda.current_device())
     if parsed.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f'device is {shown(device)}: weft runs on "cpu" and "cuda"')
+        raise InvalidArgument(f'device is {format_value(device)}: weft runs on "cpu" and "cuda"')
     return parsed
 
 

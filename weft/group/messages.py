@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
-from weft.arguments import function, instance, integer, seconds
+from weft.arguments import check_callable, check_instance, check_int, check_seconds
 from weft.errors import (
     CreationFailed,
     GeometryMismatch,
@@ -130,10 +130,10 @@ class Messages:
     ) -> None:
         """See `Group.vote`."""
         if error is not None:
-            instance("error", error, BaseException)
-        instance("doing", doing, str)
+            check_instance("error", error, BaseException)
+        check_instance("doing", doing, str)
         if undo is not None:
-            function("undo", undo, "which gives back what was made")
+            check_callable("undo", undo, "which gives back what was made")
         try:
             self.record(
                 lambda messages: messages.vote_once(None, doing),
@@ -175,8 +175,8 @@ class Messages:
 
     def together(self, step: Callable[[], T], *, doing: str) -> T:
         """See `Group.together`."""
-        function("step", step, "which every rank runs")
-        instance("doing", doing, str)
+        check_callable("step", step, "which every rank runs")
+        check_instance("doing", doing, str)
         result, problem = None, None
         try:
             result = step()
@@ -190,7 +190,7 @@ class Messages:
 
     def agree(self, value: JSON, *, what: str) -> None:
         """See `Group.agree`."""
-        instance("what", what, str)
+        check_instance("what", what, str)
         self.record(lambda messages: messages.compare(value, what))
 
     def compare(self, value: JSON, what: str) -> None:
@@ -207,7 +207,7 @@ class Messages:
 
     def exchange_fds(self, fd: int, *, timeout: float | None = None) -> list[int | None]:
         """See `Group.exchange_fds`."""
-        fd = integer("fd", fd, 0, (1 << 31) - 1)
+        fd = check_int("fd", fd, 0, (1 << 31) - 1)
         try:
             os.fstat(fd)
         except OSError as error:
@@ -298,7 +298,7 @@ class Messages:
         return result
 
     def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else seconds("timeout", timeout)
+        return self.timeout if timeout is None else check_seconds("timeout", timeout)
 
 
 Step: TypeAlias = Callable[[Messages], object]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
-from weft.arguments import shown
+from weft.arguments import format_value
 from weft.errors import InvalidArgument
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
@@ -79,7 +79,9 @@ def encode_value(op: str, value: JSON, *, larger: str) -> bytes:
     try:
         body = encode(value)
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"value is {shown(value)}, which is not JSON: {error}") from error
+        raise InvalidArgument(
+            f"value is {format_value(value)}, which is not JSON: {error}"
+        ) from error
     if len(body) > VALUE_LIMIT:
         raise InvalidArgument(
             f"{op} was given {len(body)} bytes of JSON and carries at most {VALUE_LIMIT}; "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from weft.alltoall.config import AllToAllConfig
-from weft.arguments import integer, one_of, refuse
+from weft.arguments import check_choice, check_int, raise_invalid
 from weft.errors import InvalidArgument
 from weft.fields import Choice, literal
 from weft.heap.header import Site
@@ -91,8 +91,8 @@ def by_expert(
         InvalidArgument: a value is out of range; names the value and its limits.
     """
     shape = config.shape
-    one_of("layout", layout, get_args(Layout))
-    align = integer("align", align, 1, MAX_ALIGN)
+    check_choice("layout", layout, get_args(Layout))
+    align = check_int("align", align, 1, MAX_ALIGN)
     if experts > MAX_GROUPS:
         raise InvalidArgument(f"{experts} local experts; grouping serves at most {MAX_GROUPS}")
     if max_rows is None:
@@ -103,9 +103,9 @@ def by_expert(
             entries = tokens * min(shape.top_k, experts)
             max_rows = (entries + min(experts, entries) * (align - 1)) // align * align
             max_rows = max(max_rows, align)  # a rank without experts has a buffer, too
-    max_rows = integer("max_rows", max_rows, 1, MAX_ROWS)
+    max_rows = check_int("max_rows", max_rows, 1, MAX_ROWS)
     if max_rows % align:
-        refuse("max_rows", max_rows, f"a positive multiple of align, {align}")
+        raise_invalid("max_rows", max_rows, f"a positive multiple of align, {align}")
     total = max_rows * (max(experts, 1) if layout == "masked" else 1)
     if total > MAX_ROWS:
         raise InvalidArgument(

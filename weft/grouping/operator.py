@@ -18,7 +18,7 @@ import torch
 from weft.alltoall.config import AllToAllConfig
 from weft.alltoall.operator import AllToAll, State
 from weft.alltoall.received import Received
-from weft.arguments import flags, instance
+from weft.arguments import check_bools, check_instance
 from weft.cuda.driver import relaxed
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.grouping.config import GroupArgs, GroupConfig, Layout, by_expert
@@ -175,7 +175,9 @@ class RowGroups:
             the device, with equal numbers of rows. Rows that do not fit are dropped and reported.
         """
         kernels = self._running("gather")
-        instance("received", received, Received, "pass what dispatch of this all-to-all returned")
+        check_instance(
+            "received", received, Received, "pass what dispatch of this all-to-all returned"
+        )
         expected, actual = self._a2a.latest_received.ids.data_ptr(), received.ids.data_ptr()
         if expected != actual:
             raise InvalidArgument(
@@ -243,7 +245,7 @@ class ExpertGroups(RowGroups):
         layout: Layout = "contiguous",
         programmatic_launch: bool = True,
     ) -> None:
-        flags(programmatic_launch=programmatic_launch)
+        check_bools(programmatic_launch=programmatic_launch)
         _check_a2a(a2a)
         self.layout, self.num_local_experts = layout, a2a.num_local_experts
         config = by_expert(a2a.config, self.num_local_experts, max_rows, align, layout)
@@ -401,7 +403,9 @@ class ExpertGroups(RowGroups):
 
 
 def _check_a2a(a2a: AllToAll) -> None:
-    instance("a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll are grouped by expert already")
+    check_instance(
+        "a2a", a2a, AllToAll, "rows of a LowLatencyAllToAll are grouped by expert already"
+    )
     a2a.check_open()
 
 

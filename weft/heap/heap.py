@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from weft.arguments import instance, integer, integers, refuse
+from weft.arguments import check_instance, check_int, check_ints, raise_invalid
 from weft.cuda.memory import DeviceShares
 from weft.errors import (
     CreationFailed,
@@ -88,7 +88,7 @@ class Heap:
             CreationFailed: a rank cannot do its part. Every rank raises it.
             GeometryMismatch: the sizes differ.
         """
-        instance("group", group, Group)
+        check_instance("group", group, Group)
         with group.creation() as creation:
             heap = cls(group, size, *_make(group, size))
             creation.add_heap(heap)
@@ -119,7 +119,7 @@ class Heap:
             OutOfOrder: the heap is closed.
         """
         shares = self._open()
-        rank = integer("rank", rank, 0, self.group.size - 1)
+        rank = check_int("rank", rank, 0, self.group.size - 1)
         if rank not in shares.ranks:
             raise InvalidArgument(f"rank {rank} was gone when this heap was made and has no share")
         return self.base + rank * self.stride
@@ -144,9 +144,12 @@ class Heap:
         """
         shares = self._open()
         address = self.address(self.group.rank if rank is None else rank)
-        instance("dtype", dtype, torch.dtype)
-        shape, offset = integers("shape", shape, *INT64), integer("offset", offset, 0, MAX_BYTES)
-        steps = _contiguous(shape) if stride is None else integers("stride", stride, *INT64)
+        check_instance("dtype", dtype, torch.dtype)
+        shape, offset = (
+            check_ints("shape", shape, *INT64),
+            check_int("offset", offset, 0, MAX_BYTES),
+        )
+        steps = _contiguous(shape) if stride is None else check_ints("stride", stride, *INT64)
         extent = _extent(tuple(shape), steps) * dtype.itemsize
         if offset % dtype.itemsize != 0:
             raise InvalidArgument(
@@ -189,9 +192,9 @@ class Heap:
         not lie inside the share, OutOfOrder after close().
         """
         shares, address = self._open(), self.address(rank)
-        offset = integer("offset", offset, 0, MAX_BYTES)
+        offset = check_int("offset", offset, 0, MAX_BYTES)
         if not isinstance(data, bytes | bytearray | memoryview):
-            refuse("data", data, "bytes, a bytearray or a memoryview")
+            raise_invalid("data", data, "bytes, a bytearray or a memoryview")
         try:
             content = bytes(data)
         except (ValueError, TypeError, BufferError) as error:  # a memoryview that was released
@@ -238,7 +241,9 @@ def _make(group: Group, size: int) -> tuple[int, Shares]:
     """Return the generation and the shares of a new heap. Collective."""
     began = time.monotonic()
     try:
-        size = group.together(lambda: integer("size", size, 1, MAX_BYTES), doing="creating a heap")
+        size = group.together(
+            lambda: check_int("size", size, 1, MAX_BYTES), doing="creating a heap"
+        )
         group.agree({"size": size}, what="the heap's size")
         require_room(group, size, what="a heap")
         generation = group.next_generation()

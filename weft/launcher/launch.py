@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft.arguments import flags, function, integer, one_of, seconds
+from weft.arguments import check_bools, check_callable, check_choice, check_int, check_seconds
 from weft.errors import InvalidArgument, SetupError
 from weft.group.group import Group
 from weft.group.meeting import Meeting
@@ -61,11 +61,11 @@ def launch(
         SetupError: this process may not open enough files, or is daemonic.
         RankFailed: a rank raised, died or ran longer than `timeout` seconds.
     """
-    function("fn", fn, "which every rank calls with its group and args")
-    ranks = integer("ranks", ranks, 1, MAX_RANKS)
-    device = one_of("device", device, _DEVICES)
-    timeout = seconds("timeout", timeout)
-    flags(tolerate_deaths=tolerate_deaths)
+    check_callable("fn", fn, "which every rank calls with its group and args")
+    ranks = check_int("ranks", ranks, 1, MAX_RANKS)
+    device = check_choice("device", device, _DEVICES)
+    timeout = check_seconds("timeout", timeout)
+    check_bools(tolerate_deaths=tolerate_deaths)
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise InvalidArgument('device is "cuda" and torch sees no GPU: use device="cpu"')
     _check_launches()

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import torch
 
-from weft.arguments import flags, integer, one_of
+from weft.arguments import check_bools, check_choice, check_int
 from weft.errors import InvalidArgument
 from weft.fields import Choice, Size, check_fields, checked, config_hash, literal
 from weft.group.wire import JSON
@@ -184,7 +184,7 @@ class LowShape:
                 f"be {MAX_TABLE} at most: spread the experts evenly"
             )
         if self.group:
-            one_of("group_size", self.group, GROUPS)
+            check_choice("group_size", self.group, GROUPS)
         unit = max(self.group, FP8_BLOCK if self.combine_fp8 else 16)
         if self.hidden % unit:
             raise InvalidArgument(
@@ -329,7 +329,7 @@ class LowLatencyConfig(HostsConfig):
         Raises:
             InvalidArgument: names the argument, its value and the allowed values.
         """
-        flags(profile=profile)
+        check_bools(profile=profile)
         sizes = checked(
             LowShape,
             ranks=ranks,
@@ -339,15 +339,18 @@ class LowLatencyConfig(HostsConfig):
             hidden=hidden,
         )
         ranks, num_experts = sizes["ranks"], sizes["experts"]
-        slots = integer("slots", slots, 1, MAX_SLOTS)
-        dtype = one_of("dtype", dtype, DTYPE_NAMES)
+        slots = check_int("slots", slots, 1, MAX_SLOTS)
+        dtype = check_choice("dtype", dtype, DTYPE_NAMES)
         quantize, combine = (
-            one_of("quantize", quantize, QUANTS),
-            one_of("combine", combine, COMBINES),
+            check_choice("quantize", quantize, QUANTS),
+            check_choice("combine", combine, COMBINES),
         )
-        combine_dtype = one_of("combine_dtype", combine_dtype, COMBINE_DTYPES)
-        reduce, scale = one_of("reduce", reduce, REDUCES), one_of("scale", scale, SCALES)
-        group_size = one_of("group_size", group_size, GROUPS)
+        combine_dtype = check_choice("combine_dtype", combine_dtype, COMBINE_DTYPES)
+        reduce, scale = (
+            check_choice("reduce", reduce, REDUCES),
+            check_choice("scale", scale, SCALES),
+        )
+        group_size = check_choice("group_size", group_size, GROUPS)
         _check_gemm_push(combine, combine_dtype, reduce, slots)
         placement = local = build_placement(expert_map, num_experts, max(1, len(_hosts)) * ranks)
         multi_host = len(_hosts) > 1

@@ -15,7 +15,7 @@ from typing import Never
 
 import torch
 
-from weft.arguments import flags, refuse
+from weft.arguments import check_bools, raise_invalid
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
 from weft.heap.header import mirrors
@@ -137,7 +137,9 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         _first_epoch: int = 0,
     ) -> None:
         def prepare() -> tuple[LowLatencyConfig, Kernels]:
-            flags(split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile)
+            check_bools(
+                split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile
+            )
             config = LowLatencyConfig.of(
                 ranks=group.local.size,
                 max_tokens=max_tokens,
@@ -361,7 +363,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         """
         self.check_open()
         if not isinstance(path, str | os.PathLike):
-            refuse("path", path, "a str or os.PathLike")
+            raise_invalid("path", path, "a str or os.PathLike")
         dump(Path(path), self._tracks, self.heap)
 
     # Implementation of the calls: check, launch, update which results are alive.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.arguments import shown
+from weft.arguments import format_value
 from weft.errors import InvalidArgument
 from weft.lowlatency.config import (
     LowLatencyCombineArgs,
@@ -105,8 +105,9 @@ class Slot:
         )
         if not same:
             raise InvalidArgument(
-                f"topk_weights are {shown(weights)} in combine, {shown(sent)} in its dispatch: "
-                "with several hosts they are sent with the rows, so pass the same tensor to both"
+                f"topk_weights are {format_value(weights)} in combine, {format_value(sent)} in its "
+                "dispatch: with several hosts they are sent with the rows, so pass the same tensor "
+                "to both"
             )
 
     def set_routing(self, args: LowLatencyDispatchArgs | LowLatencyCombineArgs) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from weft.arguments import refuse
+from weft.arguments import raise_invalid
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
@@ -91,7 +91,7 @@ def open_layer(
         InvalidArgument: a tensor does not match the config. The text names file and tensor.
     """
     if not isinstance(folder, str | Path):
-        refuse("folder", folder, f"the path of a folder with {INDEX} or {SINGLE}")
+        raise_invalid("folder", folder, f"the path of a folder with {INDEX} or {SINGLE}")
     with ExitStack() as files:
         yield LayerReader(Path(folder), layer, config, files, prefix)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from weft.alltoall.config import SCALES
-from weft.arguments import flags, instance, integer, one_of, seconds
+from weft.arguments import check_bools, check_choice, check_instance, check_int, check_seconds
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.gemm import WgmmaPlan
@@ -57,26 +57,28 @@ class LayerOptions:
 
     def check(self, config: MoEConfig, hosts: int) -> None:
         """Raise InvalidArgument for options that are invalid for this config and host count."""
-        one_of("dtype", config.dtype, DTYPE_NAMES)
-        one_of("mode", self.mode, (AUTO, *MODES))
-        one_of("overlap", self.overlap, (AUTO, *OVERLAPS))
-        one_of("gemm", self.gemm, GEMMS)
-        one_of("missing", self.missing, MISSING)
-        one_of("quantize", self.quantize, (None, *SCALES))
-        one_of("combine_dtype", self.combine_dtype, (None, "fp8"))
-        integer("max_tokens", self.max_tokens, 1, max_value(Shape, "tokens"))
+        check_choice("dtype", config.dtype, DTYPE_NAMES)
+        check_choice("mode", self.mode, (AUTO, *MODES))
+        check_choice("overlap", self.overlap, (AUTO, *OVERLAPS))
+        check_choice("gemm", self.gemm, GEMMS)
+        check_choice("missing", self.missing, MISSING)
+        check_choice("quantize", self.quantize, (None, *SCALES))
+        check_choice("combine_dtype", self.combine_dtype, (None, "fp8"))
+        check_int("max_tokens", self.max_tokens, 1, max_value(Shape, "tokens"))
         if self.max_rows is not None:
-            integer("max_rows", self.max_rows, 1, MAX_ROWS)
+            check_int("max_rows", self.max_rows, 1, MAX_ROWS)
         if self.num_sms is not None:
-            integer("num_sms", self.num_sms, 1, MAX_SMS)
-        seconds("timeout", self.timeout)
-        seconds("first_timeout", self.first_timeout)
-        flags(fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile)
+            check_int("num_sms", self.num_sms, 1, MAX_SMS)
+        check_seconds("timeout", self.timeout)
+        check_seconds("first_timeout", self.first_timeout)
+        check_bools(
+            fp8=self.fp8, programmatic_launch=self.programmatic_launch, profile=self.profile
+        )
         if self.replicas is not None:
             self._check_replicas(self.replicas, config.routing.num_experts, hosts)
 
     def _check_replicas(self, replicas: Replicas, experts: int, hosts: int) -> None:
-        instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
+        check_instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
         if self.expert_map is not None:
             raise InvalidArgument(
                 "expert_map and replicas exclude each other, because replicas place every expert: "
@@ -153,7 +155,7 @@ def build_plans(
     Raises:
         InvalidArgument: no plan serves the requested mode and overlap.
     """
-    options.check(instance("config", config, MoEConfig), hosts)
+    options.check(check_instance("config", config, MoEConfig), hosts)
     modes = MODES if options.mode == AUTO else (options.mode,)
     plans: dict[tuple[str, str], LayerPlan] = {}
     errors: dict[tuple[str, str], str] = {}

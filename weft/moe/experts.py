@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from weft.arguments import flags, instance, integer, integers, refuse
+from weft.arguments import check_bools, check_instance, check_int, check_ints, raise_invalid
 from weft.errors import InvalidArgument
 from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
 from weft.gemm.mxfp4 import (
@@ -60,7 +60,7 @@ class Expert(nn.Module):
         gating: Gating = SWIGLU,
     ) -> None:
         super().__init__()
-        instance("gating", gating, Gating)
+        check_instance("gating", gating, Gating)
         _check_expert(gate_up, down, gate_up_bias, down_bias)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
@@ -77,9 +77,9 @@ class Expert(nn.Module):
             seed: Seed of the weights.
             shared: Make a shared expert: of size `config.shared`, with SwiGLU and without biases.
         """
-        instance("config", config, MoEConfig)
-        seed = integer("seed", seed, -(1 << 63), (1 << 63) - 1)
-        flags(shared=shared)
+        check_instance("config", config, MoEConfig)
+        seed = check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
+        check_bools(shared=shared)
         generator = torch.Generator("cpu").manual_seed(seed)
         hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
 
@@ -119,7 +119,7 @@ class GatedExpert(nn.Module):
 
     def __init__(self, expert: nn.Module, gate: torch.Tensor) -> None:
         super().__init__()
-        self.expert = instance("expert", expert, nn.Module)
+        self.expert = check_instance("expert", expert, nn.Module)
         if not isinstance(gate, torch.Tensor):
             refuse_tensor("gate", gate)
         if gate.dim() != 2 or len(gate) != 1 or not gate.is_floating_point():
@@ -215,12 +215,12 @@ class ExpertWeights:
         Raises:
             InvalidArgument: an expert lacks a bias, or its sizes are not the config's.
         """
-        instance("config", config, MoEConfig)
+        check_instance("config", config, MoEConfig)
         device = None if device is None else default_device(device)
         if not isinstance(experts, list | tuple):
-            refuse("experts", experts, "a list of weft.moe.Expert")
+            raise_invalid("experts", experts, "a list of weft.moe.Expert")
         for i, expert in enumerate(experts):
-            instance(f"experts[{i}]", expert, Expert)
+            check_instance(f"experts[{i}]", expert, Expert)
         stacked: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in _expected_tensors(config, config.dtype).items():
             stacked[name] = torch.empty((len(experts), *shape), dtype=dtype, device=device)
@@ -285,13 +285,13 @@ class ExpertWeights:
             InvalidArgument: a tensor is missing, has the wrong shape or a dtype that weft does not
                 read, or is MXFP4 that `weft.gemm.pack_mxfp4` refuses.
         """
-        config = instance("config", config, MoEConfig)
-        layer = integer("layer", layer, 0, MAX_LAYER)
-        expert_ids = integers("experts", experts, 0, config.routing.num_experts - 1)
-        flags(fp8=fp8)
+        config = check_instance("config", config, MoEConfig)
+        layer = check_int("layer", layer, 0, MAX_LAYER)
+        expert_ids = check_ints("experts", experts, 0, config.routing.num_experts - 1)
+        check_bools(fp8=fp8)
         device = default_device(device)
         if prefix is not None and not isinstance(prefix, str):
-            refuse("prefix", prefix, "a str such as 'mtp'")
+            raise_invalid("prefix", prefix, "a str such as 'mtp'")
         with open_layer(folder, layer, config, prefix) as reader:
             stored = MXFP4 if reader.mxfp4 else FP8
             weights = cls._empty(config, len(expert_ids), device, stored if fp8 else config.dtype)
@@ -336,8 +336,8 @@ class ExpertWeights:
             InvalidArgument: a tensor has the wrong shape or dtype, a scale is NaN, or
                 `weft.gemm.pack_mxfp4` refuses the weights.
         """
-        instance("config", config, MoEConfig)
-        flags(interleaved=interleaved, packed=packed)
+        check_instance("config", config, MoEConfig)
+        check_bools(interleaved=interleaved, packed=packed)
         device = getattr(gate_up, "device", torch.device("cpu"))
         for name, tensor in (("gate_up", gate_up), ("down", down)):  # determine all other sizes
             shape = ("local_experts", "rows", "columns")
@@ -445,10 +445,10 @@ class ExpertWeights:
         Raises:
             InvalidArgument: a tensor does not match the config or the placement.
         """
-        instance("config", config, MoEConfig)
-        local_experts = integer("local_experts", local_experts, 0, config.routing.num_experts)
-        instance("device", device, torch.device)
-        flags(fp8=fp8)
+        check_instance("config", config, MoEConfig)
+        local_experts = check_int("local_experts", local_experts, 0, config.routing.num_experts)
+        check_instance("device", device, torch.device)
+        check_bools(fp8=fp8)
         stored = config.dtype
         if fp8:
             is_mxfp4 = isinstance(self.gate_up, torch.Tensor) and self.gate_up.dtype == MXFP4

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.arguments import instance, one_of
+from weft.arguments import check_choice, check_instance
 from weft.errors import InvalidArgument
 from weft.gemm import GatedQuant, grouped_gemm, quantize_rows
 from weft.gemm.call import OUT_DTYPES
@@ -65,8 +65,8 @@ class FP8Expert(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        instance("gating", gating, Gating)
-        dtype = one_of("dtype", dtype, OUT_DTYPES)
+        check_instance("gating", gating, Gating)
+        dtype = check_choice("dtype", dtype, OUT_DTYPES)
         if not isinstance(gate_up, torch.Tensor):
             refuse_tensor("gate_up", gate_up)
         device = gate_up.device
@@ -104,7 +104,7 @@ class FP8Expert(nn.Module):
         Raises:
             InvalidArgument: the argument is invalid.
         """
-        instance("expert", expert, Expert)
+        check_instance("expert", expert, Expert)
         if expert.gate_up_bias is not None or expert.down_bias is not None:
             raise InvalidArgument("this expert has biases; FP8Expert has none")
         gate_up, gate_up_scale = quantize_blocks(expert.gate_up.unsqueeze(0))

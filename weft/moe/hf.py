@@ -9,7 +9,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from weft.arguments import flags, integer, listed, real, refuse, shown
+from weft.arguments import (
+    check_bools,
+    check_float,
+    check_int,
+    format_choices,
+    format_value,
+    raise_invalid,
+)
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
 from weft.moe.router import Routing, Score
@@ -75,12 +82,12 @@ class Fields:
 
     def size(self, *names: str, least: int = 1) -> int:
         """Return an integer field."""
-        return integer(self._label(names[0]), self.get(*names), least)
+        return check_int(self._label(names[0]), self.get(*names), least)
 
     def real(self, name: str, default: float | None = None) -> float:
         """Return a numeric field, or `default` if it is missing."""
         missing = default is not None and self._value(name) is None
-        return real(self._label(name), default if missing else self.get(name))
+        return check_float(self._label(name), default if missing else self.get(name))
 
     def has(self, name: str) -> bool:
         """Whether the field is present."""
@@ -89,7 +96,7 @@ class Fields:
     def flag(self, *names: str) -> bool:
         """Return a boolean field."""
         value = self.get(*names)
-        flags(**{self._label(names[0]): value})
+        check_bools(**{self._label(names[0]): value})
         return bool(value)
 
     def choice(self, name: str, *allowed: str) -> str:
@@ -97,8 +104,8 @@ class Fields:
         value = self.get(name)
         if value not in allowed:
             raise InvalidArgument(
-                f"{self._label(name)} is {shown(value)}; weft serves model_type "
-                f"{self._family!r} with {listed(allowed)} only"
+                f"{self._label(name)} is {format_value(value)}; weft serves model_type "
+                f"{self._family!r} with {format_choices(allowed)} only"
             )
         return str(value)
 
@@ -127,8 +134,8 @@ class Fields:
 
     def _refuse(self, name: str, value: object, condition: str) -> NoReturn:
         raise InvalidArgument(
-            f"{self._label(name)} is {shown(value)}; weft serves model_type {self._family!r} "
-            f"{condition} only: write a MoEConfig by hand for another rule"
+            f"{self._label(name)} is {format_value(value)}; weft serves model_type "
+            f"{self._family!r} {condition} only: write a MoEConfig by hand for another rule"
         )
 
     def _label(self, name: str) -> str:
@@ -145,8 +152,8 @@ def parse_config(config: object) -> Layer:
     family = values.get("model_type", outer.get("model_type"))
     if not isinstance(family, str) or family not in FAMILIES:
         raise InvalidArgument(
-            f"model_type in {where} is {shown(family)}; weft knows the MoE layers of "
-            f"{listed(FAMILIES)}: write a MoEConfig for others by hand"
+            f"model_type in {where} is {format_value(family)}; weft knows the MoE layers of "
+            f"{format_choices(FAMILIES)}: write a MoEConfig for others by hand"
         )
     fields = Fields(values, where, family)
     if family not in OWN_ACTIVATION:
@@ -156,7 +163,8 @@ def parse_config(config: object) -> Layer:
     dtype = DTYPES.get(str(dtype_name).removeprefix("torch."))
     if dtype is None:
         raise InvalidArgument(
-            f"dtype in {where} is {shown(dtype_name)}; choose one of {listed(DTYPES)}"
+            f"dtype in {where} is {format_value(dtype_name)}; choose one of "
+            f"{format_choices(DTYPES)}"
         )
     layer = {"hidden": fields.size("hidden_size"), "dtype": dtype} | FAMILIES[family](fields)
     fields.refuse_unread()
@@ -172,13 +180,17 @@ def _read_config(config: object) -> tuple[Mapping[str, Any], str]:
         path = path / "config.json" if path.is_dir() else path
         values = read_json(path, "the model's config")
         if not isinstance(values, dict):
-            raise InvalidArgument(f"config {path} holds {shown(values)}; it must be a JSON object")
+            raise InvalidArgument(
+                f"config {path} holds {format_value(values)}; it must be a JSON object"
+            )
         return values, str(path)
     # A transformers config, without importing transformers.
     to_dict = getattr(config, "to_dict", None)
     values = to_dict() if callable(to_dict) else None
     if not isinstance(values, Mapping):
-        refuse("config", config, "a dict, a config.json or its folder, or a config of transformers")
+        raise_invalid(
+            "config", config, "a dict, a config.json or its folder, or a config of transformers"
+        )
     return values, type(config).__name__
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from weft.alltoall.received import Received
-from weft.arguments import function, instance, integer, shown
+from weft.arguments import check_callable, check_instance, check_int, format_value
 from weft.cuda.driver import relaxed
 from weft.errors import (
     ExpertsLost,
@@ -553,11 +553,11 @@ class MoE:
             if replicas is not None:
                 self._check_replicas(replicas)
             local = weights(self.local_experts) if callable(weights) else weights
-            instance("weights", local, ExpertWeights, "or a function that returns them")
+            check_instance("weights", local, ExpertWeights, "or a function that returns them")
             local.check(config, len(self.local_experts), device, fp8=self.workspace.options.fp8)
             self.workspace.experts.prepare(local)
             if shared is not None:
-                function("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
+                check_callable("shared", shared, "[tokens, hidden] -> [tokens, hidden]")
             if (shared is None) == (config.shared > 0):
                 have = "None" if shared is None else "given"
                 raise InvalidArgument(
@@ -650,7 +650,7 @@ class MoE:
 
     def _check_replicas(self, replicas: Replicas) -> None:
         """Raise InvalidArgument if the placement's sizes are not those of the layer."""
-        instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
+        check_instance("replicas", replicas, Replicas, "weft.moe.balance returns one")
         original = self.workspace.options.replicas
         if original is None:
             raise InvalidArgument(
@@ -717,22 +717,23 @@ class MoE:
                     f"{max_tokens}: pass rows=, the maximum tokens of any rank in this call, on "
                     "every rank, for several rounds; or build the layer with a larger max_tokens"
                 )
-        elif integer("rows", rows, 0, min(MAX_ROWS, max_tokens * MAX_ROUNDS)) < tokens:
+        elif check_int("rows", rows, 0, min(MAX_ROWS, max_tokens * MAX_ROUNDS)) < tokens:
             raise InvalidArgument(
                 f"rows is {rows}, but this rank has {tokens} tokens: pass the maximum tokens of "
                 "any rank, equal on all ranks"
             )
         if (topk_ids is None) == (logits is None) or (topk_ids is None) != (topk_weights is None):
             raise InvalidArgument(
-                f"logits are {shown(logits)}, topk_ids {shown(topk_ids)}, topk_weights "
-                f"{shown(topk_weights)}; pass logits, or topk_ids with topk_weights"
+                f"logits are {format_value(logits)}, topk_ids {format_value(topk_ids)}, "
+                f"topk_weights {format_value(topk_weights)}; pass logits, or topk_ids with "
+                "topk_weights"
             )
         if topk_ids is not None and topk_weights is not None:
             check_topk(topk_ids, topk_weights, num_tokens)
             size, top_k = tuple(topk_ids.shape), config.routing.top_k
             if size != (tokens, top_k) or topk_ids.device != device:
                 raise InvalidArgument(
-                    f"topk_ids are {shown(topk_ids)}; they must be [{tokens}, {top_k}] on "
+                    f"topk_ids are {format_value(topk_ids)}; they must be [{tokens}, {top_k}] on "
                     f"{device}, because x has {tokens} rows and top_k is {top_k}"
                 )
         else:
@@ -740,8 +741,8 @@ class MoE:
             check_route(config.routing, logits, self.correction, num_tokens)
             if logits.shape[0] != tokens or logits.device != device:
                 raise InvalidArgument(
-                    f"logits are {shown(logits)}; x has {tokens} rows on {device}: pass the logits "
-                    "of the same tokens, [tokens, num_experts]"
+                    f"logits are {format_value(logits)}; x has {tokens} rows on {device}: pass the "
+                    "logits of the same tokens, [tokens, num_experts]"
                 )
         if out is not None:
             row_bytes = config.hidden * config.dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.arguments import instance
+from weft.arguments import check_instance
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.moe.config import LayerPlan, exchange_sizes
@@ -58,7 +58,9 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
 
         The next call overwrites the result.
         """
-        instance("received", received, ExpertRows, "pass what dispatch of layer.exchange returned")
+        check_instance(
+            "received", received, ExpertRows, "pass what dispatch of layer.exchange returned"
+        )
         late = self.side_stream.busy and self._tokens >= LATE_START_TOKENS
         rows = self._rows_by_expert(received)
         self.experts.up(weights, rows, tokens=self._tokens, early=not late)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from weft.alltoall.config import AllToAllConfig
-from weft.arguments import integer
+from weft.arguments import check_int
 from weft.errors import InvalidArgument
 from weft.group.hosts import default_device
 from weft.grouping.config import by_expert
@@ -23,7 +23,7 @@ from weft.shape import MAX_RANKS
 
 
 def _memory(query: MemoryQuery) -> Memory:
-    ranks = integer("ranks", query.ranks, 1, MAX_RANKS)
+    ranks = check_int("ranks", query.ranks, 1, MAX_RANKS)
     device = default_device(query.device)
     sizes, errors = [], []
     for (_, overlap), plan in build_plans(query.config, query, device).items():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from weft.arguments import adopt, flags, instance, integer, one_of
+from weft.arguments import check_bools, check_choice, check_instance, check_int, set_fields
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.gemm.config import GatingParams
@@ -114,15 +114,15 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        instance("routing", self.routing, Routing)
-        instance("gating", self.gating, Gating)
-        instance("dtype", self.dtype, torch.dtype)
-        flags(biased=self.biased)
-        adopt(
+        check_instance("routing", self.routing, Routing)
+        check_instance("gating", self.gating, Gating)
+        check_instance("dtype", self.dtype, torch.dtype)
+        check_bools(biased=self.biased)
+        set_fields(
             self,
-            hidden=integer("hidden", self.hidden, 1, MAX_COLUMNS),
-            intermediate=integer("intermediate", self.intermediate, 1, MAX_COLUMNS),
-            shared=integer("shared", self.shared, 0, MAX_COLUMNS),
+            hidden=check_int("hidden", self.hidden, 1, MAX_COLUMNS),
+            intermediate=check_int("intermediate", self.intermediate, 1, MAX_COLUMNS),
+            shared=check_int("shared", self.shared, 0, MAX_COLUMNS),
         )
 
     @classmethod
@@ -153,7 +153,7 @@ class _Models(dict[str, MoEConfig]):
     """Configs by model name. An unknown name raises InvalidArgument that suggests a similar one."""
 
     def __missing__(self, name: object) -> MoEConfig:
-        return self[one_of("model", name, self)]
+        return self[check_choice("model", name, self)]
 
 
 MODELS: Mapping[str, MoEConfig] = _Models(

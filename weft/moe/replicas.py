@@ -12,7 +12,14 @@ from typing import NamedTuple, Self
 
 import torch
 
-from weft.arguments import adopt, instance, integer, integers, real, refuse
+from weft.arguments import (
+    check_float,
+    check_instance,
+    check_int,
+    check_ints,
+    raise_invalid,
+    set_fields,
+)
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.group import Group
@@ -57,8 +64,8 @@ class Replicas:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        logical = integers("logical", self.logical, 0, EXPERTS - 1)
-        ranks = integer("ranks", self.ranks, 1, MAX_RANKS)
+        logical = check_ints("logical", self.logical, 0, EXPERTS - 1)
+        ranks = check_int("ranks", self.ranks, 1, MAX_RANKS)
         if not logical or len(logical) % ranks:
             raise InvalidArgument(
                 f"logical has {len(logical)} entries for {ranks} ranks; pass a multiple of ranks"
@@ -67,7 +74,7 @@ class Replicas:
             raise InvalidArgument(
                 f"logical leaves out expert {absent[0]} of 0..{max(logical)}; each must occur"
             )
-        adopt(self, logical=logical, ranks=ranks)
+        set_fields(self, logical=logical, ranks=ranks)
 
     @property
     def num_experts(self) -> int:
@@ -80,7 +87,7 @@ class Replicas:
         Raises:
             InvalidArgument: there is no such expert.
         """
-        expert = integer("expert", expert, 0, self.num_experts - 1)
+        expert = check_int("expert", expert, 0, self.num_experts - 1)
         return tuple(p for p, logical in enumerate(self.logical) if logical == expert)
 
     def logical_experts(self, rank: int) -> tuple[int, ...]:
@@ -89,7 +96,7 @@ class Replicas:
         Raises:
             InvalidArgument: there is no such rank.
         """
-        rank, per_rank = integer("rank", rank, 0, self.ranks - 1), self._per_rank
+        rank, per_rank = check_int("rank", rank, 0, self.ranks - 1), self._per_rank
         return self.logical[rank * per_rank : (rank + 1) * per_rank]
 
     def imbalance(self, loads: Sequence[float] | torch.Tensor) -> float:
@@ -124,7 +131,7 @@ class Replicas:
             InvalidArgument: the mask is invalid.
         """
         all_ranks = (1 << self.ranks) - 1
-        living = all_ranks if living is None else integer("living", living, 1, all_ranks)
+        living = all_ranks if living is None else check_int("living", living, 1, all_ranks)
         physical: list[list[int]] = [[] for _ in range(self.num_experts)]
         for p, expert in enumerate(self.logical):
             if living >> p // self._per_rank & 1:
@@ -139,7 +146,7 @@ class Replicas:
             living: As in `physical_on`. An expert without a living replica has one entry of -1, so
                 that its ids are dropped.
         """
-        instance("device", device, torch.device)
+        check_instance("device", device, torch.device)
         physical = [replicas or [-1] for replicas in self.physical_on(living)]
         counts = [len(replicas) for replicas in physical]
         width = max(counts)
@@ -182,8 +189,8 @@ def balance(loads: Sequence[float] | torch.Tensor, ranks: int, replicas: int = 0
         InvalidArgument: an argument is invalid.
     """
     loads = _parse_loads(loads)
-    ranks = integer("ranks", ranks, 1, MAX_RANKS)
-    replicas = integer("replicas", replicas, 0, EXPERTS)
+    ranks = check_int("ranks", ranks, 1, MAX_RANKS)
+    replicas = check_int("replicas", replicas, 0, EXPERTS)
     physical = len(loads) + replicas
     if replicas > len(loads) * (ranks - 1):
         raise InvalidArgument(
@@ -208,13 +215,13 @@ def _parse_loads(loads: Sequence[float] | torch.Tensor) -> list[float]:
     values: Iterable[object]
     if isinstance(loads, torch.Tensor):
         if loads.dim() != 1 or loads.is_meta or loads.is_complex() or loads.dtype == torch.bool:
-            refuse("loads", loads, expected)
+            raise_invalid("loads", loads, expected)
         values = loads.tolist()
     elif isinstance(loads, str | bytes | dict) or not isinstance(loads, Iterable):
-        refuse("loads", loads, expected)
+        raise_invalid("loads", loads, expected)
     else:
         values = loads
-    numbers = [real(f"loads[{i}]", value, least=0.0) for i, value in enumerate(values)]
+    numbers = [check_float(f"loads[{i}]", value, least=0.0) for i, value in enumerate(values)]
     if not 1 <= len(numbers) <= EXPERTS:
         raise InvalidArgument(f"loads has {len(numbers)} entries; it must have 1..{EXPERTS}")
     if not math.isfinite(sum(numbers)):

@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from weft.arguments import adopt, flags, instance, integer, one_of, real
+from weft.arguments import (
+    check_bools,
+    check_choice,
+    check_float,
+    check_instance,
+    check_int,
+    set_fields,
+)
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.moe.kernels import (
@@ -88,11 +95,11 @@ class Routing:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        experts = integer("num_experts", self.num_experts, 1, EXPERTS)
-        groups = integer("groups", self.groups, 1, EXPERTS)
-        top_k = integer("top_k", self.top_k, 1, EXPERTS)
-        top_groups = integer("top_groups", self.top_groups, 1, groups)
-        adopt(self, num_experts=experts, groups=groups, top_k=top_k, top_groups=top_groups)
+        experts = check_int("num_experts", self.num_experts, 1, EXPERTS)
+        groups = check_int("groups", self.groups, 1, EXPERTS)
+        top_k = check_int("top_k", self.top_k, 1, EXPERTS)
+        top_groups = check_int("top_groups", self.top_groups, 1, groups)
+        set_fields(self, num_experts=experts, groups=groups, top_k=top_k, top_groups=top_groups)
         if experts % groups:
             raise InvalidArgument(
                 f"groups is {groups} for {experts} experts; it must divide them evenly"
@@ -117,14 +124,14 @@ class Routing:
         )
 
     def _check_rule(self, group_size: int) -> None:
-        adopt(
+        set_fields(
             self,
-            score=one_of("score", self.score, get_args(Score)),
-            weigh=one_of("weigh", self.weigh, get_args(Weigh)),
-            group_best=one_of("group_best", self.group_best, GROUP_BESTS),
-            scale=real("scale", self.scale, above=0.0),
+            score=check_choice("score", self.score, get_args(Score)),
+            weigh=check_choice("weigh", self.weigh, get_args(Weigh)),
+            group_best=check_choice("group_best", self.group_best, GROUP_BESTS),
+            scale=check_float("scale", self.scale, above=0.0),
         )
-        flags(renormalise=self.renormalise, correction=self.correction)
+        check_bools(renormalise=self.renormalise, correction=self.correction)
         if self.groups > 1 and self.group_best > group_size:
             raise InvalidArgument(
                 f"group_best is {self.group_best}, but a group has {group_size} expert(s)"
@@ -360,7 +367,7 @@ def _mask_groups(routing: Routing, choice: torch.Tensor) -> torch.Tensor:
 
 def check_logits(routing: Routing, logits: torch.Tensor) -> None:
     """Raise InvalidArgument if the logits do not fit the routing."""
-    experts = instance("routing", routing, Routing).num_experts
+    experts = check_instance("routing", routing, Routing).num_experts
     if not isinstance(logits, torch.Tensor):
         refuse_tensor("logits", logits)
     if logits.is_nested or logits.layout is not torch.strided:
@@ -440,9 +447,9 @@ def normalize_topk(
         InvalidArgument: an argument is invalid.
         OutOfOrder: the first call on a device is being captured.
     """
-    flags(skip_zero_weights=skip_zero_weights)
-    padding_id = integer("padding_id", padding_id, *INT64)
-    rank = integer("rank", rank, 0, MAX_EP_SIZE - 1)
+    check_bools(skip_zero_weights=skip_zero_weights)
+    padding_id = check_int("padding_id", padding_id, *INT64)
+    rank = check_int("rank", rank, 0, MAX_EP_SIZE - 1)
     check_topk(topk_ids, topk_weights, num_tokens)
     if replicas is not None:
         size, dtypes, device = (None, None), (torch.int32,), topk_ids.device

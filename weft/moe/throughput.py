@@ -7,7 +7,7 @@ import torch
 
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
-from weft.arguments import instance
+from weft.arguments import check_instance
 from weft.grouping.config import Layout
 from weft.grouping.operator import ExpertGroups, buffer_bytes
 from weft.moe.config import LayerPlan, exchange_sizes
@@ -59,7 +59,9 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
 
     def run_experts(self, weights: ExpertWeights, received: Received) -> None:
         """Write each row's weighted sum over this rank's experts to the exchange's output."""
-        instance("received", received, Received, "pass what dispatch of layer.exchange returned")
+        check_instance(
+            "received", received, Received, "pass what dispatch of layer.exchange returned"
+        )
         self.experts.up(weights, self._gather(received), tokens=self._tokens)
         self._groups.scatter(self.experts.down(weights))
 

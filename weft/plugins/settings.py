@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.arguments import integer, one_of, seconds
+from weft.arguments import check_choice, check_int, check_seconds
 from weft.errors import InvalidArgument
 
 MODES = ("low_latency", "throughput", "auto")
@@ -65,17 +65,17 @@ class Settings:
             return environ.get(name, "").strip() or default
 
         def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
-            return one_of(name, value(name, default), allowed)
+            return check_choice(name, value(name, default), allowed)
 
         defaults, tokens, limit = cls(), f"WEFT_{engine}_PREFILL_TOKENS", f"WEFT_{engine}_TIMEOUT"
-        most = integer(tokens, _number(tokens, value(tokens, "1")), 1, MOST_TOKENS)
+        most = check_int(tokens, _number(tokens, value(tokens, "1")), 1, MOST_TOKENS)
         return cls(
             form=choice(form, forms, forms[0]),
             decode=choice(f"WEFT_{engine}_DECODE", MODES, defaults.decode),
             overlap=choice(f"WEFT_{engine}_OVERLAP", OVERLAPS, defaults.overlap),
             combine_dtype=choice(f"WEFT_{engine}_COMBINE_DTYPE", ("", "fp8"), "") or None,
             prefill_tokens=most if value(tokens) else None,
-            timeout=seconds(limit, _number(limit, value(limit, str(defaults.timeout)))),
+            timeout=check_seconds(limit, _number(limit, value(limit, str(defaults.timeout)))),
             allreduce=choice(f"WEFT_{engine}_ALLREDUCE", ("0", "1"), "0") == "1",
         )
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.arguments import instance, integer, kind_of, shown
+from weft.arguments import check_instance, check_int, describe_type, format_value
 from weft.errors import InvalidArgument, TokenOverflow
 from weft.group import Group
 from weft.runtime.layout import vector_bytes
@@ -218,8 +218,8 @@ def refuse_tensor(name: str, value: object) -> NoReturn:
         fix = f": pass torch.from_numpy({name})"
     elif isinstance(value, list | tuple | int | float):
         fix = f": pass torch.tensor({name})"
-    text = f", {shown(value)}" if isinstance(value, str | int | float) else ""
-    raise InvalidArgument(f"{name} is {kind_of(value)}{text}; it must be a torch.Tensor{fix}")
+    text = f", {format_value(value)}" if isinstance(value, str | int | float) else ""
+    raise InvalidArgument(f"{name} is {describe_type(value)}{text}; it must be a torch.Tensor{fix}")
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
@@ -309,7 +309,7 @@ def check_tokens(tokens: int, max_tokens: int) -> None:
 
 def check_group(group: Group) -> None:
     """Raise InvalidArgument if `group` is not a Group; a vote is then impossible."""
-    instance("group", group, Group, "weft.launch or Group.from_torch() makes one")
+    check_instance("group", group, Group, "weft.launch or Group.from_torch() makes one")
 
 
 def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
@@ -331,6 +331,7 @@ def check_sms(num_sms: int | None, available: int | None) -> None:
         return
     if available is None:
         raise InvalidArgument(
-            f"num_sms is {shown(num_sms)} on a CPU group; it limits GPU kernels: leave it out"
+            f"num_sms is {format_value(num_sms)} on a CPU group; it limits GPU kernels: leave it "
+            "out"
         )
-    integer("num_sms", num_sms, 1, available)
+    check_int("num_sms", num_sms, 1, available)

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
-from weft.arguments import seconds
+from weft.arguments import check_seconds
 from weft.cuda.driver import relaxed
 from weft.errors import Aborted, GroupError, InvalidArgument, OutOfOrder, WeftError
 from weft.group import Group
@@ -125,7 +125,10 @@ class Operator(ABC):
         check_group(group)
         problem: Exception | None = None
         try:
-            limits = seconds("timeout", timeout), seconds("first_timeout", first_timeout)
+            limits = (
+                check_seconds("timeout", timeout),
+                check_seconds("first_timeout", first_timeout),
+            )
             self.debug_checks = DebugChecks(self) if is_enabled() else None
             self.config, self._kernels = prepare()
         except Exception as error:  # the vote reports it on every rank

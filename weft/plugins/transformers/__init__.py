@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from weft.arguments import integer, seconds
+from weft.arguments import check_int, check_seconds
 from weft.errors import SetupError
 from weft.plugins.names import Known, differences
 from weft.plugins.transformers.exchange import exchanges
@@ -52,7 +52,10 @@ def register(*, max_tokens: int = 1024, timeout: float = 120.0) -> None:
         InvalidArgument: If an argument is invalid.
         SetupError: If transformers is older than 5.23 or has another interface.
     """
-    max_tokens, timeout = integer("max_tokens", max_tokens, 1, 1 << 20), seconds("timeout", timeout)
+    max_tokens, timeout = (
+        check_int("max_tokens", max_tokens, 1, 1 << 20),
+        check_seconds("timeout", timeout),
+    )
     _check_interface()
     from transformers.distributed.expert_parallel import EPImplementationInterface
 
