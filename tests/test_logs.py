@@ -153,7 +153,7 @@ def test_a_layer_tells_its_choice(ranks, caplog):
             return layer.explain().text, len(caplog.records) - before
 
     (text, later), (_, more) = ranks(2, "threads")(body)
-    choices = [each for each in caplog.records if each.name == "weft.moe.choice"]
+    choices = [each for each in caplog.records if each.name == "weft.moe.layer.choice"]
     assert [each.levelname for each in choices] == ["INFO"], "by rank 0, for both"
     assert choices[0].getMessage().endswith(text)
     assert (later, more) == (0, 0)

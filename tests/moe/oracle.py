@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing by plain loops over Python numbers: slow, and nothing in common with weft.moe.router."""
+"""Routing by plain loops over Python numbers: slow, and nothing in common with weft.moe.routing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from weft.moe.router import Routing
+from weft.moe.routing.router import Routing
 
 
 def sort_best_first(values: list[float]) -> list[int]:

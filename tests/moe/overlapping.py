@@ -23,9 +23,10 @@ from tests.faults import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from tests.moe.layers import EXPERTS, WIDER, Case
 from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll
-from weft.moe import ExpertWeights, MoEConfig, Routing, throughput
-from weft.moe.grouped_experts import GroupedExperts
-from weft.moe.torch_experts import RowsByExpert
+from weft.moe import ExpertWeights, MoEConfig, Routing
+from weft.moe.experts.grouped_experts import GroupedExperts
+from weft.moe.experts.torch_experts import RowsByExpert
+from weft.moe.layer import throughput
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 PLAIN = {"overlap": "none"}  # what all others are compared with

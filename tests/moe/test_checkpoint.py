@@ -24,7 +24,7 @@ from tests.moe.test_mxfp4 import padded_with_zeros
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
 from weft.moe import Expert, ExpertWeights, MoEConfig, Routing
-from weft.moe.experts import quantize_blocks
+from weft.moe.experts.quantize import quantize_blocks
 
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file

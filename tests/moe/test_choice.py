@@ -13,7 +13,7 @@ import weft
 from tests.moe.layers import CONFIGS, WIDER, Case
 from weft.errors import CreationFailed, GeometryMismatch, WeftError
 from weft.moe import MODES, OVERLAPS
-from weft.moe.choice import choose_mode, choose_overlap
+from weft.moe.layer.choice import choose_mode, choose_overlap
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 CASE = Case(DEEP, tokens=(4, 0))

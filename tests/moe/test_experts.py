@@ -24,7 +24,7 @@ from weft.moe import (
     Gating,
     MoEConfig,
 )
-from weft.moe.experts import quantize_blocks
+from weft.moe.experts.quantize import quantize_blocks
 
 
 @pytest.mark.parametrize("gating", list(GATINGS), ids=["swiglu", "clamped"])

@@ -14,7 +14,7 @@ from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, WIDER, Case, bound
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
-from weft.moe.grouped_experts import GroupedExperts
+from weft.moe.experts.grouped_experts import GroupedExperts
 
 
 def poison(layer: weft.MoE) -> None:

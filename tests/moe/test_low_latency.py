@@ -14,10 +14,11 @@ from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
 from tests.moe.test_layer import PAIRS, settle
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
-from weft.moe import ExpertWeights, grouped_experts
-from weft.moe.config import choose_gemm, pushes_in_place
-from weft.moe.low_latency import LATE_START_TOKENS
-from weft.moe.torch_experts import RowsByExpert
+from weft.moe import ExpertWeights
+from weft.moe.experts import grouped_experts
+from weft.moe.experts.torch_experts import RowsByExpert
+from weft.moe.layer.config import choose_gemm, pushes_in_place
+from weft.moe.layer.low_latency import LATE_START_TOKENS
 
 LOW = {"mode": "low_latency"}
 
@@ -69,7 +70,7 @@ def test_the_gemm_that_a_device_has():
     for import_triton in (lambda: None, missing):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("weft.gemm.triton_launch.import_triton", import_triton)
-            patch.setattr("weft.moe.config.import_triton", import_triton)
+            patch.setattr("weft.moe.layer.config.import_triton", import_triton)
             if import_triton is missing:
                 assert choose(gpu) == "torch"
                 with pytest.raises(InvalidArgument, match="no Triton"):

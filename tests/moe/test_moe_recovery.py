@@ -24,8 +24,9 @@ from weft.errors import (
     InvalidArgument,
     RendezvousFailed,
 )
-from weft.moe import MoE, Replicas, balance, replicas, route
-from weft.moe.replicas import plan_moves
+from weft.moe import MoE, Replicas, balance, route
+from weft.moe.replicas import relocation
+from weft.moe.replicas.relocation import plan_moves
 
 RANKS, ORDER = 4, (2, 0)
 CASE = Case(CONFIGS["softmax"], tokens=(16, 5, 11, 7))
@@ -152,7 +153,7 @@ def test_a_relocation_that_a_death_interrupts_leaves_no_layer_of_two_placements(
 
         with pytest.MonkeyPatch.context() as patch:
             if group.rank == 2:
-                patch.setattr(replicas, "synchronize_stream", end)
+                patch.setattr(relocation, "synchronize_stream", end)
             with pytest.raises((CreationFailed, RendezvousFailed)):
                 layer.relocate(turned)
         with pytest.raises(ExpertsLost, match="moving experts failed in the middle"):

@@ -18,7 +18,7 @@ from weft.gemm import config as gemm_config
 from weft.gemm import quantize_mxfp4
 from weft.gemm.mxfp4 import dequantize_mxfp4
 from weft.moe import ExpertWeights, Gating, MoEConfig, Routing, balance
-from weft.moe.choice import MODES
+from weft.moe.layer.choice import MODES
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = ["deepseek", "gpt-oss", "deepseek-v4.1", "kimi-k3"]

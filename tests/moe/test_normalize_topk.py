@@ -12,8 +12,8 @@ import torch
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
 from weft.errors import InvalidArgument
 from weft.moe import Replicas, Routed, normalize_topk
-from weft.moe.kernels import DTYPES, NormalizeArgs
-from weft.moe.kernels import NORMALIZE_THREADS as THREADS
+from weft.moe.routing.kernels import DTYPES, NormalizeArgs
+from weft.moe.routing.kernels import NORMALIZE_THREADS as THREADS
 from weft.placement import NO_SUCH_EXPERT
 
 EXPERTS, TOKENS, TOP_K = 6, 53, 3  # 159 entries: two CTAs, the second not full
@@ -83,7 +83,7 @@ def test_every_form(device):
 
 @pytest.mark.slow
 def test_the_kernel_on_a_cpu(tmp_path):
-    text = "#include <weft/moe/normalize_topk.cuh>\n" + entry(
+    text = "#include <weft/moe/routing/normalize_topk.cuh>\n" + entry(
         "normalize", "NormalizeArgs", "normalize_topk", ranks=None
     )
     kernels = Emulated(build_library(emulated_tree(tmp_path), text))

@@ -16,8 +16,9 @@ from weft.gemm import config as gemm_config
 from weft.gemm.call import GemmCall
 from weft.gemm.config import FP8, MXFP4
 from weft.gemm.kernels import GemmShape
-from weft.moe import MODELS, ExpertWeights, MoEConfig, grouped_experts
-from weft.moe.torch_experts import RowsByExpert
+from weft.moe import MODELS, ExpertWeights, MoEConfig
+from weft.moe.experts import grouped_experts
+from weft.moe.experts.torch_experts import RowsByExpert
 
 BIASED, PLAIN, SITU = (MODELS[name] for name in ("gpt-oss-120b", "qwen3-30b-a3b", "kimi-k3"))
 HALVES = (torch.bfloat16, torch.float16)

@@ -27,8 +27,9 @@ from weft.errors import (
     WeftError,
 )
 from weft.heap import Heap
-from weft.moe import MoE, Replicas, balance, replicas, route
-from weft.moe.replicas import plan_moves
+from weft.moe import MoE, Replicas, balance, route
+from weft.moe.replicas import relocation
+from weft.moe.replicas.relocation import plan_moves
 
 KINDS = ["threads", pytest.param("cuda", marks=pytest.mark.gpu)]
 LOADS = [9.0, 1, 1, 7, 1, 1, 2, 3]
@@ -82,7 +83,7 @@ class SmallHeap(Heap):
 
     @classmethod
     def create(cls, group: weft.Group, size: int) -> Heap:
-        assert size <= replicas.STAGING_BYTES
+        assert size <= relocation.STAGING_BYTES
         return Heap.create(group, size)
 
 
@@ -97,8 +98,8 @@ class SmallHeap(Heap):
     ],
 )
 def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
-    monkeypatch.setattr(replicas, "STAGING_BYTES", 4096)  # pieces, as of large experts
-    monkeypatch.setattr(replicas, "Heap", SmallHeap)
+    monkeypatch.setattr(relocation, "STAGING_BYTES", 4096)  # pieces, as of large experts
+    monkeypatch.setattr(relocation, "Heap", SmallHeap)
     counts = ranks(2, kind)(moved, name, options)
     assert counts[0] == counts[1]
     assert counts[0][0] == 0
@@ -119,7 +120,7 @@ def failing(group: weft.Group, late: bool) -> None:
                 raise MemoryError("no memory for a copy")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replicas, "synchronize_stream", stumble)
+            patch.setattr(relocation, "synchronize_stream", stumble)
             patch.setattr(group, "timeout", 0.3)
             with pytest.raises((CreationFailed, RendezvousFailed)):
                 layer.relocate(second)

@@ -16,8 +16,8 @@ from tests.emulator.machine_code import frames
 from weft.errors import OutOfOrder
 from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
 from weft.moe import MODELS, Routed, Routing, route
-from weft.moe.kernels import NORMALIZE, ROUTE, ROUTE_THREADS, TOKENS
-from weft.moe.router import Score, route_args, route_in_torch
+from weft.moe.routing.kernels import NORMALIZE, ROUTE, ROUTE_THREADS, TOKENS
+from weft.moe.routing.router import Score, route_args, route_in_torch
 
 RULES = {name: config.routing for name, config in MODELS.items()} | {
     "odd sizes": Routing(61, 9, renormalise=False, scale=2.5),
@@ -154,7 +154,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
         entry(f"route_{i}", "RouteArgs", f"route<{rule.literal()}>", ranks=None)
         for i, rule in enumerate(RULES.values())
     )
-    text = f"#include <weft/moe/route.cuh>\n{entries}"
+    text = f"#include <weft/moe/routing/route.cuh>\n{entries}"
     return Emulated(build_library(root, text))
 
 

@@ -17,7 +17,7 @@ from tests.moe.test_route_kernel import NUMBERS
 from weft.errors import InvalidArgument
 from weft.moe import MODELS, Routing, route, router_logits
 from weft.moe import weigh as weigh_given
-from weft.moe.router import Score
+from weft.moe.routing.router import Score
 
 SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),

@@ -41,7 +41,7 @@ from weft.moe import (
     MoE,
     MoEConfig,
 )
-from weft.moe.router import route_in_torch
+from weft.moe.routing.router import route_in_torch
 from weft.placement import Placement
 from weft.shape import FP8_BLOCK, Shape
 

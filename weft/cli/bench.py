@@ -24,7 +24,7 @@ from weft.cli.options import DEVICES, choice, chosen_device, wide_console, words
 from weft.errors import InvalidArgument
 from weft.lowlatency.config import REDUCES, SCALES
 from weft.moe import MODELS, MODES, OVERLAPS
-from weft.moe.config import GEMMS
+from weft.moe.layer.config import GEMMS
 
 bench = typer.Typer(
     add_completion=False, help="Check, then time, weft's operations; without a name, moe."

@@ -2,13 +2,14 @@
 """MoE layers on weft: router, experts, and the layer that sends tokens between ranks."""
 
 from weft.keywords import explain_keywords
-from weft.moe.choice import MODES, OVERLAPS, LayerChoice
-from weft.moe.experts import Expert, ExpertWeights, GatedExpert
-from weft.moe.fp8_expert import FP8Expert
-from weft.moe.layer import MoE
+from weft.moe.experts.fp8_expert import FP8Expert
+from weft.moe.experts.modules import Expert, GatedExpert
+from weft.moe.experts.weights import ExpertWeights
+from weft.moe.layer.choice import MODES, OVERLAPS, LayerChoice
+from weft.moe.layer.layer import MoE
 from weft.moe.models import CLAMPED_SWIGLU, MODELS, SWIGLU, Gating, MoEConfig
-from weft.moe.replicas import Replicas, ReplicaTable, balance
-from weft.moe.router import Routed, Routing, normalize_topk, route, router_logits, weigh
+from weft.moe.replicas.placement import Replicas, ReplicaTable, balance
+from weft.moe.routing.router import Routed, Routing, normalize_topk, route, router_logits, weigh
 
 __all__ = [
     "CLAMPED_SWIGLU",

@@ -19,7 +19,7 @@ from weft.arguments import (
 )
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
-from weft.moe.router import Routing, Score
+from weft.moe.routing.router import Routing, Score
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

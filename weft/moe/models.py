@@ -14,7 +14,7 @@ from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.gemm.config import GatingParams
 from weft.moe.hf import parse_config
-from weft.moe.router import Routing
+from weft.moe.routing.router import Routing
 from weft.runtime.check import check_apart, check_dense, check_tensor, refuse_tensor
 from weft.shape import DTYPE_NAMES, Shape
 

@@ -8,11 +8,11 @@ import torch
 from weft.arguments import check_instance
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
-from weft.moe.config import LayerPlan, exchange_sizes
-from weft.moe.experts import ExpertWeights
-from weft.moe.router import Routed
-from weft.moe.torch_experts import RowsByExpert, torch_layout
-from weft.moe.workspace import LayerWorkspace, Shared
+from weft.moe.experts.torch_experts import RowsByExpert, torch_layout
+from weft.moe.experts.weights import ExpertWeights
+from weft.moe.layer.config import LayerPlan, exchange_sizes
+from weft.moe.layer.workspace import LayerWorkspace, Shared
+from weft.moe.routing.router import Routed
 
 # Tokens per rank from which the first GEMM starts late, so that the shared expert can start before
 # it. A GEMM that starts while dispatch runs occupies the SMs and waits on them, so the shared

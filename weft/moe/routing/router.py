@@ -20,7 +20,7 @@ from weft.arguments import (
 )
 from weft.errors import InvalidArgument
 from weft.fields import max_value
-from weft.moe.kernels import (
+from weft.moe.routing.kernels import (
     DTYPES,
     MAX_EXPERTS,
     MAX_TOP_K,

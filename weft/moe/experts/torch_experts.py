@@ -14,7 +14,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.grouping.config import Layout
-from weft.moe.experts import ExpertWeights
+from weft.moe.experts.weights import ExpertWeights
 from weft.moe.models import MoEConfig
 
 

@@ -10,12 +10,12 @@ import torch
 from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.lowlatency.results import ExpertRows, Handle
-from weft.moe.router import check_route
+from weft.moe.routing.router import check_route
 from weft.runtime.check import tracing
 from weft.runtime.library import find, plain
 
 if TYPE_CHECKING:
-    from weft.moe.layer import MoE
+    from weft.moe.layer.layer import MoE
 
 
 @torch.library.custom_op("weft::moe", mutates_args=("out", "order"))

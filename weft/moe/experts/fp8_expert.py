@@ -23,7 +23,8 @@ from weft.gemm.config import (
     is_hopper,
 )
 from weft.gemm.kernels import GemmShape, preload
-from weft.moe.experts import Expert, quantize_blocks
+from weft.moe.experts.modules import Expert
+from weft.moe.experts.quantize import quantize_blocks
 from weft.moe.models import SWIGLU, Gating
 from weft.runtime.check import check_tensor, refuse_tensor
 from weft.shape import FP8_BLOCK

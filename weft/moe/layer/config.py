@@ -19,9 +19,9 @@ from weft.gemm.config import FP8, fastest_plan
 from weft.gemm.triton_launch import import_triton, is_installed
 from weft.grouping.config import MAX_ROWS
 from weft.lowlatency.config import MAX_TOKENS
-from weft.moe.choice import AUTO, MODES, OVERLAPS
+from weft.moe.layer.choice import AUTO, MODES, OVERLAPS
 from weft.moe.models import MoEConfig
-from weft.moe.replicas import Replicas
+from weft.moe.replicas.placement import Replicas
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, Shape
 
 GEMMS = (AUTO, "grouped", "torch")

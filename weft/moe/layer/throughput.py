@@ -10,11 +10,11 @@ from weft.alltoall.received import Received
 from weft.arguments import check_instance
 from weft.grouping.config import Layout
 from weft.grouping.operator import ExpertGroups, buffer_bytes
-from weft.moe.config import LayerPlan, exchange_sizes
-from weft.moe.experts import ExpertWeights
-from weft.moe.router import Routed
-from weft.moe.torch_experts import RowsByExpert, torch_layout
-from weft.moe.workspace import LayerWorkspace, Shared
+from weft.moe.experts.torch_experts import RowsByExpert, torch_layout
+from weft.moe.experts.weights import ExpertWeights
+from weft.moe.layer.config import LayerPlan, exchange_sizes
+from weft.moe.layer.workspace import LayerWorkspace, Shared
+from weft.moe.routing.router import Routed
 
 
 def select_layout(plan: LayerPlan, device: torch.device) -> Layout:

@@ -15,15 +15,15 @@ from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_
 from weft.runtime.layout import assertions
 from weft.runtime.stream import current_stream, loading
 
-MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/route.cuh
-TOKENS = 4  # per CTA: route_warps in moe/route.cuh
+MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/routing/route.cuh
+TOKENS = 4  # per CTA: route_warps in moe/routing/route.cuh
 ROUTE_THREADS = 32 * TOKENS
-NORMALIZE_THREADS = 128  # normalize_threads in moe/normalize_topk.cuh
+NORMALIZE_THREADS = 128  # normalize_threads in moe/routing/normalize_topk.cuh
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # DType in device/header.cuh
 
 
 class RouteArgs(ctypes.Structure):
-    """Arguments of a routing rule's kernel: `weft::RouteArgs` in moe/route.cuh."""
+    """Arguments of a routing rule's kernel: `weft::RouteArgs` in moe/routing/route.cuh."""
 
     _fields_ = (
         ("logits", c_uint64),
@@ -40,7 +40,7 @@ class RouteArgs(ctypes.Structure):
 
 
 class NormalizeArgs(ctypes.Structure):
-    """Arguments of normalize_topk: `weft::NormalizeArgs` in moe/normalize_topk.cuh."""
+    """Arguments of normalize_topk: `weft::NormalizeArgs` in moe/routing/normalize_topk.cuh."""
 
     _fields_ = (
         ("ids", c_uint64),
@@ -122,7 +122,7 @@ class StatelessKernel(threading.local):
 
 def _route(rule: str) -> str:
     return f"""\
-#include <weft/moe/route.cuh>
+#include <weft/moe/routing/route.cuh>
 constexpr weft::Routing R = {rule};
 extern "C" __global__ void __launch_bounds__({ROUTE_THREADS})
 weft_route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
@@ -131,7 +131,7 @@ weft_route(const __grid_constant__ weft::RouteArgs a) {{ weft::route<R>(a); }}
 
 def _normalize(_: str) -> str:
     return f"""\
-#include <weft/moe/normalize_topk.cuh>
+#include <weft/moe/routing/normalize_topk.cuh>
 extern "C" __global__ void __launch_bounds__({NORMALIZE_THREADS})
 weft_normalize_topk(const __grid_constant__ weft::NormalizeArgs a) {{ weft::normalize_topk(a); }}
 """

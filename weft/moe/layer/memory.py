@@ -12,12 +12,12 @@ from weft.group.hosts import default_device
 from weft.grouping.config import by_expert
 from weft.grouping.operator import buffer_bytes
 from weft.lowlatency.config import LowLatencyConfig
-from weft.moe.choice import AUTO
-from weft.moe.config import LayerOptions, LayerPlan, MemoryQuery, build_plans, exchange_sizes
-from weft.moe.low_latency import uses_packed_rows
+from weft.moe.layer.choice import AUTO
+from weft.moe.layer.config import LayerOptions, LayerPlan, MemoryQuery, build_plans, exchange_sizes
+from weft.moe.layer.low_latency import uses_packed_rows
+from weft.moe.layer.throughput import select_layout
+from weft.moe.layer.workspace import make_experts
 from weft.moe.models import MoEConfig
-from weft.moe.throughput import select_layout
-from weft.moe.workspace import make_experts
 from weft.runtime.layout import Memory, sizes_of
 from weft.shape import MAX_RANKS
 

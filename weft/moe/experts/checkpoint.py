@@ -18,7 +18,7 @@ from weft.arguments import raise_invalid
 from weft.distribution import install_hint
 from weft.errors import InvalidArgument
 from weft.json_files import read_json
-from weft.moe.formats import INT4_GROUPS, declared_format
+from weft.moe.experts.formats import INT4_GROUPS, declared_format
 from weft.moe.models import MoEConfig
 from weft.shape import FP8_BLOCK
 

@@ -11,7 +11,7 @@ namespace weft {
 constexpr u32 normalize_threads = 128;
 constexpr i32 no_such_expert = 0x7fffffff;  // replaces an invalid id; dispatch refuses it
 
-// Mirrored by `NormalizeArgs` in moe/kernels.py.
+// Mirrored by `NormalizeArgs` in moe/routing/kernels.py.
 struct NormalizeArgs {
     const void* ids;        // [tokens, top_k], int32 or int64
     const void* weights;    // the same shape

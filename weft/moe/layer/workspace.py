@@ -20,13 +20,13 @@ from weft.group.messages import Creation
 from weft.group.wire import JSON
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
-from weft.moe.choice import LayerChoice
-from weft.moe.config import LayerOptions, LayerPlan
-from weft.moe.experts import ExpertWeights
-from weft.moe.grouped_experts import GroupedExperts
+from weft.moe.experts.grouped_experts import GroupedExperts
+from weft.moe.experts.torch_experts import TorchExperts
+from weft.moe.experts.weights import ExpertWeights
+from weft.moe.layer.choice import LayerChoice
+from weft.moe.layer.config import LayerOptions, LayerPlan
 from weft.moe.models import MoEConfig
-from weft.moe.router import Routed
-from weft.moe.torch_experts import TorchExperts
+from weft.moe.routing.router import Routed
 from weft.runtime.stream import synchronize_stream
 
 Exchange: TypeAlias = AllToAll | LowLatencyAllToAll

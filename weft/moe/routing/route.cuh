@@ -9,7 +9,7 @@
 namespace weft {
 
 constexpr u32 route_warps = 4;          // per CTA, one token each
-constexpr float smallest_sum = 1e-20f;  // SMALLEST_SUM in moe/router.py
+constexpr float smallest_sum = 1e-20f;  // SMALLEST_SUM in moe/routing/router.py
 constexpr u32 no_key = 0;               // less than the key of every value: not selectable
 
 enum class Score : u32 { softmax, sigmoid, softmax_chosen, sqrtsoftplus };
@@ -32,7 +32,7 @@ struct Routing {
     }
 };
 
-// Mirrored by `RouteArgs` in moe/kernels.py. Strides are in elements.
+// Mirrored by `RouteArgs` in moe/routing/kernels.py. Strides are in elements.
 struct RouteArgs {
     const void* logits;
     const float* correction;

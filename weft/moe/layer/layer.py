@@ -28,15 +28,18 @@ from weft.grouping.config import MAX_ROWS
 from weft.heap.header import Record
 from weft.keywords import internal
 from weft.lowlatency.results import ExpertRows
-from weft.moe import compile as moe_compile
-from weft.moe.choice import LayerChoice, agree_on_choice
-from weft.moe.config import LayerOptions, build_plans
-from weft.moe.experts import ExpertWeights
-from weft.moe.low_latency import LowLatencyWorkspace
-from weft.moe.memory import memory_bytes
+from weft.moe.experts.weights import ExpertWeights
+from weft.moe.layer import compile as moe_compile
+from weft.moe.layer.choice import LayerChoice, agree_on_choice
+from weft.moe.layer.config import LayerOptions, build_plans
+from weft.moe.layer.low_latency import LowLatencyWorkspace
+from weft.moe.layer.memory import memory_bytes
+from weft.moe.layer.throughput import ThroughputWorkspace
+from weft.moe.layer.workspace import Exchange, LayerWorkspace, Shared
 from weft.moe.models import MoEConfig
-from weft.moe.replicas import Relocation, Replicas
-from weft.moe.router import (
+from weft.moe.replicas.placement import Replicas
+from weft.moe.replicas.relocation import Relocation
+from weft.moe.routing.router import (
     Routed,
     check_route,
     check_topk,
@@ -45,8 +48,6 @@ from weft.moe.router import (
     route,
     route_checked,
 )
-from weft.moe.throughput import ThroughputWorkspace
-from weft.moe.workspace import Exchange, LayerWorkspace, Shared
 from weft.runtime import library
 from weft.runtime.ambient import in_relaxed_mode, plain_tensors, without_autocast
 from weft.runtime.check import check_apart, check_group, check_tensor

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert modules, and a rank's expert weights stacked for grouped GEMMs."""
+"""A rank's expert weights, stacked for grouped GEMMs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from weft.arguments import check_bools, check_instance, check_int, check_ints, raise_invalid
 from weft.errors import InvalidArgument
 from weft.gemm.config import DTYPES_16BIT, FP8, MXFP4
 from weft.gemm.mxfp4 import (
-    BIAS,
     BLOCK,
-    HIGHEST,
-    NAN,
     SCALES,
     UNIT_BYTES,
     UNIT_K,
@@ -31,107 +25,13 @@ from weft.gemm.mxfp4 import (
     quantize_mxfp4,
 )
 from weft.group.hosts import default_device
-from weft.moe.checkpoint import MAX_LAYER, Part, open_layer
-from weft.moe.models import SWIGLU, Gating, MoEConfig
-from weft.reference import quantize
+from weft.moe.experts.checkpoint import MAX_LAYER, Part, open_layer
+from weft.moe.experts.modules import Expert
+from weft.moe.experts.quantize import expand_scales, mxfp4_to_fp8, quantize_blocks, to_fp8
+from weft.moe.models import MoEConfig
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_dense, check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor
 from weft.shape import FP8_BLOCK
-
-
-class Expert(nn.Module):
-    """One MLP in plain torch, `down(gating(gate_up(x)))`: a shared or a routed expert.
-
-    Args:
-        gate_up: `[2 * intermediate, hidden]`, gate rows first.
-        down: `[hidden, intermediate]`.
-        gate_up_bias: `[2 * intermediate]`, or None.
-        down_bias: `[hidden]`, or None.
-        gating: How gate and up are combined.
-    """
-
-    def __init__(
-        self,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        *,
-        gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
-        gating: Gating = SWIGLU,
-    ) -> None:
-        super().__init__()
-        check_instance("gating", gating, Gating)
-        _check_expert(gate_up, down, gate_up_bias, down_bias)
-        self.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        self.down = nn.Parameter(down, requires_grad=False)
-        self.gate_up_bias = _frozen_parameter(gate_up_bias)
-        self.down_bias = _frozen_parameter(down_bias)
-        self.gating = gating
-
-    @classmethod
-    def seeded(cls, config: MoEConfig, seed: int, *, shared: bool = False) -> Expert:
-        """Return an expert with random weights, equal for equal seeds.
-
-        Args:
-            config: Sizes, dtype and gating.
-            seed: Seed of the weights.
-            shared: Make a shared expert: of size `config.shared`, with SwiGLU and without biases.
-        """
-        check_instance("config", config, MoEConfig)
-        seed = check_int("seed", seed, -(1 << 63), (1 << 63) - 1)
-        check_bools(shared=shared)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        hidden, intermediate = config.hidden, config.shared if shared else config.intermediate
-
-        def draw(*shape: int, fan: int) -> torch.Tensor:
-            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            return (values / math.sqrt(fan)).to(config.dtype)
-
-        gate_up = draw(2 * intermediate, hidden, fan=hidden)
-        down = draw(hidden, intermediate, fan=intermediate)
-        if shared or not config.biased:
-            return cls(gate_up, down, gating=SWIGLU if shared else config.gating)
-        return cls(
-            gate_up,
-            down,
-            gate_up_bias=draw(2 * intermediate, fan=4),
-            down_bias=draw(hidden, fan=4),
-            gating=config.gating,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[rows, hidden]` for x `[rows, hidden]`."""
-        h = functional.linear(x, self.gate_up, self.gate_up_bias)
-        return functional.linear(self.gating.apply(h), self.down, self.down_bias)
-
-
-class GatedExpert(nn.Module):
-    """A shared expert with a sigmoid gate (Qwen3-Next): `sigmoid(x @ gate.T) * expert(x)`.
-
-    Args:
-        expert: `[rows, hidden]` -> `[rows, hidden]`: an `Expert`, an `FP8Expert` or any other
-            module.
-        gate: `[1, hidden]`, of x's dtype: shared_expert_gate.weight of a checkpoint.
-
-    Raises:
-        InvalidArgument: the argument is invalid.
-    """
-
-    def __init__(self, expert: nn.Module, gate: torch.Tensor) -> None:
-        super().__init__()
-        self.expert = check_instance("expert", expert, nn.Module)
-        if not isinstance(gate, torch.Tensor):
-            refuse_tensor("gate", gate)
-        if gate.dim() != 2 or len(gate) != 1 or not gate.is_floating_point():
-            raise InvalidArgument(
-                f"gate is {list(gate.shape)} {gate.dtype}; it must be [1, hidden], floating-point"
-            )
-        self.gate = nn.Parameter(gate, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[rows, hidden]` for x `[rows, hidden]`."""
-        out: torch.Tensor = self.expert(x)
-        return functional.linear(x, self.gate).sigmoid() * out
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,9 +317,9 @@ class ExpertWeights:
             values, scale = dequantize_mxfp4(values, scale), None
         if target.dtype == FP8:
             if values.dtype == MXFP4 and scale is not None:
-                q, q_scale = _mxfp4_to_fp8(values, scale, part.name)
+                q, q_scale = mxfp4_to_fp8(values, scale, part.name)
             else:
-                q, q_scale = _to_fp8(values, scale, part.block)
+                q, q_scale = to_fp8(values, scale, part.block)
             blocks = slice(part.rows.start // FP8_BLOCK, part.rows.stop // FP8_BLOCK)
             getattr(self, f"{part.field}_scale")[expert, blocks] = q_scale
             target.copy_(q)
@@ -428,7 +328,7 @@ class ExpertWeights:
         else:
             for start in range(0, len(values), FP8_BLOCK):  # limits the size of fp32 copies
                 rows = slice(start, min(start + FP8_BLOCK, len(values)))
-                factors = _expand_scales(scale, part.block, rows, values.shape[1])
+                factors = expand_scales(scale, part.block, rows, values.shape[1])
                 target[rows] = (values[rows].float() * factors).to(target.dtype)
 
     def check(
@@ -512,133 +412,3 @@ def _expected_tensors(
         if config.biased:
             tensors[f"{name}_bias"] = (rows,), config.dtype
     return tensors
-
-
-def _expand_scales(
-    scale: torch.Tensor, block: tuple[int, int], rows: slice, columns: int
-) -> torch.Tensor:
-    """Return the scale of each element for some rows of a matrix."""
-    row = torch.arange(rows.start, rows.stop, device=scale.device) // block[0]
-    return scale[row][:, torch.arange(columns, device=scale.device) // block[1]]
-
-
-def _to_fp8(
-    values: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert a stored matrix to FP8 with one scale per 128 x 128.
-
-    If the scales within such a block differ by powers of two (MXFP8, or one scale per matrix), the
-    block takes the largest one and values keep their bits, except that values below 2^-6 of it are
-    rounded to multiples of 2^-9 of it. All others are rounded as by `quantize_blocks`.
-    """
-    if values.dtype == FP8 and scale is not None and block == (FP8_BLOCK, FP8_BLOCK):
-        return values, scale
-    rows, columns = values.shape
-    wide = values.float()
-    if scale is not None:
-        factors = _expand_scales(scale, block, slice(0, rows), columns)
-        if values.dtype == FP8:
-            blocks = factors.view(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-            largest = blocks.amax(dim=(1, 3))
-            fp8_block = (FP8_BLOCK, FP8_BLOCK)
-            ratios = factors / _expand_scales(largest, fp8_block, slice(0, rows), columns)
-            if bool(torch.frexp(ratios).mantissa.eq(0.5).all()):
-                return wide.mul_(ratios).to(FP8), largest
-        wide.mul_(factors)
-    q, q_scale = quantize_blocks(wide.unsqueeze(0))
-    return q[0], q_scale[0]
-
-
-def _mxfp4_to_fp8(
-    values: torch.Tensor, scale: torch.Tensor, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert MXFP4 `[rows, columns / 2]` to FP8 with a power-of-two scale per 128 x 128.
-
-    The scale maps a block's highest power to 2^6: every E2M1 value times 2^6 is an E4M3 value.
-    """
-    if bool(scale.eq(NAN).any()):
-        raise InvalidArgument(f"{name} has a scale of {NAN}, which is NaN; weights are finite")
-    elements = dequantize_mxfp4(values, torch.full_like(scale, BIAS))
-    rows, columns = elements.shape
-    nonzero = elements.view(rows, columns // BLOCK, BLOCK).ne(0).any(dim=-1)
-    power = torch.where(nonzero, scale.int() - BIAS, -BIAS)
-    row_blocks, column_blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
-    blocks = power.view(row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK // BLOCK)
-    highest = blocks.amax(dim=(1, 3)).clamp(min=HIGHEST - 126)  # keeps the scale normal
-    shift = (blocks - highest.view(row_blocks, 1, column_blocks, 1)).view(rows, -1, 1) + HIGHEST
-    wide = torch.ldexp(elements.view(rows, columns // BLOCK, BLOCK), shift).view(rows, columns)
-    one = torch.ones_like(highest, dtype=torch.float32)
-    return wide.to(FP8), torch.ldexp(one, highest - HIGHEST)
-
-
-def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `[experts, rows, columns]` to FP8 with one scale per block of 128 x 128.
-
-    The rule is that of `weft.reference.quantize`.
-
-    Returns:
-        float8_e4m3fn of the same shape, and float32 scales `[experts, rows / 128, columns / 128]`.
-
-    Raises:
-        InvalidArgument: a size is no multiple of 128.
-    """
-    if not isinstance(weights, torch.Tensor):
-        refuse_tensor("weights", weights)
-    if weights.dim() != 3 or not weights.is_floating_point():
-        raise InvalidArgument(
-            f"weights are {list(weights.shape)} {weights.dtype}; they must be [experts, rows, "
-            "columns] of floating-point numbers"
-        )
-    experts, rows, columns = weights.shape
-    if rows % FP8_BLOCK or columns % FP8_BLOCK:
-        raise InvalidArgument(
-            f"weights are {list(weights.shape)}; blocks are {FP8_BLOCK} x {FP8_BLOCK}: pad them"
-        )
-    grid = row_blocks, column_blocks = rows // FP8_BLOCK, columns // FP8_BLOCK
-    q = torch.empty(weights.shape, dtype=FP8, device=weights.device)
-    scales = torch.empty((experts, *grid), dtype=torch.float32, device=weights.device)
-    for expert, matrix in enumerate(weights):  # one at a time: fp32 copies are large
-        blocks = matrix.view(row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK).transpose(1, 2)
-        block_q, scale = quantize(blocks.flatten(2), "fp8", columns=FP8_BLOCK * FP8_BLOCK)
-        rows_q = block_q.view(*grid, FP8_BLOCK, FP8_BLOCK).transpose(1, 2)
-        q[expert] = rows_q.reshape(rows, columns)
-        scales[expert] = scale.squeeze(-1)
-    return q, scales
-
-
-def _check_expert(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> None:
-    for name, matrix in (("gate_up", gate_up), ("down", down)):
-        if not isinstance(matrix, torch.Tensor):
-            refuse_tensor(name, matrix)
-        check_dense(name, matrix)
-    valid = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
-    if not valid or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
-        raise InvalidArgument(
-            f"gate_up is {list(gate_up.shape)} {gate_up.dtype} and down {list(down.shape)}; they "
-            "must be [2 * intermediate, hidden] and [hidden, intermediate] of one floating-point "
-            "dtype"
-        )
-    for name, tensor, shape in (
-        ("down", down, down.shape),
-        ("gate_up_bias", gate_up_bias, gate_up.shape[:1]),
-        ("down_bias", down_bias, down.shape[:1]),
-    ):
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            refuse_tensor(name, tensor)
-        check_dense(name, tensor)
-        if (tensor.shape, tensor.dtype, tensor.device) != (shape, gate_up.dtype, gate_up.device):
-            raise InvalidArgument(
-                f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; it must be "
-                f"{list(shape)} {gate_up.dtype} on {gate_up.device}, like gate_up"
-            )
-
-
-def _frozen_parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
-    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

@@ -19,9 +19,9 @@ from weft.gemm import (
 )
 from weft.gemm.config import COARSE_ROWS, DTYPES_16BIT, FP8, fastest_plan, is_hopper
 from weft.gemm.kernels import OPERANDS, GemmShape, preload
-from weft.moe.experts import ExpertWeights
+from weft.moe.experts.torch_experts import RowsByExpert
+from weft.moe.experts.weights import ExpertWeights
 from weft.moe.models import MoEConfig
-from weft.moe.torch_experts import RowsByExpert
 from weft.shape import FP8_BLOCK
 
 
