@@ -12,7 +12,6 @@ import torch
 
 import weft
 from tests.compat.buffers import KINDS, buffered, returned
-from tests.headers import HEADER_BYTES, Header
 from tests.test_defaults import defaults
 from weft.compat.deep_ep import Buffer, Config, EventOverlap, topk_idx_t
 from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder
@@ -189,25 +188,6 @@ def test_the_originals_own_sequence_under_any_defaults(ranks, kind, dtype):
 
 
 @buffered(low_latency_mode=True)
-def dropped(group: weft.Group, buffer: Buffer, hooks: bool) -> None:
-    """Dispatch often without a combine; the rows of each are right, and the last combines often."""
-    for round_ in range(9):
-        x, ids, weights = inputs(group, round_ % 2)
-        numbers, counts, handle, event, hook = buffer.low_latency_dispatch(
-            x, ids, MOST, EXPERTS, use_fp8=False, return_recv_hook=hooks
-        )
-        settle(event, hook)
-        check_rows(group, numbers, counts, handle, all_ids(group, round_ % 2))
-    want = expected(group, 0, weights)
-    for _ in range(5):
-        out, event, hook = buffer.low_latency_combine(
-            whole(numbers), ids, weights, handle, return_recv_hook=hooks
-        )
-        settle(event, hook)
-        assert torch.equal(out.cpu(), want)
-
-
-@buffered(low_latency_mode=True)
 def in_turn(group: weft.Group, buffer: Buffer) -> None:
     """Combine two handles in turn, with other rows and weights, and from both their buffers."""
     made = []
@@ -320,27 +300,10 @@ def finish(group, batch, tokens, combined, hook) -> None:
     assert torch.equal(combined.cpu(), want[:tokens])
 
 
-@buffered(low_latency_mode=True)
-def streams(group: weft.Group, buffer: Buffer) -> None:
-    if group.device.type == "cuda":
-        assert buffer.get_comm_stream() == torch.cuda.current_stream(group.device)
-    else:
-        with pytest.raises(InvalidArgument, match="they have no streams"):
-            buffer.get_comm_stream()
-
-
-BODIES: dict[str, tuple[Any, ...]] = {
-    "dropped": (dropped, False),
-    "dropped, hooks": (dropped, True),
-}
-BODIES |= {body.__name__: (body,) for body in (in_turn, protected, overtaken, zero_copies)}
-BODIES |= {"engines": (engines,), "streams": (streams,)}
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", BODIES)
-def test_results_are_dropped_kept_and_combined_in_any_order(ranks, kind, name):
-    ranks(2, kind)(*BODIES[name])
+@pytest.mark.parametrize("body", [in_turn, protected, overtaken, zero_copies, engines])
+def test_results_are_kept_and_combined_in_any_order(ranks, kind, body):
+    ranks(2, kind)(body)
 
 
 def of_a_process_group(group: weft.Group) -> None:
@@ -361,22 +324,6 @@ def of_a_process_group(group: weft.Group) -> None:
 
 def test_a_process_group_as_callers_pass_it(ranks):
     ranks(2, "cpu")(of_a_process_group)
-
-
-def with_options(group: weft.Group) -> tuple[int, int]:
-    """Return the deadlines that the kernels read."""
-    buffer = Buffer(group, low_latency_mode=True, timeout=40.0, first_timeout=55.0)
-    buffer.low_latency_combine(*dispatched(buffer, 0))
-    (exchange,) = buffer._exchanges.values()
-    raw = exchange.heap.tensor((HEADER_BYTES,), torch.uint8)
-    header = Header.from_buffer_copy(raw.numpy().tobytes())
-    group.barrier()
-    buffer.destroy()
-    return header.deadline_ns, header.first_deadline_ns
-
-
-def test_options_of_wefts_own_are_those_of_the_exchange(ranks):
-    assert ranks(2, "threads")(with_options) == [(40 * 10**9, 55 * 10**9)] * 2
 
 
 def others_handle(group: weft.Group) -> None:

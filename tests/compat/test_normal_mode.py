@@ -412,38 +412,23 @@ def refused(group: weft.Group) -> None:
     x, handle = sent(buffer, mine)
     numbers, scales = mine.fp8()
     bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"x": mine.x[:, :100]}, r"pass x\.contiguous\(\)"),
         ({"x": mine.x[:, :4].contiguous()}, "x has rows of 8 bytes"),
-        ({"x": (numbers, scales, scales)}, "x has 3 tensors"),
         ({"x": (mine.x, scales)}, r"x\[0\] has dtype torch.bfloat16"),
         ({"x": (numbers, scales[1:])}, r"x\[1\] has shape"),
-        ({"x": (numbers, scales.double())}, r"x\[1\] has dtype"),
         ({"num_tokens_per_rank": None}, "num_tokens_per_rank is None; .* or pass a handle"),
-        ({"num_tokens_per_expert": torch.zeros(0).int()}, "num_tokens_per_expert has 0 entries"),
         ({"topk_idx": mine.ids}, "topk_idx without topk_weights"),
         ({"topk_weights": mine.weights}, "topk_weights without topk_idx"),
-        ({**topk, "topk_weights": mine.weights[1:]}, "topk_weights has shape"),
         ({"num_worst_tokens": 100}, "num_worst_tokens is 100 without topk_idx"),
-        ({**topk, "num_worst_tokens": 1 << 26}, r"num_worst_tokens is 67108864; .* 0\.\.1048576"),
         ({**topk, "handle": handle}, "topk_idx is a tensor .* a dispatch with a handle sends rows"),
         ({"x": mine.x[1:], "handle": handle}, "x has 4 tokens, but the handle's dispatch had 5"),
-        ({"handle": (1, 2)}, r"handle is \(1, 2\); it must be the handle that dispatch returned"),
     )
     for change, text in bad:
         with pytest.raises(InvalidArgument, match=text):
             buffer.dispatch(**{"x": mine.x, **args, **change})
     with pytest.raises(TokenOverflow, match="num_worst_tokens is 4, but this rank, one of 1, has"):
         buffer.dispatch(mine.x, **args, **topk, num_worst_tokens=4)
-    back: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"x": x[1:]}, "x has shape"),
-        ({"topk_weights": torch.zeros(1, 2)}, "topk_weights has shape"),
-        ({"bias": mine.x[1:]}, "bias has shape"),
-        ({"bias": (mine.x, mine.x, mine.x)}, "bias has 3 tensors"),
-        ({"bias": (mine.x, mine.x.float())}, r"bias\[1\] has dtype"),
-    )
-    for change, text in back:
-        with pytest.raises(InvalidArgument, match=text):
-            buffer.combine(**{"x": x, "handle": handle, **change})
+    with pytest.raises(InvalidArgument, match=r"bias\[1\] has dtype"):
+        buffer.combine(x, handle, bias=(mine.x, mine.x.float()))
     for call in (lambda: other.combine(x, handle), lambda: other.dispatch(mine.x, handle)):
         with pytest.raises(OutOfOrder, match="not of a dispatch of this buffer"):
             call()

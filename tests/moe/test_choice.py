@@ -11,7 +11,6 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, WIDER, Case
-from weft.errors import CreationFailed, GeometryMismatch, WeftError
 from weft.moe import MODES, OVERLAPS
 from weft.moe.layer.choice import choose_mode, choose_overlap
 
@@ -95,30 +94,3 @@ def test_options_of_any_rank_narrow_the_choice(ranks, one, other, overlap):
     assert first == second
     assert (first.overlap, first.auto) == (one.get("overlap", overlap), overlap)
     assert first.text.startswith("none, as asked. auto: ") == ("overlap" in one)
-
-
-def refused(group: weft.Group) -> list[str]:
-    texts = []
-    for *options, kind, _ in REFUSED:
-        with pytest.raises(kind) as caught:
-            explained(group, options)
-        texts.append(str(caught.value))
-    return texts
-
-
-PUSH = {"overlap": "gemm_push"}
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[WeftError], str]] = [
-    ({}, {"overlap": "none"}, GeometryMismatch, "overlap"),
-    ({"max_tokens": 5}, {}, GeometryMismatch, "max_tokens"),
-    (PUSH, {**PUSH, "gemm": "torch"}, CreationFailed, "gemm"),
-    ({"max_tokens": "4"}, {}, CreationFailed, "max_tokens is '4'"),
-    ({"max_tokens": 0}, {}, CreationFailed, "max_tokens is 0"),
-]
-
-
-def test_what_does_not_fit_is_refused_by_all(ranks):
-    first, second = ranks(2, "threads")(refused)
-    assert first == second
-    assert [
-        words for (*_, words), text in zip(REFUSED, first, strict=True) if words not in text
-    ] == []

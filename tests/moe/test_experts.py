@@ -81,10 +81,6 @@ def test_a_shared_expert_behind_a_gate():
     x, gate = torch.randn(3, config.hidden), torch.randn(1, config.hidden)
     wanted = torch.sigmoid((x * gate).sum(dim=1, keepdim=True)) * shared(x)
     torch.testing.assert_close(GatedExpert(shared, gate)(x), wanted)
-    with pytest.raises(InvalidArgument, match=r"gate is \[2, 4\] torch.int64; it must be \[1, hid"):
-        GatedExpert(shared, torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(InvalidArgument, match="gate is a NoneType; it must be a torch.Tensor"):
-        GatedExpert(shared, None)  # type: ignore[arg-type]
 
 
 def test_stacking():
@@ -128,9 +124,6 @@ def test_configs():
         assert config.hidden % 64 == 0, name
         assert config.routing.num_experts % 8 == 0, name
         assert config.biased == (name == "gpt-oss-120b")
-    for hidden, intermediate, shared in ((0, 8, 0), (8, 0, 0), (8, 8, -1)):
-        with pytest.raises(InvalidArgument, match="it must be an integer in [01]"):
-            MoEConfig(hidden, intermediate, MODELS["kimi-k2"].routing, shared=shared)
     assert MoEConfig(64, 32, MODELS["qwen3-30b-a3b"].routing).gating is SWIGLU
 
 
@@ -193,8 +186,3 @@ def test_what_fp8_experts_refuse():
     down, down_scale = quantize_blocks(torch.ones(1, 128, 128))
     with pytest.raises(InvalidArgument, match="gate_up_scale has shape"):
         FP8Expert(q[0], down_scale[0], down[0], down_scale[0])
-    for wrong in (torch.ones(3, 100), torch.ones(128), torch.ones(3, 128).int()):
-        with pytest.raises(InvalidArgument):
-            quantize_rows(wrong)
-    with pytest.raises(InvalidArgument, match="strides"):
-        quantize_rows(torch.ones(128, 128).T[:, :128].t()[::2])

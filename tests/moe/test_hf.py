@@ -235,8 +235,6 @@ MIXTRAL = {
     "model_type": "mixtral", "hidden_size": 64, "num_experts_per_tok": 2, "num_local_experts": 8,
     "intermediate_size": 32,
 }  # fmt: skip
-LLAMA, M3 = PUBLISHED["llama-4-scout"], PUBLISHED["minimax-m3"]
-PLAIN = PUBLISHED["qwen3-30b-a3b"]
 # Fields of other families, which would change the arithmetic.
 FOREIGN = {
     "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "n_group": 4, "n_shared_experts": 1,
@@ -247,34 +245,11 @@ FOREIGN = {
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
-        *(
-            (base, {k: v}, f"{k} in config")
-            for base in (PLAIN, MIXTRAL)
-            for k, v in FOREIGN.items()
-        ),
+        *((MIXTRAL, {k: v}, f"{k} in config") for k, v in FOREIGN.items()),
         (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob in config is False"),
-        (
-            PLAIN,
-            {"shared_expert_intermediate_size": 512},
-            "shared_expert_intermediate_size in config",
-        ),
-        (DEEPSEEK, {"hidden_act": "gelu"}, "hidden_act in config is 'gelu'; .* with 'silu'"),
-        (DEEPSEEK, {"scoring_func": "softmax", "n_group": None}, "scoring_func in config is 'soft"),
-        (PUBLISHED["glm-4.5-air"], {"swiglu_limit": 7.0}, "is 7.0; .* without it only"),
-        (
-            DEEPSEEK,
-            {"model_type": "deepseek_v2"},
-            "'deepseek_v2'; .*'deepseek_v3', 'deepseek_v32',",
-        ),
+        (DEEPSEEK, {"model_type": "deepseek_v2"}, "'deepseek_v2'; .*'deepseek_v3', 'deepseek_v32'"),
         (DEEPSEEK, {"torch_dtype": "float8"}, "dtype in config is 'float8'; choose one of"),
-        (DEEPSEEK, {"n_routed_experts": 0}, "n_routed_experts in config is 0"),
-        (LLAMA, {"text_config": {}}, "model_type in text_config of config is 'llama4'"),
-        (LLAMA["text_config"], {"num_experts_per_tok": 2}, "weigh 'input' with top_k 2"),
-        (
-            M3,
-            {"text_config": {**M3["text_config"], "hidden_act": "gelu"}},
-            "hidden_act in text_config of config is 'gelu'; .* with 'swigluoai', 'silu' only",
-        ),
+        (PUBLISHED["llama-4-scout"], {"text_config": {}}, "model_type in text_config of config is"),
     ],
 )
 def test_configs_that_are_not_served(config, changes, words):

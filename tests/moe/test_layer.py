@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, WIDER, Case, bound
+from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, bound
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
@@ -270,24 +270,6 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
 @BOTH
 def test_siblings_share_one_workspace(ranks, mode):
     ranks(2, "threads")(siblings, {"mode": mode})
-
-
-def sizes(group: weft.Group, mode: str) -> None:
-    case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(4, 4))
-    with case.open(group, gemm="torch", mode=mode) as layer:
-        exchange = layer.exchange
-        if isinstance(exchange, weft.AllToAll):
-            rows, beside = 2 * 4 * 3, weft.ExpertGroups.memory_bytes(exchange)
-        else:
-            rows, beside = 4 * 2 * 4, exchange.memory.ordinary  # local experts, ranks, tokens
-        assert layer.workspace_bytes == rows * (2 * 32 + 32 + HIDDEN) * 4 + beside
-        assert layer.local_experts == tuple(range(EXPERTS))[group.rank * 4 : group.rank * 4 + 4]
-        assert (layer.gemm, layer.config) == ("torch", case.config)
-
-
-@BOTH
-def test_sizes_are_known(ranks, mode):
-    ranks(2, "threads")(sizes, mode)
 
 
 def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:

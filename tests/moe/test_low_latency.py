@@ -11,14 +11,10 @@ import torch
 
 import weft
 from tests.moe.layers import CONFIGS, EXPERTS, HIDDEN, Case
-from tests.moe.test_layer import PAIRS, settle
+from tests.moe.test_layer import PAIRS
 from weft.errors import InvalidArgument
 from weft.gemm import config as gemm_config
-from weft.moe import ExpertWeights
-from weft.moe.experts import grouped_experts
-from weft.moe.experts.torch_experts import RowsByExpert
 from weft.moe.layer.config import choose_gemm, pushes_in_place
-from weft.moe.layer.low_latency import LATE_START_TOKENS
 
 LOW = {"mode": "low_latency"}
 
@@ -98,49 +94,3 @@ def test_which_gemms_store_rows_with_flag_in_data(monkeypatch, hopper, config, f
         gpu = torch.device("cuda", 0)
         assert pushes_in_place(config, experts, fp8=fp8, device=gpu) == able
         assert pushes_in_place(config, experts, fp8=fp8, device=torch.device("cpu"))
-
-
-def first_products(group: weft.Group, tokens: int, beside: bool) -> list[bool]:
-    """Whether the first product of a call may begin early."""
-    seen = []
-    case = Case(PAIRS, tokens=(tokens,) * group.size)
-    with case.open(group, **LOW, overlap="gemm_push", gemm="grouped") as layer:
-        work = layer.workspace
-        up = work.experts.up
-
-        def watched(
-            weights: ExpertWeights, rows: RowsByExpert, *, tokens: int, early: bool = True
-        ) -> None:
-            seen.append(early)
-            up(weights, rows, tokens=tokens, early=early)
-
-        work.experts.up = watched  # type: ignore[method-assign]
-        work.side_stream._busy = beside  # as on a GPU, where it has a stream of its own
-        layer(*case.of(group.rank, group.device))
-        settle(group)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("tokens", "beside", "early"),
-    [
-        (LATE_START_TOKENS - 1, True, True),
-        (LATE_START_TOKENS, True, False),
-        (LATE_START_TOKENS, False, True),
-    ],
-)
-def test_with_many_tokens_the_shared_expert_goes_first(ranks, tokens, beside, early):
-    assert ranks(2, "threads")(first_products, tokens, beside) == [[early]] * 2
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_product_that_is_not_early_is_launched_behind(monkeypatch, early):
-    asked = []
-    monkeypatch.setattr(grouped_experts, "grouped_gemm", lambda *_, **given: asked.append(given))
-    device, nothing = torch.device("cpu"), torch.zeros(1)
-    mlp = grouped_experts.GroupedExperts(
-        PAIRS, (8, 4), 8, fp8=True, ranks=2, max_tokens=4, programmatic=True, device=device
-    )
-    rows = RowsByExpert((nothing, nothing), nothing, nothing)
-    mlp.up(ExpertWeights.stack(PAIRS, []).to_fp8(), rows, tokens=4, early=early)
-    assert [given["programmatic_launch"] for given in asked] == [early]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.emulator.emulate import Emulated, build_library, emulated_tree, entry
-from weft.errors import InvalidArgument
 from weft.moe import Replicas, Routed, normalize_topk
 from weft.moe.routing.kernels import DTYPES, NormalizeArgs
 from weft.moe.routing.kernels import NORMALIZE_THREADS as THREADS
@@ -121,23 +120,3 @@ def test_nothing_to_do_costs_nothing():
     found = normalize_topk(ids, weights)
     assert found.ids is ids
     assert found.weights is weights
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"topk_ids": torch.zeros(4, 2)}, "topk_ids has dtype torch.float32"),
-        ({"topk_ids": torch.zeros(4, dtype=torch.int32)}, r"topk_ids has shape \[4\]"),
-        ({"topk_weights": torch.zeros(4, 3)}, r"topk_weights has shape \[4, 3\]"),
-        ({"topk_weights": torch.zeros(4, 2).double()}, "topk_weights has dtype torch.float64"),
-        ({"topk_weights": torch.zeros(4, 2, requires_grad=True)}, "requires a gradient"),
-        ({"padding_id": 1.5}, "padding_id is 1.5"),
-        ({"skip_zero_weights": 1}, "skip_zero_weights is 1"),
-        ({"replicas": torch.zeros(4, dtype=torch.int32)}, r"replicas has shape \[4\]"),
-        ({"num_tokens": torch.zeros(2, dtype=torch.int32)}, r"num_tokens has shape \[2\]"),
-    ],
-)
-def test_refusals(change, words):
-    right = {"topk_ids": torch.zeros(4, 2, dtype=torch.int32), "topk_weights": torch.zeros(4, 2)}
-    with pytest.raises(InvalidArgument, match=words):
-        normalize_topk(**{**right, **change})

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import weft
-from tests.moe import overlapping
 from tests.moe.layers import Case
-from tests.moe.overlapping import CONFIG, MODES, Layers, Step, odd, odd_round, replay
+from tests.moe.overlapping import CONFIG, MODES, Layers, Step, odd, replay
 from weft.moe import Expert
 
 TILED: dict[str, Any] = {"gemm": "grouped"}
@@ -50,16 +49,3 @@ def spoiled(group: weft.Group, how: str) -> dict[str, int]:
 )
 def test_what_is_wrong_is_counted(ranks, how):
     assert all(told["gemm_push"] > 0 for told in ranks(2, "threads")(spoiled, how))
-
-
-def test_odd_rounds_meet_the_edges_of_a_block():
-    for block in (16, 64):
-        found: dict[str, set[int]] = {}
-        for number in range(100):
-            name, tokens, _, _ = odd_round(number, 4, block)
-            assert all(0 <= count <= overlapping.MOST_TOKENS for count in tokens)
-            found.setdefault(name, set()).add(sum(tokens))
-        edges = [found[f"a block{more}, to one expert"] for more in (" less one", "", " and one")]
-        assert edges == [{block - 1}, {block}, {block + 1}]
-        assert found["no token at all"] == {0}
-        assert found["one token in all"] == {1}

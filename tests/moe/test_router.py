@@ -116,35 +116,6 @@ def random_logits(experts: int, tokens: int = 33) -> torch.Tensor:
     return torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "groups", "top_groups", "top_k", "scale"),
-    [
-        ("deepseek-v3", 8, 4, 8, 2.5),
-        ("glm-4.5-air", 1, 1, 8, 1.0),
-        ("kimi-k2", 1, 1, 8, 2.827),
-        ("deepseek-v4-flash", 1, 1, 6, 1.5),
-    ],
-)
-def test_models_with_a_correction(name, groups, top_groups, top_k, scale):
-    routing = MODELS[name].routing
-    logits = random_logits(routing.num_experts)
-    bias = torch.randn(routing.num_experts, generator=torch.Generator().manual_seed(1)) * 0.1
-    ids, weights = route(routing, logits, correction=bias)
-    p = logits.sigmoid()
-    if routing.score == "sqrtsoftplus":
-        p = (1 + logits.double().exp()).log().sqrt()
-    by_group = (p + bias).view(len(p), groups, -1)
-    group_scores = by_group.sort(dim=-1).values[..., -2:].sum(-1)
-    keep = torch.zeros_like(group_scores).scatter_(1, group_scores.topk(top_groups)[1], 1.0)
-    masked = torch.where(keep[..., None] > 0, by_group, -torch.inf).flatten(1)
-    wanted = masked.topk(top_k).indices
-    assert torch.equal(ids.long(), wanted)
-    w = p.gather(1, wanted)
-    torch.testing.assert_close(weights, (w / w.sum(1, keepdim=True) * scale).float())
-    if groups > 1:
-        assert not torch.equal(ids.long(), (p + bias).topk(8).indices), "groups must matter here"
-
-
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-120b", "qwen3-30b-a3b"])
 def test_given_experts_weigh_what_route_gives_them(name):
     routing = MODELS[name].routing
@@ -182,19 +153,11 @@ def test_rules_at_their_limits():
     ("changes", "words"),
     [
         ({"groups": 3}, "groups is 3 for 8 experts"),
-        ({"groups": 0}, "groups is 0"),
-        ({"num_experts": 0}, "num_experts is 0; it must be an integer in 1"),
         ({"groups": 2, "top_groups": 3}, r"top_groups is 3; it must be an integer in 1\.\.2"),
         ({"groups": 4, "top_k": 3}, r"top_k is 3; it must be in 1\.\.2, the experts of 1 of 4"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"score": "tanh"}, "score is 'tanh'"),
-        ({"weigh": "both"}, "weigh is 'both'"),
-        ({"group_best": 3}, "group_best is 3"),
         ({"groups": 8, "top_groups": 8}, r"a group has 1 expert"),
         ({"score": "softmax-chosen", "correction": True}, "without correction and groups"),
         ({"score": "softmax-chosen", "groups": 2, "top_groups": 2}, "groups 2"),
-        ({"scale": math.nan}, "scale is nan"),
-        ({"scale": 0.0}, "scale is 0.0"),
         ({"weigh": "input"}, "weigh 'input' with top_k 2"),
     ],
 )
@@ -206,24 +169,16 @@ def test_rules_that_cannot_be(changes, words):
 def test_what_route_and_weigh_refuse():
     plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
     good, bias = torch.zeros(3, 8), torch.zeros(8)
-    refused: list[tuple[Routing, torch.Tensor, dict[str, Any], str]] = [
-        *((plain, x, {}, r"be \[tokens, 8\]") for x in (good[0], torch.zeros(3, 7), good.int())),
-        (biased, good, {}, "correction is None, but this routing was made with correction=True"),
-        (plain, good, {"correction": bias}, "correction=False: leave it out"),
-        (biased, good, {"correction": bias[1:]}, "correction has shape"),
-        (biased, good, {"correction": bias.double()}, "correction has dtype"),
-        (plain, good, {"num_tokens": torch.zeros(1)}, "num_tokens has dtype"),
+    refused: list[tuple[Routing, dict[str, Any], str]] = [
+        (biased, {}, "correction is None, but this routing was made with correction=True"),
+        (plain, {"correction": bias}, "correction=False: leave it out"),
+        (biased, {"correction": bias[1:]}, "correction has shape"),
     ]
-    for routing, logits, options, words in refused:
+    for routing, options, words in refused:
         with pytest.raises(InvalidArgument, match=words):
-            route(routing, logits, **options)
-    for logits, ids, words in (
-        (good, torch.zeros(3, 1).int(), r"topk_ids has shape \[3, 1\]"),
-        (good, torch.zeros(3, 2), "topk_ids has dtype torch.float32"),
-        (good[:, 1:], torch.zeros(3, 2).int(), r"they must be \[tokens, "),
-    ):
-        with pytest.raises(InvalidArgument, match=words):
-            weigh_given(plain, logits, ids)
+            route(routing, good, **options)
+    with pytest.raises(InvalidArgument, match=r"topk_ids has shape \[3, 1\]"):
+        weigh_given(plain, good, torch.zeros(3, 1).int())
 
 
 def test_router_logits_are_in_float32():
