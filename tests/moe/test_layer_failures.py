@@ -112,7 +112,7 @@ def other_rules(group: weft.Group) -> None:
     for options in ({"mode": ("throughput", "low_latency")}, {"overlap": ("auto", "none")}):
         ((name, values),) = options.items()
         with pytest.raises(GeometryMismatch, match=f"MoE layer differs.*{name}"):
-            CASE.open(group, **{name: values[group.rank]})  # type: ignore[arg-type]
+            CASE.open(group, **{name: values[group.rank]})
 
 
 def test_ranks_have_one_rule_and_one_mode(ranks):
