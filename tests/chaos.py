@@ -360,7 +360,7 @@ class Newcomers:
                 for at, each in enumerate(self.started):
                     if at not in ended and each.process.exitcode is not None:
                         ended.add(at)
-                        Meeting.at(each.address).end(f"{each.process.name} ended")
+                        Meeting.from_address(each.address).end(f"{each.process.name} ended")
         except BaseException as error:
             self._error = error
 
@@ -487,7 +487,7 @@ def meet(plan: Plan, folder: Path) -> None:
     context = fork_server()
     arriving = []
     for rank in range(RANKS):
-        given = meeting if rank == meeting.hub else Meeting.at(meeting.address)
+        given = meeting if rank == meeting.hub else Meeting.from_address(meeting.address)
         arriving.append(context.Process(target=arrive, args=(given, rank, plan.seed, str(folder))))
     try:
         for process in arriving:

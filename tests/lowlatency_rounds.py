@@ -13,7 +13,7 @@ import weft
 from tests.rounds import Round, bits, dropped, settle
 from weft.gemm.reference import push_rows
 from weft.lowlatency import reference as low
-from weft.lowlatency.config import LowLatencyConfig, LowShape
+from weft.lowlatency.config import LowLatencyConfig, LowLatencyShape
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.lowlatency.results import ExpertRows
 from weft.reference import dequantize
@@ -50,10 +50,10 @@ class Mode:
         options: dict[str, Any] = self.options | self.more
         return LowLatencyAllToAll(group, **case.sizes(max_tokens), dtype=case.dtype, **options)
 
-    def shape(self, case: Round, max_tokens: int, **more: Any) -> LowShape:
+    def shape(self, case: Round, max_tokens: int, **more: Any) -> LowLatencyShape:
         """What its kernels are made for; more: options that change it."""
         sizes = {"ranks": len(case.tokens), **case.sizes(max_tokens), "dtype": case.dtype}
-        return LowLatencyConfig.of(**sizes, **self.options, **more).shape
+        return LowLatencyConfig.from_args(**sizes, **self.options, **more).shape
 
 
 def readable(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

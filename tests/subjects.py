@@ -82,7 +82,7 @@ class ByRank:
 
     def compile(self, folder: Path, **more: Any) -> Path:
         sizes = self.case.sizes(TOKENS) | combining(self.way)
-        shape = AllToAllConfig.of(ranks=len(self.case.tokens), **sizes).shape
+        shape = AllToAllConfig.from_args(ranks=len(self.case.tokens), **sizes).shape
         return compile_alltoall(shape, folder, **more)
 
     def emulate(self, subject: Subject, library: Path) -> None:
@@ -149,7 +149,7 @@ class Sums:
         return Subject(ar, play)
 
     def compile(self, folder: Path, **more: Any) -> Path:
-        config = ReduceConfig.of(
+        config = ReduceConfig.from_args(
             ranks=self.ranks,
             max_tokens=MOST_SUMMED,
             hidden=SUM.hidden,

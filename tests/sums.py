@@ -41,7 +41,7 @@ class Sum:
 
     def config(self, ranks: int, max_tokens: int) -> ReduceConfig:
         """What its kernels are made for."""
-        return ReduceConfig.of(
+        return ReduceConfig.from_args(
             ranks=ranks,
             max_tokens=max_tokens,
             hidden=self.hidden,

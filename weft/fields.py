@@ -59,7 +59,7 @@ def check_fields(config: object) -> None:
     )
 
 
-def checked(kind: type, **values: Any) -> dict[str, Any]:
+def check_values(kind: type, **values: Any) -> dict[str, Any]:
     """Return the checked values of some fields before the config is constructed.
 
     Raises:
@@ -76,16 +76,16 @@ def max_value(kind: type, name: str) -> int:
     return rule.high
 
 
-def by_argument(config: object) -> dict[str, Any]:
+def values_by_argument(config: object) -> dict[str, Any]:
     """Return all fields by argument name, for the comparison between ranks at creation."""
     rules = _rules_of(config).items()
     return {getattr(rule, "argument", name): getattr(config, name) for name, rule in rules}
 
 
-def literal(config: object, struct: str) -> str:
+def to_cpp(config: object, struct: str) -> str:
     """Return the initialiser of the C++ struct that has these fields, in this order."""
     rules = _rules_of(config).items()
-    entries = (_initialiser(name, rule, getattr(config, name)) for name, rule in rules)
+    entries = (_cpp_initialiser(name, rule, getattr(config, name)) for name, rule in rules)
     return f"{struct}{{{', '.join(entries)}}}"
 
 
@@ -100,7 +100,7 @@ def config_hash(config: Any, kind: str = "") -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:3], "little")
 
 
-def _initialiser(name: str, rule: Any, value: Any) -> str:
+def _cpp_initialiser(name: str, rule: Any, value: Any) -> str:
     if isinstance(rule, Choice):
         return f".{name} = {rule.enum}::{value}"
     if isinstance(rule, Array):

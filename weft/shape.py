@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 
 from weft.errors import InvalidArgument
-from weft.fields import Array, Choice, Size, check_fields, config_hash, literal
+from weft.fields import Array, Choice, Size, check_fields, config_hash, to_cpp
 
 MAX_PLANES = 8
 MAX_RANKS = 72  # of one NVLink domain (GB200 NVL72)
@@ -121,6 +121,6 @@ class Shape:
         """24 bits of this Shape's hash."""
         return config_hash(self)
 
-    def literal(self) -> str:
+    def to_cpp(self) -> str:
         """Return the C++ initialiser of this Shape."""
-        return literal(self, "weft::Shape")
+        return to_cpp(self, "weft::Shape")

@@ -23,7 +23,9 @@ RECORDED = Path(__file__).resolve().parents[2] / "benchmarks/results"
 
 
 def config(ranks: int, hidden: int = 7168, tokens: int = 4096) -> ReduceConfig:
-    return ReduceConfig.of(ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=torch.bfloat16)
+    return ReduceConfig.from_args(
+        ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])

@@ -138,7 +138,7 @@ def test_packed_scales_lie_columns_first(group):
 def test_sizes_are_refused_with_their_limits(given, text):
     sizes = {"ranks": 4, "max_tokens": 8, "hidden": 256, "dtype": BF16, **given}
     with pytest.raises(InvalidArgument) as caught:
-        ReduceConfig.of(**sizes)
+        ReduceConfig.from_args(**sizes)
     assert text in str(caught.value)
 
 

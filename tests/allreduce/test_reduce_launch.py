@@ -16,7 +16,7 @@ from weft.errors import InvalidArgument
 from weft.runtime import kernels as all_kernels
 from weft.runtime.kernels import Build
 
-REDUCTION = ReduceConfig.of(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
+REDUCTION = ReduceConfig.from_args(ranks=8, max_tokens=4096, hidden=7168, dtype=torch.bfloat16)
 STREAM = 0x7F00
 
 
@@ -69,7 +69,7 @@ def test_one_shot_of_clusters_stays_where_it_does_not_fit_at_once(entries, monke
     """One CTA an SM: waves hold 66 rows of two CTAs at once, and a grid that stays 132 of one."""
     monkeypatch.setattr(Module, "resident_clusters", lambda *asked: 132 // asked[-1])
     for hidden in (4096, 7168):
-        two = ReduceConfig.of(ranks=2, max_tokens=512, hidden=hidden, dtype=torch.bfloat16)
+        two = ReduceConfig.from_args(ranks=2, max_tokens=512, hidden=hidden, dtype=torch.bfloat16)
         kernels = reduce_kernels.CudaReduceKernels(two, Build())
         for tokens in (1, 2, 16, 17, 66, 67, 128, 132, 133, 512):
             launch: Any = kernels._find("oneshot" + end, tokens)

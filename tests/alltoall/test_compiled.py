@@ -312,12 +312,12 @@ def test_objects_share_an_order_and_die_alone(group):
         low = weft.LowLatencyAllToAll(group, **SIZES)
         assert ar.order_tensor is a2a.order_tensor is low.order_tensor
         handles = [owner.library_handle for owner in (ar, a2a, low)]
-        assert all(handle in library._live for handle in handles)
+        assert all(handle in library._owners for handle in handles)
         a2a.close()
-        assert handles[1] not in library._live
+        assert handles[1] not in library._owners
         del low  # not closed, only dropped
-        assert handles[2] not in library._live
-    assert not any(handle in library._live for handle in handles)
+        assert handles[2] not in library._owners
+    assert not any(handle in library._owners for handle in handles)
 
 
 def test_static_tensors_are_marked_as_torch_marks_them():

@@ -82,7 +82,7 @@ def test_what_the_host_can_see(group):
 )
 def test_sizes_that_cannot_be(change, words):
     with pytest.raises(InvalidArgument) as caught:
-        weft.alltoall.config.AllToAllConfig.of(
+        weft.alltoall.config.AllToAllConfig.from_args(
             ranks=2,
             **{"dtype": torch.bfloat16, "payloads": None, "expert_map": None, **SIZES, **change},
         )

@@ -51,10 +51,10 @@ def _report(case: MoECase, gpu: str) -> Report:
 
 
 def test_spread_is_of_the_slowest_rank():
-    spread = Spread.of([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
+    spread = Spread.from_samples([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
     assert (spread.min, spread.median, spread.max) == (3.0, 4.0, 9.0)
     assert spread.p99 == pytest.approx(2 + 0.98 * 7)
-    assert Spread.of([[7.0]]) == Spread(7.0, 7.0, 7.0, 7.0)
+    assert Spread.from_samples([[7.0]]) == Spread(7.0, 7.0, 7.0, 7.0)
 
 
 def test_rows_know_floor_and_other_libraries():

@@ -42,7 +42,7 @@ def compile_emulated(name: str, shape: Shape, folder: Path) -> Path:
     return build_library(
         emulated_tree(folder),
         "#include <weft/compat/packed_rows.cuh>\n"
-        f"constexpr weft::Shape S = {shape.literal()};\n{kernel}",
+        f"constexpr weft::Shape S = {shape.to_cpp()};\n{kernel}",
     )
 
 
@@ -128,8 +128,8 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
         library = build_library(
             emulated_tree(Path(folder)),
             "#include <weft/grouping/rows.cuh>\n"
-            f"constexpr weft::Shape S = {exchange.a2a.config.shape.literal()};\n"
-            f"constexpr weft::Grouping G = {rounds.config.literal()};\n{''.join(entries)}",
+            f"constexpr weft::Shape S = {exchange.a2a.config.shape.to_cpp()};\n"
+            f"constexpr weft::Grouping G = {rounds.config.to_cpp()};\n{''.join(entries)}",
         )
     group.barrier()
     own = rounds._kernels

@@ -78,7 +78,7 @@ def compile_emulated(reduction: ReduceConfig, folder: Path, *, defines: Sequence
         for end, moe in (("", "false"), (MOE, "true"))
     )
     includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
-    constants = f"constexpr weft::Reduction R = {reduction.literal()};\n"
+    constants = f"constexpr weft::Reduction R = {reduction.to_cpp()};\n"
     return build_library(root, includes + constants + entries, defines=defines)
 
 

@@ -24,7 +24,7 @@ from weft.alltoall.kernels import Plan
 from weft.grouping.config import GroupConfig
 from weft.grouping.kernels import COUNTING, results
 from weft.lowlatency import kernels as lowlatency
-from weft.lowlatency.config import LowShape
+from weft.lowlatency.config import LowLatencyShape
 from weft.runtime.kernels import Build, Kernels, in_parts
 from weft.shape import Shape
 
@@ -48,7 +48,7 @@ def compile_alltoall(
 ) -> Path:
     """Return the shared library of all entries of a Shape; those that pull know their rank."""
     lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
-    lines.append(f"constexpr weft::Shape S = {shape.literal()};")
+    lines.append(f"constexpr weft::Shape S = {shape.to_cpp()};")
     for rank in range(known_ranks(shape)):
         before = f"constexpr weft::u32 rank = {rank}; (void)rank; "
         lines += [
@@ -69,7 +69,7 @@ class EmulatedAllToAll(Emulated):
 
     def __init__(self, library: Path, shape: Shape, rank: int) -> None:
         super().__init__(library)
-        self._shape, self._rank, self._offsets = shape, rank, Offsets.of(shape)
+        self._shape, self._rank, self._offsets = shape, rank, Offsets.from_shape(shape)
         self._suffix = f"_{rank % known_ranks(shape)}"
         self.combines: tuple[Plan, ...] = COMBINE_FP8 if shape.combine == "push_fp8" else COMBINE
         self._turns = {"dispatch": itertools.count(rank), "combine": itertools.count(rank)}
@@ -105,7 +105,7 @@ class EmulatedAllToAll(Emulated):
 
 def places(shape: Shape) -> dict[str, range]:
     """Return the parts of a share by name."""
-    layout, flags = Offsets.of(shape), 8 * shape.ranks
+    layout, flags = Offsets.from_shape(shape), 8 * shape.ranks
     ready = HEADER_BYTES + -(-flags // 128) * 128
     found = {
         "dispatched": range(HEADER_BYTES, HEADER_BYTES + flags),
@@ -124,8 +124,8 @@ def places(shape: Shape) -> dict[str, range]:
     return found
 
 
-def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -> Path:
-    """Return the shared library of all kernels of a LowShape."""
+def compile_low(shape: LowLatencyShape, folder: Path, *, defines: Sequence[str] = ()) -> Path:
+    """Return the shared library of all kernels of a LowLatencyShape."""
     entries = "".join(
         entry(name, struct.__name__, call)
         for name, (struct, call) in in_parts(lowlatency.PHASES, split_phase=True).items()
@@ -133,7 +133,7 @@ def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -
     text = (
         "#include <weft/lowlatency/combine.cuh>\n"
         "#include <weft/lowlatency/dispatch.cuh>\n"
-        f"constexpr weft::LowLatencyShape S = {shape.literal()};\n{entries}"
+        f"constexpr weft::LowLatencyShape S = {shape.to_cpp()};\n{entries}"
     )
     return build_library(emulated_tree(folder), text, defines=defines)
 
@@ -141,7 +141,7 @@ def compile_low(shape: LowShape, folder: Path, *, defines: Sequence[str] = ()) -
 class EmulatedLow(Emulated):
     """Entries that run low-latency kernels on a GPU of few SMs."""
 
-    def __init__(self, library: Path, shape: LowShape) -> None:
+    def __init__(self, library: Path, shape: LowLatencyShape) -> None:
         super().__init__(library)
         self._shape = shape
         self.plans: dict[str, lowlatency.LowLatencyPlan] = {}  # the latest of each entry
@@ -161,8 +161,8 @@ def compile_groups(shape: Shape, grouping: GroupConfig, folder: Path) -> Path:
     return build_library(
         emulated_tree(folder),
         "#include <weft/grouping/send.cuh>\n"
-        f"constexpr weft::Shape S = {shape.literal()};\n"
-        f"constexpr weft::Grouping G = {grouping.literal()};\n"
+        f"constexpr weft::Shape S = {shape.to_cpp()};\n"
+        f"constexpr weft::Grouping G = {grouping.to_cpp()};\n"
         + "".join(entry(n, "GroupArgs", f"{n}<S, G>") for n in names),
     )
 
@@ -211,7 +211,7 @@ class Emulator:
             library = self.library(compile_alltoall, config.shape, defines=defines)
             return EmulatedAllToAll(library, config.shape, rank)
 
-        def low_latency(device: torch.device, shape: LowShape, build: Build) -> Kernels:
+        def low_latency(device: torch.device, shape: LowLatencyShape, build: Build) -> Kernels:
             library = self.library(compile_low, shape, defines=tuple(build.defines))
             return EmulatedLow(library, shape)
 

@@ -20,8 +20,10 @@ from weft.shape import Shape
 SHAPE = Shape(2, 16, 2, 160, 256, "bf16", (512,))
 GROUPS = GroupConfig("contiguous", 80, 2048, 8)
 # With 256 local experts the scratch has one entry per two chunks.
-LOW = LowLatencyConfig.of(ranks=2, max_tokens=450, top_k=2, num_experts=512, hidden=128).shape
-REDUCTION = ReduceConfig.of(ranks=2, max_tokens=4, hidden=640)  # five groups of 128
+LOW = LowLatencyConfig.from_args(
+    ranks=2, max_tokens=450, top_k=2, num_experts=512, hidden=128
+).shape
+REDUCTION = ReduceConfig.from_args(ranks=2, max_tokens=4, hidden=640)  # five groups of 128
 GEMM = GemmShape(64, 256, 128, WgmmaPlan(192), "store", operand="bf16")
 TEXT = f"""\
 #include <weft/allreduce/epilogue.cuh>
@@ -29,11 +31,11 @@ TEXT = f"""\
 #include <weft/grouping/group.cuh>
 #include <weft/lowlatency/receive.cuh>
 using namespace weft;
-constexpr Shape S = {SHAPE.literal()};
-constexpr Grouping G = {GROUPS.literal()};
-constexpr LowLatencyShape L = {LOW.literal()};
-constexpr Reduction R = {REDUCTION.literal()};
-constexpr GemmShape M = {GEMM.literal};
+constexpr Shape S = {SHAPE.to_cpp()};
+constexpr Grouping G = {GROUPS.to_cpp()};
+constexpr LowLatencyShape L = {LOW.to_cpp()};
+constexpr Reduction R = {REDUCTION.to_cpp()};
+constexpr GemmShape M = {GEMM.cpp_value};
 static_assert(ReceiveScratch<L>::span == 2);
 #define ENTRY extern "C" __attribute__((visibility("default"))) void
 

@@ -58,14 +58,16 @@ def room(folder: Path, name: str) -> Path:
 def compiled(kind: str, folder: Path) -> Any:
     """The kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
-        shapes = [AllToAllConfig.of(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS]
+        shapes = [
+            AllToAllConfig.from_args(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS
+        ]
         return [compile_alltoall(s, room(folder, s.combine), defines=WIDE) for s in shapes]
     if kind == "lowlatency":
         return [
             compile_low(mode.shape(CASE, 8), room(folder, str(i)), defines=WIDE)
             for i, mode in enumerate(MODES)
         ]
-    config = ReduceConfig.of(
+    config = ReduceConfig.from_args(
         ranks=RANKS, max_tokens=5, hidden=256, dtype=torch.bfloat16, missing="drop"
     )
     return compile_emulated(config, folder, defines=WIDE)

@@ -31,7 +31,7 @@ from weft.grouping import kernels as grouping
 from weft.grouping.config import GroupConfig
 from weft.jit.nvrtc import compile_cubin
 from weft.lowlatency import kernels as lowlatency
-from weft.lowlatency.config import LowShape
+from weft.lowlatency.config import LowLatencyShape
 from weft.runtime.timeline import DEFINE
 from weft.shape import Shape
 
@@ -131,7 +131,7 @@ def by_rank(
 
 
 def by_expert(frame: int = 0, profiled: int | None = None, **changes: Any) -> Code:
-    shape = replace(LowShape(8, 128, 8, 256, 32, 7168, "bf16"), **changes)
+    shape = replace(LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16"), **changes)
     program = lowlatency.cuda_program(shape, split_phase=not shape.gemm_push)
     verbs = LOW_HALVES
     if shape.gemm_push:

@@ -125,7 +125,8 @@ def compile_gemms(
     assert SHARED in text
     path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
     entries = "".join(
-        ENTRY.format(i=i, literal=shape.literal, threads=THREADS) for i, shape in enumerate(shapes)
+        ENTRY.format(i=i, literal=shape.cpp_value, threads=THREADS)
+        for i, shape in enumerate(shapes)
     )
     return build_library(
         root, f"{gemm_head()}{LATE_MEMORY}#include <weft/gemm/grouped_gemm.cuh>\n{entries}"

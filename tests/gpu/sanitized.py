@@ -34,7 +34,7 @@ def say(*words: object) -> None:
 def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
     """What came, on the CPU."""
     shape, heap = a2a.config.shape, a2a.heap
-    layout, slots = Offsets.of(shape), shape.ranks * shape.tokens
+    layout, slots = Offsets.from_shape(shape), shape.ranks * shape.tokens
     words = layout.route_bytes // 4
     route = heap.tensor((slots, words), torch.int32, offset=layout.route).cpu()
     route = route.view(shape.ranks, shape.tokens, words)

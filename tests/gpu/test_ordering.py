@@ -21,7 +21,7 @@ import weft
 from weft.errors import PeerTimeout
 from weft.jit import CudaModule, Launcher, compile_cubin, current_arch
 from weft.jit.cache import Cache
-from weft.runtime.layout import assertions
+from weft.runtime.layout import static_asserts
 
 pytestmark = pytest.mark.gpu(2)  # on one, nothing crosses a link
 
@@ -64,7 +64,7 @@ SOURCE = "".join(
     [
         Path(__file__).with_name("ordering.cuh").read_text().replace("#pragma once", ""),
         "namespace weft { using ordering::Args; using ordering::Board; }\n",
-        assertions((Args, Board)),
+        static_asserts((Args, Board)),
         'extern "C" { extern __device__ const unsigned long long sizes[5]; }\n',
         "__device__ const unsigned long long sizes[5] = {sizeof(ordering::Share), ordering::ctas, ",
         "ordering::threads, ordering::noise_ctas, ordering::noise_threads};\n",

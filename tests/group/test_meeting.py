@@ -29,7 +29,7 @@ def listens(meeting):
 def test_all_ranks_meet_at_any_hub_and_no_name_is_left_while_their_sockets_live(size, hub):
     meeting = Meeting.open(hub)
     assert listens(meeting)
-    places = [meeting if r == hub else Meeting.at(meeting.address) for r in range(size)]
+    places = [meeting if r == hub else Meeting.from_address(meeting.address) for r in range(size)]
     options = {"size": size, "device": "cpu", "timeout": LONG}
     controls = all_ranks(*(lambda r=r: meet(places[r], rank=r, **options) for r in range(size)))
     assert not listens(meeting)
@@ -108,7 +108,7 @@ def test_no_descriptor_is_left_by_success_or_failure():
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
     """For the ranks that are there, and for one that comes later."""
-    place = Meeting.at(meeting.address)
+    place = Meeting.from_address(meeting.address)
     process = fork_server().Process(
         target=gather, args=(meeting if victim == 0 else place, victim, 4, LONG)
     )

@@ -302,7 +302,7 @@ def test_a_second_thread_may_not_recover_meanwhile(group):
 def test_two_groups_recover_each_by_itself(group):
     meeting = Meeting.open(3) if group.rank == 0 else None
     address = group.all_gather(meeting.address if meeting else None)[0]
-    place, cpu = meeting or Meeting.at(address), torch.device("cpu")
+    place, cpu = meeting or Meeting.from_address(address), torch.device("cpu")
     with weft.Group.from_meeting(
         place, rank=3 - group.rank, size=4, device=cpu, timeout=LONG
     ) as second:

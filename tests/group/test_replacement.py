@@ -103,7 +103,7 @@ def meet_at_0(group):
     """Open a meeting without asking who is gone."""
     meeting = Meeting.open() if group.rank == 0 else None
     address = group.all_gather(meeting.address if meeting else None)[0]
-    return meeting or Meeting.at(address)
+    return meeting or Meeting.from_address(address)
 
 
 def join(address, rank):

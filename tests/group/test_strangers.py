@@ -259,7 +259,7 @@ NONE = "0" * 64
 )
 def test_an_address_that_no_rank_would_choose_is_refused(address):
     with pytest.raises(InvalidArgument, match="the address of the meeting is .*Meeting.address"):
-        Meeting.at(address)
+        Meeting.from_address(address)
 
 
 def flood(name, user):

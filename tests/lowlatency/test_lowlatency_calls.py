@@ -249,10 +249,10 @@ def test_bad_ids_are_dropped_and_reported(ranks, kind):
 def test_shapes_that_differ_have_descriptors_that_differ():
     sizes = {"ranks": 8, **SIZES}
     some = [
-        LowLatencyConfig.of(**{**sizes, **more}).shape  # type: ignore[arg-type]
+        LowLatencyConfig.from_args(**{**sizes, **more}).shape  # type: ignore[arg-type]
         for more in ({}, {"reduce": "sender"}, {"scale": "ue8m0"}, {"top_k": 5})
     ]
-    assert len({shape.literal() for shape in some}) == len(some)
+    assert len({shape.to_cpp() for shape in some}) == len(some)
     assert len({shape.descriptor for shape in some}) == len(some)
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from weft.lowlatency.config import CHUNK_TOKENS, LowShape
+from weft.lowlatency.config import CHUNK_TOKENS, LowLatencyShape
 from weft.lowlatency.kernels import plan_low
 
-PLAIN = LowShape(8, 128, 8, 256, 32, 7168, "bf16")
+PLAIN = LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16")
 
 
 def test_where_room_is_short_senders_keep_half_of_it():

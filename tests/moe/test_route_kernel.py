@@ -128,7 +128,7 @@ def hold_to_torch(run: Run, routing: Routing, tokens: int, device: str, seed: in
 
 
 COMPILED = {
-    **{name: (ROUTE, rule.literal()) for name, rule in RULES.items()},
+    **{name: (ROUTE, rule.to_cpp()) for name, rule in RULES.items()},
     "normalize_topk": (NORMALIZE, ""),
 }
 
@@ -151,7 +151,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
     """One function for each rule."""
     root = emulated_tree(tmp_path_factory.mktemp("route"))
     entries = "".join(
-        entry(f"route_{i}", "RouteArgs", f"route<{rule.literal()}>", ranks=None)
+        entry(f"route_{i}", "RouteArgs", f"route<{rule.to_cpp()}>", ranks=None)
         for i, rule in enumerate(RULES.values())
     )
     text = f"#include <weft/moe/routing/route.cuh>\n{entries}"

@@ -23,13 +23,13 @@ from weft.arguments import check_choice, check_float, check_instance, format_val
 from weft.errors import InvalidArgument
 from weft.heap.header import Site
 from weft.runtime.check import (
-    Apart,
+    OverlapRule,
     check_alignment,
     check_tensor,
     check_tokens,
-    extent,
-    overlap,
-    refuse_tensor,
+    find_overlap,
+    memory_range,
+    raise_not_tensor,
     tensors_key,
 )
 from weft.runtime.identity import CODINGS, reduce_call
@@ -275,11 +275,11 @@ class Checked:
         """
         tensors = self.tensors
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        apart = _apart(tensors, [index for index, _ in self.makers])
-        _check_overlaps(addresses, apart)
+        rules = _overlap_rules(tensors, [index for index, _ in self.makers])
+        _check_overlaps(addresses, rules)
         args = self._arguments(backend, site, layer)
         unused = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if tensors[i] is None]
-        return Prepared(entry, self.tokens, args, self.makers, tuple(unused), apart), addresses
+        return Prepared(entry, self.tokens, args, self.makers, tuple(unused), rules), addresses
 
     def _arguments(self, backend: str, site: Site, layer: int) -> ReduceArgs:
         call, reduced = self.call, self.reduced
@@ -323,7 +323,7 @@ class Prepared:
         args: Kernel arguments without the addresses.
         makers: As in `Checked`.
         unused: Indices of outputs that were not requested.
-        apart: Outputs and the tensors that they must not overlap.
+        overlap_rules: Outputs and the tensors that they must not overlap.
     """
 
     entry: str
@@ -331,11 +331,11 @@ class Prepared:
     args: ReduceArgs
     makers: tuple[tuple[int, Maker], ...]
     unused: tuple[int, ...]
-    apart: tuple[Apart, ...]
+    overlap_rules: tuple[OverlapRule, ...]
 
     def serves(self, addresses: Sequence[int]) -> bool:
         """Whether the check would accept the same call at these addresses."""
-        return overlap(addresses, self.apart) is None
+        return find_overlap(addresses, self.overlap_rules) is None
 
     def outputs(self, tensors: list[Any], addresses: list[int]) -> Reduced:
         """Allocate the outputs that the caller did not pass, and add them to both lists.
@@ -397,7 +397,7 @@ class _Checker:
             )
         if prologue is None:
             if not isinstance(x, torch.Tensor):
-                refuse_tensor("x", x)
+                raise_not_tensor("x", x)
             if x.is_nested or x.dim() != 2:
                 shape = "nested" if x.is_nested else list(x.shape)
                 raise InvalidArgument(
@@ -479,7 +479,7 @@ class _Checker:
         for name in OUTPUTS:
             output = getattr(call, name)
             if output is not None and not isinstance(output, bool | torch.Tensor):
-                refuse_tensor(name, output)
+                raise_not_tensor(name, output)
             requested[name] = implied[name] if output is None else output
             is_possible, needs = possible[name]
             if requested[name] is not False and not is_possible:
@@ -507,7 +507,7 @@ class _Checker:
             self._check("scale_out", scale, (tokens, self._groups(quant)), torch.float32)
             return scale
         if not isinstance(scale, torch.Tensor):
-            refuse_tensor("scale_out", scale)
+            raise_not_tensor("scale_out", scale)
         check_alignment("scale_out", scale, scale.itemsize)  # also raises for sparse tensors
         columns, pitch = -(-self._groups(quant) // 4), -(-tokens // 4) * 4
         has_shape = scale.dtype == torch.int32 and tuple(scale.shape) == (tokens, columns)
@@ -548,13 +548,13 @@ def _packed_scale(tokens: int, columns: int, device: torch.device) -> torch.Tens
     return scales.t()[:tokens]
 
 
-def _check_overlaps(addresses: Sequence[int], apart: Iterable[Apart]) -> None:
+def _check_overlaps(addresses: Sequence[int], rules: Iterable[OverlapRule]) -> None:
     """Raise InvalidArgument for an output that overlaps another tensor.
 
     Outputs may be exactly x. Outputs other than `out`, which is written before residual is read,
     may be exactly residual.
     """
-    pair = overlap(addresses, apart)
+    pair = find_overlap(addresses, rules)
     if pair is not None:
         raise InvalidArgument(
             f"output {PUBLIC[pair[0]]!r} overlaps {PUBLIC[pair[1]]!r} in memory; outputs may be "
@@ -562,14 +562,16 @@ def _check_overlaps(addresses: Sequence[int], apart: Iterable[Apart]) -> None:
         )
 
 
-def _apart(tensors: Sequence[torch.Tensor | None], new: Sequence[int]) -> tuple[Apart, ...]:
+def _overlap_rules(
+    tensors: Sequence[torch.Tensor | None], new: Sequence[int]
+) -> tuple[OverlapRule, ...]:
     """Return each passed output with the inputs and the outputs before it.
 
     Outputs with indices in `new` are newly allocated and overlap nothing.
     """
     spans = {i: (_span_bytes(t), t.dtype) for i, t in enumerate(tensors) if t is not None}
     outputs = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if i in spans and i not in new]
-    apart = []
+    rules: list[OverlapRule] = []
     for i, index in enumerate(outputs):
         others = []
         for other in (*outputs[:i], *EXACT, *NEVER):
@@ -577,10 +579,10 @@ def _apart(tensors: Sequence[torch.Tensor | None], new: Sequence[int]) -> tuple[
                 may_alias = other in EXACT and spans[other] == spans[index]
                 may_alias = may_alias and (index, other) != OUT_AND_RESIDUAL
                 others.append((other, spans[other][0], may_alias))
-        apart.append((index, spans[index][0], tuple(others)))
-    return tuple(apart)
+        rules.append((index, spans[index][0], tuple(others)))
+    return tuple(rules)
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    start, end = extent(tensor)
+    start, end = memory_range(tensor)
     return end - start

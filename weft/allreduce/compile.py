@@ -21,8 +21,8 @@ from weft.allreduce.call import (
     quant_scheme,
 )
 from weft.errors import InvalidArgument
-from weft.runtime.check import tracing
-from weft.runtime.library import find, plain
+from weft.runtime.check import allow_fake_tensors
+from weft.runtime.library import detach, lookup
 
 if TYPE_CHECKING:
     from weft.allreduce.operator import AllReduce
@@ -51,7 +51,7 @@ _operator = torch.library.custom_op(
 @_operator.register_fake
 def _(*args: Any) -> tuple[torch.Tensor, ...]:
     call, make, _, order, owner = _parse_arguments(*args)
-    with tracing():
+    with allow_fake_tensors():
         reduced = call.checked(owner.config, owner.group.device).reduced
     return _new_outputs(reduced, make, order)
 
@@ -66,9 +66,9 @@ def fused(owner: AllReduce, call: Fused, backend: str) -> Reduced:
     factor = 1.0 if call.prologue is None else call.prologue.routed_scaling_factor
     options = make, scheme, call.eps, call.weight_bias, factor, backend
     new = torch.ops.weft.allreduce(
-        *map(plain, (x, residual, weight)),
+        *map(detach, (x, residual, weight)),
         *passed,
-        *map(plain, (scale, rows, index, scales, shared)),
+        *map(detach, (scale, rows, index, scales, shared)),
         *options,
         owner.order_tensor,
         owner.library_handle,
@@ -90,7 +90,7 @@ def _parse_arguments(
     quant = _quant(scheme, quant_scale)
     requested = (out, residual_out, norm_out, quant_out, scale_out)
     call = Fused(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
-    return call, make, backend, order, find(handle)
+    return call, make, backend, order, lookup(handle)
 
 
 def _passed_tensor(name: str, output: Requested) -> torch.Tensor | None:

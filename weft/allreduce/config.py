@@ -12,10 +12,10 @@ import torch
 
 from weft.arguments import check_choice, check_int
 from weft.errors import InvalidArgument
-from weft.fields import Choice, Size, by_argument, check_fields, config_hash, literal
+from weft.fields import Choice, Size, check_fields, config_hash, to_cpp, values_by_argument
 from weft.group.wire import JSON
 from weft.heap.header import CallRecord, Site, header_bytes
-from weft.runtime.layout import Numbers, offset, share_bytes_of, up
+from weft.runtime.layout import CppValues, cpp_offset, round_up, share_bytes_function
 from weft.shape import DTYPE_NAMES, ITEM_BYTES, MAX_RANKS
 
 MAX_TOKENS = (1 << 20) - 1  # a call word has 20 bits for the tokens
@@ -97,7 +97,7 @@ class ReduceConfig:
     missing: Annotated[str, Choice("missing", MISSING, "weft::Missing")] = "error"
 
     @classmethod
-    def of(
+    def from_args(
         cls,
         *,
         ranks: int,
@@ -128,7 +128,7 @@ class ReduceConfig:
         if self.hidden % 8:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of 8: pad rows to "
-                f"{up(self.hidden, 8)}"
+                f"{round_up(self.hidden, 8)}"
             )
         if self.vectors > MAX_VECTORS:
             raise InvalidArgument(
@@ -164,16 +164,16 @@ class ReduceConfig:
     @property
     def rows(self) -> int:
         """Byte offset of the slots for rows, which sentinels fill, after the call words."""
-        return self.slots + 2 * up(8 * self.ranks, 64)
+        return self.slots + 2 * round_up(8 * self.ranks, 64)
 
     @property
     def trailers(self) -> int:
         """Byte offset of the slots for statistics, after those for rows."""
         if self.ranks == 1:  # layout.cuh has one unused slot of each kind
-            return self.rows + sum(up(count * self.row_bytes) for count in (2, 2, 1))
+            return self.rows + sum(round_up(count * self.row_bytes) for count in (2, 2, 1))
         row = (self.ranks - 1) * self.row_bytes
         sizes = (2 * self.direct, 2 * self.owned, self.owned)
-        return self.rows + sum(up(count * row) for count in sizes)
+        return self.rows + sum(round_up(count * row) for count in sizes)
 
     @property
     def descriptor(self) -> int:
@@ -183,25 +183,25 @@ class ReduceConfig:
     @property
     def share_bytes(self) -> int:
         """Bytes of symmetric memory of one rank."""
-        return self.trailers + up(16 * max(1, (self.ranks - 1) * self.owned))
+        return self.trailers + round_up(16 * max(1, (self.ranks - 1) * self.owned))
 
-    def asserted(self) -> Numbers:
+    def expected_offsets(self) -> CppValues:
         """Return C++ expressions of these offsets, for a Reduction named R, and their values."""
         share = "ReductionShare<R>"
         return [
             (f"sizeof(weft::{share})", self.share_bytes),
-            (offset(share, "inbox"), self.slots),
-            (offset(share, "inbox.direct"), self.rows),
-            (offset(share, "inbox.trailer"), self.trailers),
+            (cpp_offset(share, "inbox"), self.slots),
+            (cpp_offset(share, "inbox.direct"), self.rows),
+            (cpp_offset(share, "inbox.trailer"), self.trailers),
         ]
 
     def manifest(self) -> dict[str, JSON]:
         """Return the arguments that the ranks compare at creation, by name."""
-        return by_argument(self)
+        return values_by_argument(self)
 
-    def literal(self) -> str:
+    def to_cpp(self) -> str:
         """Return the C++ initialiser."""
-        return literal(self, "weft::Reduction")
+        return to_cpp(self, "weft::Reduction")
 
 
-memory_bytes = share_bytes_of(ReduceConfig.of)
+memory_bytes = share_bytes_function(ReduceConfig.from_args)

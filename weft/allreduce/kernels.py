@@ -48,13 +48,13 @@ def cpu_program(config: ReduceConfig) -> Program:
         what="all-reduce",
         ranks=config.ranks,
         headers=("allreduce/cpu.cpp",),
-        constants=f"constexpr weft::Reduction R = {config.literal()};\n",
+        constants=f"constexpr weft::Reduction R = {config.to_cpp()};\n",
         entry_points={
             name + end: (ReduceArgs, f"reduce<R, weft::Backend::{backend}>")
             for name, backend in _served(config, ENTRIES).items()
             for end in ("", MOE)
         },
-        offsets=config.asserted(),
+        offsets=config.expected_offsets(),
         options=OPTIONS,
     )
 

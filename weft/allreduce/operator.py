@@ -102,7 +102,7 @@ class AllReduce(Operator):
             check_bools(programmatic_launch=programmatic_launch)
             group.one_host("an all-reduce")
             self.backends = _checked_backends(backends, check_choice("missing", missing, MISSING))
-            config = ReduceConfig.of(
+            config = ReduceConfig.from_args(
                 ranks=group.size,
                 max_tokens=max_tokens,
                 hidden=hidden,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.alltoall.received import Received
-from weft.runtime.check import check_tensor, tracing
-from weft.runtime.library import find, plain
+from weft.runtime.check import allow_fake_tensors, check_tensor
+from weft.runtime.library import detach, lookup
 
 if TYPE_CHECKING:
     from weft.alltoall.operator import AllToAll
@@ -26,7 +26,7 @@ def _dispatch(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle).dispatch(
+    lookup(handle).dispatch(
         payloads, topk_ids, topk_weights, num_tokens=num_tokens, stats=stats, rows=rows
     )
 
@@ -34,9 +34,9 @@ def _dispatch(
 @_dispatch.register_fake
 def _(*args: Any) -> None:
     payloads, topk_ids, topk_weights, num_tokens, stats, _, _, handle = args
-    owner: AllToAll = find(handle)
+    owner: AllToAll = lookup(handle)
     config, device = owner.config, owner.group.device
-    with tracing():
+    with allow_fake_tensors():
         config.check_dispatch(payloads, topk_ids, topk_weights, num_tokens, stats, device)
 
 
@@ -47,14 +47,14 @@ def _(*args: Any) -> None:
 def _received(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
     return [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        for part in _parts(find(handle).receive_views(rows)[0])
+        for part in _parts(lookup(handle).receive_views(rows)[0])
         for v in part
     ]
 
 
 @_received.register_fake
 def _(rows: int, order: torch.Tensor, handle: int) -> list[torch.Tensor]:
-    slots, others = _parts(find(handle).latest_received)
+    slots, others = _parts(lookup(handle).latest_received)
     copies = [
         torch.empty_strided(
             (len(v), rows, *v.shape[2:]),
@@ -81,13 +81,13 @@ def _combine(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle).combine(y, out=out, add=add)
+    lookup(handle).combine(y, out=out, add=add)
 
 
 @_combine.register_fake
 def _(*args: Any) -> None:
     y, out, add, _, handle = args
-    owner: AllToAll = find(handle)
+    owner: AllToAll = lookup(handle)
     dtypes, device = (owner.dtype,), owner.group.device
     size = (None, owner.config.shape.hidden)  # the round determines the number of tokens
     check_tensor("out", out, shape=size, dtypes=dtypes, device=device)
@@ -110,7 +110,7 @@ def dispatch(
 ) -> Received:
     """Dispatch inside a compiled graph."""
     order, handle = owner.order_tensor, owner.library_handle
-    inputs = ([p.detach() for p in payloads], topk_ids, plain(topk_weights), num_tokens, stats)
+    inputs = ([p.detach() for p in payloads], topk_ids, detach(topk_weights), num_tokens, stats)
     torch.ops.weft.dispatch(*inputs, rows, order, handle)
     views = torch.ops.weft.received(rows, order, handle)
     gathered = None if stats is None else views[-1]
@@ -130,5 +130,5 @@ def combine(
         out = torch.empty(size, dtype=owner.dtype, device=owner.order_tensor.device)
     # The output buffer is an argument, so that the compiler keeps earlier writes to it.
     rows = owner.output_buffer if y is None else y.detach()
-    torch.ops.weft.combine(rows, out, plain(add), owner.order_tensor, owner.library_handle)
+    torch.ops.weft.combine(rows, out, detach(add), owner.order_tensor, owner.library_handle)
     return out

@@ -20,13 +20,13 @@ from weft.arguments import (
     raise_invalid,
 )
 from weft.errors import InvalidArgument
-from weft.fields import checked
+from weft.fields import check_values
 from weft.group.wire import JSON
 from weft.heap.header import CallRecord, Site, header_bytes, rank_words
 from weft.hosts.config import HostsConfig, Span
 from weft.placement import Placement, build_placement
-from weft.runtime.check import check_choices, check_tensor, check_tokens
-from weft.runtime.layout import LINE, Numbers, offset, share_bytes_of, up
+from weft.runtime.check import check_tensor, check_tokens, check_topk
+from weft.runtime.layout import LINE, CppValues, cpp_offset, round_up, share_bytes_function
 from weft.shape import DTYPE_NAMES, MAX_PLANES, MAX_ROW_BYTES, Shape
 
 
@@ -112,30 +112,35 @@ class Offsets:
     destinations: int
 
     @classmethod
-    def of(cls, shape: Shape) -> Offsets:
+    def from_shape(cls, shape: Shape) -> Offsets:
         """Return the offsets of a Shape."""
         slots, by_choice = shape.ranks * shape.tokens, shape.combine == "gemm_push"
-        counts = header_bytes(shape.ranks) + 2 * up(8 * shape.ranks)
-        route = counts + up(4 * shape.ranks)
+        counts = header_bytes(shape.ranks) + 2 * round_up(8 * shape.ranks)
+        route = counts + round_up(4 * shape.ranks)
         route_bytes = 8 * shape.slots
-        at = route + up(slots * route_bytes)
+        at = route + round_up(slots * route_bytes)
         planes, pitches = [], []
         for size in shape.row_bytes:
-            pitch = up(size, 16)
+            pitch = round_up(size, 16)
             planes.append(at)
             pitches.append(pitch)
-            at += up(slots * pitch)
+            at += round_up(slots * pitch)
         # An empty aligned C++ struct takes one line: the end of the recursion over planes together
         # with unused returned rows, unused statistics, and the outbox of gemm_push. At the end of
         # the share it takes a byte.
         at += LINE
-        returned = up(shape.returned_rows * shape.returned_bytes)
+        returned = round_up(shape.returned_rows * shape.returned_bytes)
         stats = at + (returned or LINE)
-        outbox = stats + up(4 * shape.ranks * shape.stats) if shape.stats else at + returned + LINE
-        destinations = outbox + (LINE if by_choice else up(slots * shape.out_bytes))
+        outbox = at + returned + LINE
+        if shape.stats:
+            outbox = stats + round_up(4 * shape.ranks * shape.stats)
+        destinations = outbox + (LINE if by_choice else round_up(slots * shape.out_bytes))
         end = destinations + 4 * rank_words(shape.ranks) * shape.tokens
+        share_bytes = round_up(end + 1)
+        if by_choice:
+            share_bytes = round_up(round_up(end) + 8 * shape.tokens * shape.slots)
         return cls(
-            share_bytes=up(up(end) + 8 * shape.tokens * shape.slots) if by_choice else up(end + 1),
+            share_bytes=share_bytes,
             counts=counts,
             route=route,
             route_bytes=route_bytes,
@@ -147,7 +152,7 @@ class Offsets:
             destinations=destinations,
         )
 
-    def asserted(self) -> Numbers:
+    def expected_offsets(self) -> CppValues:
         """Return C++ expressions of these offsets, for a Shape named S, and their values."""
         members = {
             "inbox.counts": self.counts,
@@ -162,7 +167,7 @@ class Offsets:
         return [
             ("sizeof(weft::Share<S>)", self.share_bytes),
             ("sizeof(weft::Route<S>)", self.route_bytes),
-            *((offset("Share<S>", m), at) for m, at in members.items() if at),
+            *((cpp_offset("Share<S>", m), at) for m, at in members.items() if at),
         ]
 
 
@@ -192,7 +197,7 @@ class AllToAllConfig(HostsConfig):
     span: Span | None = None
 
     @classmethod
-    def of(
+    def from_args(
         cls,
         *,
         ranks: int,
@@ -218,7 +223,7 @@ class AllToAllConfig(HostsConfig):
         Raises:
             InvalidArgument: names the argument, its value and the allowed values.
         """
-        sizes = checked(
+        sizes = check_values(
             Shape,
             ranks=ranks,
             tokens=max_tokens,
@@ -264,7 +269,9 @@ class AllToAllConfig(HostsConfig):
                 placement=placement,
             )
             shape, planes = _shape_of_host(shape, span), tuple(range(len(delivered)))
-        return cls(shape, Offsets.of(shape), dtype, inputs, delivered, planes, placement, span)
+        return cls(
+            shape, Offsets.from_shape(shape), dtype, inputs, delivered, planes, placement, span
+        )
 
     @property
     def stats(self) -> int:
@@ -299,7 +306,7 @@ class AllToAllConfig(HostsConfig):
             InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
             TokenOverflow: there are more tokens than `max_tokens`.
         """
-        tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
+        tokens = check_topk(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
         if len(tensors) != len(self.inputs):
             raise InvalidArgument(
@@ -392,7 +399,7 @@ def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
     return "push_fp8"
 
 
-memory_bytes = share_bytes_of(AllToAllConfig.of)
+memory_bytes = share_bytes_function(AllToAllConfig.from_args)
 
 
 def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:

@@ -56,12 +56,12 @@ def cpu_program(shape: Shape) -> Program:
         what="all-to-all",
         ranks=shape.ranks,
         headers=("alltoall/cpu.cpp",),
-        constants=f"constexpr weft::Shape S = {shape.literal()};\n",
+        constants=f"constexpr weft::Shape S = {shape.to_cpp()};\n",
         entry_points={
             name: (struct, call.replace("S, rank", "S"))
             for name, (struct, call) in in_parts(PHASES, split_phase=True).items()
         },
-        offsets=Offsets.of(shape).asserted(),
+        offsets=Offsets.from_shape(shape).expected_offsets(),
     )
 
 

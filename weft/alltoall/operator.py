@@ -28,7 +28,7 @@ from weft.keywords import internal, refuse_unknown
 from weft.placement import ExpertRankMixin
 from weft.runtime import library
 from weft.runtime.ambient import as_creation
-from weft.runtime.check import check_apart, check_tensor, refuse_tensor, tensors_of
+from weft.runtime.check import as_tensors, check_no_overlap, check_tensor, raise_not_tensor
 from weft.runtime.debug import poison
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import one_call
@@ -121,7 +121,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             check_bools(
                 split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile
             )
-            config = AllToAllConfig.of(
+            config = AllToAllConfig.from_args(
                 ranks=group.local.size,
                 max_tokens=max_tokens,
                 top_k=top_k,
@@ -202,7 +202,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         """
         if _unknown:
             refuse_unknown(self.dispatch, _unknown)
-        tensors = tensors_of("x", x)
+        tensors = as_tensors("x", x)
         if torch.compiler.is_dynamo_compiling():
             self.traced_tokens = topk_ids.shape[0]
             self._traced_rows = self.config.check_rows(rows, self.traced_tokens)
@@ -300,7 +300,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         if _unknown:
             refuse_unknown(self.dispatch_send, _unknown)
         self._check_split_phase("dispatch_send")
-        tensors, entry = tensors_of("x", x), "dispatch_send"
+        tensors, entry = as_tensors("x", x), "dispatch_send"
         self._dispatch(entry, tensors, topk_ids, topk_weights, num_tokens, stats, rows)
 
     def dispatch_recv(self) -> Received:
@@ -466,7 +466,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             self.check_outside("out", out)
         if add is not None:
             check_tensor("add", add, shape=size, dtypes=dtypes, device=device, aligned=16)
-            check_apart("out", out, {"add": add}, exact="add")
+            check_no_overlap("out", out, {"add": add}, exact="add")
         self._copy_to_output(y)
         if self._rail is None:
             args, tokens = self._combine_args, self._tokens
@@ -522,7 +522,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
     def _copy_to_output(self, y: torch.Tensor | None) -> None:
         output = self.receive_views(self._rows)[1]
         if y is not None and not isinstance(y, torch.Tensor):
-            refuse_tensor("y", y)
+            raise_not_tensor("y", y)
         if y is not None and self.config.shape.combine == "gemm_push" and y.numel():
             raise InvalidArgument(
                 "y in an all-to-all with combine='gemm_push': every row is stored at its "

@@ -76,7 +76,7 @@ class ReduceCase(RowsCase):
         if not self.backends:
             raise InvalidArgument("nothing to measure: pass at least one backend")
         sizes: dict[str, Any] = {"ranks": self.ranks, "max_tokens": self.capacity}
-        ReduceConfig.of(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # validates sizes
+        ReduceConfig.from_args(**sizes, hidden=self.hidden, dtype=self.out_dtype)  # validates sizes
         if self.epilogue == "fp8-group" and self.hidden % GROUP:
             raise InvalidArgument(
                 f"hidden is {self.hidden}, but fp8-group has a scale per {GROUP} columns: "

@@ -27,7 +27,7 @@ from weft.bench.limits import HBM_READ_TB_PER_S, layer_floor_us, link_rate
 from weft.bench.moe import row_bytes
 from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
 from weft.errors import CreationFailed, InvalidArgument
-from weft.fields import checked
+from weft.fields import check_values
 from weft.gemm import unpack_mxfp4
 from weft.gemm.config import MXFP4
 from weft.group import Group
@@ -97,7 +97,7 @@ class LayerCase(Case):
             raise InvalidArgument(
                 f"routing is {self.routing!r}; choose one of uniform, zipf, zipf:EXPONENT"
             )
-        checked(Shape, ranks=self.ranks, tokens=max(self.tokens))
+        check_values(Shape, ranks=self.ranks, tokens=max(self.tokens))
         if self.experts is not None and self.experts < self.ranks:
             raise InvalidArgument(
                 f"{self.experts} experts on {self.ranks} ranks; use one or more each"

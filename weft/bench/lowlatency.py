@@ -76,7 +76,7 @@ class LowCase(PairCase):
     @property
     def config(self) -> LowLatencyConfig:
         """The configuration of the operator."""
-        return LowLatencyConfig.of(ranks=self.ranks, **self.options)
+        return LowLatencyConfig.from_args(ranks=self.ranks, **self.options)
 
     @property
     def sent_bytes(self) -> int:

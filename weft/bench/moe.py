@@ -74,7 +74,7 @@ class MoECase(PairCase):
             raise InvalidArgument(
                 f"quantize is {self.quantize!r} and the payload is fp8 already: choose one of them"
             )
-        AllToAllConfig.of(ranks=self.ranks, **self.sizes(self.capacity), **self.options())
+        AllToAllConfig.from_args(ranks=self.ranks, **self.sizes(self.capacity), **self.options())
         make_ids(self, max(self.tokens), 0)
 
     def sizes(self, max_tokens: int) -> dict[str, Any]:

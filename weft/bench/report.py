@@ -37,7 +37,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, samples_of_rank: Sequence[Sequence[float]]) -> Spread:
+    def from_samples(cls, samples_of_rank: Sequence[Sequence[float]]) -> Spread:
         """Compute the statistics of every rank's samples."""
         return cls(
             min=max(min(samples) for samples in samples_of_rank),
@@ -81,7 +81,7 @@ def rows_of(report: Report, baselines: Sequence[BaselineRun] = ()) -> list[Row]:
 
 
 def _row(report: Report, measured: Measured, phase: str, baselines: Sequence[BaselineRun]) -> Row:
-    case, us = report.case, Spread.of(measured.samples_us[phase])
+    case, us = report.case, Spread.from_samples(measured.samples_us[phase])
     logical, moved = case.bytes_of(measured, phase)
     unit = us.median * 1e3  # bytes / unit are GB/s
     row = Row(measured.variant, measured.tokens, phase, us, logical / unit, moved, moved / unit)
@@ -89,7 +89,7 @@ def _row(report: Report, measured: Measured, phase: str, baselines: Sequence[Bas
         return row
     floor = case.floor_us(measured, report.machine["gpus"])
     others = {
-        run.library: Spread.of(run.samples_us[measured.tokens][phase]).median
+        run.library: Spread.from_samples(run.samples_us[measured.tokens][phase]).median
         for run in baselines
         if measured.tokens in run.samples_us
     }

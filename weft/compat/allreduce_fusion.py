@@ -17,7 +17,7 @@ from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspac
 from weft.compat.refusals import MOE_QUANT, NVFP4, refuse
 from weft.errors import InvalidArgument
 from weft.fields import max_value
-from weft.runtime.check import refuse_tensor
+from weft.runtime.check import raise_not_tensor
 from weft.shape import Shape
 
 GROUP = 128  # columns per scale
@@ -124,7 +124,7 @@ def allreduce_fusion(
     }
     for name, tensor in outputs.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            refuse_tensor(name, tensor)
+            raise_not_tensor(name, tensor)
     check_float("rms_eps", rms_eps, least=0.0)
     check_float("weight_bias", weight_bias)
     call = _pattern(pattern)
@@ -271,7 +271,7 @@ def _moe_reduction(
     experts = check_int("moe_reduction_device_num_experts", experts, 1, max_value(Shape, "experts"))
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            refuse_tensor(name, tensor)
+            raise_not_tensor(name, tensor)
     scales, rows, shared = tensors.values()
     _check_rows("moe_reduction_token_input", shared)
     tokens, hidden = shared.shape
@@ -291,7 +291,7 @@ def _moe_reduction(
 def _check_rows(name: str, tensor: torch.Tensor | None) -> None:
     """Raise InvalidArgument unless `tensor` is two-dimensional."""
     if not isinstance(tensor, torch.Tensor):
-        refuse_tensor(name, tensor)
+        raise_not_tensor(name, tensor)
     if tensor.is_nested or tensor.dim() != 2:
         shape = "nested" if tensor.is_nested else list(tensor.shape)
         raise InvalidArgument(f"{name} is {shape}; it must be [tokens, hidden]")

@@ -34,7 +34,7 @@ from weft.errors import InvalidArgument, OutOfOrder, UsageError
 from weft.fields import max_value
 from weft.group import Group
 from weft.leases import Lease, lease
-from weft.runtime.check import check_alignment, check_gradient, refuse_tensor
+from weft.runtime.check import check_alignment, check_gradient, raise_not_tensor
 from weft.runtime.library import untraced
 from weft.runtime.operator import call_all
 from weft.shape import DTYPE_NAMES, MAX_TOP_K, Shape
@@ -458,7 +458,7 @@ class MoeAlltoAll:
     def _check_payload(self, payload: torch.Tensor, running: _Round, claimed: bool) -> None:
         """Raise InvalidArgument for tensors that combine cannot return."""
         if not isinstance(payload, torch.Tensor):
-            refuse_tensor("payload", payload)
+            raise_not_tensor("payload", payload)
         if payload.layout is not torch.strided or payload.is_nested:
             raise InvalidArgument("payload is a sparse or nested tensor; pass a dense one")
         check_gradient("payload", payload)

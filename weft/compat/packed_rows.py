@@ -65,7 +65,7 @@ def program(name: str, shape: Shape, *, device: bool) -> Program:
         what="normal mode",
         ranks=shape.ranks,
         headers=(f"compat/packed_rows{'.cuh' if device else '_cpu.hpp'}",),
-        constants=f"constexpr weft::Shape S = {shape.literal()};\n",
+        constants=f"constexpr weft::Shape S = {shape.to_cpp()};\n",
         entry_points={name: (ENTRIES[name], f"{name}<S>")},
         bounds={name: (THREADS, 2)} if device else None,
         structs=(PackedRows,),

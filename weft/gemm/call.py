@@ -20,7 +20,7 @@ from weft.gemm.config import (
     Push,
 )
 from weft.gemm.mxfp4 import UNIT_BYTES, check_like, weight_sizes
-from weft.runtime.check import Apart, extent, overlap, refuse_tensor
+from weft.runtime.check import OverlapRule, find_overlap, memory_range, raise_not_tensor
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 2**31 - 1
@@ -89,7 +89,7 @@ class GemmCall:
         return [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
 
     @property
-    def disjoint(self) -> tuple[Apart, ...]:
+    def overlap_rules(self) -> tuple[OverlapRule, ...]:
         """Results, and the tensors that they must not overlap: all others."""
         sizes = {i: _size_in_memory(t) for i, t in enumerate(self.tensors) if t is not None}
         return tuple(
@@ -98,9 +98,9 @@ class GemmCall:
             if result in sizes
         )
 
-    def check_apart(self, disjoint: tuple[Apart, ...]) -> None:
+    def check_no_overlap(self, overlap_rules: tuple[OverlapRule, ...]) -> None:
         """Raise InvalidArgument that names both tensors if a result overlaps another tensor."""
-        pair = overlap(self.addresses, disjoint)
+        pair = find_overlap(self.addresses, overlap_rules)
         if pair is not None:
             raise InvalidArgument(
                 f"{NAMES[pair[0]]} overlaps {NAMES[pair[1]]} in memory: results are written while "
@@ -109,7 +109,7 @@ class GemmCall:
 
 
 def _size_in_memory(tensor: torch.Tensor) -> int:
-    start, end = extent(tensor)
+    start, end = memory_range(tensor)
     return end - start
 
 
@@ -159,7 +159,7 @@ def check_call(
 def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
     for name, tensor in (("a", a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
-            refuse_tensor(name, tensor)
+            raise_not_tensor(name, tensor)
     mxfp4 = b.dtype == MXFP4
     shape: tuple[int | str, ...] = ("experts", "n", "k")
     if mxfp4:

@@ -35,7 +35,7 @@ from weft.gemm.config import (
 from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
 from weft.jit import CUDA_OPTIONS, CudaModule, Function, Launcher, compile_cubin, current_arch
 from weft.runtime.kernels import numbers_of
-from weft.runtime.layout import assertions
+from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading
 
 NAME, SHARED = "weft_grouped_gemm", "weft_gemm_shared"
@@ -239,7 +239,7 @@ class GemmShape:
         )
 
     @property
-    def literal(self) -> str:
+    def cpp_value(self) -> str:
         """The C++ initialiser of `weft::GemmShape`."""
         block_m, stages = self.plan.block_m, self.plan.stages(self.experts, self.operand)
         sizes = f"{self.experts}, {self.n}, {self.k}, {block_m}, {stages}"
@@ -254,8 +254,8 @@ class GemmShape:
         ns = wgmma_ns(self.plan.block_m)
         return SOURCE.format(
             instructions="".join(instruction(n, self.operand) for n in ns),
-            shape=self.literal,
-            layout=assertions((GemmArgs,), NUMBERS),
+            shape=self.cpp_value,
+            layout=static_asserts((GemmArgs,), NUMBERS),
             name=NAME,
             shared=SHARED,
             threads=THREADS,

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from weft.errors import InvalidArgument
 from weft.gemm.config import BLOCK_N, DTYPES_16BIT, MXFP4
-from weft.runtime.check import check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, raise_not_tensor
 
 BLOCK = 32  # columns per scale
 PACKED = (torch.uint8, torch.int8)
@@ -188,7 +188,7 @@ def check_like(
     """Run `check_tensor` with the device of `like`, which must be a CPU or a GPU."""
     for value in (tensor, like):
         if not isinstance(value, torch.Tensor):
-            refuse_tensor(name, value)
+            raise_not_tensor(name, value)
     if tensor.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"{name} is on {tensor.device}; it must be on cpu or cuda")
     device = like.device

@@ -35,7 +35,13 @@ from weft.gemm.config import plan as triton_plan
 from weft.keywords import refuse_unknown
 from weft.reference import quantize
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import Apart, check_tensor, overlap, refuse_tensor, tensors_key
+from weft.runtime.check import (
+    OverlapRule,
+    check_tensor,
+    find_overlap,
+    raise_not_tensor,
+    tensors_key,
+)
 from weft.shape import FP8_BLOCK
 
 MAX_PREPARED = 512  # cached launches per thread; each takes about 2 KiB
@@ -49,13 +55,13 @@ class Prepared:
 
     Attributes:
         results: Shape and dtype of the result and of its scales, if the call allocates them.
-        disjoint: Results and the tensors that they must not overlap.
+        overlap_rules: Results and the tensors that they must not overlap.
     """
 
     device: torch.device
     launch: Launch
     results: tuple[tuple[torch.Size, torch.dtype], ...]
-    disjoint: tuple[Apart, ...]
+    overlap_rules: tuple[OverlapRule, ...]
 
 
 class _PreparedCalls(threading.local):
@@ -142,7 +148,7 @@ def grouped_gemm(
     epilogue_key = epilogue if push is None else (push.dtype, push.flag_in_data)
     key = kind, pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
     prepared = None if kind is None else _calls.prepared.get(key)
-    if prepared is not None and overlap(addresses, prepared.disjoint) is None:
+    if prepared is not None and find_overlap(addresses, prepared.overlap_rules) is None:
         return _run(prepared, out, tensors, addresses)
     call = check_call(
         a,
@@ -156,8 +162,8 @@ def grouped_gemm(
         epilogue=epilogue,
         prefetch_weights=prefetch_weights and programmatic_launch,
     )
-    disjoint = () if out is None else call.disjoint
-    call.check_apart(disjoint)
+    overlap_rules = () if out is None else call.overlap_rules
+    call.check_no_overlap(overlap_rules)
     plan = plan or _default_plan(call)
     if isinstance(plan, WgmmaPlan):
         kernels.check_plan(call, plan)
@@ -166,7 +172,7 @@ def grouped_gemm(
     if not _on_gpu(call.a.device):
         reference.compute(call, plan)
     elif len(call.a) and len(call.b):
-        prepared = _prepare(call, plan, num_sms, programmatic_launch, disjoint)
+        prepared = _prepare(call, plan, num_sms, programmatic_launch, overlap_rules)
         _launch(prepared, call.tensors, call.addresses)
         if kind is not None:
             if len(_calls.prepared) >= MAX_PREPARED:
@@ -207,9 +213,9 @@ def _prepare(
     plan: GemmPlan | WgmmaPlan,
     num_sms: int | None,
     programmatic: bool,
-    disjoint: tuple[Apart, ...],
+    overlap_rules: tuple[OverlapRule, ...],
 ) -> Prepared:
-    results = () if disjoint else (call.out, call.out_scale)
+    results = () if overlap_rules else (call.out, call.out_scale)
     with torch.cuda.device(call.a.device):
         launch: Launch
         if isinstance(plan, WgmmaPlan):
@@ -217,7 +223,10 @@ def _prepare(
         else:
             launch = triton_launch.TritonLaunch(call, plan, num_sms, programmatic)
     return Prepared(
-        call.a.device, launch, tuple((t.shape, t.dtype) for t in results if t is not None), disjoint
+        call.a.device,
+        launch,
+        tuple((t.shape, t.dtype) for t in results if t is not None),
+        overlap_rules,
     )
 
 
@@ -263,7 +272,7 @@ def quantize_rows(
     """
     check_bools(programmatic_launch=programmatic_launch)
     if not isinstance(x, torch.Tensor):
-        refuse_tensor("x", x)
+        raise_not_tensor("x", x)
     check_tensor("x", x, shape=("rows", "k"), dtypes=OUT_DTYPES, device=x.device, aligned=1)
     if x.shape[1] % FP8_BLOCK:
         raise InvalidArgument(f"x is {list(x.shape)}; k must be a multiple of {FP8_BLOCK}")

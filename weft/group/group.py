@@ -142,7 +142,7 @@ class Group:
             RendezvousFailed: the ranks do not meet, or no rank has to be replaced.
         """
         group = cls.from_meeting(
-            Meeting.at(meeting) if isinstance(meeting, str) else meeting,
+            Meeting.from_address(meeting) if isinstance(meeting, str) else meeting,
             rank=rank,
             size=size,
             device=default_device(device),

@@ -203,7 +203,7 @@ def _parse_meeting(reports: list[Any]) -> Meeting:
         raise RendezvousFailed(text_of(first["problem"]))
     address = first.get("meeting")
     try:
-        return Meeting.at(address if isinstance(address, str) else "")
+        return Meeting.from_address(address if isinstance(address, str) else "")
     except InvalidArgument as error:
         raise RendezvousFailed(
             f"rank 0 was to send where to meet, but {text_of(str(error))}: it is no rank of this "

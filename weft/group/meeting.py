@@ -96,7 +96,7 @@ class Meeting:
         return f"{self.hub}-{self.nonce.hex()}"
 
     @classmethod
-    def at(cls, address: str) -> Meeting:
+    def from_address(cls, address: str) -> Meeting:
         """Return the meeting at an `address`, for a rank that is not the hub.
 
         Raises:

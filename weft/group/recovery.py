@@ -110,7 +110,7 @@ class GroupRecovery:
         messages.together(open_at_hub, doing="opening a meeting")
         own = self._meeting if messages.rank == hub else None
         addresses = messages.gather("open_meeting", own.address if own else None)
-        return own or Meeting.at(addresses[hub])
+        return own or Meeting.from_address(addresses[hub])
 
     def _close_meeting(self) -> None:
         # A forked child would end the meeting for all others.

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from weft.alltoall.config import AllToAllConfig
 from weft.arguments import check_choice, check_int, raise_invalid
 from weft.errors import InvalidArgument
-from weft.fields import Choice, literal
+from weft.fields import Choice, to_cpp
 from weft.heap.header import Site
 from weft.shape import MAX_PLANES, Shape
 
@@ -70,9 +70,9 @@ class GroupConfig:
         """Return the number of tiles of all sources: CTAs of the counting kernel."""
         return shape.ranks * -(-shape.tokens // TILE)
 
-    def literal(self) -> str:
+    def to_cpp(self) -> str:
         """Return the C++ initialiser."""
-        return literal(self, "weft::Grouping")
+        return to_cpp(self, "weft::Grouping")
 
 
 def by_expert(

@@ -38,13 +38,13 @@ BOUNDS = {
 
 def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Program:
     """Return the C++ program."""
-    constants = f"constexpr weft::Shape S = {shape.literal()};\n"
+    constants = f"constexpr weft::Shape S = {shape.to_cpp()};\n"
     return Program(
         name="grouping",
         what="grouping",
         ranks=shape.ranks,
         headers=("grouping/cpu.cpp",),
-        constants=f"{constants}constexpr weft::Grouping G = {config.literal()};\n",
+        constants=f"{constants}constexpr weft::Grouping G = {config.to_cpp()};\n",
         entry_points=_entry_points("gather", *results(shape, sends)),
         offsets=(("weft::max_groups", MAX_GROUPS),),
     )

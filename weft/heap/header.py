@@ -110,7 +110,7 @@ class Mirrors(NamedTuple):
 
 def mirrors(ranks: int) -> Mirrors:
     """Return the structs for `ranks` ranks: one layout serves up to 32, another up to 72."""
-    return _mirrors(most_ranks(ranks))
+    return _mirrors(layout_max_ranks(ranks))
 
 
 @functools.cache
@@ -183,14 +183,14 @@ def _mirrors(most: int) -> Mirrors:
     return Mirrors(Mailbox, Timeline, Header)
 
 
-def most_ranks(ranks: int) -> int:
+def layout_max_ranks(ranks: int) -> int:
     """Return the number of ranks that the layout for `ranks` has room for (max_ranks)."""
     return NARROW_RANKS if ranks <= NARROW_RANKS else MAX_RANKS
 
 
 def rank_words(ranks: int) -> int:
     """Return the number of 32-bit words of a set of ranks (RankSet)."""
-    return -(-most_ranks(ranks) // 32)
+    return -(-layout_max_ranks(ranks) // 32)
 
 
 def header_bytes(ranks: int) -> int:
@@ -198,7 +198,7 @@ def header_bytes(ranks: int) -> int:
     return ctypes.sizeof(mirrors(ranks).Header)
 
 
-def words_of(ranks: int, count: int) -> tuple[int, ...]:
+def rank_set_words(ranks: int, count: int) -> tuple[int, ...]:
     """Return a set of ranks, bit r for rank r, as `count` words of 32 bits (RankSet)."""
     return tuple(ranks >> 32 * i & 0xFFFFFFFF for i in range(count))
 

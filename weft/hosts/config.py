@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.fields import by_argument
+from weft.fields import values_by_argument
 from weft.group.wire import JSON
 from weft.placement import Placement
 from weft.runtime.identity import CALL_WORDS
@@ -117,7 +117,7 @@ class HostsConfig:
 
     def manifest(self) -> dict[str, JSON]:
         """What the ranks compare at creation, name by name."""
-        values = {**by_argument(self.shape), "expert_map": list(self.placement.ranks)}
+        values = {**values_by_argument(self.shape), "expert_map": list(self.placement.ranks)}
         if self.span is not None:  # not the sizes of one host, which differ from host to host
             values.pop("local", None)
             values |= {

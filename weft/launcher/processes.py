@@ -104,7 +104,7 @@ def fork_server(more: Sequence[str] = ()) -> ForkServerContext:
 def _start(context: ForkServerContext, job: Job, rank: int) -> _Rank:
     reader, writer = context.Pipe(duplex=False)
     if rank != job.meeting.hub:  # only the hub gets the listener
-        job = replace(job, meeting=Meeting.at(job.meeting.address))
+        job = replace(job, meeting=Meeting.from_address(job.meeting.address))
     process = context.Process(target=_child, args=(writer, job, rank), name=f"weft-rank-{rank}")
     try:
         process.start()

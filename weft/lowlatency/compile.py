@@ -15,8 +15,8 @@ import torch
 
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.lowlatency.results import ExpertRows, Handle
-from weft.runtime.check import check_choices, check_tensor, tracing
-from weft.runtime.library import find, plain
+from weft.runtime.check import allow_fake_tensors, check_tensor, check_topk
+from weft.runtime.library import detach, lookup
 
 if TYPE_CHECKING:
     from weft.lowlatency.operator import LowLatencyAllToAll
@@ -71,7 +71,7 @@ def _dispatch(
     order: torch.Tensor,
     handle: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    owner: LowLatencyAllToAll = find(handle)
+    owner: LowLatencyAllToAll = lookup(handle)
     alive = owner.traced_handles.alive
     if number in alive:  # an earlier run of the graph raised, and its handle is lost
         owner.drop_handle(alive.pop(number))
@@ -84,8 +84,8 @@ def _dispatch(
 @_dispatch.register_fake
 def _(*args: Any) -> FiveTensors:
     x, topk_ids, topk_weights, _, _, handle = args
-    owner: LowLatencyAllToAll = find(handle)
-    with tracing():
+    owner: LowLatencyAllToAll = lookup(handle)
+    with allow_fake_tensors():
         owner.config.check_dispatch(x, topk_ids, topk_weights, owner.group.device)
     return _public_tensors(owner, _results(owner))
 
@@ -102,7 +102,7 @@ def _combine(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    owner: LowLatencyAllToAll = find(handle)
+    owner: LowLatencyAllToAll = lookup(handle)
     alive = owner.traced_handles.alive
     real = alive.get(number) if number < 0 else owner.find_handle(number)
     if real is None:
@@ -117,11 +117,11 @@ def _combine(
 @_combine.register_fake
 def _(*args: Any) -> None:
     y, topk_ids, topk_weights, out, add, _, _, _, handle = args
-    owner: LowLatencyAllToAll = find(handle)
+    owner: LowLatencyAllToAll = lookup(handle)
     config, device = owner.config, owner.group.device
     dtypes, shape = (owner.dtype,), config.shape
-    with tracing():
-        tokens = check_choices(topk_ids, topk_weights, shape.top_k, device)
+    with allow_fake_tensors():
+        tokens = check_topk(topk_ids, topk_weights, shape.top_k, device)
     for name, tensor in (("out", out), ("add", add)):
         if tensor is not None:
             size = (tokens, shape.hidden)
@@ -146,7 +146,7 @@ def dispatch(
         )
     number = owner.traced_handles.acquire()
     rows, scales, counts, source, ranges = torch.ops.weft.lowlatency_dispatch(
-        x.detach(), topk_ids, plain(topk_weights), number, owner.order_tensor, owner.library_handle
+        x.detach(), topk_ids, detach(topk_weights), number, owner.order_tensor, owner.library_handle
     )
     handle = Handle(number, -1 - number, topk_ids.shape[0], counts)
     public_scales = scales if owner.config.shape.group else None
@@ -167,11 +167,11 @@ def combine(
         size = (topk_ids.shape[0], owner.config.shape.hidden)
         out = torch.empty(size, dtype=owner.dtype, device=owner.order_tensor.device)
     torch.ops.weft.lowlatency_combine(
-        plain(y),
+        detach(y),
         topk_ids,
-        plain(topk_weights),
+        detach(topk_weights),
         out,
-        plain(add),
+        detach(add),
         handle.counts,
         handle.number,
         owner.order_tensor,

@@ -15,20 +15,20 @@ import torch
 
 from weft.arguments import check_bools, check_choice, check_int
 from weft.errors import InvalidArgument
-from weft.fields import Choice, Size, check_fields, checked, config_hash, literal
+from weft.fields import Choice, Size, check_fields, check_values, config_hash, to_cpp
 from weft.group.wire import JSON
 from weft.heap.header import (
     RING_TIMELINES,
     CallRecord,
     Site,
     header_bytes,
-    most_ranks,
+    layout_max_ranks,
     rank_words,
 )
 from weft.hosts.config import HostsConfig, Span, host_placement
 from weft.placement import Placement, build_placement
-from weft.runtime.check import check_choices, check_tensor, check_tokens
-from weft.runtime.layout import LINE, Memory, Numbers, offset, sizes_of, up
+from weft.runtime.check import check_tensor, check_tokens, check_topk
+from weft.runtime.layout import LINE, CppValues, Memory, cpp_offset, round_up, size_function
 from weft.shape import DTYPE_NAMES, FP8_BLOCK, ITEM_BYTES, MAX_RANKS, MAX_TOP_K
 
 MAX_TOKENS, MAX_LOCAL, MAX_EXPERTS = 8192, 1024, 4096
@@ -119,7 +119,7 @@ def trace_record(ranks: int) -> type[ctypes.Structure]:
             ("role", c_uint16),
             ("team", c_uint32),
             ("units", c_uint32),
-            ("waited", c_uint32 * most_ranks(ranks)),
+            ("waited", c_uint32 * layout_max_ranks(ranks)),
         )
 
     return TraceRecord
@@ -134,7 +134,7 @@ def tracks(ranks: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class LowShape:
+class LowLatencyShape:
     """Sizes of one low-latency all-to-all. Mirrors `weft::LowLatencyShape`.
 
     The other attributes are those of `weft.LowLatencyAllToAll`.
@@ -189,7 +189,7 @@ class LowShape:
         if self.hidden % unit:
             raise InvalidArgument(
                 f"hidden is {self.hidden}; it must be a multiple of {unit} (of 16, of group_size, "
-                f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {up(self.hidden, unit)}"
+                f"of {FP8_BLOCK} with combine_dtype='fp8'): pad it to {round_up(self.hidden, unit)}"
             )
 
     @property
@@ -206,19 +206,19 @@ class LowShape:
     def row_bytes(self) -> int:
         """Bytes of a dispatched row: values, then scales, each padded to 16 bytes."""
         values = self.hidden if self.group else self.hidden * ITEM_BYTES[self.dtype]
-        return up(values, 16) + up(4 * self.blocks, 16)
+        return round_up(values, 16) + round_up(4 * self.blocks, 16)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of a dispatched row with its weights, if they are sent."""
         weights = 4 * self.top_k if self.reduce == "sender" else 0
-        return self.row_bytes + up(weights, 16)
+        return self.row_bytes + round_up(weights, 16)
 
     @property
     def back_bytes(self) -> int:
         """Bytes of a row that is returned to its owner."""
         if self.combine_fp8:
-            return self.hidden + up(4 * (self.hidden // FP8_BLOCK), 16)
+            return self.hidden + round_up(4 * (self.hidden // FP8_BLOCK), 16)
         return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
@@ -237,13 +237,13 @@ class LowShape:
         """24 bits of this shape's hash."""
         return config_hash(self, "low ")
 
-    def literal(self) -> str:
+    def to_cpp(self) -> str:
         """Return the C++ initialiser."""
-        return literal(self, "weft::LowLatencyShape")
+        return to_cpp(self, "weft::LowLatencyShape")
 
 
 @dataclass(frozen=True, slots=True)
-class LowOffsets:
+class LowLatencyOffsets:
     """Byte offsets of the parts of a share.
 
     Flags come before `tokens`. From `tokens` on, every word is a sentinel (all ones) until it
@@ -259,18 +259,18 @@ class LowOffsets:
     back: int
 
     @classmethod
-    def of(cls, shape: LowShape) -> LowOffsets:
+    def from_shape(cls, shape: LowLatencyShape) -> LowLatencyOffsets:
         """Return the offsets of a shape; mirrors `LowLatencyShare` in lowlatency/layout.cuh."""
-        flags, progress = up(8 * shape.ranks), header_bytes(shape.ranks)
+        flags, progress = round_up(8 * shape.ranks), header_bytes(shape.ranks)
         tokens = progress + LINE + 3 * flags
         token_masks = tokens + 2 * flags
-        choices = token_masks + up(8 * shape.ranks * shape.chunks * shape.local)
-        rows = choices + up(8 * shape.rows * shape.top_k)
+        choices = token_masks + round_up(8 * shape.ranks * shape.chunks * shape.local)
+        rows = choices + round_up(8 * shape.rows * shape.top_k)
         dispatched, returned = shape.rows_bytes
-        share = rows + up(dispatched + returned)
+        share = rows + round_up(dispatched + returned)
         return cls(share, progress, tokens, token_masks, choices, rows, rows + dispatched)
 
-    def asserted(self) -> Numbers:
+    def expected_offsets(self) -> CppValues:
         """Return C++ expressions of these offsets, for a shape named S, and their values."""
         members = {
             "progress": self.progress,
@@ -282,8 +282,8 @@ class LowOffsets:
         share = "LowLatencyShare<S>"
         return [
             (f"sizeof(weft::{share})", self.share_bytes),
-            (f"{offset(share, 'inbox.rows')} + S.sent_bytes()", self.back),
-            *((offset(share, member), at) for member, at in members.items()),
+            (f"{cpp_offset(share, 'inbox.rows')} + S.sent_bytes()", self.back),
+            *((cpp_offset(share, member), at) for member, at in members.items()),
         ]
 
 
@@ -291,8 +291,8 @@ class LowOffsets:
 class LowLatencyConfig(HostsConfig):
     """Everything that ranks must agree on before they share memory."""
 
-    shape: LowShape
-    offsets: LowOffsets
+    shape: LowLatencyShape
+    offsets: LowLatencyOffsets
     dtype: torch.dtype
     placement: Placement
     slots: int
@@ -300,7 +300,7 @@ class LowLatencyConfig(HostsConfig):
     span: Span | None = None
 
     @classmethod
-    def of(
+    def from_args(
         cls,
         *,
         ranks: int,
@@ -324,14 +324,14 @@ class LowLatencyConfig(HostsConfig):
     ) -> LowLatencyConfig:
         """Check the arguments of `LowLatencyAllToAll` and build its config.
 
-        `_hosts` and `_host` are as in `AllToAllConfig.of`.
+        `_hosts` and `_host` are as in `AllToAllConfig.from_args`.
 
         Raises:
             InvalidArgument: names the argument, its value and the allowed values.
         """
         check_bools(profile=profile)
-        sizes = checked(
-            LowShape,
+        sizes = check_values(
+            LowLatencyShape,
             ranks=ranks,
             tokens=max_tokens,
             top_k=top_k,
@@ -358,7 +358,7 @@ class LowLatencyConfig(HostsConfig):
             local = host_placement(placement, tuple(_hosts[_host]))
             sizes |= {"tokens": len(_hosts) * sizes["tokens"], "experts": len(local.ranks)}
             _recipe = "quantised"  # by the token's owner, before the row leaves its host
-        shape = LowShape(
+        shape = LowLatencyShape(
             **sizes,
             local=max(len(local.experts_of(rank)) for rank in range(ranks)),
             dtype=DTYPE_NAMES[dtype],
@@ -385,7 +385,9 @@ class LowLatencyConfig(HostsConfig):
                 returns_fp8=shape.combine_fp8,
                 placement=placement,
             )
-        return cls(shape, LowOffsets.of(shape), dtype, placement, slots, profile, span)
+        return cls(
+            shape, LowLatencyOffsets.from_shape(shape), dtype, placement, slots, profile, span
+        )
 
     def manifest(self) -> dict[str, JSON]:
         """Return the arguments that the ranks compare at creation, by name."""
@@ -404,7 +406,7 @@ class LowLatencyConfig(HostsConfig):
             InvalidArgument: a tensor has the wrong shape, dtype, device or stride.
             TokenOverflow: there are more tokens than `max_tokens`.
         """
-        tokens = check_choices(topk_ids, topk_weights, self.shape.top_k, device)
+        tokens = check_topk(topk_ids, topk_weights, self.shape.top_k, device)
         check_tokens(tokens, self.max_tokens)
         size, dtypes = (tokens, self.shape.hidden), (self.dtype,)
         check_tensor(
@@ -473,8 +475,8 @@ def _memory(config: LowLatencyConfig) -> Memory:
     return config.memory
 
 
-memory_bytes = sizes_of(
-    LowLatencyConfig.of,
+memory_bytes = size_function(
+    LowLatencyConfig.from_args,
     _memory,
     """Return the memory that the rank with the most experts will allocate.
 

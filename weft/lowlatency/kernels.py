@@ -12,8 +12,8 @@ from weft.lowlatency.config import (
     CHUNK_TOKENS,
     LowLatencyCombineArgs,
     LowLatencyDispatchArgs,
-    LowOffsets,
-    LowShape,
+    LowLatencyOffsets,
+    LowLatencyShape,
     RoutingRecord,
     trace_record,
 )
@@ -56,21 +56,21 @@ PHASES: EntryPoints = {
 }
 
 
-def cpu_program(shape: LowShape) -> Program:
+def cpu_program(shape: LowLatencyShape) -> Program:
     """Return the C++ program of a shape; it always has both halves of each phase."""
     return Program(
         name="lowlatency",
         what="all-to-all",
         ranks=shape.ranks,
         headers=("lowlatency/dispatch_cpu.hpp", "lowlatency/combine_cpu.hpp"),
-        constants=f"constexpr weft::LowLatencyShape S = {shape.literal()};\n",
+        constants=f"constexpr weft::LowLatencyShape S = {shape.to_cpp()};\n",
         entry_points=in_parts(PHASES, split_phase=True),
-        offsets=LowOffsets.of(shape).asserted(),
+        offsets=LowLatencyOffsets.from_shape(shape).expected_offsets(),
         structs=(RoutingRecord, trace_record(shape.ranks)),
     )
 
 
-def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
+def cuda_program(shape: LowLatencyShape, *, split_phase: bool = False) -> Program:
     """Return the CUDA program of a shape."""
     entries = in_parts(PHASES, split_phase=split_phase)
     # Many FP8 rows per token, or many peers, need more registers: two CTAs per SM, not three.
@@ -90,7 +90,7 @@ def cuda_program(shape: LowShape, *, split_phase: bool = False) -> Program:
 class CudaLowLatency(CudaKernels):
     """The kernels of one shape."""
 
-    def __init__(self, shape: LowShape, build: Build) -> None:
+    def __init__(self, shape: LowLatencyShape, build: Build) -> None:
         super().__init__(cuda_program(shape, split_phase=build.split_phase), build)
         self._shape = shape
 
@@ -104,7 +104,7 @@ class CudaLowLatency(CudaKernels):
 
 
 def plan_low(
-    shape: LowShape,
+    shape: LowLatencyShape,
     name: str,
     tokens: int,
     threads: int,
@@ -154,7 +154,7 @@ def plan_low(
     return LowLatencyPlan(metadata, senders, receivers, threads)
 
 
-def load_kernels(device: torch.device, shape: LowShape, build: Build) -> Kernels:
+def load_kernels(device: torch.device, shape: LowLatencyShape, build: Build) -> Kernels:
     """Compile and load the operations of a shape for one rank's device.
 
     Raises:

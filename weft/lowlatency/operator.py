@@ -26,7 +26,7 @@ from weft.lowlatency.config import (
     LowLatencyCombineArgs,
     LowLatencyConfig,
     LowLatencyDispatchArgs,
-    LowShape,
+    LowLatencyShape,
     memory_bytes,
     tracks,
 )
@@ -36,7 +36,7 @@ from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.placement import ExpertRankMixin
 from weft.runtime.ambient import as_creation
-from weft.runtime.check import check_apart, check_choices, check_tensor
+from weft.runtime.check import check_no_overlap, check_tensor, check_topk
 from weft.runtime.debug import poison
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.layout import Memory
@@ -46,7 +46,7 @@ from weft.runtime.timeline import DEFINE
 Hook = Callable[[], object]
 
 
-def _rows_between_hosts(x: torch.Tensor, shape: LowShape) -> torch.Tensor:
+def _rows_between_hosts(x: torch.Tensor, shape: LowLatencyShape) -> torch.Tensor:
     """Return rows of x `[tokens, hidden]` for other hosts: uint8 `[tokens, shape.row_bytes]`.
 
     A quantised row has the values and then the float32 scales, as the kernels read them.
@@ -140,7 +140,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             check_bools(
                 split_phase=split_phase, programmatic_launch=programmatic_launch, profile=profile
             )
-            config = LowLatencyConfig.of(
+            config = LowLatencyConfig.from_args(
                 ranks=group.local.size,
                 max_tokens=max_tokens,
                 top_k=top_k,
@@ -466,7 +466,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
         """
         self._check_handle(handle, entry)
         device, dtypes = self.group.device, (self.dtype,)
-        tokens = check_choices(topk_ids, topk_weights, self.config.shape.top_k, device)
+        tokens = check_topk(topk_ids, topk_weights, self.config.shape.top_k, device)
         if tokens != handle.tokens:
             raise InvalidArgument(
                 f"topk_ids has {tokens} rows, dispatch {handle.number} had {handle.tokens}: pass "
@@ -482,7 +482,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
                 check_tensor(name, tensor, shape=size, dtypes=dtypes, device=device, aligned=16)
         self.check_outside("out", out)
         inputs = {"add": add, "y": y, "topk_ids": topk_ids, "topk_weights": topk_weights}
-        check_apart("out", out, inputs, exact="add")
+        check_no_overlap("out", out, inputs, exact="add")
         args = self._combine_args
         args.y = 0 if y is None else y.data_ptr()
         args.counts = (slot.tensors["counts"] if counts is None else counts).data_ptr()

@@ -15,7 +15,7 @@ from weft.fields import max_value
 from weft.gemm.config import GatingParams
 from weft.moe.hf import parse_config
 from weft.moe.routing.router import Routing
-from weft.runtime.check import check_apart, check_dense, check_tensor, refuse_tensor
+from weft.runtime.check import check_dense, check_no_overlap, check_tensor, raise_not_tensor
 from weft.shape import DTYPE_NAMES, Shape
 
 MAX_COLUMNS = max_value(Shape, "hidden")
@@ -52,7 +52,7 @@ class Gating(GatingParams):
                 gate_up.
         """
         if not isinstance(gate_up, torch.Tensor):
-            refuse_tensor("gate_up", gate_up)
+            raise_not_tensor("gate_up", gate_up)
         check_dense("gate_up", gate_up)
         if not gate_up.dim() or gate_up.shape[-1] % 2:
             raise InvalidArgument(
@@ -63,7 +63,7 @@ class Gating(GatingParams):
         gate, up = gate_up.chunk(2, dim=-1)
         if out is not None:
             check_tensor("out", out, shape=gate.shape, dtypes=(gate_up.dtype,), device=device)
-            check_apart("out", out, {"gate_up": gate_up})
+            check_no_overlap("out", out, {"gate_up": gate_up})
         else:
             out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         if self.limit is not None:

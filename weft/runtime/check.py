@@ -25,7 +25,7 @@ _data_ptr = torch.Tensor.data_ptr  # unbound: raises TypeError for an object tha
 
 # (index of a result, bytes, the tensors that it must not overlap), each of these as
 # (index, bytes, whether both may be exactly the same memory)
-Apart = tuple[int, int, tuple[tuple[int, int, bool], ...]]
+OverlapRule = tuple[int, int, tuple[tuple[int, int, bool], ...]]
 
 
 class _Tracing(threading.local):
@@ -38,7 +38,7 @@ _tracing = _Tracing()
 
 
 @contextmanager
-def tracing() -> Iterator[None]:
+def allow_fake_tensors() -> Iterator[None]:
     """Let fake tensors, which have no address, pass `check_alignment` inside the context."""
     before, _tracing.active = _tracing.active, True
     try:
@@ -77,14 +77,14 @@ def check_tensor(
         InvalidArgument: names the tensor with its actual and expected property.
     """
     if not isinstance(tensor, torch.Tensor):
-        refuse_tensor(name, tensor)
+        raise_not_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(d) for d in dtypes)
         raise InvalidArgument(f"{name} has dtype {tensor.dtype}; it must be {expected}")
     if tensor.device != device:
         raise InvalidArgument(f"{name} is on {tensor.device}; it must be on {device}")
     try:
-        if tensor.shape != shape and not _fits(tensor.shape, shape):
+        if tensor.shape != shape and not _shape_matches(tensor.shape, shape):
             expected = ", ".join("tokens" if size is None else str(size) for size in shape)
             reason = f", because {rows_of} has {shape[0]} rows" if rows_of else ""
             raise InvalidArgument(
@@ -94,14 +94,14 @@ def check_tensor(
     except RuntimeError:  # sparse and nested tensors have neither shape nor strides
         dense = False
     if not dense:
-        _refuse_layout(name, tensor)
+        _raise_layout(name, tensor)
     if tensor.requires_grad and not kept:
         check_gradient(name, tensor)
     if aligned:
         check_alignment(name, tensor, max(aligned, tensor.itemsize))
 
 
-def _fits(shape: Sequence[int], expected: Sequence[int | str | None]) -> bool:
+def _shape_matches(shape: Sequence[int], expected: Sequence[int | str | None]) -> bool:
     """Whether a shape matches. A loop, because a generator would add 3 us to every call."""
     if len(shape) != len(expected):
         return False
@@ -144,7 +144,7 @@ def check_gradient(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
+def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the start and end address of the memory that a (strided) tensor spans."""
     start = tensor.data_ptr()
     if not tensor.numel():
@@ -162,7 +162,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def check_apart(
+def check_no_overlap(
     name: str, out: torch.Tensor, others: Mapping[str, torch.Tensor | None], *, exact: str = ""
 ) -> None:
     """Require that an output shares no memory with other tensors of its call.
@@ -178,11 +178,11 @@ def check_apart(
     """
     if type(out) is FakeTensor:
         return
-    start, end = extent(out)
+    start, end = memory_range(out)
     for other, tensor in others.items():
         if tensor is None or not _has_memory(tensor):  # other checks reject the latter
             continue
-        first, last = extent(tensor)
+        first, last = memory_range(tensor)
         if start >= last or first >= end:
             continue
         is_same = (first, last) == (start, end) and tensor.dtype == out.dtype
@@ -195,12 +195,12 @@ def check_apart(
         )
 
 
-def overlap(addresses: Sequence[int], apart: Iterable[Apart]) -> tuple[int, int] | None:
+def find_overlap(addresses: Sequence[int], rules: Iterable[OverlapRule]) -> tuple[int, int] | None:
     """Return the indices of the first two tensors with a forbidden overlap, or None.
 
-    The fast path of `check_apart`: `apart` holds the sizes, and only the addresses vary.
+    The fast path of `check_no_overlap`: `rules` hold the sizes, and only the addresses vary.
     """
-    for result, size, others in apart:
+    for result, size, others in rules:
         start = addresses[result]
         end = start + size
         for other, other_size, exact in others:
@@ -210,7 +210,7 @@ def overlap(addresses: Sequence[int], apart: Iterable[Apart]) -> tuple[int, int]
     return None
 
 
-def refuse_tensor(name: str, value: object) -> NoReturn:
+def raise_not_tensor(name: str, value: object) -> NoReturn:
     """Raise InvalidArgument for a value that is not a tensor."""
     kind = type(value)
     fix = ""
@@ -225,18 +225,18 @@ def refuse_tensor(name: str, value: object) -> NoReturn:
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise InvalidArgument for a sparse or nested tensor, which has no sizes or strides."""
     if tensor.is_nested or tensor.layout is not torch.strided:
-        _refuse_layout(name, tensor)
+        _raise_layout(name, tensor)
 
 
-def tensors_of(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def as_tensors(name: str, value: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return a tensor, or a list or tuple of tensors, as a tuple. Raises InvalidArgument."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if not isinstance(value, list | tuple):
-        refuse_tensor(name, value)
+        raise_not_tensor(name, value)
     for index, tensor in enumerate(value):
         if not isinstance(tensor, torch.Tensor):
-            refuse_tensor(f"{name}[{index}]", tensor)
+            raise_not_tensor(f"{name}[{index}]", tensor)
     return tuple(value)
 
 
@@ -257,7 +257,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
     try:
         address = tensor.data_ptr()
     except RuntimeError:
-        _refuse_layout(name, tensor)
+        _raise_layout(name, tensor)
     if address % 16 == 0 and address:
         return  # sufficient for every row size
     if not address and tensor.numel():
@@ -273,7 +273,7 @@ def check_alignment(name: str, tensor: torch.Tensor, row_bytes: int) -> None:
         )
 
 
-def check_choices(
+def check_topk(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, top_k: int, device: torch.device
 ) -> int:
     """Check topk_ids and topk_weights and return their number of tokens.
@@ -312,7 +312,7 @@ def check_group(group: Group) -> None:
     check_instance("group", group, Group, "weft.launch or Group.from_torch() makes one")
 
 
-def _refuse_layout(name: str, tensor: torch.Tensor) -> NoReturn:
+def _raise_layout(name: str, tensor: torch.Tensor) -> NoReturn:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise InvalidArgument(

@@ -26,7 +26,7 @@ from weft.jit import (
     current_arch,
 )
 from weft.runtime.check import check_sms
-from weft.runtime.layout import Numbers, assertions, common_assertions
+from weft.runtime.layout import CppValues, common_static_asserts, static_asserts
 from weft.runtime.stream import current_stream
 from weft.shape import NARROW_RANKS
 
@@ -77,7 +77,7 @@ class Program:
     constants: str
     entry_points: EntryPoints
     bounds: Mapping[str, tuple[int, int]] | None = None
-    offsets: Numbers = ()
+    offsets: CppValues = ()
     structs: Sequence[type[ctypes.Structure]] = ()
     options: Sequence[str] = CUDA_OPTIONS
 
@@ -89,7 +89,7 @@ class Program:
         entries = "".join(map(self._entry, self.entry_points))
         arguments = (struct for struct, _ in self.entry_points.values())
         structs = dict.fromkeys((*arguments, *self.structs))
-        layout = common_assertions(self.ranks) + assertions(structs, self.offsets)
+        layout = common_static_asserts(self.ranks) + static_asserts(structs, self.offsets)
         return wide + headers + self.constants + entries + layout
 
     def _entry(self, name: str) -> str:

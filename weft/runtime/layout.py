@@ -19,14 +19,14 @@ P = ParamSpec("P")
 G = TypeVar("G")
 T = TypeVar("T")
 LINE = 128  # bytes; alignment of the parts of a share
-Numbers = Sequence[tuple[str, int]]  # C++ expressions and their values
+CppValues = Sequence[tuple[str, int]]  # C++ expressions and their values
 # Structs that every share or every call has.
-COMMON = (ErrorRecord, Record, Fault, Site)
+COMMON_STRUCTS = (ErrorRecord, Record, Fault, Site)
 # Fields of Header that C++ groups so that one 16-byte load reads them.
-STATE = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
+STATE_MEMBERS = {"epoch": "state.epoch", "failed": "state.failed", "rows": "state.rows"}
 
 
-def up(size: int, unit: int = LINE) -> int:
+def round_up(size: int, unit: int = LINE) -> int:
     """Return `size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
@@ -36,13 +36,13 @@ def vector_bytes(row_bytes: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if row_bytes % n == 0)
 
 
-def common_assertions(ranks: int) -> str:
+def common_static_asserts(ranks: int) -> str:
     """Return C++ assertions of the layout of the structs that every share and call has."""
-    structs = (*COMMON, *mirrors(ranks))
-    return f"static_assert(weft::abi == {ABI});\n" + assertions(structs)
+    structs = (*COMMON_STRUCTS, *mirrors(ranks))
+    return f"static_assert(weft::abi == {ABI});\n" + static_asserts(structs)
 
 
-def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ()) -> str:
+def static_asserts(structs: Iterable[type[ctypes.Structure]], numbers: CppValues = ()) -> str:
     """Return C++ assertions of the sizes and offsets of the structs of the same names.
 
     Args:
@@ -54,16 +54,16 @@ def assertions(structs: Iterable[type[ctypes.Structure]], numbers: Numbers = ())
         name = f"weft::{struct.__name__}"
         rows.append((f"sizeof({name})", ctypes.sizeof(struct)))
         fields = [f[0] for k in reversed(struct.__mro__) for f in vars(k).get("_fields_", ())]
-        members = STATE if struct.__name__ == "Header" else {}
+        members = STATE_MEMBERS if struct.__name__ == "Header" else {}
         rows += [
-            (offset(name, members.get(field, field)), getattr(struct, field).offset)
+            (cpp_offset(name, members.get(field, field)), getattr(struct, field).offset)
             for field in fields
             if not field.startswith("_pad")
         ]
     return "".join(f"static_assert({expression} == {value});\n" for expression, value in rows)
 
 
-def offset(struct: str, member: str) -> str:
+def cpp_offset(struct: str, member: str) -> str:
     """Return the C++ expression for the offset of a member, which may be nested (`a.b`)."""
     return f"WEFT_OFFSET(weft::{struct.removeprefix('weft::')}, {member})"
 
@@ -86,7 +86,7 @@ class Memory:
         return self.shared + self.ordinary
 
 
-def sizes_of(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable[P, T]:
+def size_function(make: Callable[P, G], size: Callable[[G], T], doc: str) -> Callable[P, T]:
     """Return a function with the parameters of `make` that returns `size` of its result."""
 
     def memory_bytes(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -107,7 +107,7 @@ class ShareConfig(Protocol):
         """Bytes of one rank's share of the heap."""
 
 
-def share_bytes_of(make: Callable[P, ShareConfig]) -> Callable[P, int]:
+def share_bytes_function(make: Callable[P, ShareConfig]) -> Callable[P, int]:
     """Return a function with the parameters of `make` that returns the bytes of a share."""
 
     def share_bytes(config: ShareConfig) -> int:
@@ -120,4 +120,4 @@ def share_bytes_of(make: Callable[P, ShareConfig]) -> Callable[P, int]:
     Raises:
         InvalidArgument: as the constructor.
     """
-    return sizes_of(make, share_bytes, doc)
+    return size_function(make, share_bytes, doc)

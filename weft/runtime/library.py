@@ -29,8 +29,10 @@ from weft.errors import OutOfOrder
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_orders: weakref.WeakValueDictionary[torch.device, torch.Tensor] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_order_tensors: weakref.WeakValueDictionary[torch.device, torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)
 _orders_lock = threading.Lock()
 _serials = itertools.count(1)
 SERIAL_BITS = 24  # low bits of a handle: serial number of the object in this process
@@ -45,18 +47,18 @@ def register(owner: object, sizes: Mapping[str, object]) -> int:
     text = json.dumps([type(owner).__name__, dict(sizes)], sort_keys=True, default=str)
     sizes_hash = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     handle = sizes_hash << SERIAL_BITS | next(_serials)
-    _live[handle] = owner
+    _owners[handle] = owner
     return handle
 
 
-def forget(handle: int) -> None:
+def unregister(handle: int) -> None:
     """Invalidate a handle."""
-    _live.pop(handle, None)
+    _owners.pop(handle, None)
 
 
-def find(handle: int) -> Any:
+def lookup(handle: int) -> Any:
     """Return the object of a handle. Raises OutOfOrder if it was closed."""
-    owner = _live.get(int(handle))  # a traced integer cannot be a key
+    owner = _owners.get(int(handle))  # a traced integer cannot be a key
     if owner is None:
         raise OutOfOrder(
             f"the object that a compiled graph calls, number {handle}, was closed; make a new one, "
@@ -65,16 +67,16 @@ def find(handle: int) -> Any:
     return owner
 
 
-def order_of(device: torch.device) -> torch.Tensor:
+def get_order_tensor(device: torch.device) -> torch.Tensor:
     """Return the byte that orders a device's calls; it lives as long as an object refers to it."""
     with _orders_lock:
-        order = _orders.get(device)
+        order = _order_tensors.get(device)
         if order is None:
             # Graphs outside of inference mode cannot mutate a tensor that was created inside it.
             with torch.inference_mode(False):
                 order = torch.zeros(1, dtype=torch.uint8, device=device)
             mark_static(order)
-            _orders[device] = order
+            _order_tensors[device] = order
         return order
 
 
@@ -101,6 +103,6 @@ def untraced(call: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def detach(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a tensor detached from autograd; weft computes no gradients."""
     return None if tensor is None else tensor.detach()

@@ -37,13 +37,13 @@ from weft.heap.header import (
     Record,
     Site,
     mirrors,
-    words_of,
+    rank_set_words,
 )
 from weft.heap.room import require_room
 from weft.keywords import internal
 from weft.runtime import library
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_group, extent
+from weft.runtime.check import check_group, memory_range
 from weft.runtime.debug import DebugChecks, is_enabled
 from weft.runtime.identity import FLAG_MASK, MAX_LAYERS, describe_exchange
 from weft.runtime.kernels import Build, Kernels
@@ -149,7 +149,7 @@ class Operator(ABC):
             self._kernels.close()
             raise
         WATCHER.watch(self)
-        self.order_tensor = library.order_of(group.device)
+        self.order_tensor = library.get_order_tensor(group.device)
         self.library_handle = library.register(self, manifest)
 
     def _allocate(self, what: str) -> None:
@@ -173,7 +173,7 @@ class Operator(ABC):
         waits = 1 if self.group.hosts == 1 else 2
         header.deadline_ns, header.first_deadline_ns = (int(waits * s * 1e9) for s in self.timeouts)
         living, before = header.living, self._header_of(local.rank)  # zeros at creation
-        living[:] = words_of(self.living_mask, len(living))
+        living[:] = rank_set_words(self.living_mask, len(living))
         header.refusals = before.refusals
         header.reported[:] = [
             reported & ~alive for reported, alive in zip(before.reported, living, strict=True)
@@ -341,7 +341,7 @@ class Operator(ABC):
     def _release(self) -> WeftError | None:
         """Free the memory and return the pending error, if any."""
         for handle in {self.library_handle, vars(self)["library_handle"]}:
-            library.forget(handle)
+            library.unregister(handle)
         if not self._begin_close():
             return None
         pending = self.pending_error()
@@ -636,7 +636,7 @@ class Operator(ABC):
     @internal
     def check_outside(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InvalidArgument for an output in an operator's heap, which peers access."""
-        start, end = extent(tensor)
+        start, end = memory_range(tensor)
         for base, stop, what in tuple(_heaps.values()):
             if start < stop and base < end:
                 raise InvalidArgument(

@@ -26,7 +26,7 @@ from weft.gemm.kernels import GemmShape, preload
 from weft.moe.experts.modules import Expert
 from weft.moe.experts.quantize import quantize_blocks
 from weft.moe.models import SWIGLU, Gating
-from weft.runtime.check import check_tensor, refuse_tensor
+from weft.runtime.check import check_tensor, raise_not_tensor
 from weft.shape import FP8_BLOCK
 
 ALL_ROWS = 2**31 - 1  # grouped_gemm clamps counts to the number of rows
@@ -69,7 +69,7 @@ class FP8Expert(nn.Module):
         check_instance("gating", gating, Gating)
         dtype = check_choice("dtype", dtype, OUT_DTYPES)
         if not isinstance(gate_up, torch.Tensor):
-            refuse_tensor("gate_up", gate_up)
+            raise_not_tensor("gate_up", gate_up)
         device = gate_up.device
         for name, matrix, scale in (
             ("gate_up", gate_up, gate_up_scale),

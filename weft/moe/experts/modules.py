@@ -12,7 +12,7 @@ from torch.nn import functional
 from weft.arguments import check_bools, check_instance, check_int
 from weft.errors import InvalidArgument
 from weft.moe.models import SWIGLU, Gating, MoEConfig
-from weft.runtime.check import check_dense, refuse_tensor
+from weft.runtime.check import check_dense, raise_not_tensor
 
 
 class Expert(nn.Module):
@@ -97,7 +97,7 @@ class GatedExpert(nn.Module):
         super().__init__()
         self.expert = check_instance("expert", expert, nn.Module)
         if not isinstance(gate, torch.Tensor):
-            refuse_tensor("gate", gate)
+            raise_not_tensor("gate", gate)
         if gate.dim() != 2 or len(gate) != 1 or not gate.is_floating_point():
             raise InvalidArgument(
                 f"gate is {list(gate.shape)} {gate.dtype}; it must be [1, hidden], floating-point"
@@ -118,7 +118,7 @@ def _check_expert(
 ) -> None:
     for name, matrix in (("gate_up", gate_up), ("down", down)):
         if not isinstance(matrix, torch.Tensor):
-            refuse_tensor(name, matrix)
+            raise_not_tensor(name, matrix)
         check_dense(name, matrix)
     valid = gate_up.dim() == 2 and down.dim() == 2 and gate_up.is_floating_point()
     if not valid or tuple(gate_up.shape) != (2 * down.shape[1], down.shape[0]):
@@ -135,7 +135,7 @@ def _check_expert(
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            refuse_tensor(name, tensor)
+            raise_not_tensor(name, tensor)
         check_dense(name, tensor)
         if (tensor.shape, tensor.dtype, tensor.device) != (shape, gate_up.dtype, gate_up.device):
             raise InvalidArgument(

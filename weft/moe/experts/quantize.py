@@ -15,7 +15,7 @@ from weft.gemm.mxfp4 import (
     dequantize_mxfp4,
 )
 from weft.reference import quantize
-from weft.runtime.check import refuse_tensor
+from weft.runtime.check import raise_not_tensor
 from weft.shape import FP8_BLOCK
 
 
@@ -31,7 +31,7 @@ def quantize_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         InvalidArgument: a size is no multiple of 128.
     """
     if not isinstance(weights, torch.Tensor):
-        refuse_tensor("weights", weights)
+        raise_not_tensor("weights", weights)
     if weights.dim() != 3 or not weights.is_floating_point():
         raise InvalidArgument(
             f"weights are {list(weights.shape)} {weights.dtype}; they must be [experts, rows, "

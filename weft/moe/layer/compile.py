@@ -11,8 +11,8 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.lowlatency.results import ExpertRows, Handle
 from weft.moe.routing.router import check_route
-from weft.runtime.check import tracing
-from weft.runtime.library import find, plain
+from weft.runtime.check import allow_fake_tensors
+from weft.runtime.library import detach, lookup
 
 if TYPE_CHECKING:
     from weft.moe.layer.layer import MoE
@@ -30,7 +30,7 @@ def _call(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    find(handle)(
+    lookup(handle)(
         x,
         logits,
         topk_ids=topk_ids,
@@ -44,15 +44,15 @@ def _call(
 @_call.register_fake
 def _(*args: Any) -> None:
     x, logits, topk_ids, topk_weights, rows, num_tokens, out, _, handle = args
-    with tracing():
-        find(handle).check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
+    with allow_fake_tensors():
+        lookup(handle).check_call(x, (logits, topk_ids, topk_weights), rows, num_tokens, out)
 
 
 @torch.library.custom_op("weft::moe_route", mutates_args=())
 def _route(
     logits: torch.Tensor, num_tokens: torch.Tensor | None, handle: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, weights = find(handle).route(logits, num_tokens=num_tokens)
+    ids, weights = lookup(handle).route(logits, num_tokens=num_tokens)
     return ids, weights
 
 
@@ -60,7 +60,7 @@ def _route(
 def _(
     logits: torch.Tensor, num_tokens: torch.Tensor | None, handle: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer: MoE = find(handle)
+    layer: MoE = lookup(handle)
     routing = layer.config.routing
     check_route(routing, logits, layer.correction, num_tokens)
     size = (logits.shape[0], routing.top_k)
@@ -69,7 +69,7 @@ def _(
 
 @torch.library.custom_op("weft::moe_experts", mutates_args=("output", "order"))
 def _experts(output: torch.Tensor, order: torch.Tensor, handle: int) -> None:
-    layer: MoE = find(handle)
+    layer: MoE = lookup(handle)
     exchange = layer.exchange
     assert isinstance(exchange, AllToAll)
     # The graph holds copies of the received rows; the experts read the originals.
@@ -90,7 +90,7 @@ def _expert_rows(
     order: torch.Tensor,
     handle: int,
 ) -> None:
-    layer: MoE = find(handle)
+    layer: MoE = lookup(handle)
     unused = Handle(0, 0, 0)  # the experts do not read it
     result = layer.experts(ExpertRows(x, scales, counts, source, ranges, unused))
     assert result is not None  # gemm_push, which returns None, is refused while tracing
@@ -101,7 +101,7 @@ def _expert_rows(
 @_experts.register_fake
 @_expert_rows.register_fake
 def _(*args: Any) -> None:
-    find(args[-1])
+    lookup(args[-1])
 
 
 def traced_call(
@@ -115,7 +115,7 @@ def traced_call(
     """Call the whole layer inside a compiled graph as one op."""
     out = torch.empty_like(x.detach()) if out is None else out
     logits, topk_ids, topk_weights = routing
-    args = (plain(logits), topk_ids, plain(topk_weights), rows, num_tokens, out)
+    args = (detach(logits), topk_ids, detach(topk_weights), rows, num_tokens, out)
     torch.ops.weft.moe(x.detach(), *args, layer.order_tensor, layer.library_handle)
     return out
 
@@ -139,7 +139,7 @@ def traced_experts(layer: MoE, received: Received | ExpertRows) -> torch.Tensor 
     y = torch.empty(size, dtype=layer.config.dtype, device=received.x.device)
     torch.ops.weft.moe_expert_rows(
         received.x,
-        plain(received.scales),
+        detach(received.scales),
         received.counts,
         received.source,
         received.ranges,

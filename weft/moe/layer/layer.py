@@ -50,7 +50,7 @@ from weft.moe.routing.router import (
 )
 from weft.runtime import library
 from weft.runtime.ambient import in_relaxed_mode, plain_tensors, without_autocast
-from weft.runtime.check import check_apart, check_group, check_tensor
+from weft.runtime.check import check_group, check_no_overlap, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
 from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
 
@@ -512,7 +512,7 @@ class MoE:
             return
         self._closed = True
         self._creation.end()
-        library.forget(self.library_handle)
+        library.unregister(self.library_handle)
         self.workspace.layers.discard(self)
         if not self.workspace.layers:
             self.workspace.close()
@@ -594,7 +594,7 @@ class MoE:
         trained = (n for n in names if getattr(getattr(self._weights, n), "requires_grad", False))
         self._trained_field = next(trained, "")  # the first field that requires a gradient
         self._number = self.exchange.next_layer()  # identifies the layer to other ranks
-        self.order_tensor = library.order_of(device)
+        self.order_tensor = library.get_order_tensor(device)
         self.library_handle = library.register(self, self.workspace.sizes())
         self.workspace.layers.add(self)
         self._closed = False
@@ -749,7 +749,7 @@ class MoE:
             row_bytes = config.hidden * config.dtype.itemsize
             check_tensor("out", out, shape=x.shape, dtypes=dtypes, device=device, aligned=row_bytes)
             inputs = {"x": x, "logits": logits, "topk_ids": topk_ids, "topk_weights": topk_weights}
-            check_apart("out", out, inputs | {"num_tokens": num_tokens}, exact="x")
+            check_no_overlap("out", out, inputs | {"num_tokens": num_tokens}, exact="x")
         self._check_gradients()
         return 1 if rows is None else max(1, -(-rows // max_tokens))
 

@@ -18,7 +18,7 @@ from weft.moe.layer.low_latency import uses_packed_rows
 from weft.moe.layer.throughput import select_layout
 from weft.moe.layer.workspace import make_experts
 from weft.moe.models import MoEConfig
-from weft.runtime.layout import Memory, sizes_of
+from weft.runtime.layout import Memory, size_function
 from weft.shape import MAX_RANKS
 
 
@@ -37,7 +37,7 @@ def _memory(query: MemoryQuery) -> Memory:
     return max(sizes, key=lambda memory: memory.total)
 
 
-memory_bytes = sizes_of(
+memory_bytes = size_function(
     MemoryQuery,
     _memory,
     """Return the bytes that a workspace will allocate on the rank with the most experts.
@@ -63,13 +63,13 @@ def _plan_memory(
     sizes = exchange_sizes(config, options, plan)
     rows: tuple[int, ...]
     if plan.mode == "low_latency":
-        geometry = LowLatencyConfig.of(ranks=ranks, profile=options.profile, **sizes)
+        geometry = LowLatencyConfig.from_args(ranks=ranks, profile=options.profile, **sizes)
         shared, experts = geometry.memory.shared, geometry.shape.local
         ordinary += geometry.memory.ordinary
         blocks = (experts, ranks * options.max_tokens)
         rows = (blocks[0] * blocks[1],) if uses_packed_rows(plan, device) else blocks
     else:
-        exchange = AllToAllConfig.of(ranks=ranks, **sizes)
+        exchange = AllToAllConfig.from_args(ranks=ranks, **sizes)
         shared, placement = exchange.share_bytes, exchange.placement
         experts = max(len(placement.experts_of(rank)) for rank in range(ranks))
         layout = select_layout(plan, device)

@@ -12,7 +12,7 @@ import torch
 
 from weft.errors import OutOfOrder
 from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_arch
-from weft.runtime.layout import assertions
+from weft.runtime.layout import static_asserts
 from weft.runtime.stream import current_stream, loading
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/routing/route.cuh
@@ -84,7 +84,7 @@ class StatelessKernel(threading.local):
 
     def source(self, rule: str = "") -> str:
         """Return the source of a rule's entry, with assertions on the layout of its arguments."""
-        return self._text(rule) + assertions((self.args,))
+        return self._text(rule) + static_asserts((self.args,))
 
     def enqueue(
         self, rule: str, args: ctypes.Structure, device: torch.device, ctas: int, threads: int
@@ -137,6 +137,6 @@ weft_normalize_topk(const __grid_constant__ weft::NormalizeArgs a) {{ weft::norm
 """
 
 
-# One kernel for each `Routing.literal`.
+# One kernel for each `Routing.to_cpp`.
 ROUTE = StatelessKernel("weft_route", RouteArgs, _route, "route() of a rule")
 NORMALIZE = StatelessKernel("weft_normalize_topk", NormalizeArgs, _normalize, "normalize_topk()")

@@ -34,7 +34,7 @@ from weft.moe.routing.kernels import (
 )
 from weft.placement import MAX_EP_SIZE, NO_SUCH_EXPERT
 from weft.runtime.ambient import without_autocast
-from weft.runtime.check import check_dense, check_gradient, check_tensor, refuse_tensor
+from weft.runtime.check import check_dense, check_gradient, check_tensor, raise_not_tensor
 from weft.shape import Shape
 
 SMALLEST_SUM = 1e-20  # avoids 0 / 0 if all scores are 0; too small to change any other sum
@@ -112,7 +112,7 @@ class Routing:
             )
         self._check_rule(experts // groups)
 
-    def literal(self) -> str:
+    def to_cpp(self) -> str:
         """Return the C++ initialiser that specialises the kernel."""
         renormalise, correction = str(self.renormalise).lower(), str(self.correction).lower()
         return (
@@ -203,7 +203,7 @@ def route_checked(
 
 @functools.lru_cache(maxsize=256)
 def _literal(routing: Routing) -> str:
-    return routing.literal()
+    return routing.to_cpp()
 
 
 def route_args(
@@ -312,7 +312,7 @@ def router_logits(
     """
     for name, tensor in (("x", x), ("gate", gate), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "bias"):
-            refuse_tensor(name, tensor)
+            raise_not_tensor(name, tensor)
         if tensor is not None:
             check_dense(name, tensor)
             check_gradient(name, tensor)
@@ -369,7 +369,7 @@ def check_logits(routing: Routing, logits: torch.Tensor) -> None:
     """Raise InvalidArgument if the logits do not fit the routing."""
     experts = check_instance("routing", routing, Routing).num_experts
     if not isinstance(logits, torch.Tensor):
-        refuse_tensor("logits", logits)
+        raise_not_tensor("logits", logits)
     if logits.is_nested or logits.layout is not torch.strided:
         raise InvalidArgument("logits are sparse or nested; pass logits.to_dense()")
     if logits.dim() != 2 or logits.shape[1] != experts or logits.dtype not in FLOATS:
@@ -390,7 +390,7 @@ def check_route(
     check_logits(routing, logits)
     experts = routing.num_experts
     if correction is not None and not isinstance(correction, torch.Tensor):
-        refuse_tensor("correction", correction)
+        raise_not_tensor("correction", correction)
     if (correction is None) == routing.correction:
         if correction is None:
             raise InvalidArgument(
