@@ -10,7 +10,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -59,8 +58,11 @@ class Operator:
     def suspected_ranks(self) -> set[int]:
         return set()
 
-    def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
-        return {}
+    def progress(self, rank: int) -> None:
+        return None
+
+    def leave_for_mismatch(self, why: str) -> None:
+        self.asked.append(why)
 
     def quiesce(self) -> None:
         self.asked.append("quiesce")

@@ -88,9 +88,23 @@ def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
         yield leases
 
 
+@contextlib.contextmanager
+def open_operators(group: weft.Group) -> Iterator[list[Lease]]:
+    """Three operators, each with its own memory."""
+    x = torch.full((2, HIDDEN), 1.0 + group.rank).bfloat16()
+    limits: dict[str, Any] = {"timeout": 2.0, "first_timeout": 4.0}
+    with contextlib.ExitStack() as stack:
+        exchange = stack.enter_context(weft.AllToAll(group, **SIZES, **limits))
+        experts = weft.LowLatencyAllToAll(group, **SIZES, **limits, quantize=None)
+        stack.enter_context(experts)
+        reduce = weft.AllReduce(group, max_tokens=TOKENS, hidden=HIDDEN, **limits)
+        stack.enter_context(reduce)
+        yield [exchange_lease(exchange, x, 1), expert_lease(experts, x, 2), reduce_lease(reduce, x)]
+
+
 def draw_program(chance: random.Random, kind: str) -> list[Call]:
     """Eight calls, of which no two neighbours are equal."""
-    same = kind == "LowLatencyAllToAll"  # it takes no argument
+    same = kind in ("LowLatencyAllToAll", "operators")  # the former takes no argument
     program: list[Call] = []
     while len(program) < 8:
         call = chance.randrange(3), 2 if same else chance.randrange(2, 13)
@@ -121,7 +135,8 @@ def run_program(
 ) -> tuple[list[torch.Tensor], str, str]:
     """The results of a program until it raises; the error's type and text."""
     results: list[torch.Tensor] = []
-    with open_leases(group, kind) as leases, contextlib.suppress(GroupError):
+    opened = open_operators(group) if kind == "operators" else open_leases(group, kind)
+    with opened as leases, contextlib.suppress(GroupError):
         try:
             for lease, argument in other if other is not None and group.rank == odd else program:
                 results.append(leases[lease](argument))
@@ -132,11 +147,19 @@ def run_program(
 
 @pytest.mark.parametrize("how", ["skip", "swap", "repeat", "change"])
 @pytest.mark.parametrize(
-    "kind", ["AllToAll", "LowLatencyAllToAll", "AllReduce", "MoE, throughput", "MoE, low_latency"]
+    "kind",
+    [
+        "AllToAll",
+        "LowLatencyAllToAll",
+        "AllReduce",
+        "MoE, throughput",
+        "MoE, low_latency",
+        "operators",
+    ],
 )
 def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how):
-    if (kind, how) == ("LowLatencyAllToAll", "change"):
-        pytest.skip("its calls have no argument that ranks must agree on")
+    if kind in ("LowLatencyAllToAll", "operators") and how == "change":
+        pytest.skip("no argument that ranks must agree on")
     seed = random.randrange(1 << 32)
     print("seed", seed)
     chance = random.Random(seed)
@@ -148,7 +171,7 @@ def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how):
     for (results, error, text), (expected, _, _) in zip(found, right, strict=True):
         assert error == GeometryMismatch.__name__, (error, text)
         assert len(results) == at, text
-        assert "called with" in text
+        assert "called with" in text or (kind == "operators" and f"rank {odd}" in text)
         assert all(map(torch.equal, results, expected[:at]))
 
 

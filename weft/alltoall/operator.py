@@ -139,6 +139,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             self.build = Build(num_sms, programmatic_launch, split_phase, defines)
+            self._begins_early = split_phase
             return config, load_kernels(group.device, group.local.rank, config, self.build)
 
         self._create(

@@ -397,6 +397,11 @@ class Group:
         """
         return self._roster.whereabouts(ranks, self._messages.control.current_call)
 
+    @internal
+    def elsewhere(self, member: Lifecycle, rank: int) -> tuple[str, dict[str, Lifecycle]]:
+        """Return `Roster.elsewhere`."""
+        return self._roster.elsewhere(member, rank)
+
     def all_gather(self, value: JSON, *, timeout: float | None = None) -> list[Any]:
         """Return every rank's value in rank order; None for a dead rank. Collective.
 

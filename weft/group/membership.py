@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.errors import SetupError, WeftError
@@ -17,6 +18,23 @@ from weft.group.control import ControlPlane
 from weft.group.liveness import Liveness, lifelong_pipe
 
 _SAMPLE = 0.1  # seconds between two readings of a peer's wait clock
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank does in the calls of one operator, read from its header.
+
+    Attributes:
+        wait_clock: Advances while the rank waits in a call.
+        finished: Number of dispatches, combines and all-reduces that it has finished.
+        failed: Whether a call of the rank failed.
+        begins_early: Whether a call may have begun that neither waits nor has finished.
+    """
+
+    wait_clock: int
+    finished: int
+    failed: bool
+    begins_early: bool
 
 
 class Lifecycle(Protocol):
@@ -40,8 +58,14 @@ class Lifecycle(Protocol):
     def suspected_ranks(self) -> set[int]:
         """Return the ranks that missed the deadline of a call."""
 
-    def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
-        """Return the wait clock of each rank; it advances while that rank waits in a call."""
+    def progress(self, rank: int) -> Progress | None:
+        """Return what a living rank does in this operator's calls, or None after close.
+
+        Takes no lock.
+        """
+
+    def leave_for_mismatch(self, why: str) -> None:
+        """Leave the group because the ranks' calls differ; peers raise the same text."""
 
     def quiesce(self) -> None:
         """End this rank's calls and wait until none runs. Calls raise until `restart`."""
@@ -69,7 +93,8 @@ class Roster:
         self._lock = threading.Lock()
         self._living = (1 << size) - 1
         self._ended: set[int] = set()
-        # By kind and generation: the same names on every rank, in order of creation.
+        # By kind and generation: the same names on every rank, in order of creation. Replaced, not
+        # changed, so that threads read it without the lock.
         self._members: weakref.WeakValueDictionary[str, Lifecycle] = weakref.WeakValueDictionary()
 
     @property
@@ -91,14 +116,14 @@ class Roster:
     def attach(self, name: str, member: Lifecycle) -> None:
         """Register an operator, and notify it of the deaths so far. It is held weakly."""
         with self._lock:
-            self._members[name] = member
+            members = self.members()
+            self._members = weakref.WeakValueDictionary({**members, name: member})
             for rank in self._among_living(self._ended):
                 member.peer_ended(rank)
 
     def members(self) -> dict[str, Lifecycle]:
         """Return the operators that exist, by name, in order of creation."""
-        with self._lock:
-            return dict(self._members)
+        return dict(self._members)
 
     def report_end(self, rank: int) -> None:
         """Record that the process of a rank has ended, and notify all operators."""
@@ -135,13 +160,11 @@ class Roster:
         Takes 0.1 s. `current_call` returns the control call in which a rank waits, or None.
         """
         with self._lock:
-            members, ended = list(self._members.items()), set(self._ended)
-        before = {name: member.waiting_ns(ranks) for name, member in members}
-        time.sleep(_SAMPLE)
-        after = {name: member.waiting_ns(ranks) for name, member in members}
+            ended = set(self._ended)
+        all_waits = self._sample_waits(ranks)
         places = {}
         for rank in ranks:
-            waits = [name for name, ns in after.items() if ns.get(rank) != before[name].get(rank)]
+            waits = [name for name, waiting in all_waits.items() if rank in waiting]
             call = current_call(rank)
             if rank in ended:
                 places[rank] = "has ended"
@@ -152,6 +175,41 @@ class Roster:
             else:
                 places[rank] = "is in no call of this group that waits for others"
         return places
+
+    def elsewhere(self, member: Lifecycle, rank: int) -> tuple[str, dict[str, Lifecycle]]:
+        """Return the name of `member`, and other operators in which `rank` is without this rank.
+
+        This rank waits for `rank` in a call of `member`. If both have finished the same calls of
+        another operator, and `rank` waits or failed there while this rank does not wait, then the
+        two make their calls in different orders. Takes 0.1 s and no lock.
+        """
+        waits = self._sample_waits((self.rank, rank))
+        own_name, others = "", {}
+        for name, other in self.members().items():
+            own_name = name if other is member else own_name
+            own, theirs = other.progress(self.rank), other.progress(rank)
+            if other is member or own is None or theirs is None or own.begins_early:
+                continue
+            stuck = theirs.failed or rank in waits.get(name, ())
+            if stuck and self.rank not in waits.get(name, ()) and own.finished <= theirs.finished:
+                others[name] = other
+        return own_name, others
+
+    def _sample_waits(self, ranks: Iterable[int]) -> dict[str, set[int]]:
+        """Return, by operator, the ranks whose wait clocks advance within 0.1 s."""
+        before = {
+            (name, rank): member.progress(rank)
+            for name, member in self.members().items()
+            for rank in ranks
+        }
+        time.sleep(_SAMPLE)
+        waits: dict[str, set[int]] = {}
+        for name, member in self.members().items():
+            for rank in ranks:
+                first, then = before.get((name, rank)), member.progress(rank)
+                if first is not None and then is not None and first.wait_clock != then.wait_clock:
+                    waits.setdefault(name, set()).add(rank)
+        return waits
 
     def _among_living(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if self._living >> rank & 1]

@@ -176,6 +176,7 @@ class Heap:
             InvalidArgument: the share is smaller than a header.
             OutOfOrder: the heap is closed.
         """
+        keeper = self._keeper  # another thread may close the heap during the read
         shares = self._open()
         size = header_bytes(self.group.size)
         if self.size < size:
@@ -183,7 +184,9 @@ class Heap:
                 f"the heap has {self.size} bytes a rank and a header takes {size}"
             )
         where = self.address(self.group.rank if rank is None else rank)
-        return shares.read(where, size)
+        content = shares.read(where, size)
+        del keeper
+        return content
 
     def write(self, rank: int, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write up to 2048 bytes into a rank's share while kernels may run, and wait for it.

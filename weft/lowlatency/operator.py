@@ -162,6 +162,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
             )
             defines = (*_defines, *((DEFINE,) if profile else ()))
             self.build = Build(num_sms, programmatic_launch, split_phase, defines)
+            self._begins_early = split_phase
             return config, load_kernels(group.device, config.shape, self.build)
 
         self._create(

@@ -14,16 +14,24 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
 from weft.arguments import check_seconds
 from weft.cuda.driver import relaxed
-from weft.errors import Aborted, GroupError, InvalidArgument, OutOfOrder, WeftError
+from weft.errors import (
+    Aborted,
+    GeometryMismatch,
+    GroupError,
+    InvalidArgument,
+    OutOfOrder,
+    WeftError,
+)
 from weft.group import Group
 from weft.group.group import reason
+from weft.group.membership import Progress
 from weft.group.wire import JSON
 from weft.heap import Heap
 from weft.heap.header import (
@@ -52,9 +60,11 @@ from weft.runtime.report import (
     ABORTED,
     ALL_REDUCE,
     COMBINE,
+    GEOMETRY_MISMATCH,
     PEER_LEFT,
     PEER_TIMEOUT,
     breakage,
+    order_mismatch,
     refusal,
 )
 from weft.runtime.stream import synchronize_device, synchronize_stream
@@ -94,9 +104,11 @@ class Operator(ABC):
     _layers = 0  # number of layers and leases numbered so far
     _seen_refusals = 0
     _failure: GroupError | None = None  # why this rank left, if later calls raise it again
+    _other_order = ""  # text of `_order_mismatch`, which every later call raises
     debug_checks: DebugChecks | None = None  # set with WEFT_DEBUG=1
     _has_raised = False  # whether a caller has received the error that broke the group
     _drops_repeats = False  # whether dispatch drops repeated ids of a row
+    _begins_early = False  # whether a call may have begun that neither waits nor has finished
 
     def _create(
         self,
@@ -466,13 +478,40 @@ class Operator(ABC):
             return None if self._freed or self._closing else self._header_of()
 
     @internal
-    def waiting_ns(self, ranks: Collection[int]) -> dict[int, int]:
-        """Return the time of each rank's last poll in a wait; it changes while the rank waits."""
-        with self._access:
-            if self._freed or self._closing:
-                return {}
-            living = (rank for rank in ranks if self.living_mask >> rank & 1)
-            return {rank: self._header_of(rank).waiting_ns for rank in living}
+    def progress(self, rank: int) -> Progress | None:
+        """Return what a living rank does in this operator's calls, or None after close."""
+        if self._closing or not self.living_mask >> rank & 1:
+            return None
+        try:
+            header = self._header_of(rank)
+        except OutOfOrder:  # closed meanwhile by another thread
+            return None
+        calls = (
+            2 * (r.epoch - header.first_epoch & EPOCH_MASK) + (r.phase == COMBINE)
+            for r in header.ring
+            if r.phase
+        )
+        return Progress(
+            wait_clock=header.waiting_ns,
+            finished=max(calls, default=0),
+            failed=bool(header.failed),
+            begins_early=self._begins_early,
+        )
+
+    @internal
+    def leave_for_mismatch(self, why: str) -> None:
+        """Leave the group because the ranks' calls differ; peers raise the same text."""
+        # Not for long: the caller holds the lock of another operator, and two threads may each wait
+        # for the other's. Without the notice, the peers' own deadline ends their calls.
+        if not self._access.acquire(timeout=1.0):
+            return
+        try:
+            if not self._freed and not self._mailbox.broken_code:
+                self._failure, self._has_raised = GeometryMismatch(why), True
+                self._notify_once(GEOMETRY_MISMATCH, why)
+                self._mailbox.host_word[0] |= HOST_ASKS_TO_LEAVE
+        finally:
+            self._access.release()
 
     @internal
     def restart(self, living: int) -> None:
@@ -489,6 +528,7 @@ class Operator(ABC):
             with self._access:
                 self.living_mask, self._has_notified = living, False
                 self._mailbox.broken_code, self._has_raised = 0, False
+                self._failure, self._other_order = None, ""
                 words = self._mailbox.host_word
                 words[:] = [0] * len(words)
                 try:
@@ -592,6 +632,10 @@ class Operator(ABC):
     def _breakage(self, record: ErrorRecord) -> GroupError:
         """Return the error of a record, whose ranks are numbered within the host."""
         ranks, local = self.group.host_ranks[self.group.host], self.group.local
+        if record.code == PEER_TIMEOUT and record.peer != local.rank:
+            mismatch = self._order_mismatch(record)
+            if mismatch is not None:
+                return mismatch
         record.rank, record.peer = ranks[record.rank], ranks[record.peer]
         if record.reported_by:
             record.reported_by = 1 + ranks[record.reported_by - 1]
@@ -603,6 +647,21 @@ class Operator(ABC):
             first_epoch=self.first_epoch,
             machines=self.group.job_machines,
         )
+
+    def _order_mismatch(self, record: ErrorRecord) -> GroupError | None:
+        """Return the error of a timeout on a peer that waits in another operator's call.
+
+        Leaves those operators, whose peers wait for this rank in vain.
+        """
+        if not self._other_order:
+            own_name, others = self.group.local.elsewhere(self, record.peer)
+            if not others:
+                return None
+            ranks = self.group.host_ranks[self.group.host]
+            self._other_order = order_mismatch(record, ranks, own_name, tuple(others))
+            for other in others.values():
+                other.leave_for_mismatch(self._other_order)
+        return GeometryMismatch(self._other_order)
 
     def _fail(self, error: GroupError) -> None:
         """Leave the group with an error that every later call raises."""

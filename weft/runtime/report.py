@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weft.errors import (
     Aborted,
@@ -81,6 +81,10 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
     )
 
 
+def _phase(record: ErrorRecord) -> str:
+    return PHASES.get(record.phase, f"phase {record.phase}")
+
+
 def _reporter(record: ErrorRecord) -> str:
     """Return which peer reported the error, or "" if this rank detected it."""
     return f" (rank {record.reported_by - 1} found it out)" if record.reported_by else ""
@@ -114,7 +118,7 @@ def _mismatch(who: str, peer: int, peer_call: str, own_call: str) -> GeometryMis
 
 
 def _reported_by_peer(
-    record: ErrorRecord, who: str, option: str, machines: int, call_of: CallText
+    record: ErrorRecord, who: str, option: str, machines: int, call_of: CallText, words: str
 ) -> GroupError:
     """Return the error that a peer detected and left the group for."""
     reporter, own = f"rank {record.reported_by - 1}", record.peer == record.rank
@@ -129,6 +133,8 @@ def _reported_by_peer(
             f"{who}: {reporter} waited in vain for {culprit} and left the group. "
             f"{_late_peer(option, machines)}"
         )
+    if words:
+        return GeometryMismatch(f"{who}: {reporter} left the group: {words}")
     culprit_call, reporter_call = call_of(record.peer, None), call_of(record.reported_by - 1, None)
     calls = ""
     if culprit_call and reporter_call and culprit_call != reporter_call:
@@ -136,6 +142,28 @@ def _reported_by_peer(
     return GeometryMismatch(
         f"{who}: {reporter} found that {culprit} made another call, or combined another dispatch, "
         f"and left the group{calls}. {_SAME_CALLS}"
+    )
+
+
+def order_mismatch(
+    record: ErrorRecord, ranks: Sequence[int], own_name: str, peer_names: Sequence[str]
+) -> str:
+    """Return the text of a timeout on a peer that waits in calls of other operators.
+
+    Args:
+        record: Record of the timeout, with ranks numbered within the host.
+        ranks: Ranks of this host in the group.
+        own_name: Operator that timed out.
+        peer_names: Operators in whose calls the peer waits.
+    """
+    reporter = record.reported_by - 1 if record.reported_by else record.rank
+    own, peer, reporter = ranks[record.rank], ranks[record.peer], ranks[reporter]
+    theirs = " and of ".join(peer_names)
+    return (
+        f"rank {own}, {_phase(record)}: rank {peer} is in a call of {theirs}, while rank "
+        f"{reporter} waits for it in a call of {own_name} (the numbers count the heaps of the "
+        f"group). "
+        f"{_SAME_CALLS}"
     )
 
 
@@ -195,8 +223,7 @@ def breakage(
         first_epoch: Epoch before the first round, whose waits have the deadline `first_timeout`.
         machines: Number of machines of the group.
     """
-    phase = PHASES.get(record.phase, f"phase {record.phase}")
-    who = f"rank {record.rank}, {phase}"
+    who = f"rank {record.rank}, {_phase(record)}"
     # Same rule as is_overdue in device/wait.cuh.
     first = (record.wanted - first_epoch) & EPOCH_MASK <= 1
     option = "first_timeout" if first else "timeout"
@@ -208,7 +235,8 @@ def breakage(
             "with missing='drop' to go on with the living, or make a new group of them."
         )
     if record.reported_by and record.code != ABORTED:
-        return _reported_by_peer(record, who, option, machines, call_of)
+        words = words_of(record.reported_by - 1)
+        return _reported_by_peer(record, who, option, machines, call_of, words)
     if record.code == GEOMETRY_MISMATCH:
         peer_call = call_of(record.peer, record.seen)
         own_call = call_of(record.rank, record.wanted)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from weft import logs
 from weft.errors import WeftError
 from weft.group.group import Group
+from weft.group.membership import Progress
 from weft.heap.header import EPOCH_MASK
 
 SAMPLE = 0.1  # seconds between two reads of a peer; a waiting peer updates its header every 16 us
@@ -37,7 +38,7 @@ class Waiting(Protocol):
 
     def own_header(self) -> ctypes.Structure | None: ...
     def finished_rounds(self) -> int: ...
-    def waiting_ns(self, ranks: Any) -> dict[int, int]: ...
+    def progress(self, rank: int) -> Progress | None: ...
 
 
 class _Wait:
@@ -118,10 +119,14 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
     group, local = operator.group, operator.group.local
     ranks = group.host_ranks[group.host]
     peers = [rank for rank in local.living if rank != local.rank]
-    before = operator.waiting_ns(peers)
+    before = [operator.progress(rank) for rank in peers]
     time.sleep(SAMPLE)
-    after = operator.waiting_ns(peers)
-    outside = [rank for rank in peers if before.get(rank) == after.get(rank)]
+    after = [operator.progress(rank) for rank in peers]
+    outside = [
+        rank
+        for rank, first, then in zip(peers, before, after, strict=True)
+        if first is None or then is None or first.wait_clock == then.wait_clock
+    ]
     places = local.whereabouts(outside)
     names = []
     for rank in outside:
