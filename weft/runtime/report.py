@@ -162,8 +162,7 @@ def order_mismatch(
     return (
         f"rank {own}, {_phase(record)}: rank {peer} is in a call of {theirs}, while rank "
         f"{reporter} waits for it in a call of {own_name} (the numbers count the heaps of the "
-        f"group). "
-        f"{_SAME_CALLS}"
+        f"group). {_SAME_CALLS}"
     )
 
 
