@@ -26,34 +26,45 @@ Call = tuple[int, int]  # the lease that calls, and its argument
 Lease = Callable[[int], torch.Tensor]  # an argument of 2 to 12 -> the result
 
 
+def checked(op: Any, result: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a result, after the operator's check of the call."""
+    copy = result.to("cpu", copy=True)
+    op.check()
+    return copy
+
+
 def exchange_lease(op: weft.AllToAll, x: torch.Tensor, factor: int) -> Lease:
     def call(rows: int) -> torch.Tensor:
-        received = op.dispatch(x, IDS, rows=min(rows, TOKENS))
-        return op.combine(weft.reference.identity_experts(received, x.dtype) * factor).clone()
+        received = op.dispatch(x, IDS.to(x.device), rows=min(rows, TOKENS))
+        y = weft.reference.identity_experts(received, x.dtype) * factor
+        return checked(op, op.combine(y))
 
     return call
 
 
 def expert_lease(op: weft.LowLatencyAllToAll, x: torch.Tensor, factor: int) -> Lease:
     def call(_: int) -> torch.Tensor:
-        received = op.dispatch(x, IDS)
-        return op.combine(received.x * factor, IDS, None, received.handle).clone()
+        ids = IDS.to(x.device)
+        received = op.dispatch(x, ids)
+        return checked(op, op.combine(received.x * factor, ids, None, received.handle))
 
     return call
 
 
 def reduce_lease(op: weft.AllReduce, x: torch.Tensor) -> Lease:
     def call(argument: int) -> torch.Tensor:
-        result = op.fused(x, weight=torch.ones(HIDDEN, dtype=x.dtype), eps=argument * 1e-6)
+        result = op.fused(x, weight=torch.ones_like(x[0]), eps=argument * 1e-6)
         assert result.norm is not None
-        return result.norm.clone()
+        return checked(op, result.norm)
 
     return call
 
 
 def moe_lease(layer: weft.MoE, x: torch.Tensor) -> Lease:
     def call(rows: int) -> torch.Tensor:
-        return layer(x, topk_ids=IDS, topk_weights=torch.ones(2, 2), rows=rows).clone()
+        ids = IDS.to(x.device)
+        result = layer(x, topk_ids=ids, topk_weights=torch.ones(2, 2, device=x.device), rows=rows)
+        return checked(layer, result)
 
     return call
 
@@ -61,7 +72,7 @@ def moe_lease(layer: weft.MoE, x: torch.Tensor) -> Lease:
 @contextlib.contextmanager
 def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
     """Three leases of one workspace."""
-    x = torch.full((2, HIDDEN), 1.0 + group.rank).bfloat16()
+    x = torch.full((2, HIDDEN), 1.0 + group.rank, device=group.device).bfloat16()
     with contextlib.ExitStack() as stack:
         leases: list[Lease] = []
         for number in range(3):
@@ -80,7 +91,7 @@ def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
 
                 def weights(local: tuple[int, ...], seed: int = 10 * number) -> ExpertWeights:
                     experts = [Expert.seeded(CONFIG, seed + e) for e in local]
-                    return ExpertWeights.stack(CONFIG, experts)
+                    return ExpertWeights.stack(CONFIG, experts, group.device)
 
                 options = LIMITS | {"max_tokens": TOKENS, "mode": kind.removeprefix("MoE, ")}
                 lease = weft.lease(group, weft.MoE, CONFIG, weights, **options)
@@ -91,7 +102,7 @@ def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
 @contextlib.contextmanager
 def open_operators(group: weft.Group) -> Iterator[list[Lease]]:
     """Three operators, each with its own memory."""
-    x = torch.full((2, HIDDEN), 1.0 + group.rank).bfloat16()
+    x = torch.full((2, HIDDEN), 1.0 + group.rank, device=group.device).bfloat16()
     limits: dict[str, Any] = {"timeout": 2.0, "first_timeout": 4.0}
     with contextlib.ExitStack() as stack:
         exchange = stack.enter_context(weft.AllToAll(group, **SIZES, **limits))
@@ -145,6 +156,7 @@ def run_program(
     return results, "", ""
 
 
+@pytest.mark.parametrize("device", ["threads", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", ["skip", "swap", "repeat", "change"])
 @pytest.mark.parametrize(
     "kind",
@@ -157,7 +169,7 @@ def run_program(
         "operators",
     ],
 )
-def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how):
+def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how, device):
     if kind in ("LowLatencyAllToAll", "operators") and how == "change":
         pytest.skip("no argument that ranks must agree on")
     seed = random.randrange(1 << 32)
@@ -165,9 +177,9 @@ def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how):
     chance = random.Random(seed)
     program, odd = draw_program(chance, kind), chance.randrange(RANKS)
     at, other = disturb(chance, program, how)
-    right = ranks(RANKS, "threads")(run_program, kind, program, None, odd)
+    right = ranks(RANKS, device)(run_program, kind, program, None, odd)
     assert [(len(results), error) for results, error, _ in right] == [(8, "")] * RANKS
-    found = ranks(RANKS, "threads")(run_program, kind, program, other, odd)
+    found = ranks(RANKS, device)(run_program, kind, program, other, odd)
     for (results, error, text), (expected, _, _) in zip(found, right, strict=True):
         assert error == GeometryMismatch.__name__, (error, text)
         assert len(results) == at, text
