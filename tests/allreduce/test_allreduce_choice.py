@@ -13,7 +13,7 @@ import torch
 import weft
 from tests.compat.calls import refused
 from tests.kinds import THREADS, on_ranks
-from weft.allreduce.choice import BULK_FROM, TWOSHOT_FROM, choose
+from weft.allreduce.choice import choose
 from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument, TokenOverflow
 
@@ -26,20 +26,6 @@ def config(ranks: int, hidden: int = 7168, tokens: int = 4096) -> ReduceConfig:
     return ReduceConfig.from_args(
         ranks=ranks, max_tokens=tokens, hidden=hidden, dtype=torch.bfloat16
     )
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("epilogue", [False, True])
-def test_the_backend_changes_at_the_measured_sizes(ranks, epilogue):
-    sizes, measured = config(ranks), 2 if ranks == 2 else 4 if ranks <= 4 else 8
-    limits = TWOSHOT_FROM[measured][epilogue], BULK_FROM[measured][epilogue]
-    for tokens in (1, 8, 15, 16, 18, 19, 127, 128, 511, 512, 2047, 2048, 4096):
-        kib = tokens * 14
-        want = ALL[sum(kib >= limit for limit in limits)]
-        if want == "oneshot" and tokens > sizes.direct:
-            want = "twoshot"
-        found = choose(sizes, ALL, tokens, epilogue=epilogue)
-        assert (found.backend, f"measured on {measured} x H200" in found.text) == (want, True)
 
 
 @pytest.mark.parametrize(("ranks", "loss"), [(2, 0.085), (4, 0.018), (8, 0.018)])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,9 +18,7 @@ from tests.allreduce.test_allreduce_refusals import refuses, rows
 from tests.kinds import ANY, THREADS, on_ranks
 from tests.rounds import settle
 from tests.sums import BACKENDS, Sum, play, quants, same
-from weft.allreduce import operator as reduce_operator
 from weft.allreduce.call import OUTPUTS, Fused, Key
-from weft.allreduce.config import ADDRESSES, ReduceArgs
 from weft.errors import Aborted, InvalidArgument
 from weft.runtime.stream import current_stream
 
@@ -241,23 +238,6 @@ def test_an_overlap_is_found_by_the_addresses_of_each_call(group):
             )  # fmt: skip
 
 
-def bounded(group: weft.Group) -> None:
-    with make(group, 8, CASE) as ar:
-        watch = Watch(ar)
-        for seed in range(2):
-            for tokens in range(1, 9):
-                play(ar, CASE.next(tokens=tokens, seed=seed), "twoshot")
-                assert len(ar._prepared) == min(tokens + 8 * seed, 3)
-        assert watch.seen == 16, "each went before it came again"
-        play(ar, CASE.next(tokens=7, seed=5), "twoshot")
-        assert watch.seen == 16
-
-
-def test_forms_are_few(ranks, monkeypatch):
-    monkeypatch.setattr(reduce_operator, "MOST_PREPARED", 3)
-    ranks(2, "threads")(bounded)
-
-
 @on_ranks(2, [THREADS])
 def test_no_tensor_is_held(group):
     with make(group, 8, CASE) as ar:
@@ -279,14 +259,6 @@ def test_no_tensor_is_held(group):
 
 
 @on_ranks(2, [THREADS])
-def test_empty_calls_are_always_checked(group):
-    with make(group, 8, CASE) as ar:
-        for seed in range(2):
-            play(ar, CASE.next(seed=seed, tokens=0), "twoshot")
-        assert len(ar._prepared) == 0
-
-
-@on_ranks(2, [THREADS])
 def test_a_broken_group_is_noticed_before_a_known_call(group):
     with make(group, 8, CASE) as ar:
         for seed in range(2):
@@ -296,14 +268,6 @@ def test_a_broken_group_is_noticed_before_a_known_call(group):
         with pytest.raises(Aborted):
             play(ar, CASE, "twoshot")
         assert len(ar.history()) == 2
-
-
-def test_addresses_lie_without_a_gap():
-    size = ctypes.sizeof(ctypes.c_uint64)
-    offsets = [getattr(ReduceArgs, name).offset for name in ADDRESSES]
-    start = ReduceArgs.x.offset
-    assert offsets == [start + size * i for i in range(len(ADDRESSES))]
-    assert offsets[-1] + size == ReduceArgs.call.offset
 
 
 @pytest.mark.gpu

@@ -84,38 +84,6 @@ def test_one_shot_of_clusters_stays_where_it_does_not_fit_at_once(entries, monke
                 assert cluster > 1 or hidden == 4096
 
 
-@pytest.mark.parametrize("name", ["oneshot", "twoshot", "twoshot_bulk"])
-@pytest.mark.parametrize("tokens", [1, 32, 128])
-def test_a_launch_is_found_once(entries, name, tokens):
-    for end in ("", MOE):
-        for _ in range(3):
-            entries.run(name + end, ReduceArgs(tokens=tokens), tokens)
-    rows, moe = Launcher.made
-    kernel = f"weft_allreduce_{name}"
-    assert (rows.what[0], moe.what[0]) == (kernel, kernel + MOE)
-    asked = entries._module.asked
-    plan = entries._plan(name, tokens)
-    assert entries._module.asked == asked, "what fits on the GPU is asked once"
-    early = tokens * 896 < reduce_kernels.LONG * 8
-    for launcher in (rows, moe):
-        assert launcher.what[1:] == (early, plan.cluster)
-        assert launcher.last == ((plan.ctas, 1, 1), plan.threads, STREAM + 3, plan.pushers)
-
-
-def test_sizes_and_backends_do_not_mix(entries):
-    seen = set()
-    for _ in range(2):
-        for name in ("twoshot", "twoshot_bulk"):
-            for tokens in (1, 64, 2048):
-                args = ReduceArgs(x=256, tokens=tokens)
-                entries.run(name, args, tokens)
-                plan = entries._plan(name, tokens)
-                assert args.pushers == plan.pushers
-                seen.add((name, tokens, plan))
-    assert len(seen) == 6
-    assert len({plan for *_, plan in seen}) > 2
-
-
 def test_another_device_is_refused_also_after_a_launch(entries, monkeypatch):
     args = ReduceArgs(x=256, tokens=4)
     entries.run("twoshot", args, 4)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +19,8 @@ from tests.emulator.watch import watching, ways
 from tests.faults import (
     AFTER_ROWS,
     BEFORE_ROWS,
-    DIE,
     JITTER,
     REDUCE_ENTER,
-    STAY_AWAY,
     plan_fault,
 )
 from tests.headers import HEADER_BYTES
@@ -31,7 +28,7 @@ from tests.patience import hurry
 from tests.sums import Sum, play, quants
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
-from weft.errors import GeometryMismatch, GroupError, PeerDied, PeerTimeout, RankFailed
+from weft.errors import PeerTimeout
 
 pytestmark = pytest.mark.slow
 
@@ -145,31 +142,6 @@ def test_late_ranks_and_changing_sizes_change_no_bit(ranks, library):
     ranks(3, "threads")(late, library(3), [PAIR, WAVES, ALONE], 12)
 
 
-def absent(group: weft.Group, library: str) -> str:
-    with make(group, TOKENS, CASE) as ar:
-        PAIR.install(ar, library)
-        play(ar, CASE, "oneshot")
-        hurry(ar, 1.0)
-        if group.rank == 1:
-            plan_fault(ar, REDUCE_ENTER, STAY_AWAY)
-        group.barrier()
-        said, x = "", CASE.rows(group.rank, group.device)
-        try:
-            ar.fused(x, backend="oneshot")
-        except PeerTimeout as error:
-            said = str(error)
-            with pytest.raises(PeerTimeout):
-                ar.fused(x, backend="oneshot")
-        group.barrier()
-        return said
-
-
-def test_an_absent_rank_is_named_by_the_deadline(ranks, library):
-    said = ranks(2, "threads")(absent, library(2))
-    assert "rank 0, all-reduce, epoch 2: the row" in said[0]
-    assert "did not come from rank 1" in said[0]
-
-
 def partly(group: weft.Group, library: str) -> str:
     """Rank 1 brings the first half of each row: some lanes of a cluster get theirs, others none."""
     with make(group, TOKENS, CASE) as ar:
@@ -195,51 +167,3 @@ def partly(group: weft.Group, library: str) -> str:
 
 def test_a_grid_ends_when_half_of_every_row_does_not_come(ranks, library):
     assert "did not come from rank 1" in ranks(2, "threads")(partly, library(2))[0]
-
-
-def twice(ar: weft.AllReduce) -> None:
-    """A rank may have sent all rows of the call in which it dies; never those of the next."""
-    for _ in range(2):
-        play(ar, CASE, "oneshot")
-
-
-def killed(group: weft.Group, library: str, folder: str) -> None:
-    """The survivor writes down what it raised, because the launch itself fails."""
-    with make(group, TOKENS, CASE) as ar:
-        PAIR.install(ar, library)
-        play(ar, CASE, "oneshot")
-        group.barrier()
-        if group.rank == 1:
-            plan_fault(ar, BEFORE_ROWS, DIE)  # its first wait, when a CTA has sent its rows
-            play(ar, CASE, "oneshot")
-            os._exit(3)  # not reached
-        with pytest.raises(PeerDied) as caught:
-            twice(ar)
-        Path(folder, "0").write_text(str(caught.value))
-
-
-def test_a_rank_killed_in_its_wait_is_named(ranks, library, tmp_path):
-    with pytest.raises(RankFailed) as caught:
-        ranks(2, "cpu")(killed, library(2), str(tmp_path))
-    assert "rank 1" in str(caught.value)
-    assert "SIGKILL" in str(caught.value)
-    assert "rank 0, all-reduce: rank 1 died" in (tmp_path / "0").read_text()
-
-
-def differing(group: weft.Group, library: str) -> str:
-    with make(group, TOKENS, CASE) as ar:
-        PAIR.install(ar, library)
-        play(ar, CASE, "oneshot")
-        try:
-            play(ar, CASE.next(tokens=9 if group.rank else TOKENS), "oneshot")
-        except GeometryMismatch as error:
-            return str(error)
-        except GroupError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-
-def test_other_numbers_of_tokens_are_noticed(ranks, library):
-    texts = ranks(2, "threads")(differing, library(2))
-    assert any("9 tokens" in text and f"{TOKENS} tokens" in text for text in texts), texts
-    assert "nothing" not in texts

@@ -121,7 +121,9 @@ def test_other_group_sizes(ranks, kind, count):
     ranks(count, kind)(other_sizes)
 
 
-@pytest.mark.parametrize("options", [{}, PUSH], ids=["pull", "push"])
+@pytest.mark.parametrize(
+    "options", [{}, PUSH, FP8 | {"quantize": "fp8"}], ids=["pull", "push", "fp8"]
+)
 @on_ranks(3, [*ANY, EMULATED])
 def test_rows_of_a_larger_round_do_not_show_in_a_smaller_one(group, options):
     """Other `rows` move every slot."""

@@ -320,13 +320,6 @@ def test_objects_share_an_order_and_die_alone(group):
     assert not any(handle in library._owners for handle in handles)
 
 
-def test_static_tensors_are_marked_as_torch_marks_them():
-    ours, theirs = torch.zeros(1), torch.zeros(1)
-    library.mark_static(ours)
-    torch._dynamo.mark_static_address(theirs, guard=False)
-    assert vars(ours) == vars(theirs) != {}
-
-
 @on_ranks(1, [THREADS])
 def test_fake_tensors_are_refused_outside_of_a_compiler(group):
     from torch._subclasses.fake_tensor import FakeTensorMode

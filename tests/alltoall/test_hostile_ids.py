@@ -9,7 +9,6 @@ import torch
 import weft
 from tests.kinds import ANY, CPU, CUDA, on_ranks
 from tests.rounds import bits, settle
-from weft.compat import deep_ep, triton_dist
 from weft.errors import BadExpertId, TokenOverflow
 from weft.lowlatency import reference as meaning
 from weft.moe import Expert, ExpertWeights, Routing, route
@@ -161,38 +160,6 @@ def test_what_is_said_of_repeated_ids_is_what_happened(ranks, kind):
             assert f"rank {rank}: topk_ids[0, 2] repeats expert 5 of the same row" in text
         assert "Both were delivered" in plain
         assert "It was dropped, its first place in the row was sent" in low
-
-
-@on_ranks(2)
-def test_wild_ids_of_other_projects_calls_touch_nothing(group):
-    """The same ids through other projects' calls."""
-    ones = torch.ones((TOKENS, TOP_K), device=group.device)
-    buffer = deep_ep.Buffer(group, low_latency_mode=True)
-    layer = triton_dist.EPLowLatencyAllToAllLayer(
-        *(TOKENS, HIDDEN, TOP_K, True, group.rank, EXPERTS, group.size, group.size), group=group
-    )
-    for number in range(4):
-        ids = wild(100 * number + group.rank, wide=True).to(group.device)
-        x = tokens(group.rank).to(group.device)
-        served = (meaning.choices(ids.cpu(), EXPERTS) >= 0).sum(dim=1)
-        want = served[:, None].expand(-1, HIDDEN).float()
-        numbers, _, handle, _, _ = buffer.low_latency_dispatch(
-            x, ids, TOKENS, EXPERTS, use_fp8=False
-        )
-        assert isinstance(numbers, torch.Tensor)
-        out = buffer.low_latency_combine(torch.ones_like(numbers), ids, ones, handle)[0]
-        rows, _, _, meta = layer.dispatch(x, None, ids)
-        y = torch.ones(rows.shape, dtype=x.dtype, device=x.device)
-        again = layer.combine(y, ids, ones, meta)
-        settle(group.device)
-        assert torch.equal(out.cpu().float(), want)
-        assert torch.equal(again.cpu().float(), want)
-        for each in (buffer, layer):
-            with pytest.raises(BadExpertId):
-                each.check()
-    group.barrier()
-    buffer.destroy()
-    layer.finalize()
 
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])

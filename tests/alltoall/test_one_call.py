@@ -8,7 +8,6 @@ import os
 import threading
 
 import pytest
-import torch
 
 import weft
 from tests.operators import KINDS, Operator
@@ -96,32 +95,6 @@ def test_two_threads_never_get_a_wrong_result(ranks, kind):
     assert seen["right"] > 0, seen
 
 
-def in_the_middle(group: weft.Group, kind: str) -> str:
-    """A second thread comes while the first waits for a peer: it is refused at once."""
-    with KINDS[kind].open(group) as op:
-        op.round()
-        said = []
-        if group.rank == 0:
-            waiting = threading.Thread(target=op.round)
-            waiting.start()
-            while not op.made._busy.locked():
-                pass
-            with pytest.raises(OutOfOrder, match="while another thread is in a call") as caught:
-                op.round(2.0)
-            said.append(str(caught.value))
-            group.barrier()
-            waiting.join()
-        else:
-            group.barrier()
-            op.round()
-        return "".join(said)
-
-
-@pytest.mark.parametrize("kind", OPERATORS)
-def test_a_second_thread_is_refused_while_one_waits(ranks, kind):
-    assert "make them from one thread" in ranks(2, "cpu")(in_the_middle, kind)[0]
-
-
 def forked(group: weft.Group, kind: str) -> tuple[str, bool]:
     with KINDS[kind].open(group) as op:
         op.round()
@@ -166,30 +139,6 @@ def test_a_forked_child_never_speaks_for_its_parent(ranks, kind):
     assert closed == "done"  # it gives back nothing, and notifies nobody
     assert right
     assert right_too
-
-
-def has_no_mapping(group: weft.Group) -> bool:
-    """A forked child has no memory of the heap at all."""
-    heap = weft.Heap.create(group, 1 << 16)
-    heap.tensor((4,), torch.int32).fill_(7)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with open("/proc/self/maps") as maps:
-            os.write(writer, b"1" if "weft-share" in maps.read() else b"0")
-        os._exit(0)
-    os.close(writer)
-    mapped = os.read(reader, 1)
-    os.close(reader)
-    os.waitpid(child, 0)
-    assert heap.tensor((4,), torch.int32).tolist() == [7] * 4
-    heap.close()
-    return mapped == b"0"
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_does_not_inherit_the_heap(ranks):
-    assert all(ranks(2, "cpu")(has_no_mapping))
 
 
 def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:

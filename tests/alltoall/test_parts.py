@@ -113,32 +113,6 @@ def test_a_plan_of_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
     assert 1 + (tokens > 0) <= only.workers <= 1 + sms * fit
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ranks", "whole", "pushers"),
-    [
-        (128, 4, True, 3 * 132 - 1),
-        (471, 4, True, 3 * 132 - 1),
-        (472, 4, True, 2 * 132 - 1),
-        (512, 4, True, 2 * 132 - 1),
-        (235, 8, True, 3 * 132 - 1),
-        (236, 8, True, 2 * 132 - 1),
-        (512, 4, False, 3 * 132 - 1),
-    ],
-)
-def test_with_many_rows_back_an_sm_has_one_pushing_cta_less(tokens, ranks, whole, pushers):
-    rows = tokens * ranks
-    fits = {"sms": 132, "per_sm": lambda _: 4, "whole": whole}
-    p = plan_combine_fp8(tokens, rows, 7168, **fits)
-    assert (p.pushers, p.workers - 1 - p.pushers) == (pushers, 132)
-    half = plan_combine_fp8(0, rows, 7168, **fits)
-    assert (half.pushers, half.workers) == (4 * 132 - 1, 4 * 132)
-
-
-def test_rows_beyond_a_grid_are_taken_in_turn():
-    p = plan_dispatch(4, 3 << 24, sms=132, per_sm=lambda threads: 1024 // threads)
-    assert p.chunks <= 65535
-
-
 def test_capacity_follows_the_larger_of_prefill_and_decode():
     size = weft.tokens_per_rank
     assert size(max_running_requests=256, prefill_tokens=2048) == 2048
@@ -149,8 +123,3 @@ def test_capacity_follows_the_larger_of_prefill_and_decode():
     assert size(max_running_requests=8, prefill_tokens=4096, tensor_parallel=4) == 1024
     with pytest.raises(InvalidArgument, match="data_parallel is 0"):
         size(max_running_requests=8, prefill_tokens=1, data_parallel=0)
-
-
-def test_descriptors_differ_between_geometries():
-    shapes = [Shape(4, 8, k, 64, 64, "bf16", (128,)) for k in range(1, 33)]
-    assert len({s.descriptor for s in shapes}) > 24

@@ -79,18 +79,12 @@ def test_refusals_name_both_values_and_leave_the_round_as_it_was(group):
 
     with case.open(group, split_phase=True) as a2a:
         refused(a2a, good, "stats is [7]", "stats=0", "leave it out")
-        refused(a2a, 3, "stats is 3", "stats=0")
         play(a2a, case)
         assert a2a.dispatch(x, ids).stats is None
         a2a.combine()
     with case.open(group, split_phase=True, stats=7) as a2a:
         refused(a2a, None, "stats is None", "stats=7", "int32 [7]")
         refused(a2a, good[:6].clone(), "stats has shape [6]", "[7]")
-        refused(a2a, good.view(7, 1), "stats has shape [7, 1]", "[7]")
-        refused(a2a, good.long(), "stats has dtype torch.int64", "torch.int32")
-        refused(a2a, good.to("meta"), "stats is on meta", str(group.device))
-        refused(a2a, good.repeat(2)[::2], "stats has strides (2,)", "contiguous()")
-        refused(a2a, [1] * 7, "stats is a list", "torch.Tensor")
         for seed in range(2):
             play(a2a, case.next(seed=seed), halves=seed == 1)
         a2a.check()
@@ -102,16 +96,6 @@ def test_ranks_that_disagree_raise_at_creation(group):
         weft.AllToAll(group, stats=1048577, **SIZES)
     with pytest.raises(GeometryMismatch, match="stats.*5.*6"):
         weft.AllToAll(group, stats=5 + group.rank, **SIZES)
-
-
-def test_memory_of_stats():
-    sizes: dict[str, Any] = {"ranks": 8, **SIZES}
-    bare = weft.AllToAll.memory_bytes(**sizes)
-    for count in (1, 4, 5, 256):
-        more = weft.AllToAll.memory_bytes(**sizes, stats=count) - bare
-        assert more == -(-8 * count * 4 // 128) * 128
-    with pytest.raises(InvalidArgument, match="stats is -1"):
-        weft.AllToAll.memory_bytes(**sizes, stats=-1)
 
 
 def test_the_load_of_experts():

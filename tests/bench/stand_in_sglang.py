@@ -62,18 +62,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if os.environ.get("STAND_IN") == "breaks":
-            self.send_error(500, "CUDA error")
-        elif self.path == "/start_profile":
+        if self.path == "/start_profile":
             self.reply(trace(Path(body["output_dir"]), body["num_steps"], self.ranks))
         elif body.get("stream"):
             counts = range(1, body["sampling_params"]["max_new_tokens"] + 1)
             self.stream({"meta_info": {"completion_tokens": count}} for count in counts)
         elif "text" in body:
-            adapted = "lora_path" in body
-            self.reply(
-                [{"text": "?" if adapted else answer(text, wrong=weft())} for text in body["text"]]
-            )
+            self.reply([{"text": answer(text, wrong=weft())} for text in body["text"]])
         else:
             self.reply({})
 
@@ -195,15 +190,10 @@ def cli_main() -> None:
     parser.add_argument("--batch-size", type=int, nargs="+")
     parser.add_argument("--flashinfer-allreduce-fusion-backend")
     given, _ = parser.parse_known_args()
-    how = os.environ.get("STAND_IN")
-    if given.flashinfer_allreduce_fusion_backend and how != "falls back":
+    if given.flashinfer_allreduce_fusion_backend:
         print("FlashInfer AllReduce Fusion enabled and workspace initialized")
-    if how == "hangs":
-        ranks = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        Path(os.environ["RANK"]).write_text(str(ranks.pid))
-        ranks.wait()
     with open(given.result_filename, "a") as file:
-        for batch in given.batch_size[: 1 if how == "loses a rank" else None]:
+        for batch in given.batch_size:
             decode = 0.002 * batch if weft() else 0.004 * batch
             line = {"batch_size": batch, "median_decode_latency": decode, "prefill_latency": 1.0}
             file.write(json.dumps(line) + "\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import pickle
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -22,14 +21,11 @@ import weft
 from tests.bench.test_cases import MOE, REDUCE
 from tests.compat.calls import Backend
 from weft import reference
-from weft.bench.allreduce import make_rows
 from weft.bench.baselines import (
     PAIRS,
     REDUCES,
     Baseline,
-    FlashInferReduce,
     Pairs,
-    SymmetricReduce,
     baseline_body,
     measure_baselines,
 )
@@ -138,15 +134,6 @@ def test_what_they_refuse():
     assert NAMED[two].sizes(sizes) == [512, 1024], "more than ranks"
 
 
-def test_they_can_be_sent_to_processes():
-    everyone = (*PAIRS, *REDUCES)
-    found = pickle.loads(pickle.dumps(everyone))  # noqa: S301
-    assert [each.name for each in found] == [each.name for each in everyone]
-    assert [each.refuses(REDUCE) for each in found[len(PAIRS) :]] == [
-        each.refuses(REDUCE) for each in REDUCES
-    ]
-
-
 def torch_baselines(group: weft.Group) -> list[dict[str, Any]]:
     gathers = [(replace(SIZES, payload=payload), "torch all-gather") for payload in ("bf16", "fp8")]
     sums = [(replace(REDUCE, epilogue=each), "torch all_reduce") for each in ("none", "norm")]
@@ -208,60 +195,3 @@ def test_the_check_sees_a_lost_row(ranks, stand_ins):
     stand_ins.setattr(MoeAlltoAll, "combine", loses)
     for found in ranks(2, "threads")(baseline_body, SIZES, NAMED["FlashInfer"]):
         assert found["status"].startswith("check failed, 3 tokens: rank 0: the largest error is")
-
-
-@pytest.fixture
-def alone() -> Any:
-    """A group of one rank, as far as adapters of all-reduces ask."""
-    named = SimpleNamespace(group_name="some")
-    return SimpleNamespace(rank=0, size=2, device=torch.device("cpu"), process_group=lambda: named)
-
-
-@pytest.mark.parametrize(("epilogue", "one_shot"), [("none", True), ("norm", False)])
-def test_flashinfers_all_reduce_is_called_as_documented(monkeypatch, alone, epilogue, one_shot):
-    made, calls = {}, []
-
-    def create(**given):
-        made.update(given)
-        return "workspace"
-
-    def fusion(*, input, workspace, pattern, launch_with_pdl, use_oneshot, fp32_acc, **others):
-        assert (workspace, launch_with_pdl, fp32_acc) == ("workspace", True, True)
-        calls.append((pattern, use_oneshot))
-        if pattern == 0:
-            others["output"].copy_(input)
-        else:
-            others["norm_out"].copy_(input * 2)
-            others["residual_out"].copy_(others["residual_in"])
-            assert others["rms_gamma"].shape == (REDUCE.hidden,)
-
-    comm, memory = ModuleType("flashinfer.comm"), ModuleType("flashinfer.comm.mnnvl")
-    vars(comm).update(create_allreduce_fusion_workspace=create, allreduce_fusion=fusion)
-    vars(memory).update(TorchDistBackend=lambda group: ("backend", group))
-    for module in (comm, memory):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    settings = replace(REDUCE, epilogue=epilogue)
-    library = FlashInferReduce(alone, settings, 5, one_shot=one_shot)
-    assert made["backend"] == "trtllm", "auto and mnnvl probe for multicast"
-    assert (made["world_size"], made["rank"], made["max_token_num"]) == (2, 0, 5)
-    rows = make_rows(settings, 3, 0, alone.device)
-    assert torch.equal(library.call(rows)(), rows.x if epilogue == "none" else rows.x * 2)
-    assert calls == [(0 if epilogue == "none" else 1, one_shot)]
-
-
-@pytest.mark.parametrize("one_shot", [True, False])
-def test_symmetric_memory_is_called_as_documented(monkeypatch, alone, one_shot):
-    memory, met = ModuleType("torch.distributed._symmetric_memory"), []
-    rendezvous = lambda tensor, name: met.append(name)  # noqa: E731
-    vars(memory).update(empty=torch.empty, rendezvous=rendezvous)
-    monkeypatch.setitem(sys.modules, memory.__name__, memory)
-    ops = SimpleNamespace(
-        one_shot_all_reduce=lambda x, op, name: x + 1,
-        two_shot_all_reduce_=lambda x, op, name: x.add_(2),
-    )
-    monkeypatch.setattr(torch.ops, "symm_mem", ops)
-    settings = replace(REDUCE, epilogue="none")
-    library = SymmetricReduce(alone, settings, 5, one_shot=one_shot)
-    rows = make_rows(settings, 3, 0, alone.device)
-    assert torch.equal(library.call(rows)(), rows.x + (1 if one_shot else 2))
-    assert met == ["some"]

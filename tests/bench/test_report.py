@@ -76,17 +76,6 @@ def test_rows_know_floor_and_other_libraries():
     assert [row.baselines for row in rows] == [{}] * 5 + [{"Loom 0.8": 52.0}]
 
 
-def test_rows_count_the_bytes_of_the_wire():
-    report = _report(replace(H200, tokens=(8,), quantize="fp8"), "NVIDIA H200")
-    row = 7168 + 4 * 7168 // 128
-    moved = {"dispatch": 8 * 7 * row, "combine": 8 * 7 * 14336, "pair": 8 * 7 * (row + 14336)}
-    rows = rows_of(report)
-    assert {each.phase: each.moved for each in rows} == moved
-    assert rows[-1].floor == pytest.approx(moved["pair"] / 340e3 + 3.96)
-    both = _report(replace(H200, tokens=(8,), quantize="fp8", combine_dtype="fp8"), "")
-    assert rows_of(both)[-1].moved == 2 * 8 * 7 * row
-
-
 def test_table_json_and_picture(tmp_path, capsys):
     case = replace(H200, quantize="fp8")
     report = replace(_report(case, "NVIDIA H200"), refused=["onesided, 9 tokens: too odd"])

@@ -37,19 +37,6 @@ def test_what_is_not_offered_is_missing():
     with pytest.raises(AttributeError, match="weft.compat.flashinfer"):
         comm.of_nobody
 """
-ALONE = """\
-import os, sys, time
-if os.environ["RANK"] == "1":
-    raise ValueError("rank 1 ends")
-time.sleep(600)
-"""
-STEPS = """\
-import deep_ep, sys
-from deep_ep.utils.testing import bench_kineto, marked
-assert deep_ep.Buffer.__module__ == "weft.compat.deep_ep" and marked
-assert bench_kineto(lambda: None, ("a", "b"), num_kernels_per_period=2) == ([1.0] * 2,) * 2
-print("one passed"); print("two passed")
-"""
 
 
 @pytest.fixture
@@ -65,9 +52,6 @@ def runner(tmp_path, monkeypatch) -> Any:
     for path, text in {
         "flashinfer/tests/comm/test_made.py": CASES,
         "flashinfer/flashinfer/tllm_enums.py": "SfLayout = None\n",
-        "flashinfer/alone.py": ALONE,
-        "flashinfer/hangs.py": "import time; time.sleep(600)\n",
-        "DeepEP/steps.py": STEPS,
         "DeepEP/deep_ep/utils/testing.py": "marked = True\nbench_kineto = None\n",
     }.items():
         place = store / path
@@ -93,22 +77,6 @@ def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
     line = line_of(runner, runner.flashinfer("made", each_rank=True), tmp_path / "out", cpu=True)
     assert (line["cases"], line["passed"], line["failed"], line["skipped"]) == (5, 3, 1, 1)
     assert "rank 1 is not 0" in line["error"]
-
-
-@pytest.mark.slow
-def test_programs_without_cases_are_counted_and_ended(runner, tmp_path, monkeypatch):
-    line = line_of(runner, runner.Program("steps", "DeepEP", "steps.py"), tmp_path / "steps")
-    assert (line["cases"], line["passed"], line["steps"], line.get("error")) == (1, 1, 2, None)
-    monkeypatch.setattr(runner.Program, "by_pytest", False)
-    # A rank that waits for one that failed, and ranks that take longer than the limit.
-    for name, limit, error in (
-        ("alone", 600.0, "ValueError: rank 1 ends"),
-        ("hangs", 1.0, "over 1 s"),
-    ):
-        program = runner.Program(name, "flashinfer", f"{name}.py", each_rank=True)
-        line = line_of(runner, program, tmp_path / name, limit=limit)
-        assert line["failed"] == 1
-        assert line["error"].startswith(error)
 
 
 def test_what_cannot_run_is_reported_and_not_run(runner, tmp_path, capsys):

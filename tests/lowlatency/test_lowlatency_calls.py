@@ -13,13 +13,11 @@ from tests.kinds import ANY, THREADS, on_ranks
 from tests.lowlatency_rounds import Mode, expert_results
 from tests.rounds import Round, settle
 from weft.errors import (
-    BadExpertId,
     GeometryMismatch,
     InvalidArgument,
     OutOfOrder,
     TokenOverflow,
 )
-from weft.lowlatency.config import LowLatencyConfig
 from weft.lowlatency.operator import LowLatencyAllToAll
 
 SIZES = {"max_tokens": 16, "hidden": 128, "top_k": 4, "num_experts": 16}
@@ -71,11 +69,7 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(group):
     x, ids, weights, _ = inputs(group)
     with make(group) as a2a:
         wrong: list[tuple[Callable[[], object], str]] = [
-            (lambda: a2a.dispatch(x.float(), ids), "x has dtype torch.float32"),
             (lambda: a2a.dispatch(x[:2], ids), r"x has shape \[2, 128\]"),
-            (lambda: a2a.dispatch(x, ids.float()), "topk_ids has dtype"),
-            (lambda: a2a.dispatch(x, ids, weights.half()), "topk_weights has dtype"),
-            (lambda: a2a.dispatch(x, ids.T.contiguous().T), "strides"),
             (lambda: a2a.dispatch_send(x, ids), "split_phase=True"),
             (lambda: a2a.dump_trace("trace.json"), "profile=True"),
         ]
@@ -88,12 +82,7 @@ def test_wrong_tensors_are_refused_before_anything_is_sent(group):
         got = a2a.dispatch(x, ids, weights)
         y = expert_results(a2a, got)
         combines: list[tuple[Callable[[], object], str]] = [
-            (lambda: a2a.combine(y.float(), ids, weights, got.handle), "y has dtype"),
-            (lambda: a2a.combine(y[:1], ids, weights, got.handle), "y has shape"),
             (lambda: a2a.combine(y, ids[:2], None, got.handle), "topk_ids has 2 rows"),
-            (lambda: a2a.combine(y, ids, weights, 7), "handle is a int; pass the handle"),  # type: ignore[arg-type]
-            (lambda: a2a.combine(y, ids, weights, got.handle, x[:1]), r"out has shape \[1, 128\]"),
-            (lambda: a2a.combine(y, ids, weights, got.handle, None, x[:1]), "add has shape"),
             (lambda: a2a.combine_send(y, ids, weights, got.handle), "split_phase=True"),
         ]
         for call, text in combines:
@@ -213,47 +202,6 @@ def test_ranks_need_not_have_counted_the_same_dispatches(group):
         settle(group.device)
         a2a.check()
         assert torch.equal(again, wanted)
-
-
-def bad_ids(group: weft.Group) -> list[str]:
-    x, ids, weights, _ = inputs(group)
-    said = []
-    with make(group) as a2a:
-        for row, text in (
-            ([1, 16, 2, -1], "is 16; expert ids are 0..15"),
-            ([1, -7, 2, 3], "is -7; expert ids are 0..15"),
-            ([5, 9, 5, 2], "repeats expert 5"),
-            ([2**40, 1, 2, 3], f"is {2**40}"),
-        ):
-            mixed = ids.long()
-            mixed[1] = torch.tensor(row, device=x.device)
-            got = a2a.dispatch(x, mixed, weights)
-            y = torch.ones_like(got.x, dtype=x.dtype)
-            out = a2a.combine(y, mixed, None, got.handle)
-            settle(group.device)
-            with pytest.raises(BadExpertId, match=text) as caught:
-                a2a.check()
-            said.append(str(caught.value))
-            served = len({i for i in row if 0 <= i < 16})
-            assert out[1].tolist() == [float(served)] * 128
-            a2a.check()
-    return said
-
-
-@pytest.mark.parametrize("kind", ANY)
-def test_bad_ids_are_dropped_and_reported(ranks, kind):
-    for rank, said in enumerate(ranks(2, kind)(bad_ids)):
-        assert all(text.startswith(f"rank {rank}: topk_ids[1, ") for text in said)
-
-
-def test_shapes_that_differ_have_descriptors_that_differ():
-    sizes = {"ranks": 8, **SIZES}
-    some = [
-        LowLatencyConfig.from_args(**{**sizes, **more}).shape  # type: ignore[arg-type]
-        for more in ({}, {"reduce": "sender"}, {"scale": "ue8m0"}, {"top_k": 5})
-    ]
-    assert len({shape.to_cpp() for shape in some}) == len(some)
-    assert len({shape.descriptor for shape in some}) == len(some)
 
 
 def results_of_modes(group: weft.Group) -> list[list[int]]:

@@ -13,18 +13,6 @@ from weft.lowlatency.kernels import plan_low
 PLAIN = LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16")
 
 
-def test_where_room_is_short_senders_keep_half_of_it():
-    def plan(resident: int) -> tuple[int, int]:
-        found = plan_low(PLAIN, "combine", 128, 256, 132, resident)
-        return found.senders, found.receivers
-
-    assert plan(132 * 3 + 1) == (132, 264)
-    assert plan(132 * 2) == (131, 132)
-    assert plan(2) == (1, 1)
-    one = plan_low(PLAIN, "combine_send", 128, 256, 132, 100)
-    assert (one.senders, one.receivers) == (99, 0)
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 8, 32, 33, 128, 512, 8192])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
 @pytest.mark.parametrize("part", ["", "_send", "_receive"])

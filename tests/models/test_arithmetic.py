@@ -36,12 +36,6 @@ def train() -> ModuleType:
     return importlib.import_module("models.arithmetic.train")
 
 
-def test_a_seed_is_a_stream():
-    first = list(islice(questions(3, held_out=False), 50))
-    assert first == list(islice(questions(3, held_out=False), 50))
-    assert first != list(islice(questions(4, held_out=False), 50))
-
-
 def test_training_never_sees_a_held_out_question():
     learnt = {each.question for each in islice(questions(0, held_out=False), 20_000)}
     kept = [each.question for each in islice(questions(1, held_out=True), 2_000)]
