@@ -10,33 +10,67 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 import weft
+from weft.plugins.names import relied_on, unbound_function
 
 CLOSE = 2e-5  # of float32 sums in another order
 HERE = Path(__file__).parent
 
 
-def signed(parameters: str) -> Callable[[Any], Any]:
-    """Give a function the signature that this text lists: "self, x, *, scale="."""
+def signature_of(parameters: str) -> inspect.Signature:
+    """Return the signature that a table writes: "self, x, *, scale="."""
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     listed = []
-    for each in parameters.split(", "):
+    for each in parameters.split(", ") if parameters else ():
         if each == "*":
             kind = inspect.Parameter.KEYWORD_ONLY
         else:
             default = None if each.endswith("=") else inspect.Parameter.empty
             listed.append(inspect.Parameter(each.rstrip("="), kind, default=default))
+    return inspect.Signature(listed)
 
-    def decorate(function: Any) -> Any:
-        function.__signature__ = inspect.Signature(listed)
-        return function
 
-    return decorate
+def module_of(name: str) -> ModuleType:
+    """Return a submodule of a stand-in, with those above it."""
+    for end in [i for i, c in enumerate(name) if c == "."]:
+        sys.modules.setdefault(name[:end], ModuleType(name[:end]))
+    return sys.modules.setdefault(name, ModuleType(name))
+
+
+def place(root: Any, target: str, parameters: str | None) -> None:
+    """Put what the stand-in has for a name where the engine has it, with its signature there.
+
+    What it has not, no test uses.
+    """
+    engine, *parts = target.split(".")
+    own = [i for i, part in enumerate(parts) if hasattr(root, part)]
+    upper = [i for i, part in enumerate(parts) if part[0].isupper()]
+    first = (own or upper or [len(parts) - 1])[0]
+    owner: Any = module_of(".".join([engine, *parts[:first]]))
+    for part in parts[first:-1]:
+        if part not in vars(owner):
+            setattr(owner, part, getattr(root, part, None) or type(part, (), {}))
+        owner = getattr(owner, part)
+    name = parts[-1]
+    if isinstance(owner, ModuleType):
+        if not hasattr(owner, name):
+            found = getattr(root, name, None)
+            made = type(name, (), {}) if name[0].isupper() else lambda: None
+            setattr(owner, name, made if found is None else found)
+    elif name not in vars(owner):
+        inherited = getattr(owner, name, None)
+        if isinstance(inherited, FunctionType):  # whose signature may be another one's
+            code = inherited.__code__, inherited.__globals__, name, inherited.__defaults__
+            inherited = FunctionType(*code, inherited.__closure__)
+            inherited.__kwdefaults__ = getattr(owner, name).__kwdefaults__
+        setattr(owner, name, inherited or (lambda: None))
+    if parameters is not None:
+        unbound_function(getattr(owner, name)).__signature__ = signature_of(parameters)
 
 
 def find(engine: str, release: str) -> None:
@@ -48,20 +82,14 @@ def find(engine: str, release: str) -> None:
     assert spec is not None
     assert spec.loader is not None
     root: Any = importlib.util.module_from_spec(spec)
-    sys.modules[engine] = root
+    root.RELEASE, sys.modules[engine] = release, root
     spec.loader.exec_module(root)
-    for line in root.become(release).splitlines():
+    for line in root.MODULES.strip().splitlines():
         path, *names = line.split()
-        parts = path.split(".")
-        for count in range(1, len(parts) + 1):
-            name = ".".join([engine, *parts[:count]])
-            module = sys.modules.setdefault(name, ModuleType(name))
-        served = release
         for each in names:
-            if each.startswith("["):
-                served = each[1:-1]
-            elif served == release:
-                setattr(module, each, getattr(root, each))
+            setattr(module_of(f"{engine}.{path}"), each, getattr(root, each))
+    for entry, parameters in relied_on(root.ENTRIES, release):
+        place(root, entry.target, parameters)
 
 
 def forget(engine: str, module: str) -> None:

@@ -29,11 +29,9 @@ OLDER, NEWER = "0.5.17", "0.5.23"
 def enter(release: str = OLDER) -> None:
     """Let `import sglang` find the stand-in, and load weft's plug-in as SGLang does."""
     find("sglang", release)
-    from sglang.srt.plugins import load_plugins
-
     from weft.plugins.sglang import register
 
-    load_plugins(register)
+    importlib.import_module("sglang").load_plugins(register)
 
 
 def leave() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for SGLang 0.5.17 and 0.5.23 on CPU ranks: the names that weft's hooks touch.
+"""A stand-in for SGLang on CPU ranks: what weft's hooks replace, in plain arithmetic.
 
-`sglang` is this file, and its submodules have the names in MODULES. Arithmetic is plain and in
-float32; no server runs.
+`sglang` is this file. `tests.plugins.standins.find` sets RELEASE and makes the submodules, with the
+names and signatures of the plug-in's tables; what no test calls, it makes by itself.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import functools
 import logging
 import pkgutil
 import sys
-from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
@@ -26,20 +25,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from tests.plugins.standins import signed
+import weft
+from tests.plugins.standins import clamped
+from weft.plugins.sglang import allreduce, engine
 
+ENTRIES = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
+RELEASE = str(globals().get("RELEASE", "0.5.17"))
+NEWER = RELEASE == "0.5.23"
+# Names that the plug-in imports, or finds, without an entry in its tables.
+MODULES = """
+srt.server_args ServerArgs
+srt.plugins.hook_registry HookRegistry HookType
+srt.layers.layernorm RMSNorm
+srt.layers.moe.token_dispatcher.base BaseDispatcher
+srt.managers.scheduler_components.dp_attn MLPSyncBatchInfo
+"""
 logger = logging.getLogger(__name__)
-
-
-def fields_of(name: str, **fields: Any) -> Any:
-    return make_dataclass(name, [(each, Any, value) for each, value in fields.items()])
-
-
-NEWER = False  # 0.5.23
-ServerArgs: Any = None
-create_moe_dispatcher: Any = None
-initialize_moe_config: Any = None
-require_mlp_tp_gather: Any = None
 
 # This process's place, and the counts and flags of its forward pass. Tests write to STATE.
 # groups: GroupCoordinators of "tp", "attn", "ep" and "moe"; ways: how SGLang made each of its sums.
@@ -48,7 +49,7 @@ STATE = SimpleNamespace(
         tp_size=1, moe_ep_size=1, moe_ep_rank=0, attn_tp_size=1, enable_dp_attention=False
     ),
     **{"backend": None, "counts": None, "real": None, "redundant": 0, "groups": {}, "ways": []},
-    **{"workspaces": 0, "flashinfer": False, "dp_attention": False, "logical": 8},
+    **{"workspaces": 0, "flashinfer": False, "dp_attention": False, "places": None},
 )
 
 
@@ -56,11 +57,13 @@ def get_parallel() -> Any:
     return STATE.parallel
 
 
+def get_exec() -> Any:
+    return STATE.exec
+
+
 # Flags.
 
-MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
 _FLASHINFER_ALLREDUCE_FUSION_ARCHS = frozenset({"Fusing"})
-# Those that the plug-in reads and no test passes on the command line.
 FALSE = """disable_shared_experts_fusion enable_two_batch_overlap enable_torch_compile enable_lora
 enable_pdmux disable_overlap_schedule enable_dp_lm_head enable_elastic_expert_backup
 enable_dp_attention_local_control_broadcast"""
@@ -113,29 +116,29 @@ def _a2a_fusion_adjustments(view: Any) -> dict[str, Any]:
 
 
 def disable_breakable_cudagraph_if_incompatible(server_args: Any) -> None:
-    rules = [
-        lambda: server_args.enable_two_batch_overlap,
-        lambda: resolved_view(server_args).attn_cp_size > 1,
-        lambda: resolved_view(server_args).moe_a2a_backend not in ("none", "deepep", "flashinfer"),
-    ]
-    if any(rule() for rule in rules):
+    known = resolved_view(server_args).moe_a2a_backend in ("none", "deepep", "flashinfer")
+    if server_args.enable_two_batch_overlap or server_args.attn_cp_size > 1 or not known:
         server_args.cuda_graph_config.prefill.backend = "disabled"
 
 
-class OlderArgs:
-    def _disable_breakable_cudagraph_if_incompatible(self) -> None:
-        disable_breakable_cudagraph_if_incompatible(self)
+if NEWER:
 
+    class ServerArgs:
+        """Fields whose annotations hold the choices, as objects and not as text."""
 
-class NewerArgs:
-    """Fields whose annotations hold the choices, as objects and not as text."""
+        elastic_ep_backend = None
+        __annotations__ = {
+            "moe_a2a_backend": Annotated[str, Arg(["none", "deepep", "deepep_v2"])],
+            "speculative_moe_a2a_backend": Annotated[str, Arg(["none", "deepep"])],
+            "elastic_ep_backend": Annotated[str | None, Arg(["none", "mooncake", "nixl"])],
+        }
 
-    elastic_ep_backend = None
-    __annotations__ = {
-        "moe_a2a_backend": Annotated[str, Arg(["none", "deepep", "deepep_v2"])],
-        "speculative_moe_a2a_backend": Annotated[str, Arg(["none", "deepep"])],
-        "elastic_ep_backend": Annotated[str | None, Arg(["none", "mooncake", "nixl"])],
-    }
+else:
+    MOE_A2A_BACKEND_CHOICES = ["none", "deepep", "flashinfer"]
+
+    class ServerArgs:  # type: ignore[no-redef]
+        def _disable_breakable_cudagraph_if_incompatible(self) -> None:
+            disable_breakable_cudagraph_if_incompatible(self)
 
 
 def parse(*argv: str, **more: object) -> SimpleNamespace:
@@ -148,9 +151,8 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
     for flag, default in (("tp-size", 1), ("dp-size", 1), ("chunked-prefill-size", 32)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--enable-single-batch-overlap", action="store_true")
-    graphs = SimpleNamespace(
-        decode=PhaseConfig(Backend.FULL, 4, [1, 4]), prefill=PhaseConfig("breakable")
-    )
+    decode, prefill = PhaseConfig(Backend.FULL, 4, [1, 4]), PhaseConfig("breakable")
+    graphs = SimpleNamespace(decode=decode, prefill=prefill)
     args = SimpleNamespace(**DEFAULTS, cuda_graph_config=graphs)
     vars(args).update(vars(parser.parse_args(argv)))
     args.enable_dp_attention = args.dp_size > 1
@@ -160,15 +162,12 @@ def parse(*argv: str, **more: object) -> SimpleNamespace:
     if NEWER:
         disable_breakable_cudagraph_if_incompatible(args)
     else:
-        ServerArgs._disable_breakable_cudagraph_if_incompatible(args)
+        ServerArgs._disable_breakable_cudagraph_if_incompatible(args)  # type: ignore[attr-defined]
     return args
 
 
 class MoeA2ABackend(Enum):
-    NONE = "none"
-    DEEPEP = "deepep"
-    FLASHINFER = "flashinfer"
-    CUSTOMIZED = "customized"
+    NONE, DEEPEP, FLASHINFER, CUSTOMIZED = "none", "deepep", "flashinfer", "customized"
 
     @classmethod
     def _missing_(cls, value: Any) -> Any:
@@ -187,21 +186,6 @@ def get_moe_a2a_backend() -> MoeA2ABackend:
     return MoeA2ABackend(STATE.backend)
 
 
-def take_backend(backend: str, overlap: bool) -> None:
-    STATE.backend = MoeA2ABackend(backend)
-    if overlap:  # this GPU is a Hopper
-        raise ValueError("SBO (single batch overlap) is not supported on SM90 GPUs")
-
-
-def older_config(server_args: Any) -> None:
-    take_backend(server_args.moe_a2a_backend, server_args.enable_single_batch_overlap)
-
-
-def newer_config() -> None:
-    exec_ = get_exec()
-    take_backend(exec_.moe.moe_a2a_backend, exec_.overlap.enable_single_batch_overlap)
-
-
 class Bag(SimpleNamespace):
     @contextmanager
     def override(self, **given: Any) -> Iterator[None]:
@@ -211,29 +195,14 @@ class Bag(SimpleNamespace):
         vars(self).update(kept)
 
 
-def get_exec() -> Any:
-    return STATE.exec
+def initialize_moe_config(*server_args: Any) -> None:
+    (flags,) = server_args or (SimpleNamespace(**vars(STATE.exec.moe), **vars(STATE.exec.overlap)),)
+    STATE.backend = MoeA2ABackend(flags.moe_a2a_backend)
+    if flags.enable_single_batch_overlap:  # this GPU is a Hopper
+        raise ValueError("SBO (single batch overlap) is not supported on SM90 GPUs")
 
 
-def seed(flags: Any) -> None:
-    """Publish the flags, as a process begins."""
-    if not NEWER:
-        initialize_moe_config(flags)
-        return
-    STATE.exec = SimpleNamespace(
-        moe=Bag(moe_a2a_backend=flags.moe_a2a_backend, elastic_ep_backend=flags.elastic_ep_backend),
-        overlap=Bag(enable_single_batch_overlap=flags.enable_single_batch_overlap),
-    )
-    STATE.parallel.attn_dp_enabled = STATE.parallel.enable_dp_attention
-    STATE.parallel.enable_dp_attention = False
-    initialize_moe_config()
-
-
-def older_gather(server_args: Any) -> bool:
-    return False
-
-
-def newer_gather(*, moe_a2a_backend: Any = None) -> bool:
+def require_mlp_tp_gather(*server_args: Any, moe_a2a_backend: Any = None) -> bool:
     return False
 
 
@@ -260,20 +229,18 @@ class ExpertLocationMetadata:
         return self.logical_to_all_physical_map.shape[1]
 
 
-_places: list[ExpertLocationMetadata] = []
-
-
 def place(physical: torch.Tensor, ranks: int, logical: int, static: bool) -> None:
     """Publish a placement, with the first replica of each expert alone in its tables."""
     every = torch.full((len(physical), logical, physical.shape[1]), -1)
     for layer, row in enumerate(physical.tolist()):
         every[layer, :, 0] = torch.tensor([row.index(expert) for expert in range(logical)])
     single, valid = every[..., 0].clone() if static else None, (every >= 0).sum(-1)
-    _places[:] = [ExpertLocationMetadata(physical, every, every.clone(), valid, single, ranks)]
+    STATE.places = ExpertLocationMetadata(physical, every, every.clone(), valid, single, ranks)
 
 
 def get_global_expert_location_metadata() -> ExpertLocationMetadata:
-    return _places[0]
+    places: ExpertLocationMetadata = STATE.places
+    return places
 
 
 class ExpertLocationDispatchInfo:
@@ -284,27 +251,20 @@ class ExpertLocationDispatchInfo:
 
     @classmethod
     def init_new(cls, layer_id: int) -> Any:
-        if _places:
-            single = _places[0].logical_to_rank_dispatch_physical_map
+        if STATE.places:
+            single = STATE.places.logical_to_rank_dispatch_physical_map
             if single is not None:
                 return cls(single[layer_id])
-            valid = _places[0].logical_to_all_physical_map_num_valid[layer_id]
+            valid = STATE.places.logical_to_all_physical_map_num_valid[layer_id]
             chosen = torch.randint(0, 65536, (8,)) % valid
-            every = _places[0].logical_to_all_physical_map[layer_id]
+            every = STATE.places.logical_to_all_physical_map[layer_id]
             return cls(every.gather(1, chosen[:, None])[:, 0])
         if not STATE.redundant:
             return None
-        physical = torch.arange(STATE.logical)
+        physical = torch.arange(EXPERTS)
         if STATE.parallel.moe_ep_rank % 2:  # odd ranks take the replica where there is one
-            physical[: STATE.redundant] += STATE.logical
+            physical[: STATE.redundant] += EXPERTS
         return cls(physical)
-
-
-def newer_init_new(cls: Any, layer_id: int, *, is_draft: bool = False) -> Any:
-    return older_init_new(layer_id)
-
-
-older_init_new = ExpertLocationDispatchInfo.init_new
 
 
 class EPLBManager:
@@ -315,11 +275,6 @@ class EPLBManager:
 
 
 StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids router_logits")
-
-
-_CHOOSE = (
-    "self, hidden_states, router_logits, *, num_token_non_padded=, expert_location_dispatch_info="
-)
 
 
 class TopK(nn.Module):
@@ -335,36 +290,33 @@ class TopK(nn.Module):
     def forward(self, *args: Any, **given: Any) -> Any:
         return self.forward_cuda(*args, **given)
 
-    @signed(_CHOOSE)
     def forward_cuda(self, x: torch.Tensor, router_logits: torch.Tensor, **given: Any) -> Any:
         if not len(x):
             raise RuntimeError("invalid configuration argument: a grid of 0 blocks")
+        if NEWER:  # padding and replicas of this forward pass, which the model does not pass
+            assert not given
+            real, replicas = self.routing_inputs()
+        else:
+            real, replicas = (given[name] for name in GIVEN)
         weights, ids = router_logits.float().softmax(1).topk(self.top_k)
-        if given["expert_location_dispatch_info"] is not None:
-            ids = given["expert_location_dispatch_info"].physical[ids]
-        if given["num_token_non_padded"] is not None:
-            ids[int(given["num_token_non_padded"]) :] = -1
+        if replicas is not None:
+            ids = replicas.physical[ids]
+        if real is not None:
+            ids[int(real) :] = -1
         return StandardTopKOutput(weights, ids.int(), router_logits)
+
+    if NEWER:
+
+        def routing_inputs(self) -> tuple[Any, Any]:
+            info = ExpertLocationDispatchInfo
+            return STATE.real, None if self.is_draft else info.init_new(0)
 
     def empty_topk_output(self, device: torch.device, *, layer_id: int | None = None) -> Any:
         none = torch.empty((0, self.top_k), device=device)
         return StandardTopKOutput(none, none.int(), none)
 
 
-def routing_inputs(self: Any) -> tuple[Any, Any]:
-    """Return padding and replicas of this forward pass, which the model does not pass."""
-    return STATE.real, None if self.is_draft else older_init_new(0)
-
-
-@signed(_CHOOSE + ", dynamic_expert_bias=, router_logits_partials=")
-def newer_topk(self: Any, x: torch.Tensor, logits: torch.Tensor, **given: Any) -> Any:
-    assert not given
-    real, replicas = self.routing_inputs()
-    named = {"num_token_non_padded": real, "expert_location_dispatch_info": replicas}
-    return older_topk(self, x, logits, **named)
-
-
-older_topk = TopK.forward_cuda
+GIVEN = ("num_token_non_padded", "expert_location_dispatch_info")
 
 
 def enable_num_token_non_padded() -> bool:
@@ -391,15 +343,13 @@ def apply_flashinfer_allreduce_fusion(batch_size: int) -> bool:
 
 
 def flashinfer_ar_fusion_applies(batch_size: int) -> bool:
-    return STATE.flashinfer and 0 < batch_size <= FUSE_ALLREDUCE_MAX_BATCH_SIZE
+    return apply_flashinfer_allreduce_fusion(batch_size)
 
 
-@signed("max_token_num, hidden_dim, dtype, use_oneshot=")
 def pre_initialize_workspaces(*sizes: Any) -> None:
     STATE.workspaces += 1
 
 
-@signed("norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group=")
 def _forward_with_allreduce_fusion(norm: Any, x: torch.Tensor, *given: Any) -> Any:
     STATE.ways.append("not summed")
     return norm.forward(x, *given[:2])
@@ -412,9 +362,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: torch.Tensor, eps: float, **settings: Any) -> None:
         super().__init__()
-        self.variance_size_override: int | None = None
+        self.variance_size_override = self.override_orig_dtype = None
         self.cast_x_before_out_mul = self.fp32_residual = False
-        self.override_orig_dtype: torch.dtype | None = None
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
         self.gemma_weight = weight + self.offset
         self.calls = 0
@@ -427,8 +376,7 @@ class RMSNorm(nn.Module):
         """Norm, and write into the residual as SGLang's kernel does."""
         self.calls += 1
         if residual is not None:
-            if added is not None:
-                residual = residual + added
+            residual = residual if added is None else residual + added
             residual += x
             x = residual
         wide = x.float()
@@ -469,17 +417,13 @@ class GroupCoordinator:
         return input_.copy_(dense)
 
     def _can_use_flashinfer_allreduce(self, input_: torch.Tensor) -> bool:
-        return STATE.flashinfer
+        return bool(STATE.flashinfer)
 
-    def _resolve_outplace_all_reduce_method(
-        self, input_: torch.Tensor, should_use_pymscclpp_allreduce: bool | None = None
-    ) -> str | None:
+    def _resolve_outplace_all_reduce_method(self, *given: Any) -> str | None:
         return None
 
-    def _all_reduce_out_place(
-        self, input_: torch.Tensor, outplace_all_reduce_method: str
-    ) -> torch.Tensor:
-        STATE.ways.append(outplace_all_reduce_method)
+    def _all_reduce_out_place(self, input_: torch.Tensor, method: str) -> torch.Tensor:
+        STATE.ways.append(method)
         out = input_.clone()
         dist.all_reduce(out, group=self.device_group)
         return out
@@ -496,12 +440,12 @@ get_moe_ep_group, get_moe_tp_group = getter("ep"), getter("moe")
 # Layers of experts.
 
 
-class BaseDispatcher(ABC):  # noqa: B024
+class BaseDispatcher:
     def __init__(self) -> None:
         self.quant_config: dict[str, Any] = {}
 
-    dispatch: Any = abstractmethod(signed("self, hidden_states, topk_output")(lambda: None))
-    combine: Any = abstractmethod(signed("self, combine_input")(lambda: None))
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any: ...
+    def combine(self, combine_input: Any) -> Any: ...
 
 
 StandardDispatchOutput = namedtuple(
@@ -510,52 +454,23 @@ StandardDispatchOutput = namedtuple(
 StandardCombineInput = namedtuple("StandardCombineInput", "hidden_states")
 
 
-class StandardDispatcher(BaseDispatcher):
-    """Every rank has all experts' tokens."""
-
-    def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        return StandardDispatchOutput(hidden_states, None, topk_output)
-
-    def combine(self, combine_input: Any) -> torch.Tensor:
-        return combine_input.hidden_states
-
-
-MoeRunnerConfig = fields_of(
-    "MoeRunnerConfig",
-    **{"layer_id": None, "activation": "silu", "is_gated": True},
-    **{"apply_router_weight_on_input": False, "routed_scaling_factor": None},
-    **{"gemm1_alpha": None, "gemm1_clamp_limit": None, "swiglu_limit": None},
-    gate_up_interleaved=True,
-)
-
-
-class Mxfp4MoEMethod:
-    def process_weights_after_loading(self, layer: Any) -> None: ...
-
-
-def older_dispatcher(moe_runner_config: Any) -> Any:
+def create_moe_dispatcher(moe_runner_config: Any, *quant_method: Any) -> Any:
     if get_moe_a2a_backend().is_customized():
         raise NotImplementedError("Unsupported a2a backend: customized")
-    return StandardDispatcher()
+    return BaseDispatcher()
 
 
-def newer_dispatcher(moe_runner_config: Any, quant_method: Any) -> Any:
-    return older_dispatcher(moe_runner_config)
-
-
-def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Read rows one behind another, as kernels do that ask for no strides."""
-    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride())
-
-
-def activated(h: torch.Tensor, config: Any) -> torch.Tensor:
-    """Gated SiLU, or GPT-OSS's activation of alternating rows of gate and up."""
-    if config.gemm1_alpha is None:
-        gate, up = h.chunk(2, dim=1)
-        return functional.silu(gate) * up
-    limit = config.gemm1_clamp_limit
-    gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
-    return gate * torch.sigmoid(config.gemm1_alpha * gate) * (up + 1)
+@dataclass
+class MoeRunnerConfig:
+    layer_id: int
+    routed_scaling_factor: float | None = None
+    gemm1_alpha: float | None = None
+    gemm1_clamp_limit: float | None = None
+    activation: str = "silu"
+    is_gated: bool = True
+    apply_router_weight_on_input: bool = False
+    swiglu_limit: float | None = None
+    gate_up_interleaved: bool = True
 
 
 class Method:
@@ -566,20 +481,18 @@ class Method:
         self.runner = SimpleNamespace(runner_backend=triton)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
-        ids, weights = packed(chosen.topk_ids), packed(chosen.topk_weights)
-        out = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in range(layer.num_local_experts):
-            row, k = (ids == expert).nonzero(as_tuple=True)
-            biases: list[Any] = [None, None]
-            if layer.with_bias:
-                names = ("w13_weight_bias", "w2_weight_bias")
-                biases = [layer.get_parameter(name)[expert] for name in names]
-            h = functional.linear(x[row].float(), layer.w13_weight[expert].float(), biases[0])
-            h = activated(h, layer.moe_runner_config)
-            y = functional.linear(h, layer.w2_weight[expert].float(), biases[1])
-            out.index_add_(0, row, y * weights[row, k, None])
-        x.copy_(out * (layer.moe_runner_config.routed_scaling_factor or 1.0))
+        x, chosen, wide = dispatch_output.hidden_states, dispatch_output.topk_output, {}
+        assert chosen.topk_ids.is_contiguous()
+        assert chosen.topk_weights.is_contiguous()
+        config = layer.moe_runner_config
+        gate_up = layer.w13_weight
+        if layer.with_bias:
+            gate_up, bias = (apart(t) for t in (gate_up, layer.w13_weight_bias))
+            wide = {"gate_up_bias": bias, "down_bias": layer.w2_weight_bias}
+            wide["gating"] = clamped(config.gemm1_clamp_limit)
+        routed = x, chosen.topk_ids, chosen.topk_weights, gate_up, layer.w2_weight
+        out = weft.reference.moe_layer(*routed, **wide)
+        x.copy_(out * (config.routed_scaling_factor or 1.0))
         return StandardCombineInput(x)
 
 
@@ -602,9 +515,7 @@ class FusedMoE(nn.Module):
         self.num_local_experts = self.num_experts // self.moe_ep_size
         self.num_fused_shared_experts, self.with_bias = 0, with_bias
         self.should_fuse_routed_scaling_factor_in_topk = False
-        self.moe_runner_config = MoeRunnerConfig(
-            layer_id, routed_scaling_factor=scale, **activation
-        )
+        self.moe_runner_config = MoeRunnerConfig(layer_id, scale, **activation)
         local, wide = self.num_local_experts, 2 * INTERMEDIATE
         made = {"w13_weight": torch.empty(local, wide, HIDDEN, dtype=params_dtype)}
         made["w2_weight"] = torch.empty(local, HIDDEN, INTERMEDIATE, dtype=params_dtype)
@@ -614,13 +525,12 @@ class FusedMoE(nn.Module):
         for name, tensor in made.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.quant_method = Method()
-        more = {"quant_method": self.quant_method} if NEWER else {}
-        self.dispatcher = create_moe_dispatcher(self.moe_runner_config, **more)
+        more = (self.quant_method,) if NEWER else ()
+        self.dispatcher = create_moe_dispatcher(self.moe_runner_config, *more)
 
     def forward(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         return self.forward_impl(hidden_states, topk_output)
 
-    @signed("self, hidden_states, topk_output, pre_quant_input=")
     def forward_impl(self, hidden_states: torch.Tensor, topk_output: Any) -> torch.Tensor:
         sent = self.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
         made = self.quant_method.apply(layer=self, dispatch_output=sent)
@@ -631,12 +541,9 @@ class FusedMoE(nn.Module):
 # Models: blocks whose own forward is weft's to replace.
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, SCALE = 64, 32, 8, 3, 2.5
-_BLOCK = "self, hidden_states, forward_batch="
-_MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
-_DEEP = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
 
 
-def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return numbers that are equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
@@ -650,8 +557,8 @@ def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def biases(layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    first, f32 = 1000 * layer + 10 * number, torch.float32
-    return drawn((2 * INTERMEDIATE,), first + 2, f32), drawn((HIDDEN,), first + 3, f32)
+    first = 1000 * layer + 10 * number
+    return drawn((2 * INTERMEDIATE,), first + 2), drawn((HIDDEN,), first + 3)
 
 
 def fill(experts: Any, seed_layer: int | None = None) -> None:
@@ -674,6 +581,11 @@ def in_turn(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
+def apart(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of gate of each expert, then those of up."""
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+
 class Gate(nn.Module):
     """Logits. SGLang's linear layers return a pair, and DeepSeek's gate takes the batch."""
 
@@ -688,39 +600,20 @@ class Gate(nn.Module):
         return (logits, None) if self.kind in ("pair", "float32") else logits
 
 
-def shared_mlp(self: Any, intermediate_size: int, quant_config: Any, **given: Any) -> None:
-    """Make a shared expert, which weft has to keep whole on each rank."""
-    nn.Module.__init__(self)
-    size, (layer, dtype) = intermediate_size, quant_config
-    whole = given["parallel_group"] == "replicated" if NEWER else given.get("tp_size") == 1
-    assert whole or get_parallel().tp_size == 1, "a shared expert in parts needs an all-reduce"
-    self.gate_up_proj = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
-    self.gate_up_proj.output_size = 2 * size  # as SGLang's parallel layers have it
-    self.down_proj = nn.Linear(size, HIDDEN, bias=False, dtype=dtype)
-    self.requires_grad_(False)
-    self.gate_up_proj.weight.copy_(drawn((2 * size, HIDDEN), 1000 * layer + 500, dtype))
-    self.down_proj.weight.copy_(drawn((HIDDEN, size), 1000 * layer + 501, dtype))
-
-
-def mlp_constructor(parameters: str) -> Any:
-    @signed(parameters)
-    def __init__(self: Any, **given: Any) -> None:
-        shared_mlp(self, **given)
-
-    return __init__
-
-
-def stock_forward(parameters: str = _BLOCK) -> Any:
-    @signed(parameters)
-    def forward(self: Any, *args: Any, **given: Any) -> torch.Tensor:
-        raise AssertionError("the stock forward ran")
-
-    return forward
-
-
 class SharedMLP(nn.Module):
-    gate_up_proj: Any
-    down_proj: Any
+    """A shared expert, which weft has to keep whole on each rank."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        size, (layer, dtype) = given["intermediate_size"], given["quant_config"]
+        whole = given["parallel_group"] == "replicated" if NEWER else given.get("tp_size") == 1
+        assert whole or get_parallel().tp_size == 1, "a shared expert in parts needs an all-reduce"
+        self.gate_up_proj: Any = nn.Linear(HIDDEN, 2 * size, bias=False, dtype=dtype)
+        self.gate_up_proj.output_size = 2 * size  # as SGLang's parallel layers have it
+        self.down_proj: Any = nn.Linear(size, HIDDEN, bias=False, dtype=dtype)
+        self.requires_grad_(False)
+        self.gate_up_proj.weight.copy_(drawn((2 * size, HIDDEN), 1000 * layer + 500, dtype))
+        self.down_proj.weight.copy_(drawn((HIDDEN, size), 1000 * layer + 501, dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -738,7 +631,7 @@ class DeepseekV2MLP(SharedMLP): ...
 
 
 class Block(nn.Module):
-    """gate: what its gate takes and returns; mlp: class, attribute and size of a shared expert."""
+    """gate_kind: what its gate takes and returns; mlp: class, name and size of a shared expert."""
 
     gate_kind = "pair"
     scale: float | None = None
@@ -748,21 +641,21 @@ class Block(nn.Module):
     def __init__(self, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer_id, self.topk = layer_id, TopK(TOP_K)
+        self.is_nextn, self.is_hash = False, False
         gate = Gate(layer_id, dtype, self.gate_kind)
         if self.activation:
             self.router = gate
         else:
             self.gate = gate
         self.experts = FusedMoE(layer_id, dtype, self.scale, **self.activation)
-        self.is_nextn, self.is_hash = False, False
         if self.mlp is None:
             return
         kind, name, size = self.mlp  # Qwen's block says nothing of the shared expert's group
         more = {"parallel_group": "tp"} if NEWER and kind is not Qwen2MoeMLP else {}
-        prefix = f"model.layers.{layer_id}.mlp.{name}"
         made = kind(
             **{"hidden_size": HIDDEN, "intermediate_size": size, "hidden_act": "silu"},
-            **{"quant_config": (layer_id, dtype), "prefix": prefix, **more},
+            **{"quant_config": (layer_id, dtype), "prefix": f"layers.{layer_id}.mlp.{name}"},
+            **more,
         )
         if name == "shared_experts":
             self.shared_experts = made
@@ -771,42 +664,37 @@ class Block(nn.Module):
             self.shared_expert_gate.requires_grad_(False)
             self.shared_expert_gate.weight.copy_(drawn((1, HIDDEN), 1000 * layer_id + 502, dtype))
 
+    def forward(self, *args: Any, **given: Any) -> torch.Tensor:
+        raise AssertionError("the stock forward ran")
 
-class Qwen3MoeSparseMoeBlock(Block):
-    forward = stock_forward()
+
+class Qwen3MoeSparseMoeBlock(Block): ...
 
 
 class Glm4MoeSparseMoeBlock(Block):
     gate_kind, scale = "", SCALE
     mlp = Glm4MoeMLP, "shared_experts", 2 * INTERMEDIATE
-    forward = stock_forward()
 
 
 class Qwen2MoeSparseMoeBlock(Block):
     mlp = Qwen2MoeMLP, "shared_expert", INTERMEDIATE
-    forward = stock_forward()
 
-    def _forward_shared_experts(
-        self, hidden_states: torch.Tensor, apply_gate: bool = True
-    ) -> torch.Tensor:
-        out: torch.Tensor = self.shared_expert(hidden_states)
-        return functional.sigmoid(self.shared_expert_gate(hidden_states)) * out
+    def _forward_shared_experts(self, x: torch.Tensor, apply_gate: bool = True) -> torch.Tensor:
+        out: torch.Tensor = self.shared_expert(x)
+        return functional.sigmoid(self.shared_expert_gate(x)) * out
 
 
 class MiniMaxM2MoE(Block):
     gate_kind = "float32"
-    forward = stock_forward()
 
 
 class GptOssSparseMoeBlock(Block):
     activation = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5, "with_bias": True}
-    forward = stock_forward()
 
 
 class DeepseekV2MoE(Block):
     gate_kind, scale = "deepseek", SCALE
     mlp = DeepseekV2MLP, "shared_experts", INTERMEDIATE
-    forward = stock_forward(_BLOCK + _DEEP)
 
 
 def draft_block(layer_id: int, dtype: torch.dtype) -> DeepseekV2MoE:
@@ -838,15 +726,20 @@ class ModelRunner:
         self.server_args, self.make = server_args, make
         self.model_config, self.eplb_manager = SimpleNamespace(**config), EPLBManager()
         self.device, self.gpu_id = "cpu", 0
-        seed(server_args)
+        if not NEWER:
+            initialize_moe_config(server_args)
+            return
+        overlap = Bag(enable_single_batch_overlap=server_args.enable_single_batch_overlap)
+        names = ("moe_a2a_backend", "elastic_ep_backend")
+        moe = Bag(**{name: getattr(server_args, name) for name in names})
+        STATE.exec = SimpleNamespace(moe=moe, overlap=overlap)
+        STATE.parallel.attn_dp_enabled = STATE.parallel.enable_dp_attention
+        STATE.parallel.enable_dp_attention = False
+        initialize_moe_config()
 
     def load_model(self) -> None:
         self.model = self.make()
 
-    @signed(
-        "self, forward_batch, skip_attn_backend_init=, pp_proxy_tensors=, reinit_attn_backend=, "
-        "split_forward_count="
-    )
     def forward(self, forward_batch: Any) -> torch.Tensor:
         STATE.counts, STATE.real = forward_batch.counts, forward_batch.num_token_non_padded
         out: torch.Tensor = self.model(forward_batch.x, forward_batch)
@@ -860,23 +753,6 @@ def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) ->
 
 
 # Processes beside the model.
-
-
-AbortReq = fields_of("AbortReq", rid="", finished_reason=None)
-ActiveRanksOutput = fields_of("ActiveRanksOutput", status=None)
-TokenizedGenerateReqInput = fields_of("TokenizedGenerateReqInput", rid="", routed_dp_rank=None)
-TokenizedEmbeddingReqInput = fields_of("TokenizedEmbeddingReqInput", rid="", routed_dp_rank=None)
-
-
-class BatchTokenizedGenerateReqInput:
-    def __init__(self, batch: list[Any]) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Any:
-        return iter(self.batch)
-
-
-class BatchTokenizedEmbeddingReqInput(BatchTokenizedGenerateReqInput): ...
 
 
 class MLPSyncBatchInfo:
@@ -942,6 +818,29 @@ class Scheduler:
         self.reported.append(ElasticEPStateManager.instance().active_ranks_cpu.tolist())
 
 
+@dataclass
+class AbortReq:
+    rid: str
+    finished_reason: Any
+
+
+@dataclass
+class ActiveRanksOutput:
+    status: list[bool]
+
+
+@dataclass
+class TokenizedGenerateReqInput:
+    rid: str
+    routed_dp_rank: int | None = None
+
+
+class TokenizedEmbeddingReqInput(TokenizedGenerateReqInput): ...
+
+
+class BatchTokenizedGenerateReqInput(list[Any]): ...
+
+
 class TokenizerControlMixin:
     fan_out = 0
 
@@ -978,8 +877,7 @@ def is_health_check_generate_req(recv_req: Any) -> bool:
 
 
 class HookType(Enum):
-    AFTER = "after"
-    AROUND = "around"
+    AFTER, AROUND = "after", "around"
 
 
 class HookRegistry:
@@ -989,20 +887,18 @@ class HookRegistry:
     _patched: set[str] = set()
 
     @classmethod
-    @signed("cls, target, hook, hook_type=, *, source=")
     def register(cls, target: str, hook: Any, hook_type: HookType) -> None:
         cls._hooks.setdefault(target, []).append((hook_type, hook))
 
     @classmethod
     def apply_hooks(cls) -> None:
         """Patch every target; what fails is logged."""
-        for target in cls._hooks:
-            if target not in cls._patched:
-                try:
-                    cls._apply(target)
-                    cls._patched.add(target)
-                except Exception:
-                    logger.exception("Failed to apply hooks to %s", target)
+        for target in set(cls._hooks) - cls._patched:
+            try:
+                cls._apply(target)
+                cls._patched.add(target)
+            except Exception:
+                logger.exception("Failed to apply hooks to %s", target)
 
     @classmethod
     def _apply(cls, target: str) -> None:
@@ -1014,11 +910,9 @@ class HookRegistry:
         for kind, hook in cls._hooks[target]:
             wrapped = _wrapped(wrapped, kind, hook)
         setattr(owner, name, classmethod(wrapped) if bound else wrapped)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("sglang"):
-                for key, value in list(vars(module).items()):
-                    if value is function:
-                        setattr(module, key, wrapped)
+        for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "sglang"]:
+            for key in [k for k, value in vars(module).items() if value is function]:
+                setattr(module, key, wrapped)
 
 
 def _wrapped(
@@ -1043,75 +937,3 @@ def load_plugins(*plugins: Callable[[], None]) -> None:
         except Exception:
             logger.exception("Failed to execute general plugin")
     HookRegistry.apply_hooks()
-
-
-# Names of one release alone follow it in brackets.
-MODULES = """
-runtime_context STATE get_parallel [0.5.23] get_exec
-utils.common require_mlp_tp_gather
-arg_groups.arg_utils Arg [0.5.23] add_cli_args_from_dataclass
-arg_groups.overrides resolved_view _a2a_ep_size _a2a_fusion_adjustments
-arg_groups.overrides _FLASHINFER_ALLREDUCE_FUSION_ARCHS
-arg_groups.cuda_graph_hook [0.5.23] resolved_view disable_breakable_cudagraph_if_incompatible
-server_args ServerArgs parse resolved_view [0.5.17] MOE_A2A_BACKEND_CHOICES
-model_executor.cuda_graph_config Backend PhaseConfig
-model_executor.forward_batch_info [0.5.17] enable_num_token_non_padded
-model_executor.model_runner Model ModelRunner batch
-layers.moe.utils MoeA2ABackend initialize_moe_config get_moe_a2a_backend
-layers.moe.token_dispatcher.base BaseDispatcher
-layers.moe.token_dispatcher.standard StandardDispatchOutput StandardCombineInput
-layers.moe.moe_runner.base MoeRunnerConfig
-layers.moe.topk StandardTopKOutput TopK
-layers.moe.fused_moe_triton.layer create_moe_dispatcher FusedMoE
-layers.quantization.mxfp4 Mxfp4MoEMethod
-layers.dp_attention STATE get_dp_global_num_tokens is_dp_attention_enabled
-layers.communicator [0.5.17] FUSE_ALLREDUCE_MAX_BATCH_SIZE apply_flashinfer_allreduce_fusion
-layers.layer_boundary [0.5.23] FUSE_ALLREDUCE_MAX_BATCH_SIZE
-layers.layer_boundary.residual.add_norm [0.5.23] flashinfer_ar_fusion_applies
-layers.flashinfer_comm_fusion pre_initialize_workspaces
-layers.layernorm _forward_with_allreduce_fusion RMSNorm GemmaRMSNorm
-distributed get_moe_ep_group
-distributed.parallel_state GroupCoordinator get_tp_group get_attn_tp_group
-distributed.parallel_state get_moe_ep_group get_moe_tp_group
-eplb.eplb_manager EPLBManager
-eplb.expert_location ExpertLocationMetadata place get_global_expert_location_metadata
-eplb.expert_location_dispatch ExpertLocationDispatchInfo
-models.parts drawn expert biases fill INTERMEDIATE EXPERTS TOP_K SCALE
-models.qwen3_moe Qwen3MoeSparseMoeBlock
-models.glm4_moe Glm4MoeMLP Glm4MoeSparseMoeBlock
-models.qwen2_moe Qwen2MoeMLP Qwen2MoeSparseMoeBlock
-models.minimax_m2 MiniMaxM2MoE
-models.gpt_oss GptOssSparseMoeBlock
-models.deepseek_v2 DeepseekV2MLP DeepseekV2MoE draft_block
-managers.io_struct AbortReq ActiveRanksOutput TokenizedGenerateReqInput TokenizedEmbeddingReqInput
-managers.io_struct BatchTokenizedGenerateReqInput BatchTokenizedEmbeddingReqInput
-managers.scheduler_components.dp_attn MLPSyncBatchInfo exchange_sync_rows exchange
-managers.scheduler Scheduler
-managers.tokenizer_control_mixin TokenizerControlMixin
-managers.tokenizer_manager TokenizerManager
-managers.utils is_health_check_generate_req
-elastic_ep.elastic_ep ElasticEPState ElasticEPStateManager
-plugins load_plugins
-plugins.hook_registry HookRegistry HookType
-"""
-
-
-def become(release: str) -> str:
-    """Take the names and signatures of this release; return the table of submodules."""
-    own = globals()
-    own["NEWER"] = newer = release == "0.5.23"
-    own["ServerArgs"] = NewerArgs if newer else OlderArgs
-    own["initialize_moe_config"] = newer_config if newer else older_config
-    own["require_mlp_tp_gather"] = newer_gather if newer else older_gather
-    own["create_moe_dispatcher"] = newer_dispatcher if newer else older_dispatcher
-    group = ", *, parallel_group=" if newer else ", tp_rank=, tp_size="
-    deep = ", swiglu_limit=, allow_fused_down=" + group if newer else group + ", swiglu_limit="
-    for name, more in (("Glm4MoeMLP", group), ("Qwen2MoeMLP", group), ("DeepseekV2MLP", deep)):
-        own[name].__init__ = mlp_constructor(_MLP + more)
-    if newer:
-        own["Qwen2MoeSparseMoeBlock"].forward = stock_forward(_BLOCK + ", defer_finalize=")
-        more = ", return_moe_output=, leave_output_sum="
-        own["DeepseekV2MoE"].forward = stock_forward(_BLOCK + _DEEP + more)
-        own["ExpertLocationDispatchInfo"].init_new = classmethod(newer_init_new)
-        own["TopK"].routing_inputs, own["TopK"].forward_cuda = routing_inputs, newer_topk
-    return "\n".join(f"srt.{line}" for line in MODULES.strip().splitlines())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM 0.32 on CPU ranks, in plain torch: what weft's plug-in reads and calls.
+"""A stand-in for vLLM on CPU ranks, in plain torch: what weft's plug-in reads and calls.
 
-`vllm` is this file, and its submodules have the names in MODULES.
+`vllm` is this file; `tests.plugins.standins.find` makes the submodules by the plug-in's tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tests.plugins.standins import signed
+from weft.plugins.vllm import allreduce, engine
+
+ENTRIES = (*engine.KNOWN, *allreduce.KNOWN)
+# Names that the plug-in imports, or finds, without an entry in its tables.
+MODULES = """
+platforms current_platform
+forward_context forward
+distributed.device_communicators.flashinfer_all_reduce flashinfer_comm
+model_executor.models.gpt_oss GptOssRoutedExperts
+model_executor.models.transformers.moe TransformersRoutedExperts
+model_executor.models.dbrx DbrxExperts
+model_executor.layers.fused_moe.modular_kernel FusedMoEActivationFormat
+model_executor.layers.fused_moe.routed_experts RoutedExperts
+"""
 
 # Flags, groups and the forward pass.
 
@@ -176,10 +189,6 @@ class Mxfp4MoeBackend(Enum):
     NONE = "None"
 
 
-@signed(
-    "A, A_scale, quant_dtype, per_act_token_quant, block_shape=, is_scale_swizzled=, "
-    "quantization_emulation=, mx_alignment="
-)
 def moe_kernel_quantize_input(
     A: torch.Tensor, A_scale: None, quant_dtype: torch.dtype, block_shape: list[int], **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,8 +216,8 @@ class FusedMoEActivationFormat(Enum):
     Standard = "standard"
 
 
-def abstract(parameters: str) -> Any:
-    return abstractmethod(signed(parameters)(lambda: None))
+def abstract() -> Any:
+    return abstractmethod(lambda self: None)
 
 
 class FusedMoEPrepareAndFinalize(ABC):  # noqa: B024
@@ -217,20 +226,12 @@ class FusedMoEPrepareAndFinalize(ABC):  # noqa: B024
     ) -> torch.Tensor | None:
         return None
 
-    activation_format, topk_indices_dtype = abstract("self"), abstract("self")
-    max_num_tokens_per_rank, num_dispatchers = abstract("self"), abstract("self")
-    output_is_reduced = abstract("self")
+    activation_format, topk_indices_dtype, output_is_reduced = abstract(), abstract(), abstract()
+    max_num_tokens_per_rank, num_dispatchers = abstract(), abstract()
 
 
 class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
-    prepare = abstract(
-        "self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input, "
-        "quant_config, defer_input_quant"
-    )
-    finalize = abstract(
-        "self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, "
-        "weight_and_reduce_impl"
-    )
+    prepare, finalize = abstract(), abstract()
 
 
 class FusedMoEExperts:
@@ -305,7 +306,6 @@ class FusedMoEMethodBase:
         self.moe_kernel: Any = None
         self.moe_quant_config: Any = None
 
-    @signed("self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config")
     def maybe_roundup_sizes(self, hidden: int, intermediate: int, *given: Any) -> tuple[int, int]:
         return hidden, -(-intermediate // 256) * 256
 
@@ -318,7 +318,6 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.quant
         self.moe_kernel = FusedMoEKernel("stock", FusedMoEExperts(self.quant, self.sums))
 
-    @signed("self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input")
     def apply(
         self,
         layer: Any,
@@ -390,7 +389,6 @@ class RoutedExperts(PluggableLayer):
         if method.moe_quant_config is None:
             method.moe_quant_config = method.get_fused_moe_quant_config(self)
 
-    @signed("self, x, topk_weights, topk_ids, shared_experts=, shared_experts_input=")
     def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any) -> torch.Tensor:
         given = {"layer": self, "x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}
         return self.quant_method.apply(**given, shared_experts=None, shared_experts_input=None)
@@ -430,40 +428,3 @@ def layerwise(layer: Any, weights: dict[str, torch.Tensor], *, restore: bool = T
     for name, parameter in first.items() if restore else ():
         parameter.data.copy_(getattr(layer, name))
         setattr(layer, name, parameter)
-
-
-_MOE = "model_executor.layers.fused_moe."
-_QUANTIZATION = "model_executor.layers.quantization."
-MODULES = f"""
-config VllmConfig CURRENT get_current_vllm_config ModelConfig SchedulerConfig ParallelConfig
-config CompilationConfig
-forward_context DPMetadata ForwardContext get_forward_context forward
-platforms current_platform
-distributed get_ep_group
-distributed.parallel_state GroupCoordinator
-distributed.device_communicators.flashinfer_all_reduce fi_ar_available flashinfer_comm
-compilation.passes.fusion.allreduce_rms_fusion flashinfer_comm
-model_executor.custom_op op_registry_oot PluggableLayer
-model_executor.model_loader.reload layerwise
-model_executor.models.gpt_oss GptOssRoutedExperts
-model_executor.models.transformers.moe TransformersRoutedExperts
-model_executor.models.dbrx DbrxExperts
-{_MOE}config FusedMoEParallelConfig FusedMoEConfig FusedMoEQuantConfig
-{_MOE}fused_moe_method_base FusedMoEMethodBase
-{_MOE}modular_kernel FusedMoEActivationFormat FusedMoEPrepareAndFinalize FusedMoEExperts
-{_MOE}modular_kernel FusedMoEPrepareAndFinalizeModular FusedMoEKernel FusedMoEKernelModularImpl
-{_MOE}oracle.mxfp4 Mxfp4MoeBackend
-{_MOE}routed_experts RoutedExperts
-{_MOE}runner.moe_runner MoERunner
-{_MOE}topk_weight_and_reduce TopKWeightAndReduceDelegate TopKWeightAndReduceNoOP
-{_MOE}topk_weight_and_reduce TopKWeightAndReduceContiguous
-{_MOE}unquantized_fused_moe_method UnquantizedFusedMoEMethod
-{_MOE}utils moe_kernel_quantize_input
-{_QUANTIZATION}fp8 Fp8MoEMethod
-{_QUANTIZATION}mxfp4 GptOssMxfp4MoEMethod GptOssMxfp4Config
-"""
-
-
-def become(release: str) -> str:
-    """Return the table of submodules."""
-    return MODULES.strip()

@@ -117,7 +117,7 @@ class Worker:
 
     def reload(self, layer: int, shift: int, how: str) -> None:
         """Load a layer's weights again: "in place", "layerwise" or "replaced"."""
-        from vllm.model_executor.model_loader.reload import layerwise
+        from vllm import layerwise
 
         experts = self.runners[layer].routed_experts
         if how == "in place":
