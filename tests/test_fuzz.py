@@ -301,7 +301,7 @@ REFUSED: dict[str, Callable[[weft.Group], None]] = {
     "moe layers": layers,
 }
 # The short form draws the same arguments in every run, the long one others.
-LONG = 160
+LONG = 80
 LENGTHS = [
     pytest.param(8, id="short"),
     pytest.param(LONG, id="long", marks=pytest.mark.slow),

@@ -57,7 +57,6 @@ ONCE = ((5, 3),)
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("body", ["reduces_by_inductor", "exchanges_by_inductor"])
 def test_inductor(ranks, body):

@@ -107,9 +107,9 @@ def test_without_credits_or_with_one_buffer_rows_are_lost(program, rounds, optio
         (A2A, 2_000, WRAP - 1_000),
         (LOW, 2_000, WRAP - 1_000),
         (REDUCE, 1_000, WRAP - 500),
-        *(campaign(A2A, 500_000, first) for first in (0, WRAP - 250_000)),
-        *(campaign(LOW, 200_000, first) for first in (0, WRAP - 50_000)),
-        *(campaign(REDUCE, 100_000, first) for first in (0, WRAP - 50_000)),
+        campaign(A2A, 200_000, WRAP - 100_000),
+        campaign(LOW, 100_000, WRAP - 50_000),
+        campaign(REDUCE, 50_000, WRAP - 25_000),
     ],
 )
 def test_many_rounds_and_the_wrap(program, rounds, first_epoch):
