@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks are killed and stopped at random, wherever they are; the others go on, and are right.
 
-    python -m tests.chaos --seconds 3600 [--seed 17] [--out build/chaos.txt]
+    python -m tests.chaos 3600 [17]  # seconds, and the first seed
 
-A seed says who dies, when and how, so a run that failed can be made again. In one of six runs the
-ranks are struck while they meet for the first time. In the others four ranks make rounds of an
-AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts are each on three ranks
-and move between calls. One or two ranks are killed, or stopped by SIGSTOP as ones that hang: at a
-fault point of a kernel, at a random moment, or at the n-th control message of a relocation, a
-recovery or a replacement. In half of these runs new processes take their numbers, and are struck as
-well.
+A seed says who dies, when and how, so the run that fails, the last one, can be made again. In one
+of six runs the ranks are struck while they meet for the first time. In the others four ranks make
+rounds of an AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts are each on
+three ranks and move between calls. One or two ranks are killed, or stopped by SIGSTOP as ones that
+hang: at a fault point of a kernel, at a random moment, or at the n-th control message of a
+relocation, a recovery or a replacement. In half of these runs new processes take their numbers, and
+are struck as well.
 
 Every result is compared with the reference over the living. At the end the right ranks must live,
 and no descriptor, mapping, directory or process may be left. Every wait has a deadline of seconds;
@@ -18,7 +18,6 @@ a run that lasts longer fails, with the stack of each rank.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import json
@@ -30,7 +29,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -38,7 +36,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +68,6 @@ JOIN = 12.0  # for new processes to come, and each of their steps
 ARRIVE = 4.0  # for ranks to meet the first time
 RECOVER = 15.0
 LIMIT = 240.0  # for a run, which may compile kernels first
-MANY = 20  # failures that end all
 TRIES = 8  # recoveries one after the other
 BROKEN = (GroupError, RendezvousFailed, CreationFailed)
 IMPORTED = (sums.__name__, open_layer.__module__, "pytest", "sympy")  # sympy: by torch, in 5 s
@@ -119,11 +116,6 @@ class Death:
 
         for module in modules:
             module.send = counted
-
-    @property
-    def name(self) -> str:
-        when = "at a fault point" if self.how == "point" else "at a message" if self.frames else ""
-        return " ".join(filter(None, (self.place, "stop" if self.how == "stop" else "kill", when)))
 
 
 @dataclass(frozen=True)
@@ -327,12 +319,6 @@ def ask(folder: Path, what: str, address: str, ranks: list[int] | None = None) -
     path.rename(path.with_suffix(".ask"))
 
 
-class Started(NamedTuple):
-    address: str
-    process: BaseProcess
-    death: Death | None
-
-
 class Newcomers:
     """New processes, which the driver starts and ends, since any rank may die. A context manager.
 
@@ -342,7 +328,7 @@ class Newcomers:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder, self._stop = plan, folder, threading.Event()
         self._late = iter(plan.newcomers)
-        self.started: list[Started] = []
+        self.started: list[tuple[str, BaseProcess]] = []  # with the address of its meeting
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -357,10 +343,10 @@ class Newcomers:
                         self._start(address, rank)
                     if what == "end":
                         self._end(address)
-                for at, each in enumerate(self.started):
-                    if at not in ended and each.process.exitcode is not None:
+                for at, (address, process) in enumerate(self.started):
+                    if at not in ended and process.exitcode is not None:
                         ended.add(at)
-                        Meeting.from_address(each.address).end(f"{each.process.name} ended")
+                        Meeting.from_address(address).end(f"{process.name} ended")
         except BaseException as error:
             self._error = error
 
@@ -370,27 +356,28 @@ class Newcomers:
         name = f"the new process of rank {rank}"
         process = fork_server().Process(target=newcomer, args=given, name=name)
         process.start()
-        self.started.append(Started(address, process, death))
+        self.started.append((address, process))
 
     def _end(self, address: str) -> None:
-        for each in self.started:
-            if each.address == address and each.process.exitcode is None:
-                each.process.kill()
+        for place, process in self.started:
+            if place == address and process.exitcode is None:
+                process.kill()
 
     def __enter__(self) -> Newcomers:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        processes = [process for _, process in self.started]
         deadline = time.monotonic() + CALL
-        for each in self.started:
-            each.process.join(max(0.0, deadline - time.monotonic()))
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
         self._stop.set()
         self._thread.join()
-        stuck = [e.process.name for e in self.started if e.process.exitcode is None]
-        for each in self.started:
-            each.process.kill()
-            each.process.join()
+        stuck = [process.name for process in processes if process.exitcode is None]
+        for process in processes:
+            process.kill()
+            process.join()
         if self._error is not None:
             raise self._error
         assert not stuck, f"{', '.join(stuck)} did not end"
@@ -517,8 +504,8 @@ def meet(plan: Plan, folder: Path) -> None:
         assert said["said"] == "met" or "rank" in said["text"], f"rank {rank}: {said}"
 
 
-def work(plan: Plan, folder: Path) -> Counter[str]:
-    """Ranks are struck in rounds, recoveries and replacements; who was struck as a new process."""
+def work(plan: Plan, folder: Path) -> None:
+    """Ranks are struck in rounds, recoveries and replacements, and so are new processes."""
     with Newcomers(plan, folder) as new:
         told = launch(
             rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True
@@ -536,17 +523,12 @@ def work(plan: Plan, folder: Path) -> Counter[str]:
         assert each["recoveries"] >= 1 or name.startswith("newcomer"), f"{name}: {said}"
         assert each["mapped"] == 0, f"{name}: {said}"
         assert each["files"] <= 0, f"{name}: {said}"
-    ends = {each.process.name: each.process.exitcode for each in new.started}
+    ends = {process.name: process.exitcode for _, process in new.started}
     assert {*ends.values()} <= {0, -signal.SIGKILL, REFUSED}, f"{ends}"
-    return Counter(
-        each.death.name
-        for each in new.started
-        if each.death is not None and each.process.exitcode == -signal.SIGKILL
-    )
 
 
-def one_run(seed: int) -> Counter[str]:
-    """Who was struck where. Raises AssertionError with the seed, and stacks where a rank stands."""
+def one_run(seed: int) -> None:
+    """Play one seed. Raises AssertionError with the seed, and stacks where a rank stands."""
     plan = Plan.of(seed)
     fork_server()  # whose own directory is not one of this run
     shared = in_shared_memory()
@@ -559,11 +541,7 @@ def one_run(seed: int) -> Counter[str]:
         patch.setattr(tempfile, "tempdir", str(folder / "tmp"))
         patch.setenv("TMPDIR", str(folder / "tmp"))
         try:
-            struck = Counter(death.name for death in plan.deaths.values())
-            if plan.meets:
-                meet(plan, folder)
-            else:
-                struck += work(plan, folder)
+            (meet if plan.meets else work)(plan, folder)
             left = os.listdir(folder / "tmp")
             assert not left, f"directories are left: {left}"
             deadline = time.monotonic() + CALL
@@ -579,7 +557,6 @@ def one_run(seed: int) -> Counter[str]:
             where = [f"{path.stem}: {path.read_text()}" for path in folder.glob("*.stack")]
             text = "\n".join([f"chaos of seed {seed} ({plan}): {error}", *sorted(where)])
             raise AssertionError(text) from error
-    return struck
 
 
 def fork_server() -> ForkServerContext:
@@ -602,36 +579,12 @@ def of_fork_server() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=0, help="the first; each run takes the next")
-    parser.add_argument("--out", type=Path, help="a file for the lines, as well as stdout")
-    given = parser.parse_args()
-    began, seed = time.monotonic(), given.seed
-    struck: Counter[str] = Counter()
-    failed: list[int] = []
-    with ExitStack() as stack:
-        file = stack.enter_context(given.out.open("a")) if given.out else None
-
-        def say(text: str) -> None:
-            for each in (sys.stdout, file):
-                if each is not None:
-                    print(text, file=each, flush=True)
-
-        while time.monotonic() - began < given.seconds and len(failed) < MANY:
-            start, result = time.monotonic(), "right"
-            try:
-                struck += one_run(seed)
-            except AssertionError as error:
-                failed.append(seed)
-                result = f"FAILED\n{error}"
-            say(f"{seed} {time.monotonic() - start:.1f} s: {Plan.of(seed)}: {result}")
-            seed += 1
-        took = time.monotonic() - began
-        say(f"seeds {given.seed} to {seed - 1} in {took:.0f} s, {len(failed)} failed: {failed}")
-        for name, count in sorted(struck.items()):
-            say(f"{count:6} {name}")
-    sys.exit(bool(failed))
+    seconds, seed = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    end = time.monotonic() + seconds
+    while (start := time.monotonic()) < end:
+        one_run(seed)
+        print(f"{seed}, {time.monotonic() - start:.1f} s: {Plan.of(seed)}", flush=True)
+        seed += 1
 
 
 if __name__ == "__main__":
