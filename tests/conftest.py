@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import weft
 from tests import patience  # noqa: F401  (deadlines of this process)
-from tests.emulator.operators import Emulator
+from tests.emulator.operators import run_emulated
 from tests.kept import cache_of
 from weft.cli import commands as cli
 from weft.launcher import processes
@@ -62,14 +62,8 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Kernels compiled for a CPU, each once in a session."""
-    return Emulator(lambda: tmp_path_factory.mktemp("emulated"))
-
-
 @pytest.fixture
-def ranks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], RunRanks]:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], RunRanks]:
     """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks; it returns a list.
 
     Devices: "cpu" (processes), "threads" (CPU ranks in this process), "cuda" (one process each;
@@ -79,7 +73,7 @@ def ranks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Callable[[int,
     def choose(count: int, device: str) -> RunRanks:
         longest = 220.0 if device == "cuda" else 3000.0
         if device == "emulated":
-            emulator.patch(monkeypatch)
+            run_emulated(monkeypatch)
             device = "threads"
 
         def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

@@ -8,12 +8,16 @@ cache of a run is a folder that is named after all sources and after the compile
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from weft.jit import Cache
 
 _SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp")
 _DAY = 86400.0
@@ -60,3 +64,15 @@ def cache_of(root: Path) -> Path | None:
             if other.stat().st_mtime < time.time() - _DAY:
                 shutil.rmtree(other, ignore_errors=True)
     return folder
+
+
+def kept_file(key: str, name: str, build: Callable[[Path], object]) -> Path:
+    """Return the file of the cache that `build(path)` writes, once for all that share the cache."""
+    path = Cache().path / f"{key[:32]}-{name}"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            fresh = Path(f"{path}.fresh")
+            build(fresh)
+            fresh.replace(path)
+    return path

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.kept import kept_file
 from tests.mutations import Mutation, source_of
 from weft.jit import Cache
 from weft.jit.host import compile_code
@@ -23,15 +24,13 @@ def compile_program(
     """
     text = "".join(source.read_text() for source in sources)
     text = text if mutation is None else inline_headers(text, mutation, set())
-    cache = Cache()
-    code = compile_code(text, name=name, options=options, cache=cache)
-    program = cache.path / f"{name}-{hashlib.sha256(code).hexdigest()[:16]}"
-    if not program.exists():
-        fresh = program.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(code)
-        fresh.chmod(0o700)
-        fresh.replace(program)
-    return program
+    code = compile_code(text, name=name, options=options, cache=Cache())
+
+    def write(output: Path) -> None:
+        output.write_bytes(code)
+        output.chmod(0o700)
+
+    return kept_file(hashlib.sha256(code).hexdigest(), name, write)
 
 
 def inline_headers(text: str, mutation: Mutation, included: set[str]) -> str:

@@ -80,10 +80,10 @@ class ByRank:
 
         return Subject(a2a, play)
 
-    def compile(self, folder: Path, **more: Any) -> Path:
+    def compile(self, **more: Any) -> Path:
         sizes = self.case.sizes(TOKENS) | combining(self.way)
         shape = AllToAllConfig.from_args(ranks=len(self.case.tokens), **sizes).shape
-        return compile_alltoall(shape, folder, **more)
+        return compile_alltoall(shape, **more)
 
     def emulate(self, subject: Subject, library: Path) -> None:
         a2a = subject.made
@@ -116,9 +116,9 @@ class ByExpert:
 
         return Subject(a2a, play)
 
-    def compile(self, folder: Path, **more: Any) -> Path:
+    def compile(self, **more: Any) -> Path:
         shape = self.mode.shape(self.case, TOKENS, **self.mode.more)
-        return compile_low(shape, folder, **more)
+        return compile_low(shape, **more)
 
     def emulate(self, subject: Subject, library: Path) -> None:
         a2a = subject.made
@@ -148,7 +148,7 @@ class Sums:
 
         return Subject(ar, play)
 
-    def compile(self, folder: Path, **more: Any) -> Path:
+    def compile(self, **more: Any) -> Path:
         config = ReduceConfig.from_args(
             ranks=self.ranks,
             max_tokens=MOST_SUMMED,
@@ -156,7 +156,7 @@ class Sums:
             dtype=SUM.dtype,
             missing="drop",
         )
-        return compile_emulated(config, folder, **more)
+        return compile_emulated(config, **more)
 
     def emulate(self, subject: Subject, library: Path) -> None:
         subject.made._kernels = entries = EmulatedEntries(library)

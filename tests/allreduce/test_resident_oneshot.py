@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from tests.faults import (
 from tests.headers import HEADER_BYTES
 from tests.patience import hurry
 from tests.sums import Sum, play, quants
-from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
@@ -60,19 +57,9 @@ WAVES = Shape(32, 3, None)
 ALONE, PAIR, THREE = Shape(64, 1, 1), Shape(32, 2, 2), Shape(32, 3, 3)
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Callable[[int, Sum], str]:
-    """Compiles a case's kernels with fault points, once."""
-
-    @functools.cache
-    def compiled(config: ReduceConfig) -> str:
-        folder = tmp_path_factory.mktemp("resident")
-        return str(compile_emulated(config, folder, defines=("WEFT_FAULTS=1",)))
-
-    def get(count: int, case: Sum = CASE) -> str:
-        return compiled(case.config(count, TOKENS))
-
-    return get
+def library(count: int, case: Sum = CASE) -> str:
+    """Return a case's kernels with fault points."""
+    return str(compile_emulated(case.config(count, TOKENS), defines=("WEFT_FAULTS=1",)))
 
 
 def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) -> None:
@@ -91,15 +78,14 @@ def emulated(group: weft.Group, library: str, shapes: list[Shape], case: Sum) ->
     [[ALONE, ALONE], [THREE, PAIR], [PAIR, WAVES]],
     ids=["one cluster", "grids differ", "all fits at the peer"],
 )
-def test_every_grid_has_the_bits_of_the_reference(ranks, library, shapes):
+def test_every_grid_has_the_bits_of_the_reference(ranks, shapes):
     ranks(2, "threads")(emulated, library(2), shapes, CASE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_three_ranks_and_other_numbers(ranks, library, dtype):
+def test_three_ranks_and_other_numbers(ranks, dtype):
     case = CASE if dtype == CASE.dtype else CASE.next(dtype=dtype, hidden=384, special=False)
-    library = library(3, case)
-    ranks(3, "threads")(emulated, library, [PAIR, ALONE, THREE], case)
+    ranks(3, "threads")(emulated, library(3, case), [PAIR, ALONE, THREE], case)
 
 
 def dropped(group: weft.Group, library: str) -> str:
@@ -118,7 +104,7 @@ def dropped(group: weft.Group, library: str) -> str:
         return str(caught.value)
 
 
-def test_an_index_out_of_range_is_refused_once(ranks, library):
+def test_an_index_out_of_range_is_refused_once(ranks):
     for text in ranks(2, "threads")(dropped, library(2)):
         assert "index[11, 1] of a MoEFinalize is 7" in text
         assert "reports since" not in text
@@ -138,7 +124,7 @@ def late(group: weft.Group, library: str, shapes: list[Shape], count: int) -> No
         assert len(ar.history()) == min(128, 3 * count)
 
 
-def test_late_ranks_and_changing_sizes_change_no_bit(ranks, library):
+def test_late_ranks_and_changing_sizes_change_no_bit(ranks):
     ranks(3, "threads")(late, library(3), [PAIR, WAVES, ALONE], 12)
 
 
@@ -165,5 +151,5 @@ def partly(group: weft.Group, library: str) -> str:
         return said
 
 
-def test_a_grid_ends_when_half_of_every_row_does_not_come(ranks, library):
+def test_a_grid_ends_when_half_of_every_row_does_not_come(ranks):
     assert "did not come from rank 1" in ranks(2, "threads")(partly, library(2))[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.emulator.operators import (
     COMBINE_FP8,
     DISPATCH,
     EmulatedAllToAll,
-    Emulator,
     compile_alltoall,
     places,
     watched,
@@ -112,20 +110,19 @@ def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
     return ways
 
 
-def mixed(group: weft.Group, name: str, emulator: Emulator) -> None:
+def mixed(group: weft.Group, name: str) -> None:
     """Rank 1 runs the CPU's own protocol: it is the same."""
     case = case_of(name)
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
         if group.rank != 1:
             shape = a2a.config.shape
-            library = emulator.library(compile_alltoall, shape, defines=())
-            a2a._kernels = EmulatedAllToAll(library, shape, group.rank)
+            a2a._kernels = EmulatedAllToAll(compile_alltoall(shape), shape, group.rank)
         rounds(a2a, case)
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_kernels_and_cpu_ranks_understand_each_other(ranks, emulator, name):
-    ranks(RANKS, "threads")(mixed, name, emulator)
+def test_kernels_and_cpu_ranks_understand_each_other(ranks, name):
+    ranks(RANKS, "threads")(mixed, name)
 
 
 CHOICES = (
@@ -230,15 +227,13 @@ def is_blank(a2a: weft.AllToAll) -> bool:
     return bool((places == 0xFF).all())
 
 
-def finds_fault(group: weft.Group, folder: Path, mutation: Mutation | None) -> bool:
+def finds_fault(group: weft.Group, mutation: Mutation | None) -> bool:
     """Play rounds until one is wrong on some rank."""
     case = Round(tokens=(9, 9), hidden=1152, top_k=2, experts=4)
     with case.open(group, combine_dtype="fp8") as a2a:
         shape = a2a.config.shape
-        if group.rank == 0:
-            compile_alltoall(shape, folder, mutation=mutation)
-        group.barrier()
-        a2a._kernels = entries = EmulatedAllToAll(folder / "kernels.so", shape, group.rank)
+        library = compile_alltoall(shape, mutation=mutation)
+        a2a._kernels = entries = EmulatedAllToAll(library, shape, group.rank)
         entries.combines = COMBINE_FP8[1:2]
         x = strange_rows(1152)[:9].bfloat16()
         x[8].view(torch.int16)[:] = -1
@@ -258,9 +253,9 @@ def finds_fault(group: weft.Group, folder: Path, mutation: Mutation | None) -> b
 
 
 @pytest.mark.parametrize("name", [None, *FAULTS])
-def test_a_fault_is_noticed(ranks, tmp_path, name):
+def test_a_fault_is_noticed(ranks, name):
     mutation = None if name is None else FAULTS[name]
-    assert ranks(2, "threads")(finds_fault, tmp_path, mutation) == [name is not None] * 2
+    assert ranks(2, "threads")(finds_fault, mutation) == [name is not None] * 2
 
 
 @on_ranks(2, [EMULATED])

@@ -36,18 +36,18 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def compile_emulated(name: str, shape: Shape, folder: Path) -> Path:
+def compile_emulated(name: str, shape: Shape) -> Path:
     """The shared library of one kernel of one Shape."""
     kernel = entry(name, packed_rows.ENTRIES[name].__name__, f"{name}<S>")
     return build_library(
-        emulated_tree(folder),
+        emulated_tree(),
         "#include <weft/compat/packed_rows.cuh>\n"
         f"constexpr weft::Shape S = {shape.to_cpp()};\n{kernel}",
     )
 
 
 @buffered(timeout=600.0)
-def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
+def emulated(group: weft.Group, buffer: Buffer) -> None:
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     got, _, weights, _, handle, _ = buffer.dispatch(mine.x, **args)
@@ -67,13 +67,8 @@ def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
     assert torch.equal(bits(expected[3]), bits(got_fp8[0]))
     kernels = [("fetch_rows", e) for e in made(buffer, RowFetch)]
     kernels += [("return_rows", e) for e in made(buffer, RowCombine)]
-    for number, (name, exchange) in enumerate(kernels):
-        own, place = exchange._entries, Path(folder) / str(number)
-        library = place / "kernels.so"
-        if group.rank == 0:
-            place.mkdir()
-            library = compile_emulated(name, exchange.a2a.config.shape, place)
-        group.barrier()
+    for name, exchange in kernels:
+        own, library = exchange._entries, compile_emulated(name, exchange.a2a.config.shape)
         for ctas, threads in ((1, 32), (3, 96)):
             exchange._entries = entries = Emulated(library, ctas, threads)
             for value, want in zip(calls(), expected, strict=True):
@@ -90,12 +85,12 @@ def emulated(group: weft.Group, buffer: Buffer, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_move_what_the_cpu_moves(ranks, tmp_path):
-    ranks(3, "threads")(emulated, str(tmp_path))
+def test_the_kernels_move_what_the_cpu_moves(ranks):
+    ranks(3, "threads")(emulated)
 
 
 @buffered(timeout=600.0)
-def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
+def packed(group: weft.Group, buffer: Buffer) -> None:
     """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
@@ -122,16 +117,14 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
 
     expected = calls()
     (exchange,) = made(buffer, RowDispatch)
-    rounds, library = exchange._packed, Path(folder) / "kernels.so"
-    if group.rank == 0:
-        entries = [entry(name, "GroupArgs", f"{name}<S, G>") for name in GATHER]
-        library = build_library(
-            emulated_tree(Path(folder)),
-            "#include <weft/grouping/rows.cuh>\n"
-            f"constexpr weft::Shape S = {exchange.a2a.config.shape.to_cpp()};\n"
-            f"constexpr weft::Grouping G = {rounds.config.to_cpp()};\n{''.join(entries)}",
-        )
-    group.barrier()
+    rounds = exchange._packed
+    entries = [entry(name, "GroupArgs", f"{name}<S, G>") for name in GATHER]
+    library = build_library(
+        emulated_tree(),
+        "#include <weft/grouping/rows.cuh>\n"
+        f"constexpr weft::Shape S = {exchange.a2a.config.shape.to_cpp()};\n"
+        f"constexpr weft::Grouping G = {rounds.config.to_cpp()};\n{''.join(entries)}",
+    )
     own = rounds._kernels
     rounds._kernels = EmulatedGroups(library, exchange.a2a.config.shape, rounds.config)
     for _ in range(2):
@@ -141,8 +134,8 @@ def packed(group: weft.Group, buffer: Buffer, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_pack_what_the_cpu_packs(ranks, tmp_path):
-    ranks(2, "threads")(packed, str(tmp_path))
+def test_kernels_pack_what_the_cpu_packs(ranks):
+    ranks(2, "threads")(packed)
 
 
 @buffered()

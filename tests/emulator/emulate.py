@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels of the fused all-reduce compiled for a CPU, behind the entries' interface."""
+"""CUDA kernels compiled for a CPU, behind the interface of a library's entries."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
-import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.emulator.instructions import translated
+from tests.kept import kept_file
 from tests.mutations import Mutation
 from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import KERNELS, MOE, ReducePlan
-from weft.jit.host import find_compiler
-from weft.jit.source import INCLUDE_ROOT, PACKAGE
+from weft.jit.cache import key_of
+from weft.jit.host import compiler_identity, find_compiler
+from weft.jit.source import INCLUDE_ROOT, PACKAGE, header_digest
 
+Tree = dict[str, str]  # texts of headers by their paths
 # The emulator, in the order of its parts.
 EMULATOR = tuple(
     Path(__file__).with_name(f"{part}.hpp")
-    for part in ("threads", "memory", "emulator", "intrinsics")
+    for part in ("threads", "memory", "emulator", "intrinsics", "cluster", "tensor")
 )
 NUMBERS = Path(__file__).with_name("numbers.cpp")
 # What stands for functions whose assembly finds its operands by addresses of a GPU, by head.
@@ -34,29 +35,37 @@ BODIES: dict[str, dict[str, str]] = {
     },
 }
 TRANSLATED = ("device/order.cuh", "device/team.cuh", "device/copy.cuh", "device/quantize_warp.cuh")
+# Hidden: two libraries in one process must not share their thread-local memory.
+_FLAGS = (
+    *("-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"),
+    *("-fvisibility=hidden", "-fno-strict-aliasing"),
+    # glibc's checked longjmp() takes the stack of another fiber for a frame that has ended.
+    "-U_FORTIFY_SOURCE",
+)
 
 
-def emulated_tree(folder: Path, mutation: Mutation | None = None) -> Path:
-    """Copy weft's headers without assembly, with a fault or none; return the include root."""
-    for header in (path for end in ("cuh", "hpp", "cpp") for path in PACKAGE.rglob(f"*.{end}")):
-        name, text = header.relative_to(PACKAGE), header.read_text()
-        copy = folder / "weft" / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(mutation.apply(name.as_posix(), text) if mutation else text)
+def emulated_tree(mutation: Mutation | None = None) -> Tree:
+    """Return weft's headers without assembly, with a fault or none."""
+    tree = dict(_headers())
+    if mutation is not None:
+        tree |= {edit.file: mutation.apply(edit.file, tree[edit.file]) for edit in mutation.edits}
     for file, bodies in BODIES.items():
-        replace_bodies(folder / "weft/device" / file, bodies)
-    for file in TRANSLATED:
-        path = folder / "weft" / file
-        path.write_text(translated(path.read_text()))
-    return folder
+        replace_bodies(tree, f"device/{file}", bodies)
+    for name in TRANSLATED:
+        tree[name] = translated(tree[name])
+    return tree
 
 
-def replace_bodies(path: Path, bodies: dict[str, str]) -> None:
+@functools.cache
+def _headers() -> Tree:
+    found = (path for end in ("cuh", "hpp", "cpp") for path in PACKAGE.rglob(f"*.{end}"))
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in found}
+
+
+def replace_bodies(tree: Tree, file: str, bodies: dict[str, str]) -> None:
     """Give functions of a header, by their heads, other bodies."""
-    text = path.read_text()
     for head, body in bodies.items():
-        text = _replaced(text, head, body)
-    path.write_text(text)
+        tree[file] = _replaced(tree[file], head, body)
 
 
 def _replaced(text: str, head: str, body: str) -> str:
@@ -69,9 +78,8 @@ def _replaced(text: str, head: str, body: str) -> str:
             return f"{text[:at]}{{ {body} }}{text[end:]}"
 
 
-def compile_emulated(reduction: ReduceConfig, folder: Path, *, defines: Sequence[str] = ()) -> Path:
-    """The shared library of all kernels of a ReduceConfig."""
-    root = emulated_tree(folder)
+def compile_emulated(reduction: ReduceConfig, *, defines: Sequence[str] = ()) -> Path:
+    """Return the shared library of all kernels of a ReduceConfig."""
     entries = "".join(
         entry(f"{name}{end}", "ReduceArgs", kernel.call.format(moe=moe), ranks="R.ranks")
         for name, kernel in KERNELS.items()
@@ -79,7 +87,7 @@ def compile_emulated(reduction: ReduceConfig, folder: Path, *, defines: Sequence
     )
     includes = "".join(f"#include <weft/allreduce/{name}.cuh>\n" for name in ("oneshot", "twoshot"))
     constants = f"constexpr weft::Reduction R = {reduction.to_cpp()};\n"
-    return build_library(root, includes + constants + entries, defines=defines)
+    return build_library(emulated_tree(), includes + constants + entries, defines=defines)
 
 
 def entry(
@@ -99,46 +107,54 @@ def entry(
     )
 
 
-def build_library(root: Path, text: str, *, defines: Sequence[str] = ()) -> Path:
-    """The shared library of an emulated tree and what includes its kernels."""
-    source = root / "kernels.cpp"
-    source.write_text("\n".join([*(part.read_text() for part in EMULATOR), text]))
-    library = root / "kernels.so"
-    flags = ["-shared", "-include", str(_standard_headers()), f"-I{root}"]
-    flags += [f"-D{define}" for define in defines]
-    _compile([*flags, str(source), str(_numbers()), "-o", str(library)])
-    return library
+def build_library(tree: Tree, text: str, *, defines: Sequence[str] = ()) -> Path:
+    """Return the shared library of a text that includes kernels of a tree, compiled once."""
+
+    def build(output: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="weft-emulated-") as folder:
+            for name, header in tree.items():
+                copy = Path(folder, "weft", name)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_text(header)
+            source = Path(folder, "kernels.cpp")
+            source.write_text(text)
+            flags = ["-shared", "-include", str(_emulator()), f"-I{folder}"]
+            flags += [f"-D{define}" for define in defines]
+            _compile([*flags, str(source), str(_numbers()), "-o", str(output)])
+
+    key = _key(text=text, tree=[*map("\n".join, sorted(tree.items()))], defines=defines)
+    return kept_file(key, "emulated.so", build)
 
 
-@functools.cache
+def _key(**parts: str | Sequence[str]) -> str:
+    emulator = "".join(part.read_text() for part in (*EMULATOR, NUMBERS))
+    compiler = compiler_identity(find_compiler())
+    return key_of(**parts, emulator=emulator, flags=_FLAGS, compiler=compiler)
+
+
 def _numbers() -> Path:
-    """The object file of number conversions, made once for many builds."""
-    made = _standard_headers().with_name("numbers.o")
-    _compile(["-c", f"-I{INCLUDE_ROOT}", str(NUMBERS), "-o", str(made)])
-    return made
+    """Return the object file of number conversions, made once for all builds."""
+    return kept_file(
+        _key(numbers=header_digest()),
+        "numbers.o",
+        lambda output: _compile(["-c", f"-I{INCLUDE_ROOT}", str(NUMBERS), "-o", str(output)]),
+    )
 
 
-@functools.cache
-def _standard_headers() -> Path:
-    """The standard library's headers, read once for many builds."""
-    folder = tempfile.TemporaryDirectory(prefix="weft-headers-")
-    atexit.register(folder.cleanup)
-    found = {
-        name
-        for path in (*EMULATOR, *(PACKAGE / "device").iterdir())
-        for name in re.findall(r"^#include <(\w+)>$", path.read_text(), re.MULTILINE)
-    }
-    header = Path(folder.name) / "standard.hpp"
-    header.write_text("".join(f"#include <{name}>\n" for name in sorted(found)))
-    _compile(["-x", "c++-header", str(header), "-o", f"{header}.gch"])
+def _emulator() -> Path:
+    """Return the emulator as one header, compiled once for all builds."""
+    text = "".join(part.read_text() for part in EMULATOR)
+    header = kept_file(_key(), "emulator.hpp", lambda output: output.write_text(text))
+
+    def build(output: Path) -> None:
+        _compile(["-x", "c++-header", str(header), "-o", str(output)])
+
+    kept_file(_key(), "emulator.hpp.gch", build)
     return header
 
 
 def _compile(arguments: Sequence[str]) -> None:
-    flags = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
-    # Hidden: two libraries in one process must not share their thread-local memory.
-    flags += ["-fvisibility=hidden", "-fno-strict-aliasing"]
-    command = [*find_compiler(), *flags, *arguments]
+    command = [*find_compiler(), *_FLAGS, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
 

@@ -12,7 +12,7 @@ inline void enter() {
     own.body();
     own.done[own.current] = true;
     --own.running;
-    setcontext(&own.scheduler);
+    _longjmp(own.scheduler, 1);
 }
 
 // What a thread did before it arrives at a barrier, and what it knows when it has left.
@@ -120,11 +120,11 @@ inline std::unique_ptr<char[]> make_fibers(Cta& own) {
     own.running = own.size.x;
     for (unsigned i = 0; i < own.size.x; ++i) {
         ++own.warp[i / 32].lanes;
-        getcontext(&own.fiber[i]);
-        own.fiber[i].uc_stack.ss_sp = stacks.get() + i * stack;
-        own.fiber[i].uc_stack.ss_size = stack;
-        own.fiber[i].uc_link = &own.scheduler;
-        makecontext(&own.fiber[i], enter, 0);
+        ucontext_t& entry = own.fiber[i].entry;
+        getcontext(&entry);
+        entry.uc_stack.ss_sp = stacks.get() + i * stack;
+        entry.uc_stack.ss_size = stack;
+        makecontext(&entry, enter, 0);
     }
     return stacks;
 }
@@ -132,7 +132,11 @@ inline std::unique_ptr<char[]> make_fibers(Cta& own) {
 // Lets one thread of a CTA run until it waits.
 inline void resume(Cta& own, unsigned thread) {
     own.current = thread;
-    swapcontext(&own.scheduler, &own.fiber[thread]);
+    Fiber& fiber = own.fiber[thread];
+    if (_setjmp(own.scheduler) != 0) return;
+    if (fiber.begun) _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.entry);
 }
 
 inline void run_cta(Cta& own) {

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,7 @@ SMS, RESIDENT = 2, 8  # of the GPU of low-latency kernels: each of few CTAs does
 
 
 def compile_alltoall(
-    shape: Shape,
-    folder: Path,
-    *,
-    defines: Sequence[str] = (),
-    mutation: Mutation | None = None,
+    shape: Shape, *, defines: Sequence[str] = (), mutation: Mutation | None = None
 ) -> Path:
     """Return the shared library of all entries of a Shape; those that pull know their rank."""
     lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
@@ -55,8 +50,7 @@ def compile_alltoall(
             entry(f"{name}_{rank}", struct.__name__, call, before=before)
             for name, (struct, call) in in_parts(alltoall.PHASES, split_phase=True).items()
         ]
-    root = emulated_tree(folder, mutation)
-    return build_library(root, "\n".join(lines) + "\n", defines=defines)
+    return build_library(emulated_tree(mutation), "\n".join(lines) + "\n", defines=defines)
 
 
 def known_ranks(shape: Shape) -> int:
@@ -124,7 +118,7 @@ def places(shape: Shape) -> dict[str, range]:
     return found
 
 
-def compile_low(shape: LowLatencyShape, folder: Path, *, defines: Sequence[str] = ()) -> Path:
+def compile_low(shape: LowLatencyShape, *, defines: Sequence[str] = ()) -> Path:
     """Return the shared library of all kernels of a LowLatencyShape."""
     entries = "".join(
         entry(name, struct.__name__, call)
@@ -135,7 +129,7 @@ def compile_low(shape: LowLatencyShape, folder: Path, *, defines: Sequence[str] 
         "#include <weft/lowlatency/dispatch.cuh>\n"
         f"constexpr weft::LowLatencyShape S = {shape.to_cpp()};\n{entries}"
     )
-    return build_library(emulated_tree(folder), text, defines=defines)
+    return build_library(emulated_tree(), text, defines=defines)
 
 
 class EmulatedLow(Emulated):
@@ -155,11 +149,11 @@ class EmulatedLow(Emulated):
         self.launch(name, args, plan.ctas, plan.threads)
 
 
-def compile_groups(shape: Shape, grouping: GroupConfig, folder: Path) -> Path:
+def compile_groups(shape: Shape, grouping: GroupConfig) -> Path:
     """Return the shared library of all kernels of a grouping."""
     names = ("group", "gather", *results(shape, shape.combine != "pull"))
     return build_library(
-        emulated_tree(folder),
+        emulated_tree(),
         "#include <weft/grouping/send.cuh>\n"
         f"constexpr weft::Shape S = {shape.to_cpp()};\n"
         f"constexpr weft::Grouping G = {grouping.to_cpp()};\n"
@@ -186,43 +180,26 @@ class EmulatedGroups(Emulated):
         self.launch(name, args, ctas, threads)
 
 
-class Emulator:
-    """Compiles kernels for a CPU, each once, and gives operators their entries."""
+def run_emulated(patch: pytest.MonkeyPatch) -> None:
+    """Let all-to-alls and groups of this process run emulated kernels."""
 
-    def __init__(self, folder: Callable[[], Path]) -> None:
-        self._folder, self._lock = folder, threading.Lock()
-        self._libraries: dict[Any, Path] = {}
+    def all_to_all(
+        device: torch.device, rank: int, config: AllToAllConfig, build: Build
+    ) -> Kernels:
+        library = compile_alltoall(config.shape, defines=tuple(build.defines))
+        return EmulatedAllToAll(library, config.shape, rank)
 
-    def library(self, compile_: Callable[..., Path], *sizes: Any, **options: Any) -> Path:
-        """Return the library that `compile_(*sizes, folder, **options)` makes."""
-        key = (compile_.__name__, *map(repr, sizes), *sorted(options.items()))
-        with self._lock:
-            if key not in self._libraries:
-                self._libraries[key] = compile_(*sizes, self._folder(), **options)
-            return self._libraries[key]
+    def low_latency(device: torch.device, shape: LowLatencyShape, build: Build) -> Kernels:
+        return EmulatedLow(compile_low(shape, defines=tuple(build.defines)), shape)
 
-    def patch(self, patch: pytest.MonkeyPatch) -> None:
-        """Let all-to-alls and groups of this process run emulated kernels."""
+    def groups(
+        device: torch.device, shape: Shape, config: GroupConfig, build: Build, *, sends: bool
+    ) -> Kernels:
+        return EmulatedGroups(compile_groups(shape, config), shape, config)
 
-        def all_to_all(
-            device: torch.device, rank: int, config: AllToAllConfig, build: Build
-        ) -> Kernels:
-            defines = tuple(build.defines)
-            library = self.library(compile_alltoall, config.shape, defines=defines)
-            return EmulatedAllToAll(library, config.shape, rank)
-
-        def low_latency(device: torch.device, shape: LowLatencyShape, build: Build) -> Kernels:
-            library = self.library(compile_low, shape, defines=tuple(build.defines))
-            return EmulatedLow(library, shape)
-
-        def groups(
-            device: torch.device, shape: Shape, config: GroupConfig, build: Build, *, sends: bool
-        ) -> Kernels:
-            return EmulatedGroups(self.library(compile_groups, shape, config), shape, config)
-
-        loaders = {"alltoall": all_to_all, "lowlatency": low_latency, "grouping": groups}
-        for name, load in loaders.items():
-            patch.setattr(f"weft.{name}.operator.load_kernels", load)
+    loaders = {"alltoall": all_to_all, "lowlatency": low_latency, "grouping": groups}
+    for name, load in loaders.items():
+        patch.setattr(f"weft.{name}.operator.load_kernels", load)
 
 
 def watched(a2a: weft.AllToAll) -> Watch:

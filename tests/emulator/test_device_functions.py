@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.emulator.emulate import build_library
-from tests.gemm.emulate import gemm_head, gemm_tree
+from tests.gemm.emulate import GEMM_HEAD, gemm_tree
 from weft.allreduce.config import ReduceConfig
 from weft.gemm import WgmmaPlan
 from weft.gemm.kernels import GemmShape
@@ -97,9 +97,8 @@ ENTRY tiles_of_counts(const i32* counts, u32 max_rows, u32* tiles, u32* count) {
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    root = gemm_tree(tmp_path_factory.mktemp("functions"))
-    return ctypes.CDLL(str(build_library(root, gemm_head() + TEXT)))
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(build_library(gemm_tree(), GEMM_HEAD + TEXT)))
 
 
 def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -6,7 +6,6 @@ Whether a GPU orders memory as they need is for the tests with the gpu marker.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
 from tests.headers import HEADER_BYTES
 from tests.sums import BACKENDS, Sum, play, quants
-from weft.allreduce.config import ReduceConfig
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
@@ -91,20 +89,13 @@ def half_a_row(
         return said
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """Compiles a case's kernels, once."""
-
-    @functools.cache
-    def compiled(config: ReduceConfig) -> str:
-        return str(compile_emulated(config, tmp_path_factory.mktemp("emulated")))
-
-    return lambda count, case: compiled(case.config(count, TOKENS))
+def library(count: int, case: Sum) -> str:
+    return str(compile_emulated(case.config(count, TOKENS)))
 
 
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("shapes", range(len(SHAPES)))
-def test_every_launch_shape_has_the_bits_of_the_reference(ranks, library, shapes, differ):
+def test_every_launch_shape_has_the_bits_of_the_reference(ranks, shapes, differ):
     case = Sum(TOKENS, 384, special=True, bias=1.0, differ=differ)
     ranks(2, "threads")(emulated, library(2, case), SHAPES[shapes], case, shapes == 1)
 
@@ -112,7 +103,7 @@ def test_every_launch_shape_has_the_bits_of_the_reference(ranks, library, shapes
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shapes", [0, 2])
-def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes, backend, differ):
+def test_kernels_end_when_half_of_every_row_does_not_come(ranks, shapes, backend, differ):
     case = Sum(TOKENS, 384, differ=differ)
     said = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
     assert "did not come from rank 1" in said[0]
@@ -127,6 +118,6 @@ def test_kernels_end_when_half_of_every_row_does_not_come(ranks, library, shapes
     ],
     ids=lambda case: f"{case.dtype} {case.epilogue_at}",
 )
-def test_other_numbers(ranks, library, case):
+def test_other_numbers(ranks, case):
     shapes = (oneshot(TOKENS, 32, 2), twoshot(32, 2, 1, 2), twoshot(32, 1, 1, 1))
     ranks(3, "threads")(emulated, library(3, case), shapes, case, True)

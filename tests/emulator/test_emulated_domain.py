@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,27 +49,19 @@ MODES = (
 )
 
 
-def room(folder: Path, name: str) -> Path:
-    (folder / name).mkdir()
-    return folder / name
-
-
-def compiled(kind: str, folder: Path) -> Any:
+def compiled(kind: str) -> Any:
     """The kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
         shapes = [
             AllToAllConfig.from_args(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS
         ]
-        return [compile_alltoall(s, room(folder, s.combine), defines=WIDE) for s in shapes]
+        return [compile_alltoall(shape, defines=WIDE) for shape in shapes]
     if kind == "lowlatency":
-        return [
-            compile_low(mode.shape(CASE, 8), room(folder, str(i)), defines=WIDE)
-            for i, mode in enumerate(MODES)
-        ]
+        return [compile_low(mode.shape(CASE, 8), defines=WIDE) for mode in MODES]
     config = ReduceConfig.from_args(
         ranks=RANKS, max_tokens=5, hidden=256, dtype=torch.bfloat16, missing="drop"
     )
-    return compile_emulated(config, folder, defines=WIDE)
+    return compile_emulated(config, defines=WIDE)
 
 
 def opened(kind: str, group: weft.Group) -> list[Any]:
@@ -130,9 +121,9 @@ def rounds(
 
 # One at a time: 72 threads map 72 shares of each operator, and a process has 65,530 mappings.
 @pytest.mark.parametrize("kind", ["alltoall", "lowlatency", "allreduce"])
-def test_three_ranks_in_three_words(kind: str, tmp_path: Path) -> None:
+def test_three_ranks_in_three_words(kind: str) -> None:
     meetings = threading.Barrier(RANKS), threading.Barrier(len(LIVING))
-    libraries = compiled(kind, tmp_path)
+    libraries = compiled(kind)
     weft.launch(rounds, kind, libraries, *meetings, ranks=RANKS, device="threads")
 
 
@@ -160,8 +151,8 @@ unsigned slots(const int* counts, unsigned* found) {
 """
 
 
-def test_received_tokens_of_more_sources_than_lanes(tmp_path: Path) -> None:
-    library = ctypes.CDLL(str(build_library(emulated_tree(tmp_path), RECEIVED, defines=WIDE)))
+def test_received_tokens_of_more_sources_than_lanes() -> None:
+    library = ctypes.CDLL(str(build_library(emulated_tree(), RECEIVED, defines=WIDE)))
     for seed in range(4):
         counts = torch.randint(
             0, 6, (RANKS,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)

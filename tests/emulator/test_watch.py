@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +87,7 @@ extern "C" __attribute__((visibility("default"))) void message_{i}(const weft::S
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """One function for each case."""
     entries = []
     for i, changes in enumerate(CASES.values()):
@@ -97,7 +96,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         places = {"rows": ROWS, "flag": FLAG, "count": COUNT}
         entries.append(ENTRY.format(i=i, sender=sender, reader=reader, **places))
     text = "#include <weft/device/quantize_warp.cuh>\n" + "".join(entries)
-    return ctypes.CDLL(str(build_library(emulated_tree(Path(tmp_path_factory.mktemp("w"))), text)))
+    return ctypes.CDLL(str(build_library(emulated_tree(), text)))
 
 
 def race_of(library: ctypes.CDLL, name: str, rounds: int = 1) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.emulator.emulate import build_library, emulated_tree, replace_bodies
+from tests.emulator.emulate import Tree, build_library, emulated_tree, replace_bodies
 from tests.emulator.instructions import translated
 from tests.mutations import Mutation
 from weft.gemm import Push, WgmmaPlan, kernels, reference
@@ -19,7 +19,6 @@ from weft.gemm.call import GemmCall
 from weft.gemm.config import CLUSTER_N
 from weft.gemm.kernels import THREADS
 
-HERE = Path(__file__).parents[1] / "emulator"
 SHARED = "extern __shared__ __align__(1024) u8 memory[];"
 MAP = "reinterpret_cast<const emulated::Map&>(map)"
 FENCED = "emulated::machine->mine().fenced[emulated::cta->current] = true;"
@@ -89,6 +88,7 @@ void weft::wgmma(float (&acc)[N / 2], const u32 (&a)[4], u64 b, bool accumulate)
     emulated::multiply(u32(O), acc, N, emulated::in_registers, b, accumulate, a);
 }
 """
+GEMM_HEAD = f"#include <weft/gemm/wgmma.cuh>\n{WGMMA}"  # before other headers of the GEMM
 RULES = (
     *("deadlock", "gone", "unmade", "overrun", "misaligned", "unordered", "unlike", "unknown"),
     "outside",
@@ -115,39 +115,27 @@ extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
 """
 
 
-def compile_gemms(
-    shapes: Iterable[kernels.GemmShape], folder: Path, mutation: Mutation | None = None
-) -> Path:
+def compile_gemms(shapes: Iterable[kernels.GemmShape], mutation: Mutation | None = None) -> Path:
     """Return the shared library of the kernels of some shapes, with a fault or none."""
-    root = gemm_tree(folder, mutation)
-    path = root / "weft/gemm/grouped_gemm.cuh"
-    text = path.read_text()
-    assert SHARED in text
-    path.write_text(text.replace(SHARED, "u8* const memory = emulated::dynamic_shared();"))
     entries = "".join(
         ENTRY.format(i=i, literal=shape.cpp_value, threads=THREADS)
         for i, shape in enumerate(shapes)
     )
-    return build_library(
-        root, f"{gemm_head()}{LATE_MEMORY}#include <weft/gemm/grouped_gemm.cuh>\n{entries}"
-    )
+    text = f"{GEMM_HEAD}{LATE_MEMORY}#include <weft/gemm/grouped_gemm.cuh>\n{entries}"
+    return build_library(gemm_tree(mutation), text)
 
 
-def gemm_tree(folder: Path, mutation: Mutation | None = None) -> Path:
+def gemm_tree(mutation: Mutation | None = None) -> Tree:
     """Like `emulated_tree`, with the instructions of the GEMM replaced as well."""
-    root = emulated_tree(folder, mutation)
+    tree = emulated_tree(mutation)
     for name, bodies in BODIES.items():
-        replace_bodies(root / "weft/device" / name, bodies)
-    path = root / "weft/gemm/wgmma.cuh"
-    replace_bodies(path, WGMMA_BODIES)
-    path.write_text(translated(path.read_text()))
-    return root
-
-
-def gemm_head() -> str:
-    """The emulated cluster and tensor cores, to be placed before headers of the GEMM."""
-    emulator = "".join((HERE / f"{name}.hpp").read_text() for name in ("cluster", "tensor"))
-    return f"{emulator}#include <weft/gemm/wgmma.cuh>\n{WGMMA}"
+        replace_bodies(tree, f"device/{name}", bodies)
+    replace_bodies(tree, "gemm/wgmma.cuh", WGMMA_BODIES)
+    tree["gemm/wgmma.cuh"] = translated(tree["gemm/wgmma.cuh"])
+    kernel = tree["gemm/grouped_gemm.cuh"]
+    assert SHARED in kernel
+    dynamic = "u8* const memory = emulated::dynamic_shared();"
+    return tree | {"gemm/grouped_gemm.cuh": kernel.replace(SHARED, dynamic)}
 
 
 @dataclass
@@ -210,7 +198,6 @@ class EmulatedHopper:
     """Kernels of many shapes that stand for the reference; those of one problem share a library."""
 
     shapes: Iterable[kernels.GemmShape]
-    folder: Callable[[], Path]
     seed: int = 1
     policy: int = LATE
     sms: int = 4
@@ -231,7 +218,7 @@ class EmulatedHopper:
         problem = _problem(kernels.GemmShape.from_call(call, plan))
         if problem not in self._gemms:
             shapes = tuple(self._problems[problem])
-            library = ctypes.CDLL(str(compile_gemms(shapes, self.folder())))
+            library = ctypes.CDLL(str(compile_gemms(shapes)))
             self._gemms[problem] = EmulatedGemms(library, shapes)
         gemms = self._gemms[problem]
         gemms.seed, gemms.policy, gemms.sms = self.seed, self.policy, self.sms

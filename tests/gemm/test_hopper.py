@@ -130,8 +130,8 @@ class Hopper:
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedHopper:
-    return EmulatedHopper(all_shapes("cpu"), lambda: tmp_path_factory.mktemp("gemms") / "tree")
+def emulated() -> EmulatedHopper:
+    return EmulatedHopper(all_shapes("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from tests.emulator.operators import EmulatedGroups, Emulator, compile_groups, places
+from tests.emulator.operators import EmulatedGroups, compile_groups, places
 from tests.emulator.watch import Event, watching, ways
 from tests.kinds import THREADS, on_ranks
 from tests.rounds import Round, bits, combining, drop_refusals
@@ -40,10 +40,10 @@ CASES = {
 }
 
 
-def emulate(groups: ExpertGroups, emulator: Emulator) -> EmulatedGroups:
+def emulate(groups: ExpertGroups) -> EmulatedGroups:
     """Let groups run kernels in the emulator."""
     shape = groups._a2a.config.shape
-    library = emulator.library(compile_groups, shape, groups.config)
+    library = compile_groups(shape, groups.config)
     groups._kernels = entries = EmulatedGroups(library, shape, groups.config)
     return entries
 
@@ -56,14 +56,14 @@ def emulate(groups: ExpertGroups, emulator: Emulator) -> EmulatedGroups:
     ],
 )
 @on_ranks(2, [THREADS])
-def test_kernels_send_what_the_cpu_sends(group, name, layout, emulator):
+def test_kernels_send_what_the_cpu_sends(group, name, layout):
     case, way = CASES[name], name.split()[0]
     with (
         make(group, case, **combining(way)) as a2a,
         make(group, case, combine_dtype="fp8" if way == "fp8" else None) as plain,
     ):
         groups, others = (ExpertGroups(each, **LAYOUTS[layout]) for each in (a2a, plain))
-        entries = emulate(groups, emulator)
+        entries = emulate(groups)
         for give_back in (sent, stored_at_owners if way == "choices" else scattered) * 2:
             wanted = round_trip(plain, others, case, scattered)
             got = round_trip(a2a, groups, case, give_back)
@@ -86,12 +86,12 @@ def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
 
 
 @on_ranks(2, [THREADS])
-def test_many_groups_that_overflow_are_one_refusal(group, emulator):
+def test_many_groups_that_overflow_are_one_refusal(group):
     """Groups of two warps' lanes overflow."""
     case = Round(tokens=(3, 3), top_k=2, experts=160)
     with make(group, case, **combining("push")) as a2a:
         groups = ExpertGroups(a2a, layout="masked", max_rows=2)
-        emulate(groups, emulator)
+        emulate(groups)
         x, _, weights, _ = case.of(a2a.rank, group.device)
         # Of rank 0, whose 80 groups take a warp three turns.
         ids = torch.tensor([[7, 71]]).repeat(3, 1)

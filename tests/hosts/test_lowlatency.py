@@ -176,6 +176,6 @@ def emulated(group: weft.Group, library: str) -> None:
 
 
 @campaign
-def test_kernels_forward_quantised_rows_as_they_came(ranks, tmp_path):
+def test_kernels_forward_quantised_rows_as_they_came(ranks):
     config = LowLatencyConfig.from_args(ranks=2, **LONG, _hosts=((0, 1), (2, 3)))
-    ranks(4, "cpu")(on_hosts, 2, emulated, str(compile_low(config.shape, tmp_path)))
+    ranks(4, "cpu")(on_hosts, 2, emulated, str(compile_low(config.shape)))

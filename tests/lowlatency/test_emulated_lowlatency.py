@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weft
-from tests.emulator.operators import EmulatedLow, Emulator, compile_low
+from tests.emulator.operators import EmulatedLow, compile_low
 from tests.emulator.watch import watching, ways
 from tests.kinds import EMULATED, on_ranks
 from tests.lowlatency.test_lowlatency import CASES
@@ -30,20 +30,20 @@ pytestmark = pytest.mark.slow
 SEVERAL = [name for name in CASES if "several" in name]
 
 
-def mixed(group: weft.Group, name: str, emulator: Emulator) -> None:
+def mixed(group: weft.Group, name: str) -> None:
     """Rank 1 runs the CPU's own protocol: it is the same."""
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:
         if group.rank != 1:
             shape = a2a.config.shape
-            a2a._kernels = EmulatedLow(emulator.library(compile_low, shape, defines=()), shape)
+            a2a._kernels = EmulatedLow(compile_low(shape), shape)
         for seed in range(2):
             play(a2a, mode, case.next(seed=seed))
 
 
 @pytest.mark.parametrize("name", ["fp8", "reduced, fp8 back", "choices"])
-def test_kernels_and_cpu_ranks_understand_each_other(ranks, emulator, name):
-    ranks(3, "threads")(mixed, name, emulator)
+def test_kernels_and_cpu_ranks_understand_each_other(ranks, name):
+    ranks(3, "threads")(mixed, name)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -81,11 +81,11 @@ def test_every_form(device):
 
 
 @pytest.mark.slow
-def test_the_kernel_on_a_cpu(tmp_path):
+def test_the_kernel_on_a_cpu():
     text = "#include <weft/moe/routing/normalize_topk.cuh>\n" + entry(
         "normalize", "NormalizeArgs", "normalize_topk", ranks=None
     )
-    kernels = Emulated(build_library(emulated_tree(tmp_path), text))
+    kernels = Emulated(build_library(emulated_tree(), text))
 
     def run(ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> Routed:
         found = torch.full(ids.shape, -77, dtype=torch.int32)

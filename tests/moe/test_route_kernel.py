@@ -147,15 +147,14 @@ ROWS = 9  # two CTAs and a quarter
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+def kernels() -> Emulated:
     """One function for each rule."""
-    root = emulated_tree(tmp_path_factory.mktemp("route"))
     entries = "".join(
         entry(f"route_{i}", "RouteArgs", f"route<{rule.to_cpp()}>", ranks=None)
         for i, rule in enumerate(RULES.values())
     )
     text = f"#include <weft/moe/routing/route.cuh>\n{entries}"
-    return Emulated(build_library(root, text))
+    return Emulated(build_library(emulated_tree(), text))
 
 
 @pytest.mark.slow

@@ -99,8 +99,8 @@ def test_the_living_go_on_after_a_death_in_any_phase(
 
 
 @pytest.fixture
-def library(name: str, tmp_path: Path) -> str:
-    return str(SUBJECTS[name].compile(tmp_path))
+def library(name: str) -> str:
+    return str(SUBJECTS[name].compile())
 
 
 @pytest.mark.slow
@@ -148,11 +148,10 @@ def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
     survivors.lose(*dies, sealed=[op.made])
 
 
-@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CASES)
 @on_ranks(4, "cpu", dies=[1, 3])
-def test_many_rounds_after_two_deaths(group: weft.Group, kind: str, rounds: int) -> None:
-    survivors = Survivors(group)
+def test_many_rounds_after_two_deaths(group: weft.Group, kind: str) -> None:
+    survivors, rounds = Survivors(group), 400
     with open_kind(group, kind) as op:
         op.rounds(2)
         kill(survivors, op, 1, 3)  # at once
