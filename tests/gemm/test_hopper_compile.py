@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +17,19 @@ from weft.gemm.config import (
     WgmmaPlan,
 )
 from weft.gemm.kernels import SHARED, GemmShape, wgmma_ns
-from weft.jit.cache import Cache
-from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin
+from weft.jit.cache import Cache, key_of
+from weft.jit.nvrtc import CUDA_OPTIONS, compile_cubin, nvrtc_version
 
 pytestmark = pytest.mark.slow
 
 EPILOGUES = ("store", "push", "gated_fp8")
-GATED_BY_SITU = (*EPILOGUES, "situ")
 FLAG_IN_DATA = (64, 128, 256)  # block_m whose pushed rows have flag-in-data here
+
+
+def heights_of(block_ms: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Return every epilogue with every block_m; SiTU's other gate with the two highest alone."""
+    every = [(epilogue, block_m) for epilogue in EPILOGUES for block_m in block_ms]
+    return every + [("situ", block_m) for block_m in sorted(block_ms)[-2:]]
 
 
 def fp8_shape(epilogue: str, block_m: int, experts: int = 32) -> GemmShape:
@@ -47,9 +51,9 @@ def shape_16bit(epilogue: str, block_m: int, operand: str, experts: int = 32) ->
     return GemmShape(experts, n, k, WgmmaPlan(block_m), epilogue, operand, operand, operand)
 
 
-def compiled(shape: GemmShape, folder: Path) -> tuple[bytes, str]:
-    """Return the cubin and the log of ptxas."""
-    cache = Cache(folder)
+def compiled(shape: GemmShape) -> tuple[bytes, str]:
+    """Return the cubin and the log of ptxas, from a cache of its own for each shape."""
+    cache = Cache(Cache().path / key_of(source=shape.source, compiler=nvrtc_version()))
     cubin = compile_cubin(
         shape.source,
         name="grouped_gemm",
@@ -62,12 +66,9 @@ def compiled(shape: GemmShape, folder: Path) -> tuple[bytes, str]:
         return cubin, json.loads(file.readline())["log"]
 
 
-@pytest.mark.parametrize("block_m", FP8_BLOCK_MS)
-@pytest.mark.parametrize("epilogue", GATED_BY_SITU)
-def test_every_shape_compiles_into_registers_and_shared_memory(
-    epilogue: str, block_m: int, tmp_path: Path
-):
-    cubin, log = compiled(fp8_shape(epilogue, block_m), tmp_path)
+@pytest.mark.parametrize(("epilogue", "block_m"), heights_of(FP8_BLOCK_MS))
+def test_every_shape_compiles_into_registers_and_shared_memory(epilogue: str, block_m: int):
+    cubin, log = compiled(fp8_shape(epilogue, block_m))
     (shared,) = numbers_of(cubin, SHARED.encode())
     stage = 128 * (128 + block_m) + 8 * block_m + 32
     assert shared <= SHARED_BYTES[0]
@@ -78,11 +79,10 @@ def test_every_shape_compiles_into_registers_and_shared_memory(
     assert "serialized" not in log, log
 
 
-@pytest.mark.parametrize("block_m", MXFP4_BLOCK_MS)
-@pytest.mark.parametrize("epilogue", GATED_BY_SITU)
-def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tmp_path: Path):
+@pytest.mark.parametrize(("epilogue", "block_m"), heights_of(MXFP4_BLOCK_MS))
+def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int):
     """They go from shared memory to wgmma's registers, and one copy brings each unit."""
-    cubin, log = compiled(mxfp4_shape(epilogue, block_m), tmp_path)
+    cubin, log = compiled(mxfp4_shape(epilogue, block_m))
     (shared,) = numbers_of(cubin, SHARED.encode())
     ctas = WgmmaPlan(block_m).ctas_per_sm("mxfp4")
     room = SHARED_BYTES[ctas - 1]
@@ -105,12 +105,10 @@ def test_mxfp4_weights_are_expanded_in_registers(epilogue: str, block_m: int, tm
 
 @pytest.mark.parametrize("block_m", [32, 160, 256])
 @pytest.mark.parametrize("epilogue", ["store", "push", "gated", "situ"])
-def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
-    epilogue: str, block_m: int, tmp_path: Path
-):
+def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(epilogue: str, block_m: int):
     """Nothing spills, and no sum leaves the tensor cores' registers before a tile's end."""
     operand, type_ = ("fp16", "") if block_m == 160 else ("bf16", "BF16")
-    cubin, log = compiled(shape_16bit(epilogue, block_m, operand), tmp_path)
+    cubin, log = compiled(shape_16bit(epilogue, block_m, operand))
     (shared,) = numbers_of(cubin, SHARED.encode())
     assert shared <= SHARED_BYTES[0]
     full = shared + 128 * (128 + block_m) > SHARED_BYTES[0] - 8 * 1024
@@ -137,17 +135,17 @@ def test_sums_of_16_bit_dtypes_stay_on_the_tensor_cores(
     ],
     ids=lambda shape: f"{shape.operand}, {shape.experts} experts, {shape.plan.block_m}",
 )
-def test_shared_memory_suffices_for_any_number_of_experts(shape: GemmShape, tmp_path: Path):
-    cubin, _ = compiled(shape, tmp_path)
+def test_shared_memory_suffices_for_any_number_of_experts(shape: GemmShape):
+    cubin, _ = compiled(shape)
     room = SHARED_BYTES[shape.plan.ctas_per_sm(shape.operand) - 1]
     assert numbers_of(cubin, SHARED.encode())[0] <= room
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_its_code_is_tensor_cores_and_whole_vectors(epilogue: str, tmp_path: Path):
+def test_its_code_is_tensor_cores_and_whole_vectors(epilogue: str):
     """Every N of wgmma is there, rows leave by 16 bytes, no fence stands in a loop. Nothing is
     called: beside a call warps yield at the head of every loop."""
-    code = disassemble(compiled(fp8_shape(epilogue, 128), tmp_path)[0])
+    code = disassemble(compiled(fp8_shape(epilogue, 128))[0])
     assert not re.search(r"\bCALL\b", code)
     shapes = {int(n) for n in re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3", code)}
     assert shapes == set(wgmma_ns(128))
