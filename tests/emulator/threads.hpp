@@ -3,7 +3,6 @@
 // are fibers that take turns in it.
 #pragma once
 #include <sched.h>
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -76,7 +76,7 @@ struct Warp {
 // afterwards only registers are exchanged, since a context's signal mask costs two system calls.
 struct Fiber {
     ucontext_t entry;
-    jmp_buf place;
+    std::jmp_buf place;
     bool begun = false;
 };
 
@@ -99,7 +99,7 @@ struct Cta {
     std::unordered_set<unsigned long long> told;  // polls that have been written down
     Clock gathered[2];
     Cluster* cluster = nullptr;
-    jmp_buf scheduler;
+    std::jmp_buf scheduler;
     std::vector<Fiber> fiber;
     std::vector<bool> done;
     std::vector<Watch> watch;
