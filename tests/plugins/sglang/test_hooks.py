@@ -24,7 +24,7 @@ from weft.moe import CLAMPED_SWIGLU, Gating
 from weft.plugins.blocks import Limits
 from weft.plugins.names import Engine, format_signature
 from weft.plugins.settings import Settings
-from weft.plugins.sglang import engine, register
+from weft.plugins.sglang import engine, flags, models, register
 from weft.plugins.sglang.hooks import SGLANG, check_applied, end_server
 from weft.plugins.sglang.weights import check_experts, layer_of
 
@@ -216,7 +216,7 @@ def test_decode_tokens_are_those_of_graphs_that_are_captured(
     args = standin.parse(chunked_prefill_size=128)
     args.cuda_graph_config.decode = standin.PhaseConfig(backend, 32, [1, 32])
     standin.STATE.parallel = SimpleNamespace(attn_tp_size=1)
-    assert engine._limits(args, Settings()) == Limits(decode, 128)
+    assert flags.limits_of(args, Settings()) == Limits(decode, 128)
 
 
 def fused(dtype: torch.dtype = torch.bfloat16, **other: Any) -> Any:
@@ -274,7 +274,7 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
 
     for kind in (WholeBlock, Exchanged):
         layer.dispatcher = kind(7)
-        engine.keep_mxfp4(lambda *given: changed.append(given), "method", layer)
+        models.keep_mxfp4(lambda *given: changed.append(given), "method", layer)
     leave()
     assert changed == [("method", layer)]
     check_experts(layer, form="block")

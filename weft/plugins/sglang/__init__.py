@@ -11,7 +11,7 @@ this package does not import SGLang.
 from __future__ import annotations
 
 from weft.plugins.settings import Settings
-from weft.plugins.sglang import allreduce, engine
+from weft.plugins.sglang import allreduce, engine, flags
 from weft.plugins.sglang.hooks import NAME, SGLANG, install
 
 __all__ = ["register"]
@@ -31,7 +31,7 @@ def register() -> None:
     allreduce.register()
     SGLANG.check((*engine.HOOKS, *engine.KNOWN))
     Settings.read("SGLANG")
-    choices = engine.choices()
+    choices = flags.choices()
     if any(NAME not in each for each in choices):
         install(engine.HOOKS)
         for each in choices:

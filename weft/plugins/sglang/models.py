@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoE blocks of SGLang's models that weft serves: their construction and parts."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.errors import InvalidArgument
+from weft.plugins.names import Known, Parameters
+from weft.plugins.settings import Settings
+from weft.plugins.sglang.flags import is_on
+from weft.plugins.sglang.hooks import SRT, Hook
+
+_BLOCK = "self, hidden_states, forward_batch="
+_MORE = ", gemm_output_zero_allocator=, input_ids=, input_ids_global=, skip_shared_experts="
+# Forward methods of the supported MoE blocks: Qwen3-MoE, Qwen3-Next and -3.5, GLM-4.5, DeepSeek-V3,
+# MiniMax-M2, GPT-OSS.
+FORWARDS: dict[str, Parameters] = {
+    SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward": _BLOCK,
+    SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.forward": _BLOCK,
+    SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.forward": {
+        "0.5.17": _BLOCK,
+        "0.5.23": _BLOCK + ", defer_finalize=",
+    },
+    SRT + "models.minimax_m2.MiniMaxM2MoE.forward": _BLOCK,
+    SRT + "models.gpt_oss.GptOssSparseMoeBlock.forward": _BLOCK,
+    SRT + "models.deepseek_v2.DeepseekV2MoE.forward": {
+        "0.5.17": _BLOCK + _MORE,
+        "0.5.23": _BLOCK + _MORE + ", return_moe_output=, leave_output_sum=",
+    },
+}
+
+
+def make_dispatcher(
+    original: Callable[..., Any], moe_runner_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around create_moe_dispatcher: install weft's dispatcher, which marks the layer as weft's."""
+    if not is_on():
+        return original(moe_runner_config, *args, **kwargs)
+    from weft.plugins.sglang import dispatcher
+
+    block = Settings.read("SGLANG").form == "block"
+    kind = dispatcher.WholeBlock if block else dispatcher.Exchanged
+    return kind(moe_runner_config.layer_id)
+
+
+def whole_shared_expert(original: Callable[..., Any], mlp: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the MLP's constructor: keep the shared expert whole on each rank."""
+    if is_on() and str(kwargs.get("prefix", "")).endswith(("shared_experts", "shared_expert")):
+        if "parallel_group" in inspect.signature(original).parameters:  # 0.5.23
+            kwargs["parallel_group"] = "replicated"
+        else:
+            kwargs |= {"tp_rank": 0, "tp_size": 1}
+    return original(mlp, *args, **kwargs)
+
+
+def keep_mxfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """Around the conversion of MXFP4 weights for SGLang's kernels: keep the checkpoint's layout."""
+    from weft.plugins.sglang.dispatcher import WholeBlock
+
+    if isinstance(getattr(layer, "dispatcher", None), WholeBlock):
+        return None
+    return original(method, layer)
+
+
+def served_layers(model: Any) -> list[tuple[Any, Any]]:
+    """Return weft's layers of experts, each with the block that calls it.
+
+    Raises InvalidArgument for a block that weft does not serve.
+    """
+    from weft.plugins.sglang.dispatcher import Exchanged, WholeBlock
+
+    forwards = [pkgutil.resolve_name(name) for name in FORWARDS]
+    layers = []
+    for block in model.modules():
+        for layer in block.children():
+            if not isinstance(getattr(layer, "dispatcher", None), WholeBlock | Exchanged):
+                continue
+            if type(block).forward not in forwards:
+                served = ", ".join(name.rsplit(".", 2)[1] for name in FORWARDS)
+                raise InvalidArgument(
+                    f"{type(block).__name__} of {type(model).__name__} is not among the MoE blocks "
+                    f"that weft serves: {served}; take another --moe-a2a-backend"
+                )
+            layers.append((layer, block))
+    return layers
+
+
+def gate_of(block: Any) -> Any:
+    """Return the module that computes a block's router logits."""
+    return block.router if type(block).__name__ == "GptOssSparseMoeBlock" else block.gate
+
+
+def shared_mlp_of(block: Any) -> Any:
+    """Return a block's shared-expert MLP, or None."""
+    return getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+
+
+def shared_expert_of(block: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a block's shared expert, including its gate if it has one, or None."""
+    mlp = shared_mlp_of(block)
+    return getattr(block, "_forward_shared_experts", mlp) if mlp is not None else None
+
+
+_MLP = "self, hidden_size, intermediate_size, hidden_act, quant_config=, reduce_results=, prefix="
+_PLAIN_MLP = {"0.5.17": _MLP + ", tp_rank=, tp_size=", "0.5.23": _MLP + ", *, parallel_group="}
+HOOKS = (
+    Hook(
+        SRT + "layers.moe.fused_moe_triton.layer.create_moe_dispatcher",
+        {"0.5.17": "moe_runner_config", "0.5.23": "moe_runner_config, quant_method"},
+        function=make_dispatcher,
+    ),
+    Hook(SRT + "models.glm4_moe.Glm4MoeMLP.__init__", _PLAIN_MLP, function=whole_shared_expert),
+    Hook(SRT + "models.qwen2_moe.Qwen2MoeMLP.__init__", _PLAIN_MLP, function=whole_shared_expert),
+    Hook(
+        SRT + "layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading",
+        "self, layer",
+        function=keep_mxfp4,
+    ),
+    Hook(
+        SRT + "models.deepseek_v2.DeepseekV2MLP.__init__",
+        {
+            "0.5.17": _MLP + ", tp_rank=, tp_size=, swiglu_limit=",
+            "0.5.23": _MLP + ", swiglu_limit=, allow_fused_down=, *, parallel_group=",
+        },
+        function=whole_shared_expert,
+    ),
+)
+# Names that the hooks call and read.
+_PARTS, _SHARED = "experts gate topk layer_id", " shared_experts"
+_DISPATCHER = SRT + "layers.moe.token_dispatcher."
+KNOWN = (
+    Known(_DISPATCHER + "base.BaseDispatcher.__init__", "self"),
+    Known(_DISPATCHER + "base.BaseDispatcher.dispatch", "self, hidden_states, topk_output"),
+    Known(_DISPATCHER + "base.BaseDispatcher.combine", "self, combine_input"),
+    Known(_DISPATCHER + "standard.StandardDispatchOutput"),
+    Known(_DISPATCHER + "standard.StandardCombineInput"),
+    Known(
+        SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl",
+        "self, hidden_states, topk_output, pre_quant_input=",
+    ),
+    Known(
+        SRT + "layers.moe.fused_moe_triton.layer.FusedMoE.__init__",
+        names="layer_id num_experts num_local_experts top_k hidden_size params_dtype with_bias "
+        "intermediate_size_per_partition moe_ep_size moe_ep_rank moe_tp_size dispatcher "
+        "num_fused_shared_experts moe_runner_config quant_method "
+        "should_fuse_routed_scaling_factor_in_topk",
+    ),
+    Known(SRT + "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", names=_PARTS),
+    Known(
+        SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock.__init__",
+        names=_PARTS + " shared_expert shared_expert_gate",
+    ),
+    Known(
+        SRT + "models.qwen2_moe.Qwen2MoeSparseMoeBlock._forward_shared_experts",
+        "self, hidden_states, apply_gate=",
+    ),
+    Known(SRT + "models.minimax_m2.MiniMaxM2MoE.__init__", names=_PARTS),
+    Known(
+        SRT + "models.gpt_oss.GptOssSparseMoeBlock.__init__",
+        names="experts router topk layer_id",
+    ),
+    Known(SRT + "models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", names=_PARTS + _SHARED),
+    Known(
+        SRT + "models.deepseek_v2.DeepseekV2MoE.__init__",
+        names=_PARTS + _SHARED + " is_nextn is_hash",
+    ),
+)
