@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, Case, bound
+from tests.moe.layers import CONFIGS, Case, bound, ordinary_bytes
 from tests.ranks import on_ranks
 from tests.rounds import settle
 from weft.errors import Aborted, InvalidArgument, OutOfOrder
@@ -129,7 +129,7 @@ def test_memory_is_known_before(group: weft.Group) -> None:
         sizes: dict[str, Any] = {"ranks": 2, "max_tokens": 8, "device": device}
         with case.open(group, max_tokens=8, **options) as layer:
             memory = weft.MoE.memory_bytes(case.config, **sizes, **options)
-            assert memory.ordinary == layer.workspace_bytes, (name, options)
+            assert memory.ordinary == ordinary_bytes(layer), (name, options)
             assert memory.shared == layer.exchange.heap.size
             most = weft.MoE.memory_bytes(case.config, **sizes)
             assert most.total >= memory.total or "quantize" in options or "max_rows" in options

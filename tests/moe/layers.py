@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import weft
 from tests.gemm.cases import gated
@@ -23,6 +24,7 @@ from weft.moe import (
     Routing,
     route,
 )
+from weft.moe.layer.throughput import ThroughputWorkspace
 
 HIDDEN, EXPERTS = 128, 8
 WIDER = 384  # three blocks of columns to send
@@ -43,6 +45,19 @@ CONFIGS = {
     ),
 }
 GATINGS = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped_swiglu}
+
+
+def ordinary_bytes(layer: weft.MoE) -> int:
+    """Bytes of the tensors outside of symmetric memory that a layer's workspace holds."""
+    workspace = layer.workspace
+    if isinstance(workspace, ThroughputWorkspace):
+        rows = tree_leaves(workspace._groups._buffers)
+    else:
+        exchange = layer.exchange
+        assert isinstance(exchange, weft.LowLatencyAllToAll)
+        rows = [t for slot in exchange.slots for t in slot.tensors.values()]
+        rows.append(exchange._tracks)
+    return sum(t.numel() * t.itemsize for t in (*rows, *workspace.buffers))
 
 
 def formula(gating: Gating) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -151,7 +151,6 @@ def sizes() -> list[Row]:
         ),
         row(balance, {"loads": [3.0, 1.0], "ranks": 2}, loads=loads, ranks=ranks, replicas=AMOUNT),
         row(Replicas, {"logical": (0, 1), "ranks": 2}, logical=logical, ranks=ranks),
-        row(placed.physical_of, {"expert": 0}, expert=from_0(2)),
         row(placed.logical_experts, {"rank": 0}, rank=from_0(2)),
         row(placed.imbalance, {"loads": [3.0, 1.0]}, loads=loads),
         row(placed.physical_on, {"living": 1}, living=living),

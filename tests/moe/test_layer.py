@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, bound
+from tests.moe.layers import CONFIGS, EXPERTS, WIDER, Case, bound, ordinary_bytes
 from tests.rounds import bits
 from weft.errors import InvalidArgument, OutOfOrder, TokenOverflow
 from weft.moe import MODES, OVERLAPS
@@ -250,12 +250,12 @@ def siblings(group: weft.Group, options: dict[str, Any]) -> None:
     """Two layers in one workspace, one after the other, many times; its sizes are known."""
     case, device = Case(CONFIGS["deepseek"], tokens=(4, 6)), group.device
     with case.open(group, **options) as first:
-        held = first.workspace_bytes
+        held = ordinary_bytes(first)
         weights = case.weights(first.local_experts, device, first=50)
         shared, correction = case.shared(device), case.correction(device)
         second = first.sibling(weights, shared=shared, correction=correction)
         assert second.exchange is first.exchange
-        assert second.workspace_bytes == held
+        assert ordinary_bytes(second) == held
         x, logits = case.of(group.rank, device)
         for _ in range(2):
             one, two = first(x, logits), second(x, logits)

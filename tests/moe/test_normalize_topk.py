@@ -59,7 +59,8 @@ def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) ->
             if none or (options.get("skip_zero_weights") and out[t][k] == 0):
                 out_ids[t][k], out[t][k] = -1, 0.0
             elif "replicas" in options:
-                slots = REPLICAS.physical_of(expert) if 0 <= expert < EXPERTS else (NO_SUCH_EXPERT,)
+                valid = 0 <= expert < EXPERTS
+                slots = REPLICAS.physical_on()[expert] if valid else (NO_SUCH_EXPERT,)
                 out_ids[t][k] = slots[(t + options.get("rank", 0)) % len(slots)]
             elif not -(2**31) <= expert < 2**31:
                 out_ids[t][k] = NO_SUCH_EXPERT

@@ -29,7 +29,7 @@ NAN, BIAS = 255, 127  # of UE8M0
 # offset of its table of values; a table has eight bytes.
 LOWEST, HIGHEST = -8, 6
 _TABLE_BYTES = 8
-MIN_EXPONENT, MAX_EXPONENT = -126, 127  # of normal float32 numbers
+MIN_EXPONENT = -126  # of normal float32 numbers
 # A unit's four warps have 16 rows each. A lane has two rows, eight apart, and of each 32 columns
 # four, and four more 16 columns further on.
 _WARPS, _HALVES, _ROWS, _LANES, _COLUMNS = 4, 2, 8, 4, 4

@@ -299,12 +299,6 @@ class MoE:
         """Return the mode and overlap of the layer, and the rule by which "auto" selects them."""
         return self.workspace.choice
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of ordinary memory that this rank holds for the layer and its siblings."""
-        self.check_open()
-        return self.workspace.bytes
-
     @without_autocast
     def __call__(
         self,

@@ -88,6 +88,3 @@ class LowLatencyWorkspace(LayerWorkspace[ExpertRows]):
         starts = torch.arange(experts + 1, dtype=torch.int32, device=self.group.device)
         self._offsets = starts * rows
         return (experts * rows,) if self._packed else (experts, rows)
-
-    def _rows_bytes(self) -> int:
-        return self.exchange.memory.ordinary

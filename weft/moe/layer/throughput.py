@@ -9,7 +9,7 @@ from weft.alltoall.operator import AllToAll
 from weft.alltoall.received import Received
 from weft.arguments import check_instance
 from weft.grouping.config import Layout
-from weft.grouping.operator import ExpertGroups, buffer_bytes
+from weft.grouping.operator import ExpertGroups
 from weft.moe.experts.torch_experts import RowsByExpert, torch_layout
 from weft.moe.experts.weights import ExpertWeights
 from weft.moe.layer.config import LayerPlan, exchange_sizes
@@ -87,6 +87,3 @@ class ThroughputWorkspace(LayerWorkspace[Received]):
             programmatic_launch=self.options.programmatic_launch,
         )
         return self._groups._y_shape[:-1]
-
-    def _rows_bytes(self) -> int:
-        return buffer_bytes(self.exchange.config, self._groups.config, self.group.device)

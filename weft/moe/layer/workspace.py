@@ -144,11 +144,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
         }
 
     @property
-    def bytes(self) -> int:
-        """Bytes of ordinary memory on this rank for rows by expert and the experts' buffers."""
-        return self._rows_bytes() + sum(t.numel() * t.element_size() for t in self.buffers)
-
-    @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The experts' buffers."""
         return (*self.experts.buffers, self._weighed)
@@ -261,10 +256,6 @@ class LayerWorkspace(ABC, Generic[Rows]):
     @abstractmethod
     def _open_rows(self) -> tuple[int, ...]:
         """Allocate rows by expert; return their sizes, `[rows]` or `[local_experts, rows]`."""
-
-    @abstractmethod
-    def _rows_bytes(self) -> int:
-        """Return the bytes of ordinary memory for the received rows by expert."""
 
     def _open_buffers(self) -> None:
         config, plan, options, device = self.config, self.plan, self.options, self.group.device

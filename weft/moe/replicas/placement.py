@@ -78,15 +78,6 @@ class Replicas:
         """Number of logical experts."""
         return max(self.logical) + 1
 
-    def physical_of(self, expert: int) -> tuple[int, ...]:
-        """Return the physical experts of a logical one, ascending.
-
-        Raises:
-            InvalidArgument: there is no such expert.
-        """
-        expert = check_int("expert", expert, 0, self.num_experts - 1)
-        return tuple(p for p, logical in enumerate(self.logical) if logical == expert)
-
     def logical_experts(self, rank: int) -> tuple[int, ...]:
         """Return the logical expert of each of a rank's physical experts, in order.
 
