@@ -29,7 +29,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             launches.append(tuple(at))
 
     monkeypatch.setattr(operator, "_on_gpu", lambda _: True)
-    monkeypatch.setattr(operator, "_calls", operator._PreparedCalls())
+    monkeypatch.setattr(operator, "_calls", operator._Calls())
     monkeypatch.setattr(kernels, "HopperLaunch", Launch)
     monkeypatch.setattr(triton_launch, "TritonLaunch", Launch)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -24,6 +24,7 @@ from weft.gemm import (
     operator,
 )
 from weft.gemm.call import OUT, GemmCall, check_call
+from weft.runtime import prepared
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_known_call_is_refused_for_what_is_no_flag_or_wants_a_gradient(
 
 def test_the_oldest_calls_are_forgotten(checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch):
     record_launches(monkeypatch)
-    monkeypatch.setattr(operator, "MAX_PREPARED", 2)
+    monkeypatch.setattr(prepared, "MAX_CALLS", 2)
     for num_sms in (1, 2, 1, 3, 2, 1):
         call(Case(), num_sms=num_sms)
     assert len(checked) == 4

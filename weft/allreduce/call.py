@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the fused all-reduce: options, check and kernel arguments.
 
-An engine repeats a few calls that differ only in the addresses of their tensors. `Fused.key` covers
-everything that the check reads except for the addresses. For a known key only the addresses are
-checked (`Prepared`); any other call takes the full check, which raises the errors. Cached objects
-hold no tensors, so they do not keep a caller's memory alive.
+`Prepared` is what calls with equal keys share, see weft.runtime.prepared.
 """
 
 from __future__ import annotations
@@ -223,19 +220,9 @@ class Fused(NamedTuple):
         key, addresses = tensors_key(tensors)
         return None if key is None else (backend, layer, scheme, constants, factor, key), addresses
 
-    def checked(self, config: ReduceConfig, device: torch.device) -> Checked:
-        """Check the call on the host, and allocate the outputs that the caller did not pass.
 
-        Raises:
-            InvalidArgument: an argument is invalid.
-            TokenOverflow: there are more tokens than `max_tokens`.
-        """
-        return _Checker(config, _DTYPES[config.dtype], device).check(self)
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
-    """A call that passed the check.
+    """A call that passed the full check, which allocates the outputs that it did not pass.
 
     Attributes:
         call: The call.
@@ -244,13 +231,39 @@ class Checked:
         reduced: All outputs, including newly allocated ones.
         makers: Index in ADDRESSES of each newly allocated output, and a function that allocates
             another.
+
+    Raises:
+        InvalidArgument: an argument is invalid.
+        TokenOverflow: there are more tokens than `max_tokens`.
     """
 
-    call: Fused
-    tokens: int
-    scheme: str
-    reduced: Reduced
-    makers: tuple[tuple[int, Maker], ...]
+    def __init__(self, call: Fused, config: ReduceConfig, device: torch.device) -> None:
+        self.call, self._config, self._device = call, config, device
+        self._dtype = _DTYPES[config.dtype]
+        check_float("eps", call.eps, least=0.0)
+        check_float("weight_bias", call.weight_bias)
+        self.scheme = quant_scheme(call.quant)
+        self.tokens = tokens = self._count_tokens(call.x, call.prologue)
+        check_tokens(tokens, config.tokens)
+        if call.x is not None:
+            self._check_rows("x", call.x, tokens)
+        if call.residual is not None:
+            source = "prologue.index" if call.x is None else "x"
+            self._check_rows("residual", call.residual, tokens, rows_of=source)
+        if call.weight is not None:
+            dtypes = self._dtype, torch.float32
+            self._check("weight", call.weight, (config.hidden,), *dtypes, aligned=16)
+        self._check_quant(call.quant, call.weight)
+        makers: list[tuple[int, Maker]] = []
+        outputs: list[torch.Tensor | None] = []
+        for index, (name, output) in enumerate(self._requested(call).items(), FIRST_OUTPUT):
+            if output is True:
+                make = self._maker(name, tokens, call.quant)
+                makers.append((index, make))
+                outputs.append(make())
+            else:
+                outputs.append(self._passed_output(name, tokens, call.quant, output))
+        self.reduced, self.makers = Reduced(*outputs), tuple(makers)
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
@@ -312,84 +325,7 @@ class Checked:
             return 0
         return scale.stride(1) if scale.shape[1] > 1 else math.ceil(self.tokens / 4) * 4
 
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The state that checked calls with equal keys share.
-
-    Attributes:
-        entry: Name of the kernel's entry.
-        tokens: Number of tokens.
-        args: Kernel arguments without the addresses.
-        makers: As in `Checked`.
-        unused: Indices of outputs that were not requested.
-        overlap_rules: Outputs and the tensors that they must not overlap.
-    """
-
-    entry: str
-    tokens: int
-    args: ReduceArgs
-    makers: tuple[tuple[int, Maker], ...]
-    unused: tuple[int, ...]
-    overlap_rules: tuple[OverlapRule, ...]
-
-    def serves(self, addresses: Sequence[int]) -> bool:
-        """Whether the check would accept the same call at these addresses."""
-        return find_overlap(addresses, self.overlap_rules) is None
-
-    def outputs(self, tensors: list[Any], addresses: list[int]) -> Reduced:
-        """Allocate the outputs that the caller did not pass, and add them to both lists.
-
-        They need no check, because newly allocated memory overlaps no other tensor.
-        """
-        for index, make in self.makers:
-            output = make()
-            tensors[index], addresses[index] = output, output.data_ptr()
-        for index in self.unused:
-            tensors[index] = None
-        return Reduced(*tensors[FIRST_OUTPUT:END_OUTPUT])
-
-    def arguments(self, addresses: Sequence[int]) -> ReduceArgs:
-        """Return the kernel arguments for these addresses, in one struct that calls reuse."""
-        _BLOCK.pack_into(self.args, _START, *addresses)
-        return self.args
-
-
-@dataclass(frozen=True, slots=True)
-class _Checker:
-    """The full check of a call."""
-
-    config: ReduceConfig
-    dtype: torch.dtype
-    device: torch.device
-
-    def check(self, call: Fused) -> Checked:
-        check_float("eps", call.eps, least=0.0)
-        check_float("weight_bias", call.weight_bias)
-        scheme = quant_scheme(call.quant)
-        tokens = self._tokens(call.x, call.prologue)
-        check_tokens(tokens, self.config.tokens)
-        if call.x is not None:
-            self._check_rows("x", call.x, tokens)
-        if call.residual is not None:
-            source = "prologue.index" if call.x is None else "x"
-            self._check_rows("residual", call.residual, tokens, rows_of=source)
-        if call.weight is not None:
-            dtypes = self.dtype, torch.float32
-            self._check("weight", call.weight, (self.config.hidden,), *dtypes, aligned=16)
-        self._check_quant(call.quant, call.weight)
-        makers: list[tuple[int, Maker]] = []
-        outputs: list[torch.Tensor | None] = []
-        for index, (name, output) in enumerate(self._requested(call).items(), FIRST_OUTPUT):
-            if output is True:
-                make = self._maker(name, tokens, call.quant)
-                makers.append((index, make))
-                outputs.append(make())
-            else:
-                outputs.append(self._passed_output(name, tokens, call.quant, output))
-        return Checked(call, tokens, scheme, Reduced(*outputs), tuple(makers))
-
-    def _tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
+    def _count_tokens(self, x: torch.Tensor | None, prologue: MoEFinalize | None) -> int:
         if (x is None) == (prologue is None):
             raise InvalidArgument(
                 f"x is {format_value(x)} and prologue is {format_value(prologue)}; pass exactly "
@@ -401,7 +337,7 @@ class _Checker:
             if x.is_nested or x.dim() != 2:
                 shape = "nested" if x.is_nested else list(x.shape)
                 raise InvalidArgument(
-                    f"x is {shape}; it must be a dense tensor [tokens, {self.config.hidden}]"
+                    f"x is {shape}; it must be a dense tensor [tokens, {self._config.hidden}]"
                 )
             return x.shape[0]
         check_instance("prologue", prologue, MoEFinalize)
@@ -410,7 +346,7 @@ class _Checker:
         tokens, top_k = index.shape
         self._check_rows("prologue.rows", rows, None)
         if scales is not None:
-            self._check("prologue.scales", scales, (tokens, top_k), torch.float32, self.dtype)
+            self._check("prologue.scales", scales, (tokens, top_k), torch.float32, self._dtype)
         factor = check_float("prologue.routed_scaling_factor", prologue.routed_scaling_factor)
         if abs(factor) > torch.finfo(torch.float32).max:
             raise_invalid(
@@ -434,7 +370,7 @@ class _Checker:
             tensor,
             shape=size,
             dtypes=dtypes,
-            device=self.device,
+            device=self._device,
             aligned=aligned,
             rows_of=rows_of,
         )
@@ -442,8 +378,8 @@ class _Checker:
     def _check_rows(
         self, name: str, tensor: torch.Tensor, tokens: int | None, *, rows_of: str = ""
     ) -> None:
-        size = (tokens, self.config.hidden)
-        self._check(name, tensor, size, self.dtype, aligned=16, rows_of=rows_of)
+        size = (tokens, self._config.hidden)
+        self._check(name, tensor, size, self._dtype, aligned=16, rows_of=rows_of)
 
     def _check_quant(self, quant: Quant | None, weight: torch.Tensor | None) -> None:
         if quant is None:
@@ -455,10 +391,10 @@ class _Checker:
             )
         if isinstance(quant, FP8Static):
             self._check("quant.scale", quant.scale, (1,), torch.float32)
-        if isinstance(quant, FP8Group) and self.config.hidden % GROUP:
+        if isinstance(quant, FP8Group) and self._config.hidden % GROUP:
             raise InvalidArgument(
-                f"hidden is {self.config.hidden}; FP8Group needs a multiple of {GROUP}: pad "
-                f"hidden to {-(-self.config.hidden // GROUP) * GROUP}"
+                f"hidden is {self._config.hidden}; FP8Group needs a multiple of {GROUP}: pad "
+                f"hidden to {-(-self._config.hidden // GROUP) * GROUP}"
             )
 
     def _requested(self, call: Fused) -> dict[str, torch.Tensor | bool]:
@@ -497,8 +433,8 @@ class _Checker:
         assert output is not True
         if name == "scale_out":
             return self._passed_scale(tokens, quant, output)
-        dtype = torch.float8_e4m3fn if name == "quant_out" else self.dtype
-        hidden = self.config.hidden
+        dtype = torch.float8_e4m3fn if name == "quant_out" else self._dtype
+        hidden = self._config.hidden
         self._check(name, output, (tokens, hidden), dtype, aligned=hidden * dtype.itemsize)
         return output
 
@@ -514,28 +450,66 @@ class _Checker:
         has_strides = (tokens <= 1 or scale.stride(0) == 1) and (
             columns == 1 or scale.stride(1) >= tokens
         )
-        if not (has_shape and has_strides and scale.device == self.device):
+        if not (has_shape and has_strides and scale.device == self._device):
             raise InvalidArgument(
                 f"scale_out is {scale.dtype} {list(scale.shape)} with strides "
                 f"{scale.stride()} on {scale.device}; it must be torch.int32 "
-                f"[{tokens}, {columns}] with strides (1, {pitch}) on {self.device}"
+                f"[{tokens}, {columns}] with strides (1, {pitch}) on {self._device}"
             )
         return scale
 
     def _maker(self, name: str, tokens: int, quant: Quant | None) -> Maker:
         """Return a function that allocates an output; it holds no tensor."""
-        size, dtype = (tokens, self.config.hidden), self.dtype
+        size, dtype = (tokens, self._config.hidden), self._dtype
         if name == "quant_out":
             dtype = torch.float8_e4m3fn
         elif name == "scale_out" and _is_packed(quant):
             columns = -(-self._groups(quant) // 4)
-            return functools.partial(_packed_scale, tokens, columns, self.device)
+            return functools.partial(_packed_scale, tokens, columns, self._device)
         elif name == "scale_out":
             size, dtype = (tokens, self._groups(quant)), torch.float32
-        return functools.partial(torch.empty, size, dtype=dtype, device=self.device)
+        return functools.partial(torch.empty, size, dtype=dtype, device=self._device)
 
     def _groups(self, quant: Quant | None) -> int:
-        return self.config.hidden // GROUP if isinstance(quant, FP8Group) else 1
+        return self._config.hidden // GROUP if isinstance(quant, FP8Group) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The state that checked calls with equal keys share.
+
+    Attributes:
+        entry: Name of the kernel's entry.
+        tokens: Number of tokens.
+        args: Kernel arguments without the addresses.
+        makers: As in `Checked`.
+        unused: Indices of outputs that were not requested.
+        overlap_rules: Outputs and the tensors that they must not overlap.
+    """
+
+    entry: str
+    tokens: int
+    args: ReduceArgs
+    makers: tuple[tuple[int, Maker], ...]
+    unused: tuple[int, ...]
+    overlap_rules: tuple[OverlapRule, ...]
+
+    def outputs(self, tensors: list[Any], addresses: list[int]) -> Reduced:
+        """Allocate the outputs that the caller did not pass, and add them to both lists.
+
+        They need no check, because newly allocated memory overlaps no other tensor.
+        """
+        for index, make in self.makers:
+            output = make()
+            tensors[index], addresses[index] = output, output.data_ptr()
+        for index in self.unused:
+            tensors[index] = None
+        return Reduced(*tensors[FIRST_OUTPUT:END_OUTPUT])
+
+    def arguments(self, addresses: Sequence[int]) -> ReduceArgs:
+        """Return the kernel arguments for these addresses, in one struct that calls reuse."""
+        _BLOCK.pack_into(self.args, _START, *addresses)
+        return self.args
 
 
 def _is_packed(quant: Quant | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from weft.allreduce.call import (
     OUTPUTS,
+    Checked,
     FP8Group,
     FP8Static,
     FP8Token,
@@ -52,7 +53,7 @@ _operator = torch.library.custom_op(
 def _(*args: Any) -> tuple[torch.Tensor, ...]:
     call, make, _, order, owner = _parse_arguments(*args)
     with allow_fake_tensors():
-        reduced = call.checked(owner.config, owner.group.device).reduced
+        reduced = Checked(call, owner.config, owner.group.device).reduced
     return _new_outputs(reduced, make, order)
 
 

@@ -15,7 +15,6 @@ from weft.allreduce.call import (
     Checked,
     FP8Static,
     Fused,
-    Key,
     MoEFinalize,
     Prepared,
     Quant,
@@ -36,11 +35,11 @@ from weft.runtime.check import check_tokens
 from weft.runtime.identity import BACKENDS, describe_reduce
 from weft.runtime.kernels import Build, Kernels
 from weft.runtime.operator import Operator, one_call
+from weft.runtime.prepared import CallCache
 from weft.runtime.report import ALL_REDUCE, GONE_UNMASKED
 
 _log = logging.getLogger(__name__)
 AUTO = "auto"
-MOST_PREPARED = 512  # cached call states; each takes about 3 KiB
 
 
 class AllReduce(Operator):
@@ -123,7 +122,7 @@ class AllReduce(Operator):
         )
         self.dtype = dtype
         self._choices: dict[tuple[int, bool], Choice] = {}
-        self._prepared: dict[Key, Prepared] = {}
+        self._prepared: CallCache[Prepared] = CallCache()
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -195,11 +194,11 @@ class AllReduce(Operator):
     def run_fused(self, call: Fused, backend: str) -> Reduced:
         tensors = call.tensors()
         key, addresses = call.key(tensors, backend, self._layer)
-        prepared = self._cached(key)
-        if prepared is not None and prepared.serves(addresses):
+        prepared = self._prepared.find(key, addresses)
+        if prepared is not None:
             reduced = prepared.outputs(tensors, addresses)
         else:
-            checked = call.checked(self.config, self.group.device)
+            checked = Checked(call, self.config, self.group.device)
             name, reduced = self._backend(backend, checked), checked.reduced
             if not checked.tokens:
                 return reduced
@@ -207,7 +206,7 @@ class AllReduce(Operator):
             kernel = "oneshot" if self.config.ranks == 1 else name
             entry = kernel if call.prologue is None else kernel + MOE
             prepared, addresses = checked.prepared(name, entry, self.site, layer=self._layer)
-            self._cache(key, prepared)
+            self._prepared.store(key, prepared)
         if self.debug_checks is not None and self.config.epilogue_at == "owner":
             scale = call.quant.scale if isinstance(call.quant, FP8Static) else None
             equal = {"residual": call.residual, "weight": call.weight, "quant.scale": scale}
@@ -235,20 +234,6 @@ class AllReduce(Operator):
         check_bools(norm=norm)
         check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue=norm)
-
-    def _cached(self, key: Key | None) -> Prepared | None:
-        """Return the state of an equal call, or None if the full check is needed."""
-        try:
-            return None if key is None else self._prepared.get(key)
-        except TypeError:  # an unhashable backend is invalid: the check raises
-            return None
-
-    def _cache(self, key: Key | None, prepared: Prepared) -> None:
-        """Store the state of a checked call, and evict the oldest if there are too many."""
-        if key is not None:
-            if len(self._prepared) >= MOST_PREPARED:
-                del self._prepared[next(iter(self._prepared))]
-            self._prepared[key] = prepared
 
     def _backend(self, backend: str, checked: Checked) -> str:
         name = check_choice("backend", backend, (AUTO, *self.backends))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`grouped_gemm`, the product of each expert's rows and weights in one launch; `quantize_rows`.
 
-An engine repeats the same few calls in every step, with other addresses only. The launch of a
-checked call is therefore cached, and a call that differs only in addresses skips the checks.
+The launch of a checked call is cached, see weft.runtime.prepared.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ from weft.runtime.ambient import without_autocast
 from weft.runtime.check import (
     OverlapRule,
     check_tensor,
-    find_overlap,
     raise_not_tensor,
     tensors_key,
 )
+from weft.runtime.prepared import CallCache
 from weft.shape import FP8_BLOCK
 
-MAX_PREPARED = 512  # cached launches per thread; each takes about 2 KiB
 QUANTIZE_ROWS = 8  # per CTA, which is one warp
 Launch = Callable[[Sequence[torch.Tensor | None], Sequence[int]], None]
 
@@ -64,14 +62,14 @@ class Prepared:
     overlap_rules: tuple[OverlapRule, ...]
 
 
-class _PreparedCalls(threading.local):
-    """Prepared calls of this thread, oldest first. A launch is not thread-safe."""
+class _Calls(threading.local):
+    """Prepared calls of this thread. A launch is not thread-safe."""
 
     def __init__(self) -> None:
-        self.prepared: dict[object, Prepared] = {}
+        self.prepared: CallCache[Prepared] = CallCache()
 
 
-_calls = _PreparedCalls()
+_calls = _Calls()
 
 
 @without_autocast
@@ -146,9 +144,10 @@ def grouped_gemm(
     tensors += (bias, counts, offsets, a, b)  # the order of GemmCall.tensors
     kind, addresses = tensors_key(tensors)
     epilogue_key = epilogue if push is None else (push.dtype, push.flag_in_data)
-    key = kind, pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
-    prepared = None if kind is None else _calls.prepared.get(key)
-    if prepared is not None and find_overlap(addresses, prepared.overlap_rules) is None:
+    options = pair, plan, epilogue_key, num_sms, programmatic_launch, prefetch_weights
+    key = None if kind is None else (kind, options)
+    prepared = _calls.prepared.find(key, addresses)
+    if prepared is not None:
         return _run(prepared, out, tensors, addresses)
     call = check_call(
         a,
@@ -174,10 +173,7 @@ def grouped_gemm(
     elif len(call.a) and len(call.b):
         prepared = _prepare(call, plan, num_sms, programmatic_launch, overlap_rules)
         _launch(prepared, call.tensors, call.addresses)
-        if kind is not None:
-            if len(_calls.prepared) >= MAX_PREPARED:
-                del _calls.prepared[next(iter(_calls.prepared))]
-            _calls.prepared[key] = prepared
+        _calls.prepared.store(key, prepared)
     return _result(call.out, call.out_scale) if out is None else out
 
 
