@@ -29,7 +29,7 @@ def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -
         (EPOCH_MASK, 0, "first_timeout"),
     ):
         record = ErrorRecord(
-            code=PEER_TIMEOUT, rank=0, peer=1, phase=phase, wanted=epoch, reported_by=reported_by
+            code=PEER_TIMEOUT, rank=0, peer=1, phase=phase, expected=epoch, reported_by=reported_by
         )
         error = raised(record, first)
         assert isinstance(error, PeerTimeout)
@@ -39,7 +39,7 @@ def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -
 
 
 def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itself() -> None:
-    record = ErrorRecord(code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, wanted=5, reported_by=3)
+    record = ErrorRecord(code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, expected=5, reported_by=3)
     text = str(raised(record))
     assert "rank 2 gave up, waiting for its own part of this call" in text
     assert "waited in vain" not in text
@@ -50,7 +50,7 @@ def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itse
 
 
 def test_an_interrupted_rank_is_no_peers_fault() -> None:
-    record = ErrorRecord(code=ABORTED, rank=1, peer=1, phase=DISPATCH, wanted=5)
+    record = ErrorRecord(code=ABORTED, rank=1, peer=1, phase=DISPATCH, expected=5)
     error = raised(record)
     assert isinstance(error, Aborted)
     assert "because this rank called abort() or was interrupted" in str(error)
@@ -58,7 +58,7 @@ def test_an_interrupted_rank_is_no_peers_fault() -> None:
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_a_death_says_what_is_possible_then(machines: int) -> None:
-    record = ErrorRecord(code=PEER_DIED, rank=0, peer=2, phase=DISPATCH, wanted=5)
+    record = ErrorRecord(code=PEER_DIED, rank=0, peer=2, phase=DISPATCH, expected=5)
     error = raised(record, machines=machines)
     assert isinstance(error, PeerDied)
     assert "rank 2 died: process 102 ended" in str(error)

@@ -50,7 +50,7 @@ struct Reduction {
 
 enum class Backend : u32 { oneshot = 1, twoshot = 2, bulk = 3 };
 enum class Coding : u32 { none = 0, fixed = 1, token = 2, group = 3, group_ue8m0 = 4 };
-// The slot that a wait polled; ErrorRecord.seen.
+// The slot that a wait polled; ErrorRecord.observed.
 enum class Slot : u32 { direct = 1, part = 2, whole = 3, trailer = 4, call = 5 };
 
 // The statistics of a summed row, from its owner. Many threads read them, so none could restore
@@ -190,8 +190,8 @@ WEFT_SLOW_FN bool wait_failed(const Site& site, u64 epoch, u64 hash, SlotWait& w
          {.code = u32(result.code),
           .peer = result.culprit,
           .phase = u32(all_reduce_phase),
-          .wanted = epoch,
-          .seen = u64(wait.slot),
+          .expected = epoch,
+          .observed = u64(wait.slot),
           .elapsed_ns = now_ns() - wait.start,
           .token = wait.token,
           .slot = wait.vector,
@@ -234,8 +234,8 @@ WEFT_FN u32 source_row(const ReduceArgs& a, i32 index, u32 token, u32 k, bool re
         refuse(own_share<R>(a.site).header, a.site,
                {.code = u32(Code::bad_row_index),
                 .phase = u32(all_reduce_phase),
-                .wanted = a.row_limit,
-                .seen = u64(i64(index)),
+                .expected = a.row_limit,
+                .observed = u64(i64(index)),
                 .token = token,
                 .slot = k});
     return a.row_limit;

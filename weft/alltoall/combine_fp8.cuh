@@ -54,7 +54,7 @@ template <Shape S> struct PushFragment {
     }
 
     // All lanes of the warp take part.
-    WEFT_FN bool wanted() const {
+    WEFT_FN bool has_row() const {
         return __any_sync(all_lanes, i32(expert) >= 0 && token < source_tokens) != 0;
     }
 };
@@ -108,7 +108,7 @@ WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits w
               end = max_tokens * S.ranks * fragments;
     for (bool last = false; !last; warp_units.first += warp_units.step) {
         last = warp_units.first - team.warp() + warp_units.step >= end;  // the same in all warps
-        const bool wanted = fragment.wanted();
+        const bool has_row = fragment.has_row();
         const PushFragment<S> now = fragment;
         if (last) {
             __syncthreads();
@@ -116,14 +116,14 @@ WEFT_FN void push_fragments(const Block& team, const CombineArgs& a, WarpUnits w
         } else {
             fragment = PushFragment<S>::of(a, warp_units.first + warp_units.step);
         }
-        if (wanted) push_fragment<S>(a, now);
+        if (has_row) push_fragment<S>(a, now);
     }
 }
 
 // One strip of out[token] = the sum of its ranks' rows in rank order, in fp32, then `add`, rounded
 // once.
 template <Shape S>
-WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip,
+WEFT_FN bool sum_strip(const CombineArgs& a, u64 epoch, u32 token, u32 strip,
                        RankSet destinations) {
     using Rows = ReturnedRows<S>;
     Share<S>& own = own_share<S>(a.site);
@@ -131,7 +131,7 @@ WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip,
 #pragma unroll 1
     for (u32 first = 0; first < S.ranks; first += rows_in_flight) {
         Rows rows(own.inbox.returned.row[first][token], strip, ranks_from(destinations, first));
-        if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
+        if (!await_rows(own.header, a.site, epoch, a.tokens, rows,
                         [&](u32 i) { return first + i; }))
             return false;
 #pragma unroll
@@ -145,7 +145,7 @@ WEFT_FN bool sum_strip(const CombineArgs& a, u64 wanted, u32 token, u32 strip,
     return true;
 }
 
-template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, WarpUnits warp_units) {
+template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 epoch, WarpUnits warp_units) {
     constexpr u32 strips = ReturnedRows<S>::strips;
     const RankSet* peers = own_share<S>(a.site).destinations;
     const u32 end = a.tokens * strips;
@@ -155,7 +155,7 @@ template <Shape S> WEFT_FN bool sum_tokens(const CombineArgs& a, u64 wanted, War
         const RankSet destinations = next;
         const u32 after = unit + warp_units.step;
         if (after < end) next = load_early(peers + after / strips);
-        if (!sum_strip<S>(a, wanted, unit / strips, unit % strips, destinations)) return false;
+        if (!sum_strip<S>(a, epoch, unit / strips, unit % strips, destinations)) return false;
     }
     return true;
 }

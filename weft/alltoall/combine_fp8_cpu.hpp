@@ -23,8 +23,8 @@ bool add_fp8(float (&sum)[count], const Site& site, u32 peer, u32 token, u32 at)
     u8* row = own.inbox.returned.row[peer][token];
     u8 values[count];
     float scales[count / scale_columns];
-    const u64 wanted = own.header.state.epoch;
-    const Wait wait{peer, Phase::combine, wanted, (wanted - 1) & epoch_mask};
+    const u64 epoch = own.header.state.epoch;
+    const Wait wait{peer, Phase::combine, epoch, (epoch - 1) & epoch_mask};
     if (!receive_words<u32>(own.header, site, wait, row + at, values, count)) return false;
     if (!receive_words<u32>(own.header, site, wait, row + S.hidden + at / scale_columns * 4, scales,
                             sizeof scales))

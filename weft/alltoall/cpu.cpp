@@ -89,10 +89,10 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
     Share<S>& own = own_share<S>(a.site);
     const EpochState state = own.header.state;
     if (state.failed != 0) return;
-    const u64 start = now_ns(), wanted = (state.epoch + 1) & epoch_mask;
+    const u64 start = now_ns(), epoch = (state.epoch + 1) & epoch_mask;
     if constexpr (part != PhasePart::recv) {
-        mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
-        if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)
+        mark_start(Solo{}, own.header, Phase::dispatch, epoch, start);
+        if (fault(own.header, Point::dispatch_enter, a.site.rank, epoch) == Action::stay_away)
             return;
         const u32 count = token_count<S>(a, true);
         for (u32 token = 0; token < a.tokens; ++token)
@@ -100,16 +100,16 @@ template <Shape S, PhasePart part = PhasePart::whole> void dispatch(const Dispat
         const bool slot_stride_changed = own.header.source_rows != a.source_rows;
         clear_rows<S>(a, count, slot_stride_changed ? a.source_rows : state.rows);
         send_stats<S>(a);
-        fault(own.header, Point::after_payload, a.site.rank, wanted);
-        publish_dispatch<S>(Solo{}, a, own.header.living, wanted, count);
+        fault(own.header, Point::after_payload, a.site.rank, epoch);
+        publish_dispatch<S>(Solo{}, a, own.header.living, epoch, count);
         own.header.source_rows = a.source_rows;
         own.header.sending = count;
     }
     if constexpr (part != PhasePart::send) {
-        if (!await_dispatch<S>(Solo{}, a, own.header.living, wanted)) return;
-        own.header.state = {wanted, 0, own.header.sending};
-        keep_record(own.header, Phase::dispatch, wanted, start, own.header.sending);
-        mark_end(own.header, Phase::dispatch, wanted);
+        if (!await_dispatch<S>(Solo{}, a, own.header.living, epoch)) return;
+        own.header.state = {epoch, 0, own.header.sending};
+        keep_record(own.header, Phase::dispatch, epoch, start, own.header.sending);
+        mark_end(own.header, Phase::dispatch, epoch);
     }
 }
 

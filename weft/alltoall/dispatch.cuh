@@ -177,15 +177,15 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     TokenFragment<S> fragment{};
     if constexpr (part != PhasePart::recv) fragment = load_fragment<S>(team, a, blockIdx.x);
     if (state.failed != 0) return;
-    const u64 start = team.lane() == 0 ? now_ns() : 0, wanted = (state.epoch + 1) & epoch_mask;
+    const u64 start = team.lane() == 0 ? now_ns() : 0, epoch = (state.epoch + 1) & epoch_mask;
     u32 count = header.sending;
     if constexpr (part != PhasePart::recv) {
-        mark_start(team, header, Phase::dispatch, wanted, start);
-        if (fault(header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away) return;
+        mark_start(team, header, Phase::dispatch, epoch, start);
+        if (fault(header, Point::dispatch_enter, a.site.rank, epoch) == Action::stay_away) return;
         count = token_count<S>(a, team.first() && team.lane() == 0);
         const u32 stale = slot_stride_changed ? a.source_rows : state.rows;
         if (!send_tokens<S>(team, a, state, living, count, stale, fragment)) return;
-        publish_dispatch<S>(team, a, living, wanted, count);
+        publish_dispatch<S>(team, a, living, epoch, count);
         if (team.lane() == 0) {
             header.sending = count;
             header.source_rows = a.source_rows;
@@ -194,11 +194,11 @@ template <Shape S, PhasePart part = PhasePart::whole> WEFT_FN void dispatch(cons
     // Only one team gets here, the last one of the whole kernel or the only one of the receiving
     // kernel, and advances the epoch.
     if constexpr (part != PhasePart::send) {
-        if (!await_dispatch<S>(team, a, living, wanted)) return;
+        if (!await_dispatch<S>(team, a, living, epoch)) return;
         if (team.lane() == 0) {
-            header.state = {wanted, 0, count};
-            keep_record(header, Phase::dispatch, wanted, start, count);
-            mark_end(header, Phase::dispatch, wanted);
+            header.state = {epoch, 0, count};
+            keep_record(header, Phase::dispatch, epoch, start, count);
+            mark_end(header, Phase::dispatch, epoch);
         }
     }
 }

@@ -59,8 +59,8 @@ template <Shape S> WEFT_FN u32 token_count(const DispatchArgs& a, bool reports) 
         refuse(own_share<S>(a.site).header, a.site,
                {.code = u32(Code::token_overflow),
                 .phase = u32(Phase::dispatch),
-                .wanted = a.tokens,
-                .seen = u64(i64(count))});
+                .expected = a.tokens,
+                .observed = u64(i64(count))});
     return count < 0 ? 0 : a.tokens;
 }
 
@@ -71,73 +71,72 @@ template <Shape S> WEFT_FN u32 tokens_from(const Inbox<S>& inbox, u32 source) {
     return count < S.tokens ? count : S.tokens;
 }
 
-// Publishes epoch `wanted` with the hash of the call, and for a dispatch the token count, at every
+// Publishes epoch `epoch` with the hash of the call, and for a dispatch the token count, at every
 // living peer. Order: each release covers everything that this team wrote or acquired: the whole
 // rank's payload, routes and counts.
 template <Shape S, class Team>
 WEFT_FN void publish(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
-                     u64 wanted, u32 count) {
+                     u64 epoch, u32 count) {
     Header& header = own_share<S>(site).header;
-    const u64 flag = make_flag(header.generation, call, wanted);
-    mark_sent(team, header, phase, wanted);
+    const u64 flag = make_flag(header.generation, call, epoch);
+    mark_sent(team, header, phase, epoch);
     for (u32 i = team.lane(); i < S.ranks; i += team.lanes()) {
         const u32 peer = (site.rank + i) % S.ranks;
         if (!has(living, peer)) continue;
         Inbox<S>& to = share<S>(site, peer).inbox;
         const bool sending = phase == Phase::dispatch;
         const Action planned =
-            fault(header, sending ? Point::before_flag : Point::before_ready, peer, wanted);
+            fault(header, sending ? Point::before_flag : Point::before_ready, peer, epoch);
         if (planned == Action::drop) continue;
         if (sending) to.counts[site.rank] = i32(count);
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         store_release(sending ? &to.dispatched[site.rank] : &to.ready[site.rank], flag ^ lie);
     }
-    mark_published(team, header, phase, wanted);
+    mark_published(team, header, phase, epoch);
 }
 
 // Waits for every living peer's flag; false, for the whole team, when one wait has failed.
 template <Shape S, class Team>
 WEFT_FN bool await_all(const Team& team, const Site& site, RankSet living, Phase phase, u32 call,
-                       u64 wanted) {
+                       u64 epoch) {
     Share<S>& own = own_share<S>(site);
     bool arrived = true;
     for (u32 peer = team.lane(); peer < S.ranks; peer += team.lanes()) {
         if (!has(living, peer)) continue;
         fault(own.header, phase == Phase::dispatch ? Point::before_poll : Point::before_read, peer,
-              wanted);
+              epoch);
         u64* flag = phase == Phase::dispatch ? &own.inbox.dispatched[peer] : &own.inbox.ready[peer];
-        const bool ok = await_flag(own.header, site, flag, peer, phase, call, wanted);
+        const bool ok = await_flag(own.header, site, flag, peer, phase, call, epoch);
         arrived = ok && arrived;
-        if (ok) mark_arrived(team, own.header, phase, wanted, peer);
+        if (ok) mark_arrived(team, own.header, phase, epoch, peer);
     }
     return team.all(arrived);
 }
 
 // Publishes this rank's dispatch and its call record.
 template <Shape S, class Team>
-WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted,
+WEFT_FN void publish_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 epoch,
                               u32 count) {
     if (team.lane() == 0) own_share<S>(a.site).header.call = a.call;
-    publish<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash), wanted, count);
+    publish<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash), epoch, count);
 }
 
 // Publishes that peers may read the rows of this rank's experts. The dispatch has verified the
 // call, so this flag carries the hash of the geometry.
 template <Shape S, class Team>
-WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 wanted) {
-    publish<S>(team, site, living, Phase::combine, site.descriptor, wanted, 0);
+WEFT_FN void publish_combine(const Team& team, const Site& site, RankSet living, u64 epoch) {
+    publish<S>(team, site, living, Phase::combine, site.descriptor, epoch, 0);
 }
 
 // Waits for every peer's dispatch, which must be the same call.
 template <Shape S, class Team>
-WEFT_FN bool await_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 wanted) {
-    return await_all<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash) & flag_mask,
-                        wanted);
+WEFT_FN bool await_dispatch(const Team& team, const DispatchArgs& a, RankSet living, u64 epoch) {
+    return await_all<S>(team, a.site, living, Phase::dispatch, u32(a.call.hash) & flag_mask, epoch);
 }
 
 template <Shape S, class Team>
-WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 wanted) {
-    return await_all<S>(team, site, living, Phase::combine, site.descriptor, wanted);
+WEFT_FN bool await_combine(const Team& team, const Site& site, RankSet living, u64 epoch) {
+    return await_all<S>(team, site, living, Phase::combine, site.descriptor, epoch);
 }
 
 }  // namespace weft

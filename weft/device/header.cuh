@@ -123,21 +123,21 @@ WEFT_FN constexpr u64 make_flag(u32 generation, u32 call, u64 epoch) {
 }
 WEFT_FN constexpr u32 flag_generation(u64 flag) { return u32(flag >> 48); }
 WEFT_FN constexpr u32 flag_call(u64 flag) { return u32(flag >> flag_bits) & flag_mask; }
-WEFT_FN constexpr bool flag_not_older(u64 flag, u64 wanted) {
-    return ((flag - wanted) & flag_mask) < (1u << (flag_bits - 1));
+WEFT_FN constexpr bool flag_not_older(u64 flag, u64 epoch) {
+    return ((flag - epoch) & flag_mask) < (1u << (flag_bits - 1));
 }
-// The epoch of a flag: of all epochs with these bits, the one nearest to `wanted`.
-WEFT_FN constexpr u64 flag_epoch(u64 flag, u64 wanted) {
-    const u64 ahead = (flag - wanted) & flag_mask;
+// The epoch of a flag: of all epochs with these bits, the one nearest to `epoch`.
+WEFT_FN constexpr u64 flag_epoch(u64 flag, u64 epoch) {
+    const u64 ahead = (flag - epoch) & flag_mask;
     const u64 behind = ahead < (1u << (flag_bits - 1)) ? 0 : 1ull << flag_bits;
-    return flag == 0 ? 0 : (wanted + ahead - behind) & epoch_mask;
+    return flag == 0 ? 0 : (epoch + ahead - behind) & epoch_mask;
 }
 
 // An error, as counters and ids only. The device writes it, the host reads it.
 struct ErrorRecord {
     u32 code = 0, rank = 0, peer = 0,
-        phase = 0;             // peer: the culprit; if aborted, the aborting rank
-    u64 wanted = 0, seen = 0;  // epochs, hashes, or ids and their limit
+        phase = 0;                   // peer: the culprit; if aborted, the aborting rank
+    u64 expected = 0, observed = 0;  // epochs, hashes, or ids and their limit
     u64 elapsed_ns = 0;
     u32 token = 0, slot = 0;  // which token and which of its top_k entries
     u32 reported_by = 0;      // rank + 1 of the peer that detected it; 0: this rank itself

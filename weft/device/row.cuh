@@ -138,19 +138,19 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
     PolledVectors<count, step> values;
     u32* scale_at;
     u32 scale;
-    u32 wanted;  // expected rows, as bits
+    u32 expected;  // rows, as bits
     bool has_scale;
 
     WEFT_FN RowStrip(u8* row, u32 strip, u32 expected)
         : RowStrip(row, strip * warp_lanes + threadIdx.x % warp_lanes,
                    strip * blocks_in_strip + threadIdx.x % blocks_in_strip,
                    expected & ((1u << count) - 1)) {}
-    WEFT_FN RowStrip(u8* row, u32 vector, u32 block, u32 wanted)
-        : values(row + vector * 16, vector < vectors ? wanted : 0),
+    WEFT_FN RowStrip(u8* row, u32 vector, u32 block, u32 expected)
+        : values(row + vector * 16, vector < vectors ? expected : 0),
           scale_at(reinterpret_cast<u32*>(row + scale_row() * step + hidden) + block),
           scale(sentinel),
-          wanted(wanted),
-          has_scale(fp8 && (wanted >> scale_row() & 1) != 0 && block < blocks) {
+          expected(expected),
+          has_scale(fp8 && (expected >> scale_row() & 1) != 0 && block < blocks) {
         poll_scale();
     }
 
@@ -175,7 +175,7 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
     WEFT_FN void add_to(float (&sum)[columns], u32 i, Weight... weight) const {
         const u32 lane = i * blocks_in_strip + threadIdx.x % warp_lanes / block_lanes;
         const u32 theirs = fp8 ? __shfl_sync(all_lanes, scale, lane) : 0;
-        if ((wanted >> i & 1) == 0) return;
+        if ((expected >> i & 1) == 0) return;
         if constexpr (fp8)
             add_e4m3(sum, values.v[i], __uint_as_float(theirs), weight...);
         else if constexpr (sizeof...(weight) != 0)
@@ -188,13 +188,13 @@ template <DType D, bool fp8, u32 hidden, u32 rows, u64 step> struct RowStrip {
 // Polls a strip until all of it is ready, and restores its sentinels; false, for all lanes, when a
 // wait has failed. tokens: tokens of the batch. peer_of(i): the rank that sends row i.
 template <class Strip, class PeerOf>
-WEFT_FN bool await_rows(Header& header, const Site& site, u64 wanted, u32 tokens, Strip& rows,
+WEFT_FN bool await_rows(Header& header, const Site& site, u64 epoch, u32 tokens, Strip& rows,
                         const PeerOf& peer_of) {
     SpinWait spin;
     for (u32 left = rows.missing(); !__all_sync(all_lanes, left == 0); left = rows.missing()) {
         const auto describe = [&] {
             const u32 peer = peer_of(u32(__ffs(i32(left)) - 1));
-            return Wait{peer, Phase::combine, wanted, (wanted - 1) & epoch_mask};
+            return Wait{peer, Phase::combine, epoch, (epoch - 1) & epoch_mask};
         };
         const bool waiting = left == 0 || spin.keep_waiting_for(header, site, describe);
         if (!__all_sync(all_lanes, waiting)) return false;

@@ -63,7 +63,7 @@ WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
     store_release(&box.broken_code, record.code);
     // If this rank's host requested the abort, the host has notified the peers.
     if (record.code == u32(Code::aborted) && record.peer == site.rank) return;
-    const u64 notice = make_notice(record.code, record.peer, record.wanted);
+    const u64 notice = make_notice(record.code, record.peer, record.expected);
     for (u32 i = 1; i < header.ranks; ++i) {
         const u32 peer = (site.rank + i) % header.ranks;
         if (!has(header.living, peer)) continue;
@@ -73,9 +73,13 @@ WEFT_FN void fail(Header& header, const Site& site, const ErrorRecord& record) {
 
 // Fails because a peer's call differs from this rank's.
 WEFT_FN void fail_call(Header& header, const Site& site, Code code, u32 peer, Phase phase,
-                       u64 wanted, u64 seen) {
+                       u64 expected, u64 observed) {
     fail(header, site,
-         {.code = u32(code), .peer = peer, .phase = u32(phase), .wanted = wanted, .seen = seen});
+         {.code = u32(code),
+          .peer = peer,
+          .phase = u32(phase),
+          .expected = expected,
+          .observed = observed});
 }
 
 // One id of a tensor of int32 or int64.
@@ -87,8 +91,8 @@ WEFT_FN void refuse_id(Header& header, const Site& site, u32 experts, i64 id, u3
     refuse(header, site,
            {.code = u32(Code::bad_expert_id),
             .phase = u32(Phase::dispatch),
-            .wanted = experts,
-            .seen = u64(id),
+            .expected = experts,
+            .observed = u64(id),
             .token = token,
             .slot = k});
 }
@@ -97,8 +101,8 @@ WEFT_FN void refuse_duplicate(Header& header, const Site& site, u32 token, u32 k
     refuse(header, site,
            {.code = u32(Code::duplicate_expert),
             .phase = u32(Phase::dispatch),
-            .wanted = 1,
-            .seen = u64(id),
+            .expected = 1,
+            .observed = u64(id),
             .token = token,
             .slot = k});
 }
@@ -110,8 +114,8 @@ WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32
            {.code = u32(Code::gone_rank),
             .peer = gone,
             .phase = u32(Phase::dispatch),
-            .wanted = ranks_from(header.living, 0),
-            .seen = u64(id),
+            .expected = ranks_from(header.living, 0),
+            .observed = u64(id),
             .token = token,
             .slot = k},
            1u << (rank_words == 1 ? gone : gone % 32), gone / 32);
@@ -121,7 +125,7 @@ WEFT_FN void refuse_gone(Header& header, const Site& site, u32 gone, i32 id, u32
 struct Wait {
     u32 peer;
     Phase phase;
-    u64 wanted, seen;
+    u64 epoch, observed;
 };
 
 WEFT_FN u32 ring_index(Phase phase, u64 epoch) {
@@ -159,7 +163,7 @@ WEFT_FN WaitResult check_peers(Header& header, const Site& site, const Wait& wai
         const u32 culprit = notice_culprit(notice);
         const bool left = code == Code::peer_left && culprit == peer;
         if (notice != 0 && !left) return {code, culprit, peer + 1};
-        if (has_finished(header_of(site, peer), wait.phase, wait.wanted)) continue;
+        if (has_finished(header_of(site, peer), wait.phase, wait.epoch)) continue;
         return {left ? Code::peer_left : Code::peer_died, peer, 0};
     }
     return {Code::ok, wait.peer, 0};
@@ -171,7 +175,7 @@ WEFT_FN WaitResult check_peers(Header& header, const Site& site, const Wait& wai
 // it knows the culprit, and sends a notice when it fails. Only a cycle of waits ends here, at twice
 // the deadline.
 WEFT_FN bool is_overdue(Header& header, const Site& site, const Wait& wait, u64 start_ns, u64 now) {
-    const bool first = ((wait.wanted - header.first_epoch) & epoch_mask) <= 1;
+    const bool first = ((wait.epoch - header.first_epoch) & epoch_mask) <= 1;
     const u64 limit = first ? header.first_deadline_ns : header.deadline_ns;
     if (now - start_ns <= limit) return false;
     if (wait.peer == site.rank) return now - start_ns > limit + limit / 4;
@@ -219,8 +223,8 @@ WEFT_FN bool wait_failed(Header& header, const Site& site, const Wait& wait, u64
          {.code = u32(result.code),
           .peer = result.culprit,
           .phase = u32(wait.phase),
-          .wanted = wait.wanted,
-          .seen = wait.seen,
+          .expected = wait.epoch,
+          .observed = wait.observed,
           .elapsed_ns = now_ns() - start_ns,
           .reported_by = result.reported_by});
     return true;
@@ -250,9 +254,9 @@ struct SpinWait {
 // Waits for one peer's flag of a call (Site::descriptor for flags that belong to no call).
 // Order: after `true`, this thread may read everything that the peer published with that epoch, and
 // so may its team after its barrier `all`.
-// expected: the flag's epoch, if it differs from the operation's (`wanted`).
+// expected: the flag's epoch, if it differs from the operation's (`epoch`).
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u32 call, u64 wanted, u64 expected) {
+                        u32 call, u64 epoch, u64 expected) {
     SpinWait spin;
     for (;;) {
         const u64 seen = load_acquire(flag);
@@ -262,14 +266,14 @@ WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, P
             fail_call(header, site, Code::geometry_mismatch, peer, phase, call, flag_call(seen));
             return false;
         }
-        if (!spin.keep_waiting(header, site, {peer, phase, wanted, flag_epoch(seen, wanted)}))
+        if (!spin.keep_waiting(header, site, {peer, phase, epoch, flag_epoch(seen, epoch)}))
             return false;
     }
 }
 
 WEFT_FN bool await_flag(Header& header, const Site& site, u64* flag, u32 peer, Phase phase,
-                        u32 call, u64 wanted) {
-    return await_flag(header, site, flag, peer, phase, call, wanted, wanted);
+                        u32 call, u64 epoch) {
+    return await_flag(header, site, flag, peer, phase, call, epoch, epoch);
 }
 
 // Writes the record that peers and tools read after this rank has died. Returns its end time.

@@ -67,8 +67,8 @@ WEFT_FN void refuse_rows(Header& header, const Site& site, u32 limit, u64 needed
     refuse(header, site,
            {.code = u32(Code::token_overflow),
             .phase = u32(grouping_phase),
-            .wanted = limit,
-            .seen = needed,
+            .expected = limit,
+            .observed = needed,
             .slot = group});
 }
 

@@ -96,9 +96,9 @@ WEFT_FN void label_rows(const GroupArgs& a, TokenSlot at, u32 k, const Entry& en
     if (row >= 0) a.weight[row] = entry.weight;
 }
 
-// Copies one row of plane P and the following planes to the rows of the lanes in `wanted`.
+// Copies one row of plane P and the following planes to the rows of the lanes in `lanes`.
 template <Shape S, u32 P>
-WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, u32 wanted) {
+WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i32 row, u32 lanes) {
     if constexpr (P < S.planes) {
         using V = typename Vector<vector_bytes(S.row_bytes[P])>::type;
         constexpr u32 vectors = S.row_bytes[P] / sizeof(V);
@@ -110,7 +110,7 @@ WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i3
 #pragma unroll
             for (u32 i = 0; i < vectors_in_flight; ++i)
                 if (v + i * team.lanes() < vectors) data[i] = load_row(from + v + i * team.lanes());
-            for (u32 left = wanted; left != 0; left &= left - 1) {
+            for (u32 left = lanes; left != 0; left &= left - 1) {
                 const u32 to_row = u32(__shfl_sync(all_lanes, row, __ffs(left) - 1));
                 V* to = static_cast<V*>(a.rows[P]) + u64(to_row) * vectors + v;
 #pragma unroll
@@ -118,7 +118,7 @@ WEFT_FN void copy_planes(const Block& team, const GroupArgs& a, TokenSlot at, i3
                     if (v + i * team.lanes() < vectors) store(to + i * team.lanes(), data[i]);
             }
         }
-        copy_planes<S, P + 1>(team, a, at, row, wanted);
+        copy_planes<S, P + 1>(team, a, at, row, lanes);
     }
 }
 

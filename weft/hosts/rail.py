@@ -285,18 +285,18 @@ class Rail:
         for which, (reports, code, seen, where) in enumerate(self._host_reports.tolist()):
             count, self._seen_reports[which] = reports - self._seen_reports[which], reports
             if count:
-                record = ErrorRecord(code=code, rank=self._group.rank, wanted=self._experts)
+                record = ErrorRecord(code=code, rank=self._group.rank, expected=self._experts)
                 entry, rows = divmod(where, 1 << 32)
                 hosts = 1 if which == SENT else self._hosts
-                host, record.wanted = entry, rows
+                host, record.expected = entry, rows
                 if entry >= hosts:
                     token, record.slot = divmod(entry - hosts, self._span.top_k)
                     host, record.token = divmod(token, rows)
-                    record.wanted = self._experts
+                    record.expected = self._experts
                 if which == ARRIVED:
                     record.reported_by = 1 + self._group.rank
                     record.rank = self._group.host_ranks[host][self._group.local.rank]
-                record.seen = seen & (1 << 64) - 1
+                record.observed = seen & (1 << 64) - 1
                 return record, count
         return None
 

@@ -21,12 +21,12 @@ using ReturnedStrip =
 // Waits for rows first .. first + 7 of a token, those in `expected`, and adds them. False when a
 // wait has failed.
 template <LowLatencyShape S, u32 n>
-WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 strip, u32 first,
+WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 epoch, u32 token, u32 strip, u32 first,
                       u32 expected, float lane_weight, float (&sum)[n], TraceRecorder& recorder) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     ReturnedStrip<S> rows(own.inbox.returned_row(token, first), strip, expected);
     const u64 since = recorder.waits();
-    if (!await_rows(own.header, a.site, wanted, a.tokens, rows,
+    if (!await_rows(own.header, a.site, epoch, a.tokens, rows,
                     [&](u32 i) { return missing_rank<S>(a, token, first + i); }))
         return false;
     recorder.waited(since, a.site.rank);
@@ -43,7 +43,7 @@ WEFT_FN bool add_rows(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32
 // One warp's columns of out[token] = its rows in order, weighted, in fp32, then `add`, rounded
 // once.
 template <LowLatencyShape S>
-WEFT_FN bool sum_columns(const LowLatencyCombineArgs& a, u64 wanted, u32 token, u32 unit,
+WEFT_FN bool sum_columns(const LowLatencyCombineArgs& a, u64 epoch, u32 token, u32 unit,
                          TraceRecorder& recorder) {
     const u32 lane = threadIdx.x % warp_lanes, strip = unit % ReturnedStrip<S>::strips;
     const u32 at = strip * warp_lanes + lane;
@@ -54,7 +54,7 @@ WEFT_FN bool sum_columns(const LowLatencyCombineArgs& a, u64 wanted, u32 token, 
     float sum[ReturnedStrip<S>::columns] = {};
 #pragma unroll
     for (u32 first = 0; first < S.returned_rows(); first += rows_in_flight)
-        if (!add_rows<S>(a, wanted, token, strip, first, ranks_from(expected, first), weight, sum,
+        if (!add_rows<S>(a, epoch, token, strip, first, ranks_from(expected, first), weight, sum,
                          recorder))
             return false;
     if (at >= ReturnedStrip<S>::vectors) return true;
@@ -64,11 +64,11 @@ WEFT_FN bool sum_columns(const LowLatencyCombineArgs& a, u64 wanted, u32 token, 
 }
 
 template <LowLatencyShape S>
-WEFT_FN bool sum_tokens(const LowLatencyCombineArgs& a, u64 wanted, WarpUnits warp_units,
+WEFT_FN bool sum_tokens(const LowLatencyCombineArgs& a, u64 epoch, WarpUnits warp_units,
                         TraceRecorder& recorder) {
     constexpr u32 units = ReturnedStrip<S>::strips;
     for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
-        if (!sum_columns<S>(a, wanted, unit / units, unit, recorder)) return false;
+        if (!sum_columns<S>(a, epoch, unit / units, unit, recorder)) return false;
         recorder.worked();
     }
     return true;
@@ -78,15 +78,15 @@ WEFT_FN bool sum_tokens(const LowLatencyCombineArgs& a, u64 wanted, WarpUnits wa
 // dispatch id, another one compares those of the peers.
 template <LowLatencyShape S, PhasePart part, u32 first = 0>
 WEFT_FN void compare_dispatch_ids(const Block& team, const LowLatencyCombineArgs& a,
-                                  const RankState& state, u64 wanted) {
+                                  const RankState& state, u64 epoch) {
     if constexpr (first + warp_lanes < S.ranks)
-        compare_dispatch_ids<S, part, first + warp_lanes>(team, a, state, wanted);
+        compare_dispatch_ids<S, part, first + warp_lanes>(team, a, state, epoch);
     const u32 peer = first + team.warp_lane();
     if (S.gemm_push || !state.serves<S>(peer)) return;
     if (part != PhasePart::recv && team.warp() == 2 &&
         await_credit<S>(a.site, state.progress, Phase::combine, peer))
-        send_dispatch_id<S>(a, wanted, peer);
-    if (part != PhasePart::send && team.warp() == 3) same_dispatch<S>(a, wanted, peer);
+        send_dispatch_id<S>(a, epoch, peer);
+    if (part != PhasePart::send && team.warp() == 3) same_dispatch<S>(a, epoch, peer);
 }
 
 // The coordinator clears the addresses, so that a GEMM that runs again before the next dispatch
@@ -112,42 +112,42 @@ WEFT_FN void low_latency_combine(const LowLatencyCombineArgs& a) {
     if (roles.is<CtaRole::sender>()) rows = TokenRows<S>::of(a, roles.sender_units().first);
     const u64 start = start_time(team, roles);
     const u64 done = part == PhasePart::recv ? state.progress.combined : state.progress.returned;
-    const u64 wanted = (done + 1) & epoch_mask;
+    const u64 epoch = (done + 1) & epoch_mask;
     TraceRecorder recorder(team, record, !roles.is<CtaRole::coordinator>(), start);
     u64 end = 0;
 
     if constexpr (part != PhasePart::recv) {
-        const Action planned = fault(own.header, Point::combine_enter, a.site.rank, wanted);
+        const Action planned = fault(own.header, Point::combine_enter, a.site.rank, epoch);
         if (planned == Action::stay_away) return;
     }
-    if (roles.is<CtaRole::sender>()) fault(own.header, Point::before_ready, a.site.rank, wanted);
+    if (roles.is<CtaRole::sender>()) fault(own.header, Point::before_ready, a.site.rank, epoch);
     if (!state.may_start<S>(team, a.site, Phase::combine, roles.is<CtaRole::sender>())) return;
     recorder.credited();
     // Senders count themselves after they have sent.
     const auto count = [&] {
         if (team.lane() != team.lanes() - 1 || !is_last_cta_relaxed(own.header)) return;
-        if constexpr (part != PhasePart::recv) own.progress.returned = wanted;
-        if constexpr (part != PhasePart::send) own.progress.combined = wanted;
+        if constexpr (part != PhasePart::recv) own.progress.returned = epoch;
+        if constexpr (part != PhasePart::send) own.progress.combined = epoch;
     };
     if (!roles.is<CtaRole::sender>()) count();
     if (roles.is<CtaRole::coordinator>()) {
         send_credits<S>(team, a.site, state);
         if constexpr (part != PhasePart::recv)
-            mark_start(team, own.header, Phase::combine, wanted, start);
-        compare_dispatch_ids<S, part>(team, a, state, wanted);
+            mark_start(team, own.header, Phase::combine, epoch, start);
+        compare_dispatch_ids<S, part>(team, a, state, epoch);
         if constexpr (S.gemm_push) clear_dst_addrs<S>(team, a);
     } else if (roles.is<CtaRole::sender>()) {
         send_rows<S>(a, roles.sender_units(), rows, recorder);
         count();
     } else {
-        fault(own.header, Point::before_read, a.site.rank, wanted);
-        if (!sum_tokens<S>(a, wanted, roles.receiver_units(), recorder)) return;
+        fault(own.header, Point::before_read, a.site.rank, epoch);
+        if (!sum_tokens<S>(a, epoch, roles.receiver_units(), recorder)) return;
         if (roles.is_first_receiver() && team.lane() == 0) {
-            end = keep_record(own.header, Phase::combine, wanted, start, a.tokens);
-            mark_end(own.header, Phase::combine, wanted, end);
+            end = keep_record(own.header, Phase::combine, epoch, start, a.tokens);
+            mark_end(own.header, Phase::combine, epoch, end);
         }
     }
-    recorder.ended(team, a.traces, Phase::combine, wanted, roles.worker_role(), blockIdx.x, end);
+    recorder.ended(team, a.traces, Phase::combine, epoch, roles.worker_role(), blockIdx.x, end);
 }
 
 }  // namespace weft

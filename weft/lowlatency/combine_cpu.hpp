@@ -37,13 +37,13 @@ void make_row(const LowLatencyCombineArgs& a, const i32* position, const float* 
 
 template <LowLatencyShape S>
 bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
-    const u64 wanted = (progress.returned + 1) & epoch_mask;
+    const u64 epoch = (progress.returned + 1) & epoch_mask;
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
     if (!await_credits<S>(a.site, progress, Phase::combine)) return false;
     recorder.credited();
     for_living<S>(a.site, [&](u32 peer) {
-        send_dispatch_id<S>(a, wanted, peer);
+        send_dispatch_id<S>(a, epoch, peer);
         return true;
     });
     alignas(16) u8 row[S.returned_vectors() * 16] = {};
@@ -70,7 +70,7 @@ bool send_rows(const LowLatencyCombineArgs& a, const Progress& progress) {
             }
         }
     }
-    recorder.ended(Solo{}, a.traces, Phase::combine, wanted, CtaRole::sender, 0, profiled_now());
+    recorder.ended(Solo{}, a.traces, Phase::combine, epoch, CtaRole::sender, 0, profiled_now());
     return true;
 }
 
@@ -88,15 +88,15 @@ template <LowLatencyShape S> void add_row(float (&sum)[S.hidden], const u8* row,
 }
 
 // out[token] = its rows in order, weighted, in fp32, then `add`, rounded once.
-template <LowLatencyShape S> bool sum_token(const LowLatencyCombineArgs& a, u64 wanted, u32 token) {
+template <LowLatencyShape S> bool sum_token(const LowLatencyCombineArgs& a, u64 epoch, u32 token) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const auto expected = returned_rows<S>(a.routing, token);
     float sum[S.hidden] = {};
     for (u32 which = 0; which < S.returned_rows(); ++which) {
         if (!has(expected, which)) continue;
         alignas(16) u8 row[S.returned_vectors() * 16];
-        const Wait wait{missing_rank<S>(a, token, which), Phase::combine, wanted,
-                        epoch_before(wanted)};
+        const Wait wait{missing_rank<S>(a, token, which), Phase::combine, epoch,
+                        epoch_before(epoch)};
         if (!receive_words<u64>(own.header, a.site, wait, own.inbox.returned_row(token, which), row,
                                 sizeof(row)))
             return false;
@@ -123,34 +123,34 @@ void low_latency_combine(const LowLatencyCombineArgs& a) {
     const Progress progress = own.progress;
     if (own.header.state.failed != 0) return;
     const u64 start = now_ns();
-    const u64 wanted =
+    const u64 epoch =
         ((part == PhasePart::recv ? progress.combined : progress.returned) + 1) & epoch_mask;
     send_credits<S>(a.site, progress);
     if constexpr (part != PhasePart::recv) {
-        mark_start(Solo{}, own.header, Phase::combine, wanted, start);
-        if (fault(own.header, Point::combine_enter, a.site.rank, wanted) == Action::stay_away)
+        mark_start(Solo{}, own.header, Phase::combine, epoch, start);
+        if (fault(own.header, Point::combine_enter, a.site.rank, epoch) == Action::stay_away)
             return;
-        fault(own.header, Point::before_ready, a.site.rank, wanted);
+        fault(own.header, Point::before_ready, a.site.rank, epoch);
         if constexpr (S.gemm_push)
             clear_dst_addrs<S>(a);
         else if (!send_rows<S>(a, progress))
             return;
-        own.progress.returned = wanted;
+        own.progress.returned = epoch;
     }
     if constexpr (part != PhasePart::send) {
-        fault(own.header, Point::before_read, a.site.rank, wanted);
+        fault(own.header, Point::before_read, a.site.rank, epoch);
         if (!S.gemm_push &&
-            !for_living<S>(a.site, [&](u32 peer) { return same_dispatch<S>(a, wanted, peer); }))
+            !for_living<S>(a.site, [&](u32 peer) { return same_dispatch<S>(a, epoch, peer); }))
             return;
         TraceRecord record;
         TraceRecorder recorder(Solo{}, record, true);
         for (u32 token = 0; token < a.tokens; ++token, recorder.worked())
-            if (!sum_token<S>(a, wanted, token)) return;
-        recorder.ended(Solo{}, a.traces, Phase::combine, wanted, CtaRole::receiver, 1,
+            if (!sum_token<S>(a, epoch, token)) return;
+        recorder.ended(Solo{}, a.traces, Phase::combine, epoch, CtaRole::receiver, 1,
                        profiled_now());
-        own.progress.combined = wanted;
-        keep_record(own.header, Phase::combine, wanted, start, a.tokens);
-        mark_end(own.header, Phase::combine, wanted);
+        own.progress.combined = epoch;
+        keep_record(own.header, Phase::combine, epoch, start, a.tokens);
+        mark_end(own.header, Phase::combine, epoch);
     }
 }
 

@@ -116,7 +116,7 @@ WEFT_FN void send_weights(const LowLatencyDispatchArgs& a, u32 token, RankSet de
 }
 
 template <LowLatencyShape S>
-WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted,
+WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, RankSet living, u64 epoch,
                          WarpUnits warp_units, TokenFragment<S> fragment, TraceRecorder& recorder) {
     constexpr u32 units = TokenFragment<S>::units;
     for (u32 unit = warp_units.first; unit < a.tokens * units; unit += warp_units.step) {
@@ -125,7 +125,7 @@ WEFT_FN void send_tokens(const LowLatencyDispatchArgs& a, RankSet living, u64 wa
         RankSet destination{};  // of this lane's entry
         if (id >= 0) destination = only(locate_expert<S>(a.placement, u32(id)).rank);
         const RankSet destinations = union_of_lanes(destination) & living;
-        if (unit % units == 0) send_choices<S>(a, living, wanted, fragment.token, id);
+        if (unit % units == 0) send_choices<S>(a, living, epoch, fragment.token, id);
         send_columns<S>(a.site, fragment, destinations);
         if constexpr (S.reduce == Reduce::sender)
             if (unit % units == 0) send_weights<S>(a, fragment.token, destinations);
@@ -143,13 +143,13 @@ WEFT_FN CtaRoles dispatch_roles(const LowLatencyDispatchArgs& a) {
 // Fails if a peer's dispatch is not the same one; no CTA waits for it.
 template <LowLatencyShape S>
 WEFT_FN void check_dispatch_begun(const Block& team, const LowLatencyDispatchArgs& a,
-                                  const RankState& state, u64 wanted) {
+                                  const RankState& state, u64 epoch) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 peer = team.lane();
     if (state.serves<S>(peer) &&
         await_flag(own.header, a.site, &own.inbox.dispatch_begun[peer], peer, Phase::dispatch,
-                   u32(a.call.hash) & flag_mask, wanted))
-        mark_arrived(team, own.header, Phase::dispatch, wanted, peer);
+                   u32(a.call.hash) & flag_mask, epoch))
+        mark_arrived(team, own.header, Phase::dispatch, epoch, peer);
 }
 
 // With gemm_push the experts' kernels store rows at the owners, so the dispatch waits for the
@@ -169,7 +169,7 @@ WEFT_FN void await_combine_credits(const Block& team, const LowLatencyDispatchAr
 // would repeatedly poll every word of every source.
 template <LowLatencyShape S>
 WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const RankState& state,
-                       u64 wanted, u32 first, bool& idle) {
+                       u64 epoch, u32 first, bool& idle) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 token = ReceiveUnit<S>::of(first, a.site.rank).token, peer = team.lane();
     if (token < a.tokens) return true;
@@ -177,7 +177,7 @@ WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const
     bool arrived = true;
     if (state.serves<S>(peer))
         arrived = await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[peer], peer,
-                               wanted, tokens);
+                               epoch, tokens);
     idle = !team.any(token < clamp_tokens<S>(tokens));
     return team.all(arrived);
 }
@@ -185,24 +185,24 @@ WEFT_FN bool find_work(const Block& team, const LowLatencyDispatchArgs& a, const
 // The work of a receiver CTA.
 template <LowLatencyShape S>
 WEFT_FN bool receive(const Block& team, const LowLatencyDispatchArgs& a, const RankState& state,
-                     u64 wanted, const CtaRoles& roles, ReceiveScratch<S>& scratch,
+                     u64 epoch, const CtaRoles& roles, ReceiveScratch<S>& scratch,
                      TraceRecorder& recorder) {
     const WarpUnits warp_units = roles.receiver_units();
     bool idle = false;
     const u32 first = warp_units.first - team.warp();  // of this CTA
-    if (!roles.is_first_receiver() && !find_work<S>(team, a, state, wanted, first, idle))
+    if (!roles.is_first_receiver() && !find_work<S>(team, a, state, epoch, first, idle))
         return false;
     if (idle) {
         recorder.learned();
         return true;
     }
     const bool arrived =
-        await_metadata<S>(team, a, state.living, wanted, roles.is_first_receiver(), scratch);
+        await_metadata<S>(team, a, state.living, epoch, roles.is_first_receiver(), scratch);
     const RowFragment<S> fragment = poll_first_row<S>(a, warp_units.first);
     if (!team.all(arrived)) return false;
     compute_offsets<S>(team, a, roles.is_first_receiver(), scratch);
     recorder.learned();
-    return receive_rows<S>(a, wanted, warp_units, scratch, fragment, recorder);
+    return receive_rows<S>(a, epoch, warp_units, scratch, fragment, recorder);
 }
 
 template <LowLatencyShape S, PhasePart part = PhasePart::whole>
@@ -224,12 +224,12 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     if (roles.is<CtaRole::metadata>()) build_masks<S>(team, a, blockIdx.x - 1, metadata);
     const u64 start = start_time(team, roles);
     const u64 done = part == PhasePart::recv ? state.progress.received : state.progress.sent;
-    const u64 wanted = (done + 1) & epoch_mask;
+    const u64 epoch = (done + 1) & epoch_mask;
     TraceRecorder recorder(team, record, !roles.is<CtaRole::coordinator>(), start);
     u64 end = 0;
 
     if constexpr (part != PhasePart::recv) {
-        const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, wanted);
+        const Action planned = fault(own.header, Point::dispatch_enter, a.site.rank, epoch);
         if (planned == Action::stay_away) return;
     }
     const bool stores = roles.is<CtaRole::metadata>() || roles.is<CtaRole::sender>();
@@ -238,31 +238,31 @@ WEFT_FN void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     // Senders and metadata CTAs count themselves after they have sent.
     const auto count = [&] {
         if (team.lane() != team.lanes() - 1 || !is_last_cta_relaxed(own.header)) return;
-        if constexpr (part != PhasePart::recv) own.progress.sent = wanted;
-        if constexpr (part != PhasePart::send) own.progress.received = wanted;
+        if constexpr (part != PhasePart::recv) own.progress.sent = epoch;
+        if constexpr (part != PhasePart::send) own.progress.received = epoch;
     };
     if (!stores) count();
     if (roles.is<CtaRole::coordinator>()) {
         send_credits<S>(team, a.site, state);
         if constexpr (part != PhasePart::recv)
-            mark_start(team, own.header, Phase::dispatch, wanted, start);
-        if constexpr (part != PhasePart::send) check_dispatch_begun<S>(team, a, state, wanted);
+            mark_start(team, own.header, Phase::dispatch, epoch, start);
+        if constexpr (part != PhasePart::send) check_dispatch_begun<S>(team, a, state, epoch);
         if constexpr (S.gemm_push) await_combine_credits<S>(team, a, state);
     } else if (stores) {
         if (roles.is<CtaRole::metadata>())
-            send_metadata<S>(team, a, state, wanted, blockIdx.x - 1, metadata);
+            send_metadata<S>(team, a, state, epoch, blockIdx.x - 1, metadata);
         else
-            send_tokens<S>(a, state.living, wanted, roles.sender_units(), fragment, recorder);
+            send_tokens<S>(a, state.living, epoch, roles.sender_units(), fragment, recorder);
         count();
-        fault(own.header, Point::after_payload, a.site.rank, wanted);
+        fault(own.header, Point::after_payload, a.site.rank, epoch);
     } else {
-        if (!receive<S>(team, a, state, wanted, roles, receiving, recorder)) return;
+        if (!receive<S>(team, a, state, epoch, roles, receiving, recorder)) return;
         if (roles.is_first_receiver() && team.lane() == 0) {
-            end = keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
-            mark_end(own.header, Phase::dispatch, wanted, end);
+            end = keep_record(own.header, Phase::dispatch, epoch, start, a.tokens);
+            mark_end(own.header, Phase::dispatch, epoch, end);
         }
     }
-    recorder.ended(team, a.traces, Phase::dispatch, wanted, roles.worker_role(), blockIdx.x, end);
+    recorder.ended(team, a.traces, Phase::dispatch, epoch, roles.worker_role(), blockIdx.x, end);
 }
 
 }  // namespace weft

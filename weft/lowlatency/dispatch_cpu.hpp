@@ -76,7 +76,7 @@ void read_choices(const LowLatencyDispatchArgs& a, u32 token, i32 (&ids)[S.top_k
 // Sends one token: its choices to every living rank, its row to the ranks that hold one of its
 // experts.
 template <LowLatencyShape S>
-void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&mask)[S.experts]) {
+void send_token(const LowLatencyDispatchArgs& a, u64 epoch, u32 token, u32 (&mask)[S.experts]) {
     Header& header = own_share<S>(a.site).header;
     i32 ids[S.top_k];
     read_choices<S>(a, token, ids);
@@ -105,41 +105,41 @@ void send_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 token, u32 (&ma
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
         for (u32 k = 0; k < S.top_k; ++k)
             store_relaxed(&to.choices[a.site.rank][token][k],
-                          tagged(wanted, owner[k] == peer ? choices[k] : 0));
+                          tagged(epoch, owner[k] == peer ? choices[k] : 0));
         if (has(ranks, peer)) post_words<u64>(to.sent_row(a.site.rank, token), row, sizeof(row));
     }
 }
 
 // Sends the masks of a chunk to the experts' ranks.
 template <LowLatencyShape S>
-void send_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 chunk,
+void send_masks(const LowLatencyDispatchArgs& a, u64 epoch, u32 chunk,
                 const u32 (&mask)[S.experts]) {
     for (u32 expert = 0; expert < S.experts; ++expert) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
         if (!has(own_share<S>(a.site).header.living, location.rank)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
         store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
-                      tagged(wanted, mask[expert]));
+                      tagged(epoch, mask[expert]));
     }
 }
 
 // Sends the first words of a dispatch: the flag that it has begun, and its token count. They order
 // nothing, and no later read depends on them.
-template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted) {
+template <LowLatencyShape S> void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 epoch) {
     Header& header = own_share<S>(a.site).header;
     header.call = a.call;
-    mark_sent(Solo{}, header, Phase::dispatch, wanted);
+    mark_sent(Solo{}, header, Phase::dispatch, epoch);
     for_living<S>(a.site, [&](u32 peer) {
-        const Action planned = fault(header, Point::before_flag, peer, wanted);
+        const Action planned = fault(header, Point::before_flag, peer, epoch);
         if (planned == Action::drop) return true;
         const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
         LowLatencyInbox<S>& to = share_of<S>(a.site, peer).inbox;
-        store_relaxed(&to.tokens[a.site.rank], tagged(wanted, a.tokens));
+        store_relaxed(&to.tokens[a.site.rank], tagged(epoch, a.tokens));
         store_relaxed(&to.dispatch_begun[a.site.rank],
-                      make_flag(header.generation, u32(a.call.hash), wanted) ^ lie);
+                      make_flag(header.generation, u32(a.call.hash), epoch) ^ lie);
         return true;
     });
-    mark_published(Solo{}, header, Phase::dispatch, wanted);
+    mark_published(Solo{}, header, Phase::dispatch, epoch);
 }
 
 template <LowLatencyShape S>
@@ -149,31 +149,31 @@ bool await_credits(const Site& site, const Progress& progress, Phase phase) {
 }
 
 template <LowLatencyShape S>
-bool send_tokens(const LowLatencyDispatchArgs& a, const Progress& progress, u64 wanted) {
+bool send_tokens(const LowLatencyDispatchArgs& a, const Progress& progress, u64 epoch) {
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
     if (!await_credits<S>(a.site, progress, Phase::dispatch)) return false;
     recorder.credited();
-    send_dispatch_begun<S>(a, wanted);
+    send_dispatch_begun<S>(a, epoch);
     for (u32 chunk = 0; chunk < chunks_of(a.tokens); ++chunk) {
         u32 mask[S.experts] = {};
         const u32 first = chunk * chunk_tokens, rest = a.tokens - first;
         for (u32 i = 0; i < (rest < chunk_tokens ? rest : chunk_tokens); ++i)
-            send_token<S>(a, wanted, first + i, mask);
-        send_masks<S>(a, wanted, chunk, mask);
+            send_token<S>(a, epoch, first + i, mask);
+        send_masks<S>(a, epoch, chunk, mask);
     }
-    recorder.ended(Solo{}, a.traces, Phase::dispatch, wanted, CtaRole::sender, 0, profiled_now());
-    fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, wanted);
+    recorder.ended(Solo{}, a.traces, Phase::dispatch, epoch, CtaRole::sender, 0, profiled_now());
+    fault(own_share<S>(a.site).header, Point::after_payload, a.site.rank, epoch);
     return true;
 }
 
 // Waits for a source's mask of a chunk for one of this rank's experts.
 template <LowLatencyShape S>
-bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 tokens, u32 chunk,
+bool await_masks(const LowLatencyDispatchArgs& a, u64 epoch, u32 source, u32 tokens, u32 chunk,
                  u32 e, u32& bits) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     if (!await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.token_masks[source][chunk][e],
-                      source, wanted, bits))
+                      source, epoch, bits))
         return false;
     bits &= valid_bits(tokens, chunk);
     return true;
@@ -181,17 +181,17 @@ bool await_masks(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 to
 
 // Receives the token count of each living source, and computes its first row of each expert.
 template <LowLatencyShape S>
-bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)[S.ranks],
+bool receive_metadata(const LowLatencyDispatchArgs& a, u64 epoch, u32 (&tokens)[S.ranks],
                       u32 (&first)[S.ranks][S.local]) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const bool received = for_living<S>(a.site, [&](u32 source) {
-        fault(own.header, Point::before_poll, source, wanted);
+        fault(own.header, Point::before_poll, source, epoch);
         if (!await_flag(own.header, a.site, &own.inbox.dispatch_begun[source], source,
-                        Phase::dispatch, u32(a.call.hash) & flag_mask, wanted) ||
+                        Phase::dispatch, u32(a.call.hash) & flag_mask, epoch) ||
             !await_tagged(own.header, a.site, Phase::dispatch, &own.inbox.tokens[source], source,
-                          wanted, tokens[source]))
+                          epoch, tokens[source]))
             return false;
-        mark_arrived(Solo{}, own.header, Phase::dispatch, wanted, source);
+        mark_arrived(Solo{}, own.header, Phase::dispatch, epoch, source);
         tokens[source] = clamp_tokens<S>(tokens[source]);
         return true;
     });
@@ -204,8 +204,7 @@ bool receive_metadata(const LowLatencyDispatchArgs& a, u64 wanted, u32 (&tokens)
             first[source][e] = total;
             for (u32 chunk = 0; chunk < chunks_of(tokens[source]); ++chunk) {
                 u32 bits;
-                if (!await_masks<S>(a, wanted, source, tokens[source], chunk, e, bits))
-                    return false;
+                if (!await_masks<S>(a, epoch, source, tokens[source], chunk, e, bits)) return false;
                 total += bits_in(bits);
             }
             i32* range = a.ranges + 2 * (e * S.ranks + source);
@@ -231,14 +230,14 @@ void unpack_row(const LowLatencyDispatchArgs& a, const u8* from, u32 e, u32 row)
 // Receives one token of one source and stores it at its experts' rows. first: row of the first
 // token of its chunk, for each of this rank's experts; bits: the masks of the chunk.
 template <LowLatencyShape S>
-bool receive_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token,
+bool receive_token(const LowLatencyDispatchArgs& a, u64 epoch, u32 source, u32 token,
                    const u32 (&first)[S.local], const u32 (&bits)[S.local]) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
-    const Wait wait{source, Phase::dispatch, wanted, epoch_before(wanted)};
+    const Wait wait{source, Phase::dispatch, epoch, epoch_before(epoch)};
     u32 choices[S.top_k], any = 0;
     for (u32 k = 0; k < S.top_k; ++k) {
         u64* at = &own.inbox.choices[source][token][k];
-        if (!await_tagged(own.header, a.site, Phase::dispatch, at, source, wanted, choices[k]))
+        if (!await_tagged(own.header, a.site, Phase::dispatch, at, source, epoch, choices[k]))
             return false;
         any |= choices[k];
     }
@@ -270,34 +269,34 @@ bool receive_token(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 
 
 // Receives all tokens of one source, chunk by chunk; `first` advances with them.
 template <LowLatencyShape S>
-bool receive_source(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 tokens,
+bool receive_source(const LowLatencyDispatchArgs& a, u64 epoch, u32 source, u32 tokens,
                     u32 (&first)[S.local], TraceRecorder& recorder) {
     for (u32 chunk = 0; chunk < chunks_of(tokens); ++chunk) {
         u32 bits[S.local] = {};
         for (u32 e = 0; e < a.own_experts; ++e)
-            if (!await_masks<S>(a, wanted, source, tokens, chunk, e, bits[e])) return false;
+            if (!await_masks<S>(a, epoch, source, tokens, chunk, e, bits[e])) return false;
         const u32 start = chunk * chunk_tokens, end = start + chunk_tokens;
         for (u32 token = start; token < (tokens < end ? tokens : end); ++token, recorder.worked())
-            if (!receive_token<S>(a, wanted, source, token, first, bits)) return false;
+            if (!receive_token<S>(a, epoch, source, token, first, bits)) return false;
         for (u32 e = 0; e < a.own_experts; ++e) first[e] += bits_in(bits[e]);
     }
     return true;
 }
 
-template <LowLatencyShape S> bool receive_tokens(const LowLatencyDispatchArgs& a, u64 wanted) {
+template <LowLatencyShape S> bool receive_tokens(const LowLatencyDispatchArgs& a, u64 epoch) {
     TraceRecord record;
     TraceRecorder recorder(Solo{}, record, true);
     u32 tokens[S.ranks] = {}, first[S.ranks][S.local] = {};
-    if (!receive_metadata<S>(a, wanted, tokens, first)) return false;
+    if (!receive_metadata<S>(a, epoch, tokens, first)) return false;
     recorder.learned();
     for (u32 i = 0; i < S.ranks; ++i) {
         const u32 source = (a.site.rank + i) % S.ranks;
         const u64 since = recorder.waits();
-        if (!receive_source<S>(a, wanted, source, tokens[source], first[source], recorder))
+        if (!receive_source<S>(a, epoch, source, tokens[source], first[source], recorder))
             return false;
         recorder.waited(since, source);
     }
-    recorder.ended(Solo{}, a.traces, Phase::dispatch, wanted, CtaRole::receiver, 1, profiled_now());
+    recorder.ended(Solo{}, a.traces, Phase::dispatch, epoch, CtaRole::receiver, 1, profiled_now());
     return true;
 }
 
@@ -316,23 +315,23 @@ void low_latency_dispatch(const LowLatencyDispatchArgs& a) {
     const Progress progress = own.progress;
     if (own.header.state.failed != 0) return;
     const u64 start = now_ns();
-    const u64 wanted =
+    const u64 epoch =
         ((part == PhasePart::recv ? progress.received : progress.sent) + 1) & epoch_mask;
     send_credits<S>(a.site, progress);
     if constexpr (part != PhasePart::recv) {
-        mark_start(Solo{}, own.header, Phase::dispatch, wanted, start);
-        if (fault(own.header, Point::dispatch_enter, a.site.rank, wanted) == Action::stay_away)
+        mark_start(Solo{}, own.header, Phase::dispatch, epoch, start);
+        if (fault(own.header, Point::dispatch_enter, a.site.rank, epoch) == Action::stay_away)
             return;
-        if (!send_tokens<S>(a, progress, wanted)) return;
-        own.progress.sent = wanted;
+        if (!send_tokens<S>(a, progress, epoch)) return;
+        own.progress.sent = epoch;
     }
     if constexpr (part != PhasePart::send) {
-        if (!receive_tokens<S>(a, wanted)) return;
+        if (!receive_tokens<S>(a, epoch)) return;
         if constexpr (S.gemm_push)  // on behalf of the kernels that store there
             if (!await_credits<S>(a.site, progress, Phase::combine)) return;
-        own.progress.received = wanted;
-        keep_record(own.header, Phase::dispatch, wanted, start, a.tokens);
-        mark_end(own.header, Phase::dispatch, wanted);
+        own.progress.received = epoch;
+        keep_record(own.header, Phase::dispatch, epoch, start, a.tokens);
+        mark_end(own.header, Phase::dispatch, epoch);
     }
 }
 

@@ -35,9 +35,9 @@ WEFT_FN constexpr bool is_of(u64 word, u64 epoch) {
 }
 
 // The epoch that an error reports for a word that has not arrived: the one that the word holds.
-WEFT_FN constexpr u64 epoch_before(u64 wanted) { return (wanted - 1) & epoch_mask; }
-WEFT_FN constexpr u64 epoch_in(u64 word, u64 wanted) {
-    return word == sentinel_pair ? epoch_before(wanted) : word >> tagged_bits;
+WEFT_FN constexpr u64 epoch_before(u64 epoch) { return (epoch - 1) & epoch_mask; }
+WEFT_FN constexpr u64 epoch_in(u64 word, u64 epoch) {
+    return word == sentinel_pair ? epoch_before(epoch) : word >> tagged_bits;
 }
 
 // A source sends its choices by expert, as masks: one bit for each of `chunk_tokens` tokens. So
@@ -235,21 +235,21 @@ WEFT_FN u64 credit_needed(const Progress& progress, Phase phase) {
 // ordered after the restored sentinels.
 template <LowLatencyShape S>
 WEFT_FN bool await_credit(const Site& site, const Progress& progress, Phase phase, u32 peer) {
-    const u64 wanted = credit_needed(progress, phase);
+    const u64 credit = credit_needed(progress, phase);
     // Deadlines identify a round by its resulting epoch.
     return await_flag(own_share<S>(site).header, site, credit_of<S>(site, phase, peer), peer, phase,
-                      site.descriptor, (wanted + 1) & epoch_mask, wanted);
+                      site.descriptor, (credit + 1) & epoch_mask, credit);
 }
 
 // Waits for a tagged word of a peer's operation and returns its value in `value`.
 WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at, u32 peer,
-                          u64 wanted, u32& value) {
+                          u64 epoch, u32& value) {
     SpinWait spin;
     for (;;) {
         const u64 word = load_relaxed(at);
         value = value_of(word);
-        if (is_of(word, wanted)) return true;
-        if (!spin.keep_waiting(header, site, {peer, phase, wanted, epoch_in(word, wanted)}))
+        if (is_of(word, epoch)) return true;
+        if (!spin.keep_waiting(header, site, {peer, phase, epoch, epoch_in(word, epoch)}))
             return false;
     }
 }
@@ -257,11 +257,11 @@ WEFT_FN bool await_tagged(Header& header, const Site& site, Phase phase, u64* at
 // Whether a peer combines the same dispatch. With two results alive, ranks could combine different
 // ones, and all rows would belong to the wrong result.
 template <LowLatencyShape S>
-WEFT_FN bool same_dispatch(const LowLatencyCombineArgs& a, u64 wanted, u32 peer) {
+WEFT_FN bool same_dispatch(const LowLatencyCombineArgs& a, u64 epoch, u32 peer) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     u32 dispatch_id = 0;
     if (!await_tagged(own.header, a.site, Phase::combine, &own.inbox.dispatch_ids[peer], peer,
-                      wanted, dispatch_id))
+                      epoch, dispatch_id))
         return false;
     if (dispatch_id == a.dispatch_id) return true;
     fail_call(own.header, a.site, Code::other_result, peer, Phase::combine, a.dispatch_id,
@@ -270,9 +270,9 @@ WEFT_FN bool same_dispatch(const LowLatencyCombineArgs& a, u64 wanted, u32 peer)
 }
 
 template <LowLatencyShape S>
-WEFT_FN void send_dispatch_id(const LowLatencyCombineArgs& a, u64 wanted, u32 peer) {
+WEFT_FN void send_dispatch_id(const LowLatencyCombineArgs& a, u64 epoch, u32 peer) {
     store_relaxed(&share_of<S>(a.site, peer).inbox.dispatch_ids[a.site.rank],
-                  tagged(wanted, a.dispatch_id));
+                  tagged(epoch, a.dispatch_id));
 }
 
 // A count from a peer is clamped to the capacity of an inbox: no source has more tokens than a

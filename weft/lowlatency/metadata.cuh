@@ -35,51 +35,51 @@ WEFT_FN void build_masks(const Block& team, const LowLatencyDispatchArgs& a, u32
 // Sends the first word of a dispatch, by one lane to one peer: its token count, for which all
 // receivers wait. Returns the fault that is planned for the flag that follows.
 template <LowLatencyShape S>
-WEFT_FN Action send_token_count(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer) {
-    const Action planned = fault(own_share<S>(a.site).header, Point::before_flag, peer, wanted);
+WEFT_FN Action send_token_count(const LowLatencyDispatchArgs& a, u64 epoch, u32 peer) {
+    const Action planned = fault(own_share<S>(a.site).header, Point::before_flag, peer, epoch);
     if (planned != Action::drop)
         store_relaxed(&share_of<S>(a.site, peer).inbox.tokens[a.site.rank],
-                      tagged(wanted, a.tokens));
+                      tagged(epoch, a.tokens));
     return planned;
 }
 
 // Sends the flag that a dispatch has begun. It orders nothing; only the coordinator reads it.
 template <LowLatencyShape S>
-WEFT_FN void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 wanted, u32 peer,
+WEFT_FN void send_dispatch_begun(const LowLatencyDispatchArgs& a, u64 epoch, u32 peer,
                                  Action planned) {
     if (planned == Action::drop) return;
     const u64 lie = planned == Action::lie ? 1ull << 40 : 0;
     const u32 generation = own_share<S>(a.site).header.generation;
     store_relaxed(&share_of<S>(a.site, peer).inbox.dispatch_begun[a.site.rank],
-                  make_flag(generation, u32(a.call.hash), wanted) ^ lie);
+                  make_flag(generation, u32(a.call.hash), epoch) ^ lie);
 }
 
 template <LowLatencyShape S>
 WEFT_FN void send_metadata(const Block& team, const LowLatencyDispatchArgs& a,
-                           const RankState& state, u64 wanted, u32 chunk,
+                           const RankState& state, u64 epoch, u32 chunk,
                            const MetadataScratch<S>& scratch) {
     Header& header = own_share<S>(a.site).header;
     const bool announces = chunk == 0 && state.serves<S>(team.lane());
     Action planned = Action::drop;
-    if (announces) planned = send_token_count<S>(a, wanted, team.lane());
+    if (announces) planned = send_token_count<S>(a, epoch, team.lane());
     for (u32 expert = team.lane(); expert < S.experts; expert += team.lanes()) {
         const ExpertLocation location = locate_expert<S>(a.placement, expert);
         if (!has(state.living, location.rank)) continue;
         LowLatencyInbox<S>& to = share_of<S>(a.site, location.rank).inbox;
         store_relaxed(&to.token_masks[a.site.rank][chunk][location.local],
-                      tagged(wanted, scratch.mask[expert]));
+                      tagged(epoch, scratch.mask[expert]));
     }
     if (chunk != 0) return;
     if (team.lane() == 0) header.call = a.call;
-    mark_sent(team, header, Phase::dispatch, wanted);
-    if (announces) send_dispatch_begun<S>(a, wanted, team.lane(), planned);
-    mark_published(team, header, Phase::dispatch, wanted);
+    mark_sent(team, header, Phase::dispatch, epoch);
+    if (announces) send_dispatch_begun<S>(a, epoch, team.lane(), planned);
+    mark_published(team, header, Phase::dispatch, epoch);
 }
 
 // One warp per token, lane k for entry k: sends to every living rank which of its experts are
 // chosen, reports invalid ids, and records which rows combine will return.
 template <LowLatencyShape S>
-WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted, u32 token,
+WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, RankSet living, u64 epoch, u32 token,
                           i32 id) {
     Header& header = own_share<S>(a.site).header;
     const u32 lane = threadIdx.x % warp_lanes;
@@ -103,7 +103,7 @@ WEFT_FN void send_choices(const LowLatencyDispatchArgs& a, RankSet living, u64 w
             const u32 peer = next_rank<S>(a.site.rank, i);
             if (!has(living, peer)) continue;
             store_relaxed(&share_of<S>(a.site, peer).inbox.choices[a.site.rank][token][lane],
-                          tagged(wanted, location.rank == peer ? location.local + 1 : 0));
+                          tagged(epoch, location.rank == peer ? location.local + 1 : 0));
         }
     const u32 choices = __ballot_sync(all_lanes, kept);
     const RankSet ranks = union_of_lanes(kept ? only(location.rank) : RankSet{});

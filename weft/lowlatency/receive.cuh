@@ -34,7 +34,7 @@ template <LowLatencyShape S> struct ReceiveScratch {
 // Waits for a source's token count and its first mask of one of this rank's experts. Both are
 // polled together, because they arrive together. False when a wait has failed.
 template <LowLatencyShape S>
-WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 e,
+WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 epoch, u32 source, u32 e,
                               u32& tokens, u64& word) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     SpinWait spin;
@@ -43,10 +43,10 @@ WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 s
         word = load_relaxed(&own.inbox.token_masks[source][0][e]);
         tokens = clamp_tokens<S>(value_of(count_word));
         const bool count_only = tokens == 0 || a.own_experts == 0;
-        const bool has_count = is_of(count_word, wanted);
-        if (has_count && (count_only || is_of(word, wanted))) return true;
-        const u64 seen = epoch_in(has_count ? word : count_word, wanted);
-        const Wait wait{source, Phase::dispatch, wanted, seen};
+        const bool has_count = is_of(count_word, epoch);
+        if (has_count && (count_only || is_of(word, epoch))) return true;
+        const u64 seen = epoch_in(has_count ? word : count_word, epoch);
+        const Wait wait{source, Phase::dispatch, epoch, seen};
         if (!spin.keep_waiting(own.header, a.site, wait)) return false;
     }
 }
@@ -55,7 +55,7 @@ WEFT_FN bool await_first_mask(const LowLatencyDispatchArgs& a, u64 wanted, u32 s
 // first entry gets the number of rows, the others their first row among the source's rows. Called
 // by one thread; false when a wait has failed.
 template <LowLatencyShape S>
-WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 wanted, u32 source,
+WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 epoch, u32 source,
                          u32 e, ReceiveScratch<S>& scratch) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const auto at = [&](u32 chunk) { return &own.inbox.token_masks[source][chunk][e]; };
@@ -64,7 +64,7 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 wa
 #pragma unroll
     for (u32 j = 1; j < masks_in_flight; ++j)
         if (j < S.chunks()) word[j] = load_relaxed(at(j));
-    if (has(living, source) && !await_first_mask<S>(a, wanted, source, e, tokens, word[0]))
+    if (has(living, source) && !await_first_mask<S>(a, epoch, source, e, tokens, word[0]))
         return false;
     const u32 chunks = a.own_experts == 0 ? 0 : chunks_of(tokens);
     for (u32 c = 0; c < chunks; c += masks_in_flight) {
@@ -76,8 +76,8 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 wa
         for (u32 j = 0; j < masks_in_flight; ++j) {
             if (c + j >= chunks) break;
             u32 bits = value_of(word[j]);
-            if (!is_of(word[j], wanted) &&
-                !await_tagged(own.header, a.site, Phase::dispatch, at(c + j), source, wanted, bits))
+            if (!is_of(word[j], epoch) &&
+                !await_tagged(own.header, a.site, Phase::dispatch, at(c + j), source, epoch, bits))
                 return false;
             bits &= valid_bits(tokens, c + j);
             if constexpr (ReceiveScratch<S>::holds_bits) scratch.bits[source][c + j][e] = bits;
@@ -93,14 +93,14 @@ WEFT_FN bool await_masks(const LowLatencyDispatchArgs& a, RankSet living, u64 wa
 
 template <LowLatencyShape S>
 WEFT_FN bool await_metadata(const Block& team, const LowLatencyDispatchArgs& a, RankSet living,
-                            u64 wanted, bool leads, ReceiveScratch<S>& scratch) {
+                            u64 epoch, bool leads, ReceiveScratch<S>& scratch) {
     if (leads && team.lane() < S.ranks)
-        fault(own_share<S>(a.site).header, Point::before_poll, team.lane(), wanted);
+        fault(own_share<S>(a.site).header, Point::before_poll, team.lane(), epoch);
     bool arrived = true;
     // A rank without experts still reads how many tokens there are.
     const u32 words = max(1u, a.own_experts);
     for (u32 i = team.lane(); arrived && i < S.ranks * words; i += team.lanes())
-        arrived = await_masks<S>(a, living, wanted, i / words, i % words, scratch);
+        arrived = await_masks<S>(a, living, epoch, i / words, i % words, scratch);
     return arrived;
 }
 
@@ -186,7 +186,7 @@ WEFT_FN RowFragment<S> poll_row(LowLatencyInbox<S>& inbox, u32 source, u32 token
 // Waits for a token's choices and, if one of them is an expert of this rank (`has_row`), for this
 // warp's part of the row, whose sentinels are restored. False when a wait has failed.
 template <LowLatencyShape S>
-WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token, u32 unit,
+WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 epoch, u32 source, u32 token, u32 unit,
                        RowFragment<S>& fragment, bool& has_row) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
     const u32 lane = threadIdx.x % warp_lanes;
@@ -206,7 +206,7 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
     };
     SpinWait spin;
     for (;;) {
-        const bool has_choice = lane >= S.top_k || is_of(fragment.word, wanted);
+        const bool has_choice = lane >= S.top_k || is_of(fragment.word, epoch);
         const u32 left = missing();
         const bool has_all_choices = __all_sync(all_lanes, has_choice);
         if (has_all_choices) {
@@ -216,8 +216,8 @@ WEFT_FN bool await_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, 
         }
         // Until all choices have arrived, no lane knows whether there is a row.
         const bool waits = has_all_choices ? left != 0 : !has_choice;
-        const u64 seen = has_all_choices ? epoch_before(wanted) : epoch_in(fragment.word, wanted);
-        const Wait wait{source, Phase::dispatch, wanted, seen};
+        const u64 seen = has_all_choices ? epoch_before(epoch) : epoch_in(fragment.word, epoch);
+        const Wait wait{source, Phase::dispatch, epoch, seen};
         const bool waiting = !waits || spin.keep_waiting(own.header, a.site, wait);
         if (!__all_sync(all_lanes, waiting)) return false;
         if (!has_choice) fragment.word = load_relaxed(&own.inbox.choices[source][token][lane]);
@@ -259,12 +259,12 @@ WEFT_FN void keep_weights(const LowLatencyDispatchArgs& a, u64 slot, u32 v, uint
 
 // Receives one warp's part of one row: waits for it and stores it at each of its experts.
 template <LowLatencyShape S>
-WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 wanted, u32 source, u32 token,
+WEFT_FN bool receive_row(const LowLatencyDispatchArgs& a, u64 epoch, u32 source, u32 token,
                          u32 unit, const ReceiveScratch<S>& scratch, RowFragment<S>& fragment,
                          TraceRecorder& recorder) {
     const u64 since = recorder.waits();
     bool has_row = false;
-    if (!await_row<S>(a, wanted, source, token, unit, fragment, has_row)) return false;
+    if (!await_row<S>(a, epoch, source, token, unit, fragment, has_row)) return false;
     const u32 k = threadIdx.x % warp_lanes;
     // Lanes without an entry hold the word 0, which means no expert.
     const auto [e, row] = find_expert_row<S>(a, scratch, source, token, value_of(fragment.word));
@@ -304,7 +304,7 @@ WEFT_FN RowFragment<S> poll_first_row(const LowLatencyDispatchArgs& a, u32 unit)
 
 // Receives all rows of all sources, in the order (token, source).
 template <LowLatencyShape S>
-WEFT_FN bool receive_rows(const LowLatencyDispatchArgs& a, u64 wanted, WarpUnits warp_units,
+WEFT_FN bool receive_rows(const LowLatencyDispatchArgs& a, u64 epoch, WarpUnits warp_units,
                           const ReceiveScratch<S>& scratch, RowFragment<S> fragment,
                           TraceRecorder& recorder) {
     LowLatencyShare<S>& own = own_share<S>(a.site);
@@ -317,7 +317,7 @@ WEFT_FN bool receive_rows(const LowLatencyDispatchArgs& a, u64 wanted, WarpUnits
         const auto [source, token] = ReceiveUnit<S>::of(unit, a.site.rank);
         if (token >= scratch.tokens[source]) continue;
         if (unit != warp_units.first) fragment = poll_row<S>(own.inbox, source, token, unit);
-        if (!receive_row<S>(a, wanted, source, token, unit, scratch, fragment, recorder))
+        if (!receive_row<S>(a, epoch, source, token, unit, scratch, fragment, recorder))
             return false;
         recorder.worked();
     }

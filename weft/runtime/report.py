@@ -43,8 +43,8 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
     entry = f"rank {record.rank}: topk_ids[{record.token}, {record.slot}]"
     if record.code == BAD_EXPERT_ID:
         return BadExpertId(
-            f"{entry} is {_signed(record.seen)}{_reporter(record)}; expert ids are "
-            f"0..{record.wanted - 1}, or -1 for none. The id was dropped, all others were "
+            f"{entry} is {_signed(record.observed)}{_reporter(record)}; expert ids are "
+            f"0..{record.expected - 1}, or -1 for none. The id was dropped, all others were "
             f"sent{more}. Fix the router or mask the id with -1."
         )
     if record.code == DUPLICATE_EXPERT:
@@ -52,31 +52,31 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         if drops_repeats:
             kept = "It was dropped, its first place in the row was sent"
         return BadExpertId(
-            f"{entry} repeats expert {record.seen} of the same row; a row names an expert once. "
+            f"{entry} repeats expert {record.observed} of the same row; a row names an expert once. "
             f"{kept}{more}. Fix the router's top-k."
         )
     if record.code == GONE_RANK:
         return BadExpertId(
-            f"{entry} is {record.seen}, an expert of rank {record.peer}, which is gone: ids of its "
+            f"{entry} is {record.observed}, an expert of rank {record.peer}, which is gone: ids of its "
             f"experts are dropped from now on, which is reported once{more}. Place replicas of "
             "the experts on other ranks, or mask the ids with -1."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
             f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
-            f"{_signed(record.seen)}; its rows are 0..{record.wanted - 1}, or -1 for none. The "
+            f"{_signed(record.observed)}; its rows are 0..{record.expected - 1}, or -1 for none. The "
             f"entry was dropped{more}. Fix the code that computes the index."
         )
     if record.phase == GROUPING:
         return TokenOverflow(
-            f"rank {record.rank}: grouping needs {record.seen} rows (masked: for local expert "
+            f"rank {record.rank}: grouping needs {record.observed} rows (masked: for local expert "
             f"{record.slot}; contiguous: padding included), the buffer has "
-            f"max_rows={record.wanted}. Entries beyond it were dropped{more}. "
+            f"max_rows={record.expected}. Entries beyond it were dropped{more}. "
             "Build ExpertGroups with a larger max_rows."
         )
     return TokenOverflow(
-        f"rank {record.rank}: num_tokens on the device is {_signed(record.seen)}"
-        f"{_reporter(record)}; the tensors of this call hold 0..{record.wanted} tokens. The count "
+        f"rank {record.rank}: num_tokens on the device is {_signed(record.observed)}"
+        f"{_reporter(record)}; the tensors of this call hold 0..{record.expected} tokens. The count "
         f"was clamped{more}."
     )
 
@@ -177,7 +177,7 @@ def _peer_gone(
     if record.code == PEER_LEFT:
         return PeerLeft(
             f"{who}: rank {record.peer} {words_of(record.peer) or 'left'} before it made its part "
-            f"of epoch {record.wanted}{_reporter(record)}. Every rank must make the same calls; "
+            f"of epoch {record.expected}{_reporter(record)}. Every rank must make the same calls; "
             "fix that rank, then make a new group."
         )
     pid = pid_of(record.peer)
@@ -190,14 +190,14 @@ def _peer_gone(
         )
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
-        f"{record.wanted}{_reporter(record)}. Its own output may show the cause; {fix}"
+        f"{record.expected}{_reporter(record)}. Its own output may show the cause; {fix}"
     )
 
 
 def _reduce_timeout(record: ErrorRecord, who: str, option: str, machines: int) -> PeerTimeout:
     """Return the timeout of an all-reduce, with the slot that did not arrive."""
     return PeerTimeout(
-        f"{who}, epoch {record.wanted}: the {SLOTS.get(record.seen, 'slot')} of token "
+        f"{who}, epoch {record.expected}: the {SLOTS.get(record.observed, 'slot')} of token "
         f"{record.token} (16-byte word {record.slot}) did not come from rank {record.peer} "
         f"within {record.elapsed_ns / 1e9:.2f} s. {_late_peer(option, machines)}"
     )
@@ -224,7 +224,7 @@ def breakage(
     """
     who = f"rank {record.rank}, {_phase(record)}"
     # Same rule as is_overdue in device/wait.cuh.
-    first = (record.wanted - first_epoch) & EPOCH_MASK <= 1
+    first = (record.expected - first_epoch) & EPOCH_MASK <= 1
     option = "first_timeout" if first else "timeout"
     if record.code in (PEER_DIED, PEER_LEFT):
         return _peer_gone(record, who, pid_of, words_of, machines)
@@ -237,25 +237,25 @@ def breakage(
         words = words_of(record.reported_by - 1)
         return _reported_by_peer(record, who, option, machines, call_of, words)
     if record.code == GEOMETRY_MISMATCH:
-        peer_call = call_of(record.peer, record.seen)
-        own_call = call_of(record.rank, record.wanted)
+        peer_call = call_of(record.peer, record.observed)
+        own_call = call_of(record.rank, record.expected)
         return _mismatch(who, record.peer, peer_call, own_call)
     if record.phase == ALL_REDUCE and record.code == PEER_TIMEOUT:
         return _reduce_timeout(record, who, option, machines)
     if record.code == PEER_TIMEOUT:
         return PeerTimeout(
-            f"{who}: rank {record.peer} did not publish epoch {record.wanted} within "
-            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.seen}). "
+            f"{who}: rank {record.peer} did not publish epoch {record.expected} within "
+            f"{record.elapsed_ns / 1e9:.2f} s (its flag shows epoch {record.observed}). "
             f"{_late_peer(option, machines)}"
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(
-            f"{who}: rank {record.peer} combined result {record.seen} of those alive, this rank "
-            f"result {record.wanted}, the oldest being 1. Combine the results in the same order on "
+            f"{who}: rank {record.peer} combined result {record.observed} of those alive, this rank "
+            f"result {record.expected}, the oldest being 1. Combine the results in the same order on "
             "every rank."
         )
     asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(
-        f"{who}: left its wait for epoch {record.wanted} because {asker} called abort() or "
+        f"{who}: left its wait for epoch {record.expected} because {asker} called abort() or "
         "was interrupted; make a new group."
     )
