@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structs of a domain of up to 32 ranks, which is what most tests have."""
 
-from weft.heap.header import header_bytes, mirrors
+from weft.heap.header import header_bytes, header_structs
 
 HEADER_BYTES = header_bytes(1)
-Timeline, Header = mirrors(1).Timeline, mirrors(1).Header
+Timeline, Header = header_structs(1).Timeline, header_structs(1).Header

@@ -101,9 +101,9 @@ def wanted_out(
 ) -> torch.Tensor:
     """What combine must return for this rank's inputs."""
     x, ids, weights, add = inputs
-    sent = low.sent(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
+    sent = low.delivered_rows(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
     rows = readable(*sent, x.dtype)
-    chosen = low.choices(ids, case.experts)
+    chosen = low.valid_ids(ids, case.experts)
     each = rows[:, None].expand(-1, case.top_k, -1)
     return low.combine(
         apply_expert(each, chosen.clamp(min=0)),

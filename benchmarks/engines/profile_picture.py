@@ -15,7 +15,7 @@ from typing import Any
 from report import ROOT, Line, machine_line, read
 
 sys.path.insert(0, str(ROOT))
-from weft.bench.plot import BASELINES, COLOURS, INK, matplotlib_pyplot, plain, save  # noqa: E402
+from weft.bench.plot import BASELINES, COLOURS, INK, matplotlib_pyplot, save, style_axes  # noqa: E402
 
 # Substrings of kernel names; the first match counts, and other kernels are "other".
 KINDS = {
@@ -62,7 +62,7 @@ def draw(lines: list[Line], to: Path) -> None:
         axes.text(length, row, f" {length:.2f}", va="center", color=INK)
     names = [f"{line['variant']}, {line['requests']} a rank" for line in lines]
     axes.set_yticks(range(len(lines)), names)
-    plain(axes)
+    style_axes(axes)
     axes.invert_yaxis()
     axes.set_xlim(0, max(left) * 1.12)
     axes.set_xlabel("ms of GPU time in a decode step, rank 0")

@@ -13,7 +13,7 @@ import torch
 import weft
 from tests.compat.calls import refused
 from tests.kinds import THREADS, on_ranks
-from weft.allreduce.choice import choose
+from weft.allreduce.choice import choose_backend
 from weft.allreduce.config import ReduceConfig
 from weft.errors import InvalidArgument, TokenOverflow
 
@@ -36,15 +36,18 @@ def test_the_rule_is_near_the_fastest_of_what_was_measured(ranks, loss):
         sizes, epilogue = config(ranks, curve["hidden"]), curve["epilogue"] != "none"
         for place, tokens in enumerate(curve["tokens"]):
             us = {name: each[place] for name, each in curve["us"].items() if each[place]}
-            chosen = choose(sizes, tuple(us), tokens, epilogue=epilogue).backend
+            chosen = choose_backend(sizes, tuple(us), tokens, epilogue=epilogue).backend
             assert us[chosen] <= (1 + loss) * min(us.values()), (curve, tokens)
 
 
 def test_the_nearest_backend_that_was_built_is_taken():
     sizes = config(8)
-    assert choose(sizes, ("oneshot", "twoshot_bulk"), 32, epilogue=True).backend == "twoshot_bulk"
-    assert choose(sizes, ("twoshot", "twoshot_bulk"), 1, epilogue=True).backend == "twoshot"
-    assert choose(sizes, ("oneshot", "twoshot"), 2048, epilogue=True).backend == "twoshot"
+    assert (
+        choose_backend(sizes, ("oneshot", "twoshot_bulk"), 32, epilogue=True).backend
+        == "twoshot_bulk"
+    )
+    assert choose_backend(sizes, ("twoshot", "twoshot_bulk"), 1, epilogue=True).backend == "twoshot"
+    assert choose_backend(sizes, ("oneshot", "twoshot"), 2048, epilogue=True).backend == "twoshot"
 
 
 def chosen(group: weft.Group) -> None:

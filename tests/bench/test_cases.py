@@ -24,15 +24,15 @@ from weft.bench.layer import (
     LayerCase,
     LayerTrial,
     Load,
-    count,
-    stack,
+    compute_load,
+    stack_experts,
     weight_bytes,
 )
 from weft.bench.limits import allreduce_floor_us
 from weft.bench.lowlatency import LowCase, LowTrial
 from weft.bench.moe import MoECase
 from weft.bench.report import as_json, print_report, rows_of
-from weft.bench.routing import busiest, choice_rows, make_ids, parse_routing, token_rows
+from weft.bench.routing import choice_rows, make_ids, max_rank_rows, parse_routing, token_rows
 from weft.errors import InvalidArgument, RankFailed
 from weft.moe import MODELS, OVERLAPS
 from weft.placement import Placement
@@ -333,7 +333,7 @@ def test_traffic_is_what_a_loop_counts():
     assert choice_rows(ids, 13).tolist() == choices
     out = [sum(rows[r]) - rows[r][r] for r in range(4)]
     into = [sum(rows[s][r] for s in range(4)) - rows[r][r] for r in range(4)]
-    assert busiest(token_rows(ids, 13)) == max(out + into)
+    assert max_rank_rows(token_rows(ids, 13)) == max(out + into)
     assert case.traffic(ids)["chosen"] == 9 * 4
 
 
@@ -357,14 +357,14 @@ def test_a_load_is_counted_by_hand():
     # Rank 0 has experts 0 and 1, which three tokens reach; two are its own to read and write.
     memory = 2 * weights + 3 * 2 * row + 2 * 2 * row
     # One row goes from rank 0 to rank 1, one from rank 1 to rank 0; both come back.
-    assert count(case, ids) == Load(3, 6 / 8, 3, memory, 2 * row)
-    out = count(replace(case, quantize="fp8"), ids)
+    assert compute_load(case, ids) == Load(3, 6 / 8, 3, memory, 2 * row)
+    out = compute_load(replace(case, quantize="fp8"), ids)
     assert (out.wire_bytes, out.hbm_bytes) == (fp8 + row, memory - 3 * (row - fp8))
-    assert count(replace(case, combine_dtype="fp8"), ids).wire_bytes == row + fp8
-    assert count(replace(case, **FP8), ids).wire_bytes == 2 * fp8
+    assert compute_load(replace(case, combine_dtype="fp8"), ids).wire_bytes == row + fp8
+    assert compute_load(replace(case, **FP8), ids).wire_bytes == 2 * fp8
     biased = replace(LAYER, model="gpt-oss-120b").config
     assert weight_bytes(biased, "bf16", 128, biased=True) == weights + 2 * (2 * 128 + 256)
-    stacked = stack(replace(LAYER, model="gpt-oss-120b", dtype="mxfp4"), (3,), CPU)
+    stacked = stack_experts(replace(LAYER, model="gpt-oss-120b", dtype="mxfp4"), (3,), CPU)
     held = sum(tensor.numel() * tensor.itemsize for tensor in stacked.tensors)
     assert weight_bytes(biased, "mxfp4", 128, biased=True) == held
 

@@ -535,7 +535,7 @@ def none_made(group: weft.Group, buffer: Buffer) -> None:
 
 
 def test_a_capture_makes_no_exchange(ranks, monkeypatch):
-    monkeypatch.setattr(refusals, "capturing", lambda device: True)
+    monkeypatch.setattr(refusals, "is_capturing", lambda device: True)
     ranks(2, "threads")(none_made)
 
 

@@ -86,7 +86,7 @@ def captured(group: weft.Group, capturing: list[bool]) -> None:
 
 def test_a_capture_makes_no_workspace(ranks, monkeypatch):
     capturing = [False]
-    monkeypatch.setattr(refusals, "capturing", lambda device: capturing[0])
+    monkeypatch.setattr(refusals, "is_capturing", lambda device: capturing[0])
     ranks(RANKS, "threads")(captured, capturing)
 
 

@@ -21,7 +21,7 @@ from weft.alltoall import kernels as alltoall
 from weft.alltoall.config import AllToAllConfig, Offsets
 from weft.alltoall.kernels import Plan
 from weft.grouping.config import GroupConfig
-from weft.grouping.kernels import COUNTING, results
+from weft.grouping.kernels import COUNTING, result_entries
 from weft.lowlatency import kernels as lowlatency
 from weft.lowlatency.config import LowLatencyShape
 from weft.runtime.kernels import Build, Kernels, in_parts
@@ -151,7 +151,7 @@ class EmulatedLow(Emulated):
 
 def compile_groups(shape: Shape, grouping: GroupConfig) -> Path:
     """Return the shared library of all kernels of a grouping."""
-    names = ("group", "gather", *results(shape, shape.combine != "pull"))
+    names = ("group", "gather", *result_entries(shape, shape.combine != "pull"))
     return build_library(
         emulated_tree(),
         "#include <weft/grouping/send.cuh>\n"

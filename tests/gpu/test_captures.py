@@ -3,7 +3,7 @@
 
 An object is opened, told to abort, closed, dropped, or found by the collector, in the middle of a
 capture, in the thread that captures and in another, with both strict modes of capture. Each test
-does it on purpose; `weft.cuda.driver.relaxed` says why it works.
+does it on purpose; `weft.cuda.driver.relaxed_capture` says why it works.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import weft
 from tests.objects import EXPERTS, HIDDEN, MOST, TOP_K, Made, all_to_all
 from tests.public import MODES
-from weft.cuda.driver import relaxed
+from weft.cuda.driver import relaxed_capture
 from weft.errors import WeftError
 
 pytestmark = pytest.mark.gpu
@@ -172,7 +172,7 @@ def free_a_large_heap(group: weft.Group, mode: str, where: str) -> int:
 
         run(where, step)
         group.barrier()  # what is mapped at a peer is freed when it has let go, too
-        with relaxed():
+        with relaxed_capture():
             after = free_bytes()
     return after - before
 
@@ -216,11 +216,11 @@ def free_under_a_kernel(group: weft.Group, busy: str, mode: str | None) -> tuple
 
     def step() -> None:
         nonlocal view
-        with relaxed():
+        with relaxed_capture():
             seen.append(not end.query())
         heap.close()
         del view
-        with relaxed():
+        with relaxed_capture():
             seen.append(end.query())
 
     def both() -> None:

@@ -47,7 +47,7 @@ def find(size, timeout=20.0, **changes):
             return answers
 
         try:
-            hosts.find(exchange, r, size, "cpu", timeout).close()
+            hosts.connect_machine(exchange, r, size, "cpu", timeout).close()
         except RendezvousFailed as error:
             return str(error)
         return "met"
@@ -144,9 +144,9 @@ def contained(rank, networks, folder):
 
     if networks == 2:
         with pytest.raises(RendezvousFailed, match="rank 1 on box1 .boot .*one network namespace"):
-            hosts.find(exchange, rank, 2, "cpu", LONG)
+            hosts.connect_machine(exchange, rank, 2, "cpu", LONG)
         return
-    control = hosts.find(exchange, rank, 2, "cpu", 120.0)
+    control = hosts.connect_machine(exchange, rank, 2, "cpu", 120.0)
     assert len(control.exchange_fds(os.memfd_create("x"), 120.0)) == 2
     assert control.gather("who", socket.gethostname(), 120.0) == ["box0", "box1"]
     assert os.getpid() == 1

@@ -133,7 +133,7 @@ def known_process():
     """A process that lives, and what a rank in it would send of itself."""
     process = subprocess.Popen(["sleep", "600"])
     try:
-        yield process, {**liveness.identity(), "pid": process.pid}
+        yield process, {**liveness.process_identity(), "pid": process.pid}
     finally:
         process.kill()
         process.wait()
@@ -197,7 +197,7 @@ def test_peers_leave_no_descriptor():
     with known_process() as (_, reply), liveness.Peers() as known:
         known.watch(1, reply)
         known.watch(1, reply)
-        known.watch(2, liveness.identity())
+        known.watch(2, liveness.process_identity())
         assert open_files() == before + 2
         known.check()
     assert open_files() == before

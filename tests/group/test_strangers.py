@@ -22,7 +22,7 @@ from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group import meeting as module
 from weft.group.control import ControlPlane
 from weft.group.liveness import Peers
-from weft.group.meeting import ABI, Meeting, credentials
+from weft.group.meeting import ABI, Meeting, peer_credentials
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8),
@@ -92,10 +92,10 @@ def test_another_user_is_refused(meeting, monkeypatch, listening):
     """As either end sees it: only the listening end of a connection has a name."""
 
     def of_another_user(connection):
-        pid, uid = credentials(connection)
+        pid, uid = peer_credentials(connection)
         return pid, 12345 if bool(connection.getsockname()) == listening else uid
 
-    monkeypatch.setattr(module, "credentials", of_another_user)
+    monkeypatch.setattr(module, "peer_credentials", of_another_user)
     zero, one = both_meet(meeting, 0.5)
     assert isinstance(zero, RendezvousFailed)
     if listening:
@@ -179,7 +179,7 @@ def rank_that_reads(meeting, data, *, hub):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Meeting, "connect", lambda self: ours)
                     theirs.shutdown(socket.SHUT_WR)
-                    module._come(here, control, {}, LONG, Peers())
+                    module._join_hub(here, control, {}, LONG, Peers())
         except RendezvousFailed as error:
             str(error).encode()
             return "error", theirs.recv(1 << 15)

@@ -33,8 +33,8 @@ def install(monkeypatch):
 
     def put(**options):
         fake = Driver(**options)
-        monkeypatch.setattr(cuda, "driver", lambda: fake)
-        monkeypatch.setattr(driver, "driver", lambda: fake)
+        monkeypatch.setattr(cuda, "load_driver", lambda: fake)
+        monkeypatch.setattr(driver, "load_driver", lambda: fake)
         return fake
 
     return put
@@ -196,7 +196,7 @@ def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatc
 
 def cpu_tensor_at(address, count, device, keeper):
     """A tensor that keeps its keeper, over memory that is there."""
-    return torch.frombuffer(cpu.buffer(PAGE_ADDRESS, count, keeper), dtype=torch.uint8)
+    return torch.frombuffer(cpu.make_buffer(PAGE_ADDRESS, count, keeper), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def look(group, fake):
     """Return which of ranks 0 and 1 reach each rank over NVLink."""
     fake.rank.value = group.rank
     device = torch.device("cuda", group.rank)
-    return cuda.reached(device, group.all_gather, [0, 1])
+    return cuda.find_reachable_ranks(device, group.all_gather, [0, 1])
 
 
 NO_CHANNEL = ("cuMemExportToShareableHandle", [[0], []])  # there is nothing of rank 1 to map
@@ -289,14 +289,14 @@ def test_a_missing_driver_or_package_is_named(monkeypatch):
         def cuInit(self, flags):
             raise RuntimeError("libcuda.so cannot be found")
 
-    monkeypatch.setattr(driver, "driver", lambda: Absent())
+    monkeypatch.setattr(driver, "load_driver", lambda: Absent())
     with pytest.raises(DriverError, match="cuInit: the NVIDIA driver was not found: libcuda"):
-        driver.call("cuInit", 0)
+        driver.call_driver("cuInit", 0)
     monkeypatch.undo()
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
-    driver.driver.cache_clear()
+    driver.load_driver.cache_clear()
     with pytest.raises(DriverError, match=r"\[gpu\]'"):
-        driver.driver()
+        driver.load_driver()
 
 
 def test_the_names_and_enums_exist_in_cuda_bindings():

@@ -81,7 +81,7 @@ def combined(low: weft.LowLatencyAllToAll, round_: tuple[Any, ...], case: Round,
     else:
         out = low.combine(y, ids, weights, handle, add=more)
     how = way.get("group_size", 128), way.get("scale", "fp32_row")
-    numbers, scales = reference.sent(x, way.get("quantize", "fp8"), *how)
+    numbers, scales = reference.delivered_rows(x, way.get("quantize", "fp8"), *how)
     if scales is not None:
         numbers = weft.reference.dequantize(numbers, scales).bfloat16()
     every = answers(numbers.expand(case.experts, *x.shape), tuple(range(case.experts)))

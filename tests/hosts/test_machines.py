@@ -29,7 +29,7 @@ from weft.errors import (
     RendezvousFailed,
 )
 from weft.group import hosts
-from weft.group.hosts import by_host, by_machine
+from weft.group.hosts import group_by_host, group_by_machine
 from weft.group.torch_groups import TorchControl
 
 
@@ -69,26 +69,26 @@ TWO, ALL = ((0, 2), (1, 3)), [0, 1, 2, 3]
     ],
 )
 def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached, ranks, names):
-    found = by_host(describe(*boots, parts=parts), reached)
+    found = group_by_host(describe(*boots, parts=parts), reached)
     assert found[0] == ranks
     assert names in (None, found[1])
 
 
 def test_a_domain_takes_no_more_ranks_than_it_serves():
     boots = [boot for boot in "abcd" for _ in range(36)]
-    ranks, _ = by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
+    ranks, _ = group_by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
     assert [len(each) for each in ranks] == [72, 72]
 
 
 def test_hosts_may_not_have_unequal_numbers_of_ranks():
-    assert by_machine(describe(*"abab")) == [[0, 2], [1, 3]]
+    assert group_by_machine(describe(*"abab")) == [[0, 2], [1, 3]]
     with pytest.raises(RendezvousFailed, match="host a-0 has 2 ranks and host b-0 has 1"):
-        by_host(describe(*"aab"), [[]] * 3)
+        group_by_host(describe(*"aab"), [[]] * 3)
 
 
 def test_ranks_have_devices_of_one_kind():
     with pytest.raises(RendezvousFailed, match="rank 0 has its memory on cuda and rank 2 on cpu"):
-        by_machine(describe(*"aab", kinds=("cuda", "cuda", "cpu")))
+        group_by_machine(describe(*"aab", kinds=("cuda", "cuda", "cpu")))
 
 
 @on_ranks(2, "cpu")
@@ -111,8 +111,8 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
     own = [r for r, boot in enumerate(boots) if domain[boot] == domain[boots[group.rank]]]
 
     def found(places: list[Any], _: object) -> Any:
-        machines, of = by_machine(places), [domain[each["boot"]] for each in places]
-        return by_host(places, [[m[0] for m in machines if of[m[0]] == each] for each in of])
+        machines, of = group_by_machine(places), [domain[each["boot"]] for each in places]
+        return group_by_host(places, [[m[0] for m in machines if of[m[0]] == each] for each in of])
 
     def exchange_fds(control: TorchControl, fd: int, timeout: float) -> list[int | None]:
         fds: Any = group.exchange_fds(fd)
@@ -122,7 +122,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
 
     patch = pytest.MonkeyPatch()
     patch.setattr("weft.group.hosts.this_host", lambda: {**where, "boot": boots[group.rank]})
-    patch.setattr("weft.group.group.by_host", found)
+    patch.setattr("weft.group.group.group_by_host", found)
     # To the end of the process, whose groups over torch are all of this: heaps are made later.
     pytest.MonkeyPatch().setattr(TorchControl, "exchange_fds", exchange_fds)
     pytest.MonkeyPatch().setattr("weft.heap.heap._refuse_descriptors", Mock())

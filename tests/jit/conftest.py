@@ -14,5 +14,5 @@ from weft.jit import launch, module
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     for user in (module, launch, memory_driver):
-        monkeypatch.setattr(user, "driver", lambda: driver)
+        monkeypatch.setattr(user, "load_driver", lambda: driver)
     return driver

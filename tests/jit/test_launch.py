@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.jit.listening import Args, Driver
-from weft.cuda.driver import driver
+from weft.cuda.driver import load_driver
 from weft.errors import DriverError, InvalidArgument, OutOfOrder
 from weft.jit import module
 from weft.jit.cache import Cache
@@ -154,12 +154,12 @@ def test_absent_binding_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    driver.cache_clear()
+    load_driver.cache_clear()
     try:
         with pytest.raises(DriverError, match=r"\[gpu\]'"):
             module.current_arch()
     finally:
-        driver.cache_clear()
+        load_driver.cache_clear()
 
 
 KERNEL = """\

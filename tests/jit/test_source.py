@@ -58,11 +58,11 @@ def test_header_digest_is_read_once(tree: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "../a", "-o", "a b", "x" * 101])
 def test_names_that_cannot_name_a_file_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="cannot name a file"):
-        source.checked_name(name)
+        source.check_name(name)
 
 
 def test_numbered_and_clipped() -> None:
-    assert source.numbered("a\n\nb") == "   1 | a\n   2 | \n   3 | b"
-    assert source.clipped(" warning \n\0") == "warning"
-    assert "printed nothing" in source.clipped("")
-    assert source.clipped("x" * 16_100).endswith("100 characters more")
+    assert source.number_lines("a\n\nb") == "   1 | a\n   2 | \n   3 | b"
+    assert source.truncate_log(" warning \n\0") == "warning"
+    assert "printed nothing" in source.truncate_log("")
+    assert source.truncate_log("x" * 16_100).endswith("100 characters more")

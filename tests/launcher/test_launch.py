@@ -33,7 +33,7 @@ from weft.errors import (
 from weft.group.group import Group
 from weft.launcher import processes
 from weft.launcher.launch import launch
-from weft.launcher.reports import Report, failure
+from weft.launcher.reports import Report, launch_error
 
 DEVICES = ("threads", "cpu")
 BOTH = pytest.mark.parametrize("device", DEVICES)
@@ -292,11 +292,11 @@ def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
     ]
     for rank, when in enumerate((20.0, 10.0, 30.0)):
         reports[rank].when = when
-    text = str(failure(reports, 3, 1.0))
+    text = str(launch_error(reports, 3, 1.0))
     assert text.startswith("rank 2 of 3 raised PeerTimeout")
     assert "Rank 1 had returned from its function 20.00 s before: every rank must" in text
     reports[1].when = 40.0  # it returned after: that is no reason
-    assert "had returned" not in str(failure(reports, 3, 1.0))
+    assert "had returned" not in str(launch_error(reports, 3, 1.0))
 
 
 def test_ranks_that_differ_were_not_waited_for():
@@ -313,7 +313,7 @@ def test_an_error_that_follows_from_an_echo_is_an_echo(explicit):
     error.__suppress_context__ = explicit
     report, cause = Report.raised(0, error), Report.raised(1, KeyError("mine"))
     assert cause.when >= report.when
-    assert "rank 1 of 2 raised KeyError" in str(failure([report, cause], 2, 1.0))
+    assert "rank 1 of 2 raised KeyError" in str(launch_error([report, cause], 2, 1.0))
 
 
 def test_an_error_that_is_its_own_cause_is_reported():
@@ -329,10 +329,10 @@ def test_a_failure_prefers_causes_over_echoes_and_early_over_late():
     late, early = Report.raised(1, ValueError("late")), Report.raised(2, ValueError("early"))
     early.when -= 10.0
     reports = [echo, late, early, Report(3, "returned")]
-    assert "rank 2 of 4 raised ValueError: early" in str(failure(reports, 4, 1.0))
+    assert "rank 2 of 4 raised ValueError: early" in str(launch_error(reports, 4, 1.0))
     reports = [echo, Report(1, "returned")]
-    assert "rank 0 of 2 raised RendezvousFailed" in str(failure(reports, 2, 1.0))
-    assert failure([Report(0, "returned")], 1, 1.0) is None
+    assert "rank 0 of 2 raised RendezvousFailed" in str(launch_error(reports, 2, 1.0))
+    assert launch_error([Report(0, "returned")], 1, 1.0) is None
 
 
 def test_functions_that_a_new_process_cannot_import_are_refused(monkeypatch):

@@ -61,7 +61,9 @@ def delivered(group: weft.Group, name: str) -> None:
         **mode.options,
     ) as a2a:
         got = a2a.dispatch(x, ids)
-        numbers, scales = low.sent(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
+        numbers, scales = low.delivered_rows(
+            x, mode.quantize, mode.group_size, mode.scale, mode.recipe
+        )
         assert torch.equal(bits(got.x[0]), bits(numbers))
         if scales is not None:
             assert got.scales is not None

@@ -7,14 +7,14 @@ import pytest
 
 from weft.errors import Aborted, GroupError, PeerDied, PeerTimeout
 from weft.heap.header import EPOCH_MASK, ErrorRecord
-from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, breakage
+from weft.runtime.report import ABORTED, ALL_REDUCE, PEER_DIED, PEER_TIMEOUT, group_error
 
 DISPATCH = 1
 
 
 def raised(record: ErrorRecord, first_epoch: int = 0, machines: int = 1) -> GroupError:
     calls = lambda rank: 100 + rank, lambda rank: "", lambda rank, value: f"{value} of rank {rank}"
-    return breakage(record, *calls, first_epoch=first_epoch, machines=machines)
+    return group_error(record, *calls, first_epoch=first_epoch, machines=machines)
 
 
 @pytest.mark.parametrize("phase", [DISPATCH, ALL_REDUCE])
@@ -39,7 +39,9 @@ def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -
 
 
 def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itself() -> None:
-    record = ErrorRecord(code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, expected=5, reported_by=3)
+    record = ErrorRecord(
+        code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, expected=5, reported_by=3
+    )
     text = str(raised(record))
     assert "rank 2 gave up, waiting for its own part of this call" in text
     assert "waited in vain" not in text

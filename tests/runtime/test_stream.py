@@ -29,7 +29,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     made.rank.value = 0
     made.context.append("torch's")
-    monkeypatch.setattr(driver, "driver", lambda: made)
+    monkeypatch.setattr(driver, "load_driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 1))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -39,12 +39,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_kernels_are_loaded_in_relaxed_mode_and_never_into_a_graph(
     fake: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with stream.loading(GPU):
+    with stream.loading_context(GPU):
         assert fake.mode is RELAXED
     assert fake.mode is GLOBAL
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(OutOfOrder, match="before a graph is captured, not in it"):
-        stream.loading(GPU).__enter__()
+        stream.loading_context(GPU).__enter__()
     assert fake.mode is GLOBAL
 
 
@@ -65,14 +65,14 @@ def test_a_cpu_asks_no_driver(fake: Driver) -> None:
     cpu = torch.device("cpu")
     stream.synchronize_stream(cpu)
     stream.synchronize_device(cpu)
-    with driver.relaxed(cpu):
+    with driver.relaxed_capture(cpu):
         pass
     assert fake.log == []
 
 
 def test_the_mode_comes_back_behind_an_error(fake: Driver) -> None:
     def fail() -> None:
-        with driver.relaxed(GPU):
+        with driver.relaxed_capture(GPU):
             assert fake.mode is RELAXED
             raise KeyError("in the middle")
 

@@ -35,12 +35,14 @@ class Choice:
     text: str
 
 
-def able(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
+def backends_with_slots(config: ReduceConfig, backends: Sequence[str], tokens: int) -> list[str]:
     """Return the backends that have slots for a number of tokens."""
     return [name for name in backends if name != "oneshot" or tokens <= config.direct]
 
 
-def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilogue: bool) -> Choice:
+def choose_backend(
+    config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilogue: bool
+) -> Choice:
     """Choose one of `backends` for a number of tokens.
 
     Args:
@@ -52,7 +54,7 @@ def choose(config: ReduceConfig, backends: Sequence[str], tokens: int, *, epilog
     Raises:
         InvalidArgument: no backend has enough slots.
     """
-    names = able(config, backends, tokens)
+    names = backends_with_slots(config, backends, tokens)
     if not names:
         raise InvalidArgument(
             f"{tokens} tokens; this all-reduce was built with oneshot alone, which has slots for "

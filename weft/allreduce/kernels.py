@@ -16,7 +16,7 @@ from weft.allreduce.config import ReduceArgs, ReduceConfig
 from weft.errors import InvalidArgument
 from weft.jit import CUDA_OPTIONS
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
-from weft.runtime.stream import loading
+from weft.runtime.stream import loading_context
 
 T = TypeVar("T")
 # Round after each operation: results must not depend on the fusion of multiplies and adds.
@@ -51,7 +51,7 @@ def cpu_program(config: ReduceConfig) -> Program:
         constants=f"constexpr weft::Reduction R = {config.to_cpp()};\n",
         entry_points={
             name + end: (ReduceArgs, f"reduce<R, weft::Backend::{backend}>")
-            for name, backend in _served(config, ENTRIES).items()
+            for name, backend in _select_entries(config, ENTRIES).items()
             for end in ("", MOE)
         },
         offsets=config.expected_offsets(),
@@ -61,7 +61,7 @@ def cpu_program(config: ReduceConfig) -> Program:
 
 def cuda_program(config: ReduceConfig) -> Program:
     """Return the CUDA program."""
-    kernels = _served(config, KERNELS)
+    kernels = _select_entries(config, KERNELS)
     if not _uses_resident_grid(config):
         del kernels["oneshot_resident"]
     entries = {
@@ -77,7 +77,7 @@ def cuda_program(config: ReduceConfig) -> Program:
     )
 
 
-def _served(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
+def _select_entries(config: ReduceConfig, by_backend: Mapping[str, T]) -> dict[str, T]:
     """Return the entries of `by_backend` that a config has kernels for."""
     oneshot_only = config.missing == "drop" or config.ranks == 1
     return {k: v for k, v in by_backend.items() if k.startswith("oneshot") or not oneshot_only}
@@ -150,7 +150,7 @@ def load_kernels(device: torch.device, config: ReduceConfig, build: Build) -> Ke
     """Compile and load all backends of a config for one rank's device."""
     if device.type == "cpu":
         return CpuKernels(cpu_program(config), build)
-    with loading(device):
+    with loading_context(device):
         return CudaReduceKernels(config, build)
 
 

@@ -21,7 +21,7 @@ from weft.allreduce.call import (
     Reduced,
     Requested,
 )
-from weft.allreduce.choice import Choice, able, choose
+from weft.allreduce.choice import Choice, backends_with_slots, choose_backend
 from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
 from weft.allreduce.kernels import MOE, load_kernels
 from weft.arguments import check_bools, check_choice, check_int, format_choices, raise_invalid
@@ -237,7 +237,7 @@ class AllReduce(Operator):
 
     def _backend(self, backend: str, checked: Checked) -> str:
         name = check_choice("backend", backend, (AUTO, *self.backends))
-        names = able(self.config, self.backends, checked.tokens)
+        names = backends_with_slots(self.config, self.backends, checked.tokens)
         if name == AUTO or not names:
             return self._choose(checked.tokens, epilogue=checked.call.weight is not None).backend
         if name not in names:
@@ -250,7 +250,7 @@ class AllReduce(Operator):
     def _choose(self, tokens: int, *, epilogue: bool) -> Choice:
         choice = self._choices.get((tokens, epilogue))
         if choice is None:
-            choice = choose(self.config, self.backends, tokens, epilogue=epilogue)
+            choice = choose_backend(self.config, self.backends, tokens, epilogue=epilogue)
             if self.group.rank == 0:  # INFO once per backend, because eager calls have many sizes
                 logged = {earlier.backend for earlier in self._choices.values()}
                 level = logging.DEBUG if choice.backend in logged else logging.INFO

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from weft.arguments import check_int
 
-MOST = 1 << 30  # limit of every setting
+MAX_SETTING = 1 << 30  # limit of every setting
 
 
 def tokens_per_rank(
@@ -39,13 +39,13 @@ def tokens_per_rank(
     Raises:
         InvalidArgument: a value is not an integer or out of range.
     """
-    max_running_requests = check_int("max_running_requests", max_running_requests, 1, MOST)
-    prefill_tokens = check_int("prefill_tokens", prefill_tokens, 0, MOST)
-    data_parallel = check_int("data_parallel", data_parallel, 1, MOST)
-    tensor_parallel = check_int("tensor_parallel", tensor_parallel, 1, MOST)
-    speculative_tokens = check_int("speculative_tokens", speculative_tokens, 0, MOST)
-    graph_batch_size = check_int("graph_batch_size", graph_batch_size, 0, MOST)
-    multiple_of = check_int("multiple_of", multiple_of, 1, MOST)
+    max_running_requests = check_int("max_running_requests", max_running_requests, 1, MAX_SETTING)
+    prefill_tokens = check_int("prefill_tokens", prefill_tokens, 0, MAX_SETTING)
+    data_parallel = check_int("data_parallel", data_parallel, 1, MAX_SETTING)
+    tensor_parallel = check_int("tensor_parallel", tensor_parallel, 1, MAX_SETTING)
+    speculative_tokens = check_int("speculative_tokens", speculative_tokens, 0, MAX_SETTING)
+    graph_batch_size = check_int("graph_batch_size", graph_batch_size, 0, MAX_SETTING)
+    multiple_of = check_int("multiple_of", multiple_of, 1, MAX_SETTING)
     per_sequence = 1 + speculative_tokens
     sequences = max(-(-max_running_requests // data_parallel), graph_batch_size)
     tokens = -(-max(sequences * per_sequence, prefill_tokens) // tensor_parallel)

@@ -56,7 +56,7 @@ SCALES = {
 }
 COMBINES = ("pull", "push", "gemm_push")
 COMBINE_DTYPES = (None, "fp8")
-QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+QUANTIZED_DTYPES = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 class DispatchArgs(ctypes.Structure):
@@ -236,8 +236,8 @@ class AllToAllConfig(HostsConfig):
         dtype = check_choice("dtype", dtype, DTYPE_NAMES)
         quantize = check_choice("quantize", quantize, (None, *SCALES))
         mode = _combine_mode(combine, combine_dtype)
-        inputs = (Payload((hidden,), dtype),) if payloads is None else declared(payloads)
-        delivered = _delivered(inputs, hidden, dtype, quantize)
+        inputs = (Payload((hidden,), dtype),) if payloads is None else check_payloads(payloads)
+        delivered = _delivered_payloads(inputs, hidden, dtype, quantize)
         shape = Shape(
             **sizes,
             dtype=DTYPE_NAMES[dtype],
@@ -402,7 +402,7 @@ def _combine_mode(combine: str | None, combine_dtype: str | None) -> str:
 memory_bytes = share_bytes_function(AllToAllConfig.from_args)
 
 
-def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
+def check_payloads(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
     """Return a caller's payloads after checking them.
 
     Raises:
@@ -424,7 +424,7 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
         shape = check_instance(
             f"{name}.shape", payload.shape, tuple, "a row's, after the token axis"
         )
-        if dtype in QUANTISED:
+        if dtype in QUANTIZED_DTYPES:
             raise_invalid(
                 f"{name}.dtype", dtype, "one whose numbers need no scale beside their bytes"
             )
@@ -434,7 +434,7 @@ def declared(payloads: Sequence[Payload]) -> tuple[Payload, ...]:
     return tuple(checked_payloads)
 
 
-def _delivered(
+def _delivered_payloads(
     inputs: tuple[Payload, ...], hidden: int, dtype: torch.dtype, quantize: str | None
 ) -> tuple[Payload, ...]:
     """Return the delivered payloads: a quantised first one becomes FP8 values and scales."""

@@ -24,7 +24,7 @@ from weft.runtime.kernels import (
     in_parts,
 )
 from weft.runtime.layout import vector_bytes
-from weft.runtime.stream import loading
+from weft.runtime.stream import loading_context
 from weft.shape import Shape
 
 # From this number of 16-byte words on, programmatic dependent launch does not pay, because the
@@ -139,7 +139,7 @@ def load_kernels(device: torch.device, rank: int, config: AllToAllConfig, build:
     """Compile and load the kernels of a config for one rank's device."""
     if device.type == "cpu":
         return CpuKernels(cpu_program(config.shape), build)
-    with loading(device):
+    with loading_context(device):
         return CudaAllToAll(config.shape, rank, build)
 
 

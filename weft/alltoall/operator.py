@@ -17,7 +17,7 @@ import torch
 from weft.alltoall import compile as traced
 from weft.alltoall.config import AllToAllConfig, CombineArgs, DispatchArgs, Payload, memory_bytes
 from weft.alltoall.kernels import load_kernels
-from weft.alltoall.received import Received, by_host, with_rows
+from weft.alltoall.received import Received, split_by_host, with_rows
 from weft.arguments import check_bools
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
@@ -601,7 +601,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         received = Received(planes, ids, weights, counts, stats)
         if config.span is not None:
             received = received.by_host(config.hosts)
-            self.output_buffer = by_host(self.output_buffer, config.hosts)
+            self.output_buffer = split_by_host(self.output_buffer, config.hosts)
         self._full_views = received, self.output_buffer
         self._view_cache = {config.max_tokens: self._full_views}
 

@@ -58,15 +58,15 @@ class Received:
         assert self.stats is not None
         rows = self.stats.view(hosts * len(self.stats), -1)  # token count, then statistics
         return Received(
-            tuple(by_host(plane, hosts) for plane in self.payloads),
-            by_host(self.ids, hosts),
-            by_host(self.weights, hosts),
+            tuple(split_by_host(plane, hosts) for plane in self.payloads),
+            split_by_host(self.ids, hosts),
+            split_by_host(self.weights, hosts),
             rows[:, 0],
             rows[:, 1:] if rows.shape[1] > 1 else None,
         )
 
 
-def by_host(view: torch.Tensor, hosts: int) -> torch.Tensor:
+def split_by_host(view: torch.Tensor, hosts: int) -> torch.Tensor:
     """View `[ranks, hosts * rows, ...]` as `[ranks * hosts, rows, ...]`."""
     ranks, rows, *row = view.shape
     return view.view(ranks * hosts, rows // hosts, *row)

@@ -395,7 +395,7 @@ def capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def events(count: int, **kind: bool) -> list[torch.cuda.Event]:
+def make_events(count: int, **kind: bool) -> list[torch.cuda.Event]:
     """Return events that record timestamps."""
     new_event: Callable[..., torch.cuda.Event] = torch.cuda.Event
     return [new_event(enable_timing=True, **kind) for _ in range(count)]
@@ -406,7 +406,7 @@ def rounds_of(group: Group, round_: Callable[[], None], samples: int) -> list[fl
 
     One more round runs first and absorbs the skew between ranks.
     """
-    marks = events(samples + 1)
+    marks = make_events(samples + 1)
     group.barrier()
     round_()
     marks[0].record()
@@ -424,7 +424,7 @@ def _split(group: Group, calls: Calls, samples: int, *, graph: bool) -> dict[str
     """
     steps, count = list(calls.steps.values()), len(calls.steps)
     # A graph records external events at every replay.
-    marks = events(count * CALLS + 1, external=graph)
+    marks = make_events(count * CALLS + 1, external=graph)
 
     def run_all() -> None:
         for mark, step in zip(marks, steps * CALLS, strict=False):

@@ -25,7 +25,7 @@ from weft.bench.harness import (
 )
 from weft.bench.limits import HBM_READ_TB_PER_S, layer_floor_us, link_rate
 from weft.bench.moe import row_bytes
-from weft.bench.routing import busiest, gumbel, parse_routing, places_of, token_rows
+from weft.bench.routing import max_rank_rows, parse_routing, places_of, sample_gumbel, token_rows
 from weft.errors import CreationFailed, InvalidArgument
 from weft.fields import check_values
 from weft.gemm import unpack_mxfp4
@@ -156,7 +156,7 @@ class LayerCase(Case):
     def trials(self, group: Group) -> Trials:
         """Yield the layer with each overlap, with capacity for exactly the tokens of a size."""
         placement = Placement.blocks(self.config.routing.num_experts, group.size)
-        weights = stack(self, placement.experts_of(group.rank), group.device)
+        weights = stack_experts(self, placement.experts_of(group.rank), group.device)
         shared = shared_expert(self, group.device)
         for tokens in self.tokens:
             inputs = LayerInputs(group, self, shared, tokens)
@@ -250,7 +250,7 @@ class LayerInputs:
             sent = reference.dequantize(*reference.quantize(x, self.case.wire)).to(x.dtype)
         sums = torch.zeros((self.group.size, *x.shape), device=device)
         for expert in sorted(set(ids.flatten().tolist())):
-            stored = draw(self.case, expert, device)
+            stored = make_expert(self.case, expert, device)
             sums[owners[expert]] += reference.moe_layer(
                 sent,
                 torch.where(ids == expert, 0, -1),
@@ -317,7 +317,7 @@ def make_logits(case: LayerCase, tokens: int, rank: int) -> torch.Tensor:
     if kind == "uniform":
         return torch.randn(shape, generator=generator)
     places = places_of(routing.num_experts, case.seed)
-    return -exponent * places.log() + gumbel(shape, generator)
+    return -exponent * places.log() + sample_gumbel(shape, generator)
 
 
 def make_correction(case: LayerCase) -> torch.Tensor | None:
@@ -363,10 +363,10 @@ def load_of(case: LayerCase, tokens: int) -> Load:
         route_in_torch(config.routing, make_logits(case, tokens, rank), correction).ids
         for rank in range(case.ranks)
     ]
-    return count(case, ids)
+    return compute_load(case, ids)
 
 
-def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
+def compute_load(case: LayerCase, ids: list[torch.Tensor]) -> Load:
     """Compute the load of ids; `ids[r]` are rank r's `[tokens, top_k]`."""
     config, ranks = case.config, case.ranks
     experts, hidden, itemsize = config.routing.num_experts, config.hidden, config.dtype.itemsize
@@ -382,7 +382,7 @@ def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
         + arrivals * (sent + answered)
         + own
     )
-    wire = busiest(token_rows(ids, experts))
+    wire = max_rank_rows(token_rows(ids, experts))
     back = row_bytes(hidden, itemsize, case.combine_dtype)
     shared = "fp8" if case.fp8_rows else case.dtype
     return Load(
@@ -394,7 +394,7 @@ def count(case: LayerCase, ids: list[torch.Tensor]) -> Load:
     )
 
 
-def draw(case: LayerCase, expert: int, device: torch.device) -> ExpertWeights:
+def make_expert(case: LayerCase, expert: int, device: torch.device) -> ExpertWeights:
     """Generate one expert, or the shared one for SHARED.
 
     Equal seeds give equal weights on devices of one kind, so any rank can generate any expert.
@@ -430,11 +430,11 @@ def dequantize_weights(stored: torch.Tensor, scale: torch.Tensor | None) -> torc
     return reference.dequantize(stored, scale.repeat_interleave(FP8_BLOCK, 1))
 
 
-def stack(case: LayerCase, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
+def stack_experts(case: LayerCase, local: tuple[int, ...], device: torch.device) -> ExpertWeights:
     """Return a rank's experts for `weft.MoE`; they are generated one at a time."""
     parts: dict[str, torch.Tensor] = {}
     for place, expert in enumerate(local):
-        weights = draw(case, expert, device)
+        weights = make_expert(case, expert, device)
         for name in (field.name for field in fields(weights)):
             if (part := getattr(weights, name)) is None:
                 continue
@@ -448,7 +448,7 @@ def shared_expert(case: LayerCase, device: torch.device) -> Expert | FP8Expert |
     """Return the shared expert or None, in FP8 if rows are, otherwise in the config's dtype."""
     if not case.config.shared:
         return None
-    weights = draw(case, SHARED, device)
+    weights = make_expert(case, SHARED, device)
     plain = Expert(weights.gate_up[0], weights.down[0])
     return FP8Expert.from_expert(plain) if case.fp8_rows else plain
 

@@ -212,7 +212,7 @@ class LowTrial(Trial):
         return places[None] < received.counts[:, None]
 
     def _quantize_own(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return low.sent(self.x, self.case.quantize, GROUP_SIZE, self.case.scale)
+        return low.delivered_rows(self.x, self.case.quantize, GROUP_SIZE, self.case.scale)
 
     def _dequantize(self, received: ExpertRows) -> torch.Tensor:
         """Return the received rows in the output's dtype, zeros in unused slots."""

@@ -57,7 +57,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("tokens per rank")
     axes.set_ylabel("us")
-    plain(axes)
+    style_axes(axes)
     axes.legend(frameon=False, loc="upper left", labelcolor=INK, fontsize=8)
     axes.set_title(title, loc="left", fontsize=9, color=INK, pad=12, wrap=True)
     figure.text(0.012, -0.035, machine_line(machine), fontsize=7.5, color=QUIET)
@@ -65,7 +65,7 @@ def plot(path: Path, rows: Sequence[Row], title: str, machine: dict[str, Any]) -
     pyplot.close(figure)
 
 
-def plain(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
     """Style axes: two spines, a faint grid below the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -71,8 +71,8 @@ class PairCase(RowsCase):
 
         `chosen` is the largest number of entries that name an expert, over all ranks.
         """
-        rows_out = busiest(token_rows(ids_of_rank, self.experts))
-        rows_back = busiest(self.rows_back(ids_of_rank))
+        rows_out = max_rank_rows(token_rows(ids_of_rank, self.experts))
+        rows_back = max_rank_rows(self.rows_back(ids_of_rank))
         return {
             "chosen": max(int((ids >= 0).sum()) for ids in ids_of_rank),
             "rows_out": rows_out,
@@ -132,7 +132,7 @@ def make_ids(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
             popularity = torch.ones(case.experts)
             if word == "zipf":
                 popularity = places_of(case.experts, case.seed).float() ** -exponent
-            keys = popularity.log() + gumbel((tokens, case.experts), generator)
+            keys = popularity.log() + sample_gumbel((tokens, case.experts), generator)
             return keys.topk(case.top_k, dim=1).indices.to(torch.int32)
         case "perfect":
             return _perfect(case, tokens, rank)
@@ -148,7 +148,7 @@ def places_of(experts: int, seed: int) -> torch.Tensor:
     return torch.randperm(experts, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def sample_gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Return Gumbel noise: the top keys of log p + noise are a sample without replacement."""
     return -(-torch.rand(shape, generator=generator).clamp_(1e-20, 1 - 1e-7).log()).log()
 
@@ -173,7 +173,7 @@ def _perfect(case: PairCase, tokens: int, rank: int) -> torch.Tensor:
     return (first[owner] + local).to(torch.int32)
 
 
-def busiest(rows: torch.Tensor) -> int:
+def max_rank_rows(rows: torch.Tensor) -> int:
     """Return the larger number of rows that leave or enter any rank; `rows` is `[from, to]`."""
     remote = rows.clone().fill_diagonal_(0)
     return int(torch.maximum(remote.sum(dim=1), remote.sum(dim=0)).max())

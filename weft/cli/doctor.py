@@ -14,7 +14,7 @@ import torch
 
 from weft.bench.machine import ask_nvidia_smi, driver_version
 from weft.cli.findings import Finding, Line, Status, basic_lines, line
-from weft.cuda.driver import call, driver
+from weft.cuda.driver import call_driver, load_driver
 from weft.cuda.memory import fabric_works
 from weft.distribution import install_hint
 from weft.errors import DriverError, WeftError
@@ -130,7 +130,7 @@ def _gpus() -> Iterator[Line]:
     if count > 1:
         yield _nvlink(ask_nvidia_smi("topo", "-m"))
     try:
-        driver()
+        load_driver()
     except DriverError:
         return  # reported under software
     without = [f"cuda:{device}" for device in range(count) if not _exports(device)]
@@ -157,10 +157,10 @@ def _nvlink(topology: str | None) -> Line:
 
 def _exports(device: int) -> bool:
     """Whether a GPU's memory can be exported as a file descriptor."""
-    kinds = driver().CUdevice_attribute
+    kinds = load_driver().CUdevice_attribute
     attribute = kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-    call("cuInit", 0)
-    return bool(call("cuDeviceGetAttribute", attribute, call("cuDeviceGet", device)))
+    call_driver("cuInit", 0)
+    return bool(call_driver("cuDeviceGetAttribute", attribute, call_driver("cuDeviceGet", device)))
 
 
 def _system() -> Iterator[Line]:

@@ -14,7 +14,7 @@ import torch
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize
 from weft.arguments import check_float, check_instance, check_int, format_value
 from weft.compat.fusion_workspace import NAMES, REDUCED, AllReduceFusionWorkspace
-from weft.compat.refusals import MOE_QUANT, NVFP4, refuse
+from weft.compat.refusals import MOE_QUANT, NVFP4, require
 from weft.errors import InvalidArgument
 from weft.fields import max_value
 from weft.runtime.check import raise_not_tensor
@@ -128,7 +128,7 @@ def allreduce_fusion(
     check_float("rms_eps", rms_eps, least=0.0)
     check_float("weight_bias", weight_bias)
     call = _pattern(pattern)
-    refuse("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
+    require("moe_finalize_backend", moe_finalize_backend, "trtllm", _FINALIZE)
     if layout_code is not None:  # for NVFP4 scales, which no supported pattern has
         check_int("layout_code", layout_code, 0, QuantizationSFLayout.LINEAR)
     prologue = None
@@ -195,8 +195,8 @@ def _outputs(
     Raises InvalidArgument for MoE quantization, which weft lacks.
     """
     if call in (_REDUCTION, _FINALIZED):
-        refuse("quant_out", quant_out, None, MOE_QUANT)
-        refuse("scale_out", scale_out, None, MOE_QUANT)
+        require("quant_out", quant_out, None, MOE_QUANT)
+        require("scale_out", scale_out, None, MOE_QUANT)
     if call is _Pattern.kAllReduce:
         return {"out": True if output is None else output}
     requested: dict[str, Any] = {"residual_out": residual_out}
@@ -247,7 +247,7 @@ def _quant(
         return FP8Static(scale if isinstance(scale, torch.Tensor) else workspace.scale(scale))
     if call in _GROUPED:
         reason = "scales cover 128 columns, as DeepGEMM reads them"
-        refuse("block_quant_group_size", group, GROUP, reason)
+        require("block_quant_group_size", group, GROUP, reason)
         return FP8Group(GROUP, scale="ue8m0")
     return FP8Token() if call in _DYNAMIC else None
 

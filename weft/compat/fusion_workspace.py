@@ -14,7 +14,7 @@ from weft.allreduce.config import MAX_TOKENS
 from weft.allreduce.operator import AllReduce
 from weft.arguments import check_bools, check_choice, check_float, check_instance, check_int
 from weft.compat.ranks import lease_group
-from weft.compat.refusals import refuse, refuse_capture, renamed
+from weft.compat.refusals import refuse_capture, rename_argument, require
 from weft.errors import OutOfOrder, UsageError
 from weft.group import Group
 from weft.runtime.operator import call_all
@@ -176,7 +176,7 @@ class AllReduceFusionWorkspace:
             reduce = self.open() if rows is None else self.operator_for(rows)
             return reduce.fused(x, prologue=prologue, backend=backend, **kwargs)
         except UsageError as error:
-            raise renamed(error, names) from error
+            raise rename_argument(error, names) from error
 
     def scale(self, value: float) -> torch.Tensor:
         """Return a cached float32 `[1]` with the value of a scale.
@@ -265,7 +265,7 @@ def create_allreduce_fusion_workspace(
         GeometryMismatch: If ranks pass different sizes.
         RendezvousFailed: If the ranks do not meet.
     """
-    refuse("backend", backend, ("auto", "trtllm"), MULTICAST)
+    require("backend", backend, ("auto", "trtllm"), MULTICAST)
     world_size = check_int("world_size", world_size, 1, MAX_WORLD)
     return AllReduceFusionWorkspace(
         world_size,

@@ -26,8 +26,8 @@ from weft.compat.refusals import (
     check_mask,
     check_payloads,
     check_stats,
-    refuse,
-    renamed,
+    rename_argument,
+    require,
 )
 from weft.compat.sizes import MAX_BYTES, moe_workspace_size
 from weft.errors import InvalidArgument, OutOfOrder, UsageError
@@ -113,7 +113,7 @@ class MoeAlltoAll:
         first_timeout: float = 120.0,
     ) -> None:
         check_bools(enable_rank_mask=enable_rank_mask)
-        refuse("backend", backend, "trtllm", BACKEND)
+        require("backend", backend, "trtllm", BACKEND)
         limit = max_value(Shape, "tokens")
         max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, limit)
         top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
@@ -250,7 +250,7 @@ class MoeAlltoAll:
             received = self._send(carrier, planes, ids, stats, limit)
         except UsageError as error:
             names = {"topk_ids": "token_selected_experts", "stats": "eplb_local_stats"}
-            raise renamed(error, names) from error
+            raise rename_argument(error, names) from error
         self._open_rounds.add(carrier)
         self._round = _Round(
             tokens=ids.shape[0],
@@ -344,13 +344,13 @@ class MoeAlltoAll:
         workspace, running = self._dispatched("combine")
         check_bools(payload_in_workspace=payload_in_workspace, use_low_precision=use_low_precision)
         check_mask(active_rank_mask, self.enable_rank_mask, self.group)
-        refuse("output_scales", output_scales, None, RESULT)
-        refuse("output_scalar_scale", output_scalar_scale, 1.0, RESULT)
-        refuse("sf_layout", getattr(sf_layout, "name", sf_layout), (None, "layout_linear"), RESULT)
+        require("output_scales", output_scales, None, RESULT)
+        require("output_scalar_scale", output_scalar_scale, 1.0, RESULT)
+        require("sf_layout", getattr(sf_layout, "name", sf_layout), (None, "layout_linear"), RESULT)
         _check_limit(runtime_max_tokens_per_rank, running)
         self._check_payload(payload, running, payload_in_workspace)
         dtype = torch.bfloat16 if use_low_precision else payload.dtype
-        refuse("output_dtype", output_dtype, (None, dtype), RESULT)
+        require("output_dtype", output_dtype, (None, dtype), RESULT)
         operator = self._returning(CombineRow(payload.shape[2], dtype, use_low_precision))
         outbox = operator.output(running.limit)
         if not _same(payload, outbox):
@@ -358,7 +358,7 @@ class MoeAlltoAll:
         try:
             result = operator.combine(out=output)
         except UsageError as error:
-            raise renamed(error, {"out": "output"}) from error
+            raise rename_argument(error, {"out": "output"}) from error
         if operator is not running.carrier:
             running.carrier.combine()  # completes the round of the payloads
         if running.payloads not in self._rows:

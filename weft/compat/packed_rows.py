@@ -10,7 +10,7 @@ import torch
 
 from weft.heap.header import Site
 from weft.runtime.kernels import Build, CpuKernels, CudaKernels, Kernels, Launch, Program
-from weft.runtime.stream import loading
+from weft.runtime.stream import loading_context
 from weft.shape import Shape
 
 THREADS = 256
@@ -96,5 +96,5 @@ def load_entries(
     """Compile and load an entry of a Shape for a rank's device."""
     if device.type == "cpu":
         return CpuKernels(program(name, shape, device=False), build)
-    with loading(device):
+    with loading_context(device):
         return CudaPackedEntries(name, shape, most_rows, build)

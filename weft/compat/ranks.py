@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.arguments import check_int, format_value, raise_invalid
 from weft.errors import InvalidArgument
 from weft.group import Group
-from weft.group.hosts import Exchange, default_device, find
+from weft.group.hosts import Exchange, connect_machine, default_device
 
 TIMEOUT = 120.0  # seconds for the rendezvous, and for each later control message
 
@@ -123,7 +123,7 @@ def _create_group(
 
 def _meet(exchange: Exchange, rank: int, size: int) -> Group:
     device = default_device(None)
-    control = find(exchange, rank, size, device.type, TIMEOUT)
+    control = connect_machine(exchange, rank, size, device.type, TIMEOUT)
     return Group(control, device=device, timeout=TIMEOUT)
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from weft.alltoall.config import QUANTISED, Payload
+from weft.alltoall.config import QUANTIZED_DTYPES, Payload
 from weft.arguments import check_int, format_value
 from weft.errors import InvalidArgument, TokenOverflow, UsageError
 from weft.fields import max_value
 from weft.group import Group
 from weft.runtime.check import as_tensors, check_alignment, check_tensor
-from weft.runtime.stream import capturing
+from weft.runtime.stream import is_capturing
 from weft.shape import MAX_PLANES, Shape
 
 BACKEND = "weft has one set of kernels"
@@ -28,7 +28,7 @@ MOE_QUANT = "flashinfer quantizes to NVFP4 here, for Blackwell; weft.AllReduce.f
 MASK_WORDS = 1  # words of 64 ranks in flashinfer.comm's masks
 
 
-def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
+def require(name: str, value: Any, allowed: Any, why: str) -> None:
     """Raise InvalidArgument unless `value` equals `allowed`, or one item of it if it is a tuple."""
     options = allowed if isinstance(allowed, tuple) else (allowed,)
     if isinstance(value, torch.Tensor):
@@ -43,13 +43,13 @@ def refuse(name: str, value: Any, allowed: Any, why: str) -> None:
 
 def refuse_capture(device: torch.device, what: str, fix: str) -> None:
     """Raise InvalidArgument during a graph capture, which cannot allocate memory."""
-    if capturing(device):
+    if is_capturing(device):
         raise InvalidArgument(
             f"{what} is new in a graph capture, where no memory can be allocated: {fix}"
         )
 
 
-def renamed(error: UsageError, names: Mapping[str, str]) -> UsageError:
+def rename_argument(error: UsageError, names: Mapping[str, str]) -> UsageError:
     """Return a copy of an error that begins with the caller's name of an argument.
 
     `names` maps weft's argument names to the caller's. The copy is always new, because an error
@@ -68,7 +68,7 @@ def check_payloads(
     """Return the payloads, each contiguous `[tokens, *]`. Raises InvalidArgument naming one."""
     name = "input_payloads"
     if isinstance(payloads, torch.Tensor):  # its rows would count as payloads
-        refuse(name, payloads, (), "pass a list of tensors")
+        require(name, payloads, (), "pass a list of tensors")
     tensors = as_tensors(name, payloads)
     if not 1 <= len(tensors) <= MAX_PLANES:
         raise InvalidArgument(
@@ -81,7 +81,7 @@ def check_payloads(
         else:
             shape = (tokens, *tensor.shape[1:])
         check_tensor(each, tensor, shape=shape, dtypes=(tensor.dtype,), device=device)
-        if tensor.dtype in QUANTISED or 0 in tensor.shape[1:]:
+        if tensor.dtype in QUANTIZED_DTYPES or 0 in tensor.shape[1:]:
             raise InvalidArgument(
                 f"{each} is {format_value(tensor)}; it must be rows of 1 byte or more, of a dtype "
                 "that needs no separate scales"
@@ -115,7 +115,7 @@ def check_mask(mask: torch.Tensor | None, enabled: bool, group: Group) -> None:
     """Raise InvalidArgument unless `mask` marks the living ranks. It is required if enabled."""
     name = "active_rank_mask"
     if not enabled:
-        refuse(name, mask, None, "pass enable_rank_mask=True to the constructor")
+        require(name, mask, None, "pass enable_rank_mask=True to the constructor")
         return
     cpu = torch.device("cpu")
     check_tensor(name, mask, shape=(MASK_WORDS,), dtypes=(torch.uint64,), device=cpu)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def check_mask(mask: torch.Tensor | None, enabled: bool, group: Group) -> None:
 def check_stats(stats: torch.Tensor | None, size: int, device: torch.device) -> None:
     """Raise InvalidArgument unless `stats` is None or int32 `[size]` with a size above 0."""
     if size == 0:
-        refuse("eplb_local_stats", stats, None, STATS)
+        require("eplb_local_stats", stats, None, STATS)
     elif stats is not None:
         number = (torch.int32,)
         check_tensor("eplb_local_stats", stats, shape=(size,), dtypes=number, device=device)

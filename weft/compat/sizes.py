@@ -8,7 +8,7 @@ import torch
 from weft.alltoall.config import Payload
 from weft.alltoall.operator import AllToAll
 from weft.arguments import check_int
-from weft.compat.refusals import BACKEND, refuse
+from weft.compat.refusals import BACKEND, require
 from weft.fields import max_value
 from weft.shape import MAX_PLANES, MAX_RANKS, MAX_ROW_BYTES, MAX_TOP_K, Shape
 
@@ -30,7 +30,7 @@ def moe_workspace_size(
     `extra_payload_bytes_per_token` is the row size of one more payload. Raises InvalidArgument for
     invalid sizes.
     """
-    refuse("backend", backend, "trtllm", BACKEND)
+    require("backend", backend, "trtllm", BACKEND)
     ep_size = check_int("ep_size", ep_size, 1, MAX_RANKS)
     top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
     max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
@@ -74,7 +74,7 @@ def moe_a2a_get_workspace_size_per_rank(
     Raises:
         InvalidArgument: If a size is invalid.
     """
-    refuse("backend", backend, "trtllm", BACKEND)
+    require("backend", backend, "trtllm", BACKEND)
     ep_size = check_int("ep_size", ep_size, 1, MAX_RANKS)
     max_num_tokens = check_int("max_num_tokens", max_num_tokens, 1, max_value(Shape, "tokens"))
     room = 15 * MAX_PLANES  # padding of each payload to 16 bytes

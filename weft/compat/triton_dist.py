@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.arguments import check_bools, check_choice, check_instance, check_int
 from weft.compat.ranges import packed_ranges, token_indices
 from weft.compat.ranks import lease_group
-from weft.compat.refusals import refuse, renamed
+from weft.compat.refusals import rename_argument, require
 from weft.errors import GroupError, InvalidArgument, UsageError
 from weft.group import Group
 from weft.keywords import explain_keywords
@@ -97,7 +97,7 @@ class EPLowLatencyAllToAllLayer:
         timeout: float = 100.0,
         first_timeout: float = 120.0,
     ) -> None:
-        refuse("online_quant_fp8", online_quant_fp8, True, ONLINE)
+        require("online_quant_fp8", online_quant_fp8, True, ONLINE)
         local_world_size = check_int("local_world_size", local_world_size, 1, MAX_WORLD)
         world_size = check_int("world_size", world_size, 1, MAX_WORLD)
         rank = check_int("rank", rank, 0, world_size - 1)
@@ -155,13 +155,15 @@ class EPLowLatencyAllToAllLayer:
             InvalidArgument: If an argument is invalid.
             GroupError: If the group is broken.
         """
-        refuse("send_scales", send_scales, None, SCALES)
+        require("send_scales", send_scales, None, SCALES)
         if topk_indices is None:
             raise InvalidArgument(f"topk_indices is None; pass int32 [tokens, {self.topk}]")
         try:
             rows = self._a2a.dispatch(send_tokens, topk_indices)
         except UsageError as error:
-            raise renamed(error, {"x": "send_tokens", "topk_ids": "topk_indices"}) from error
+            raise rename_argument(
+                error, {"x": "send_tokens", "topk_ids": "topk_indices"}
+            ) from error
         assert rows.scales is not None
         meta = DispatchMetaInfo(
             token_indices(rows, self.max_m), packed_ranges(rows), handle=rows.handle
@@ -190,7 +192,9 @@ class EPLowLatencyAllToAllLayer:
         try:
             return self._a2a.combine(send_tokens, topk_indices, topk_weights, handle)
         except UsageError as error:
-            raise renamed(error, {"y": "send_tokens", "topk_ids": "topk_indices"}) from error
+            raise rename_argument(
+                error, {"y": "send_tokens", "topk_ids": "topk_indices"}
+            ) from error
 
     def dump_dispatch_trace(self) -> None:
         """Write the last rounds, both phases, to prof/ll_dispatch_RANK_{rank}.json.

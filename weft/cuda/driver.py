@@ -33,7 +33,7 @@ FENCE_BYTES = 2 << 20
 
 
 @functools.cache
-def driver() -> Any:
+def load_driver() -> Any:
     """Return the module cuda.bindings.driver. Raises DriverError if it is not installed."""
     try:
         return importlib.import_module("cuda.bindings.driver")
@@ -43,13 +43,13 @@ def driver() -> Any:
         ) from error
 
 
-def call(name: str, *args: Any, doing: str = "") -> Any:
+def call_driver(name: str, *args: Any, doing: str = "") -> Any:
     """Call a driver function and return its value, a tuple of values, or None.
 
     Raises:
         DriverError: names the call, what weft was `doing`, the reason and the fix.
     """
-    api = driver()
+    api = load_driver()
     try:
         status, *values = getattr(api, name)(*args)
     except RuntimeError as error:  # cuda.bindings found no driver library
@@ -65,7 +65,7 @@ def call(name: str, *args: Any, doing: str = "") -> Any:
 
 def error_text(status: Any) -> str:
     """Return a driver status as name, number, the driver's text and, if known, the fix."""
-    known, words = driver().cuGetErrorString(status)
+    known, words = load_driver().cuGetErrorString(status)
     name = getattr(status, "name", "unknown error")
     text = f"{name} ({int(status)})"
     if int(known) == 0 and words:
@@ -74,7 +74,7 @@ def error_text(status: Any) -> str:
 
 
 @contextlib.contextmanager
-def relaxed(device: torch.device | None = None) -> Iterator[None]:
+def relaxed_capture(device: torch.device | None = None) -> Iterator[None]:
     """Let this thread allocate, load, free and wait while streams of the process are captured.
 
     A thread that captures may not make such calls, nor may any thread while one captures in the
@@ -97,16 +97,16 @@ def relaxed(device: torch.device | None = None) -> Iterator[None]:
     if device is not None and device.type != "cuda":
         yield
         return
-    call("cuInit", 0)
-    mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("cuThreadExchangeStreamCaptureMode", mode)
+    call_driver("cuInit", 0)
+    mode = load_driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call_driver("cuThreadExchangeStreamCaptureMode", mode)
     try:
         yield
     finally:
-        call("cuThreadExchangeStreamCaptureMode", before)
+        call_driver("cuThreadExchangeStreamCaptureMode", before)
 
 
-def fence() -> int:
+def allocate_fence() -> int:
     """Return memory of the current context whose `cuMemFree` waits for all work of the GPU.
 
     That is the work that any stream of the context held before, including running graphs. The
@@ -115,4 +115,4 @@ def fence() -> int:
     `relaxed` while streams are captured, because captured work does not run. Allocate it in
     advance: memory may be short when the wait is needed. Raises DriverError.
     """
-    return int(call("cuMemAlloc", FENCE_BYTES))
+    return int(call_driver("cuMemAlloc", FENCE_BYTES))

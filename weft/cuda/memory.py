@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from weft.cuda.driver import call, driver, fence, relaxed
+from weft.cuda.driver import allocate_fence, call_driver, load_driver, relaxed_capture
 from weft.errors import DriverError, HandleUnsupported, PeerAccessDenied, SetupError
 from weft.shape import MAILBOX_BYTES
 
@@ -143,13 +143,13 @@ class DeviceShares:
 
     def open(self) -> dict[str, Any]:
         """Retain the GPU's primary context and return what peers need to know about this GPU."""
-        api = driver()
-        call("cuInit", 0)
-        device = call("cuDeviceGet", self._ordinal)
-        with relaxed(self._torch_device):
-            self._context = call("cuDevicePrimaryCtxRetain", device)
+        api = load_driver()
+        call_driver("cuInit", 0)
+        device = call_driver("cuDeviceGet", self._ordinal)
+        with relaxed_capture(self._torch_device):
+            self._context = call_driver("cuDevicePrimaryCtxRetain", device)
             self._device = device
-        name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+        name = call_driver("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
         attributes = api.CUdevice_attribute
         needed = {
             "virtual memory management": (
@@ -160,21 +160,21 @@ class DeviceShares:
             ),
         }
         for what, attribute in needed.items():
-            if not call("cuDeviceGetAttribute", attribute, device):
+            if not call_driver("cuDeviceGetAttribute", attribute, device):
                 raise HandleUnsupported(
                     f"cuda:{self._ordinal} ({name}) has no {what}: weft needs them to share "
                     "memory; use a newer driver, or a GPU outside of vGPU and WSL"
                 )
         kinds = api.CUmemAllocationHandleType
         with self._current():
-            self._granule = call(
+            self._granule = call_driver(
                 "cuMemGetAllocationGranularity",
                 self._properties(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
                 api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
             )
             fabric = self._fabric_works()
         return {
-            "uuid": bytes(call("cuDeviceGetUuid", device).bytes).hex(),
+            "uuid": bytes(call_driver("cuDeviceGetUuid", device).bytes).hex(),
             "name": f"cuda:{self._ordinal} ({name})",
             "granule": self._granule,
             "fabric": fabric,
@@ -188,9 +188,9 @@ class DeviceShares:
             HandleUnsupported: GPUs are of several kinds.
         """
         visible = {}
-        for ordinal in range(call("cuDeviceGetCount")):
-            device = call("cuDeviceGet", ordinal)
-            visible[bytes(call("cuDeviceGetUuid", device).bytes).hex()] = device
+        for ordinal in range(call_driver("cuDeviceGetCount")):
+            device = call_driver("cuDeviceGet", ordinal)
+            visible[bytes(call_driver("cuDeviceGetUuid", device).bytes).hex()] = device
         own = peers[self._rank]
         assert own is not None  # this rank lives
         for rank, peer in enumerate(peers):
@@ -205,7 +205,7 @@ class DeviceShares:
             device = visible.get(peer["uuid"])
             if peer["uuid"] == own["uuid"] or device is None:
                 continue
-            if not call("cuDeviceCanAccessPeer", self._device, device):
+            if not call_driver("cuDeviceCanAccessPeer", self._device, device):
                 raise PeerAccessDenied(
                     f"rank {self._rank} on {own['name']} {own['uuid']} cannot reach the memory of "
                     f"rank {rank} on {peer['name']} {peer['uuid']}: {_REMEDY}"
@@ -213,7 +213,7 @@ class DeviceShares:
 
     def allocate(self, *, fabric: bool) -> None:
         """Allocate the own share, the address range, the mailbox and a stream."""
-        api = driver()
+        api = load_driver()
         kinds = api.CUmemAllocationHandleType
         self._kind = (
             kinds.CU_MEM_HANDLE_TYPE_FABRIC
@@ -224,19 +224,19 @@ class DeviceShares:
         self.stride = self._mapped + self._granule  # the granule stays unmapped: overruns fault
         with self._current():
             self._own = self._create()
-            self._undo.callback(call, "cuMemRelease", self._own)
+            self._undo.callback(call_driver, "cuMemRelease", self._own)
             reserved = self._ranks * self.stride
-            self.base = int(call("cuMemAddressReserve", reserved, self._granule, 0, 0))
-            self._undo.callback(call, "cuMemAddressFree", self.base, reserved)
+            self.base = int(call_driver("cuMemAddressReserve", reserved, self._granule, 0, 0))
+            self._undo.callback(call_driver, "cuMemAddressFree", self.base, reserved)
             self._undo.callback(self._unmap_all)
-            self._stream = call("cuStreamCreate", api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            self._undo.callback(call, "cuStreamDestroy", self._stream)
+            self._stream = call_driver("cuStreamCreate", api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._undo.callback(call_driver, "cuStreamDestroy", self._stream)
             flags = api.CU_MEMHOSTALLOC_PORTABLE | api.CU_MEMHOSTALLOC_DEVICEMAP
-            host = int(call("cuMemHostAlloc", MAILBOX_BYTES, flags))
-            self._undo.callback(call, "cuMemFreeHost", host)
+            host = int(call_driver("cuMemHostAlloc", MAILBOX_BYTES, flags))
+            self._undo.callback(call_driver, "cuMemFreeHost", host)
             ctypes.memset(host, 0, MAILBOX_BYTES)
-            self.mailbox = (host, int(call("cuMemHostGetDevicePointer", host, 0)))
-            self._fence = fence()
+            self.mailbox = (host, int(call_driver("cuMemHostGetDevicePointer", host, 0)))
+            self._fence = allocate_fence()
 
     def share_fd(self) -> int:
         """Return a new file descriptor of the own share. The caller closes it."""
@@ -260,13 +260,13 @@ class DeviceShares:
         """
         with self._current():
             if replaced := self.ranks.intersection(shared):
-                call("cuMemFree", self._fence)
+                call_driver("cuMemFree", self._fence)
                 self._fence = 0
                 try:
                     for rank in replaced:
                         self._unmap(rank)
                 finally:
-                    self._fence = fence()
+                    self._fence = allocate_fence()
             for rank, each in shared.items():
                 try:
                     self._map(rank, each)
@@ -279,8 +279,8 @@ class DeviceShares:
                     ) from error
             if self._rank in shared:
                 own = self.base + self._rank * self.stride
-                call("cuMemsetD8Async", own, 0, self._mapped, self._stream)
-                call("cuStreamSynchronize", self._stream)
+                call_driver("cuMemsetD8Async", own, 0, self._mapped, self._stream)
+                call_driver("cuStreamSynchronize", self._stream)
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
         """Return a uint8 tensor [count] over `address` that keeps `keeper` alive."""
@@ -289,9 +289,9 @@ class DeviceShares:
     def read(self, address: int, count: int) -> bytes:
         """Return a copy of `count` bytes. Kernels may run meanwhile."""
         into = (ctypes.c_ubyte * count)()
-        with relaxed(self._torch_device), self._current():
-            call("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
-            call("cuStreamSynchronize", self._stream)
+        with relaxed_capture(self._torch_device), self._current():
+            call_driver("cuMemcpyDtoHAsync", ctypes.addressof(into), address, count, self._stream)
+            call_driver("cuStreamSynchronize", self._stream)
         return bytes(into)
 
     def write(self, address: int, data: bytes) -> None:
@@ -301,9 +301,9 @@ class DeviceShares:
         """
         staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, behind the part that kernels write
         ctypes.memmove(staged, data, len(data))
-        with relaxed(self._torch_device), self._current():
-            call("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
-            call("cuStreamSynchronize", self._stream)
+        with relaxed_capture(self._torch_device), self._current():
+            call_driver("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
+            call_driver("cuStreamSynchronize", self._stream)
 
     def free(self) -> None:
         """Wait for this GPU's work, whose kernels have deadlines, and release everything.
@@ -321,17 +321,17 @@ class DeviceShares:
         device, self._device = self._device, None
         if device is None or os.getpid() != self._owner:
             return
-        with relaxed(self._torch_device), contextlib.ExitStack() as last:
-            last.callback(call, "cuDevicePrimaryCtxRelease", device)
+        with relaxed_capture(self._torch_device), contextlib.ExitStack() as last:
+            last.callback(call_driver, "cuDevicePrimaryCtxRelease", device)
             with self._current(), undo:
                 if self._fence:  # without it, no kernel has used this memory
-                    undo.callback(call, "cuMemFree", self._fence)
+                    undo.callback(call_driver, "cuMemFree", self._fence)
 
     def _create(self) -> Any:
         try:
-            return call("cuMemCreate", self._mapped, self._properties(self._kind), 0)
+            return call_driver("cuMemCreate", self._mapped, self._properties(self._kind), 0)
         except DriverError as error:
-            free, total = call("cuMemGetInfo")
+            free, total = call_driver("cuMemGetInfo")
             raise DriverError(
                 f"{error}; a share takes {self._mapped} bytes in one piece, and cuda:"
                 f"{self._ordinal} has {free} free of {total}: `torch.cuda.empty_cache()` gives "
@@ -340,24 +340,24 @@ class DeviceShares:
             ) from error
 
     def _map(self, rank: int, shared: int | str) -> None:
-        api = driver()
+        api = load_driver()
         where = self.base + rank * self.stride
         handle = self._own if rank == self._rank else self._import(shared)
         try:
-            call("cuMemMap", where, self._mapped, 0, handle, 0)
+            call_driver("cuMemMap", where, self._mapped, 0, handle, 0)
             self.ranks.add(rank)
         finally:
             if rank != self._rank:
-                call("cuMemRelease", handle)  # the mapping holds the memory
+                call_driver("cuMemRelease", handle)  # the mapping holds the memory
         access = api.CUmemAccessDesc()
         access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self._ordinal
         access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call("cuMemSetAccess", where, self._mapped, [access], 1)
+        call_driver("cuMemSetAccess", where, self._mapped, [access], 1)
 
     def _unmap(self, rank: int) -> None:
         self.ranks.remove(rank)
-        call("cuMemUnmap", self.base + rank * self.stride, self._mapped)
+        call_driver("cuMemUnmap", self.base + rank * self.stride, self._mapped)
 
     def _unmap_all(self) -> None:
         with contextlib.ExitStack() as each:
@@ -366,14 +366,14 @@ class DeviceShares:
 
     def _import(self, shared: int | str) -> Any:
         if isinstance(shared, int):
-            return call("cuMemImportFromShareableHandle", shared, self._kind)
-        fabric = driver().CUmemFabricHandle()
+            return call_driver("cuMemImportFromShareableHandle", shared, self._kind)
+        fabric = load_driver().CUmemFabricHandle()
         fabric.data = bytes.fromhex(shared)
-        return call("cuMemImportFromShareableHandle", fabric.getPtr(), self._kind)
+        return call_driver("cuMemImportFromShareableHandle", fabric.getPtr(), self._kind)
 
     def _export(self, handle: Any, kind: Any) -> Any:
         try:
-            return call("cuMemExportToShareableHandle", handle, kind, 0)
+            return call_driver("cuMemExportToShareableHandle", handle, kind, 0)
         except DriverError as error:
             raise HandleUnsupported(
                 f"cuda:{self._ordinal} cannot export memory as {kind.name}: {error}; weft needs a "
@@ -382,24 +382,24 @@ class DeviceShares:
 
     def _fabric_works(self) -> bool:
         """Whether a fabric handle can be made and imported. The attribute alone does not tell."""
-        api = driver()
+        api = load_driver()
         attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
         kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-        if not call("cuDeviceGetAttribute", attribute, self._device):
+        if not call_driver("cuDeviceGetAttribute", attribute, self._device):
             return False
         with contextlib.ExitStack() as undo:
             try:
-                handle = call("cuMemCreate", self._granule, self._properties(kind), 0)
-                undo.callback(call, "cuMemRelease", handle)
+                handle = call_driver("cuMemCreate", self._granule, self._properties(kind), 0)
+                undo.callback(call_driver, "cuMemRelease", handle)
                 exported = self._export(handle, kind)
-                again = call("cuMemImportFromShareableHandle", exported.getPtr(), kind)
-                undo.callback(call, "cuMemRelease", again)
+                again = call_driver("cuMemImportFromShareableHandle", exported.getPtr(), kind)
+                undo.callback(call_driver, "cuMemRelease", again)
             except SetupError:
                 return False  # there is no IMEX channel; descriptors work
         return True
 
     def _properties(self, kind: Any) -> Any:
-        api = driver()
+        api = load_driver()
         properties = api.CUmemAllocationProp()
         properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -410,15 +410,15 @@ class DeviceShares:
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
         """Make this GPU's context current and relax the thread's capture mode in the context."""
-        with relaxed(self._torch_device):
-            call("cuCtxPushCurrent", self._context)
+        with relaxed_capture(self._torch_device):
+            call_driver("cuCtxPushCurrent", self._context)
             try:
                 yield
             finally:
-                call("cuCtxPopCurrent")
+                call_driver("cuCtxPopCurrent")
 
 
-def reached(
+def find_reachable_ranks(
     device: torch.device, exchange: Callable[[Any], list[Any]], owners: Sequence[int]
 ) -> list[list[int]]:
     """Return, for every rank, the ranks of `owners` whose GPU memory it can map. Collective.

@@ -36,7 +36,7 @@ from weft.gemm.mxfp4 import UNIT_BYTES, UNIT_N
 from weft.jit import CUDA_OPTIONS, CudaModule, Function, Launcher, compile_cubin, current_arch
 from weft.runtime.kernels import numbers_of
 from weft.runtime.layout import static_asserts
-from weft.runtime.stream import current_stream, loading
+from weft.runtime.stream import current_stream, loading_context
 
 NAME, SHARED = "weft_grouped_gemm", "weft_gemm_shared"
 THREADS = 384
@@ -144,7 +144,7 @@ def wgmma_ns(block_m: int) -> list[int]:
     return [*fine, *range(MAX_SWAP_AB_M + 2 * step, block_m + 1, 2 * step)]
 
 
-def instruction(n: int, operand: str) -> str:
+def wgmma_source(n: int, operand: str) -> str:
     """Return the C++ definition of `wgmma` for 64 rows of A and n rows of B."""
     count = n // 2
     types, flags = INSTRUCTIONS[operand]
@@ -253,7 +253,7 @@ class GemmShape:
         """The generated source of the kernel's entry."""
         ns = wgmma_ns(self.plan.block_m)
         return SOURCE.format(
-            instructions="".join(instruction(n, self.operand) for n in ns),
+            instructions="".join(wgmma_source(n, self.operand) for n in ns),
             shape=self.cpp_value,
             layout=static_asserts((GemmArgs,), NUMBERS),
             name=NAME,
@@ -437,7 +437,7 @@ def preload(shapes: Iterable[GemmShape]) -> None:
     missing = [shape for shape in shapes if (device, shape) not in _functions]
     if not missing:
         return
-    with loading(device):
+    with loading_context(device):
         arch = current_arch()
     with ThreadPoolExecutor(COMPILE_THREADS) as pool:
         list(pool.map(lambda shape: shape.compile(arch), missing))
@@ -459,7 +459,7 @@ def _load(shape: GemmShape) -> Function:
             "the first grouped GEMM of a shape on a device loads its kernel, which cannot be "
             "captured; call it once before capturing"
         )
-    with loading(torch.cuda.current_device()):
+    with loading_context(torch.cuda.current_device()):
         module = CudaModule(shape.compile(current_arch()), name="grouped_gemm", stays=True)
         (shared,) = numbers_of(module.global_bytes(SHARED))
         return module.function(NAME, shared=shared)

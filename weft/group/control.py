@@ -231,7 +231,7 @@ class ControlPlane:
                     poller.register(
                         self.peers[rank], awaited | (select.POLLOUT if rank in unsent else 0)
                     )
-                poller.poll(milliseconds(reminder.earlier(deadline)))
+                poller.poll(remaining_ms(reminder.earlier(deadline)))
         except BaseException:
             for message in received.values():
                 message.drop()
@@ -373,6 +373,6 @@ class ControlPlane:
             self._busy.release()
 
 
-def milliseconds(deadline: float) -> int:
+def remaining_ms(deadline: float) -> int:
     """Return the time until `deadline` (time.monotonic seconds) for poll(); never negative."""
     return max(0, int((deadline - time.monotonic()) * 1000) + 1)

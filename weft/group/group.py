@@ -20,12 +20,12 @@ from weft.group.control import Control, ControlPlane
 from weft.group.hosts import (
     Topology,
     break_rail,
-    by_host,
-    by_machine,
+    connect_machine,
     default_device,
-    find,
+    group_by_host,
+    group_by_machine,
     open_process_groups,
-    whereabouts,
+    report_location,
 )
 from weft.group.meeting import Meeting, meet
 from weft.group.membership import Lifecycle, Roster
@@ -151,7 +151,7 @@ class Group:
         try:
             group._recovery.join(timeout)
         except BaseException as error:
-            group.leave(reason(error))
+            group.leave(format_reason(error))
             raise
         return group
 
@@ -205,8 +205,8 @@ class Group:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         control = TorchControl(process_group, rank, size)
         exchange = partial(control.gather, "Group.from_torch", timeout=timeout)
-        reports = exchange(whereabouts(process_group, device))
-        machines = by_machine(reports)
+        reports = exchange(report_location(process_group, device))
+        machines = group_by_machine(reports)
         make = partial(
             cls,
             device=device,
@@ -216,12 +216,14 @@ class Group:
             job_machines=job_machines,
         )
         if len(machines) == 1:
-            return make(find(exchange, rank, size, device.type, timeout))
+            return make(connect_machine(exchange, rank, size, device.type, timeout))
 
         reached: list[list[int]] = [[] for _ in reports]
         if device.type == "cuda":
-            reached = cuda.reached(device, exchange, [machine[0] for machine in machines])
-        ranks, names = by_host(reports, reached)
+            reached = cuda.find_reachable_ranks(
+                device, exchange, [machine[0] for machine in machines]
+            )
+        ranks, names = group_by_host(reports, reached)
         group = make(control)
         if len(ranks) > 1:
             group._meet_host(process_group, ranks, names, reports)
@@ -241,7 +243,7 @@ class Group:
 
         def meet_on_machine() -> None:
             place, count = ranks.index(self.rank), len(ranks)
-            control = find(exchange, place, count, self.device.type, self.timeout)
+            control = connect_machine(exchange, place, count, self.device.type, self.timeout)
             self._recovery.watch(control, ranks)
 
         doing = f"meeting on one machine, its ranks {list(ranks)} numbered from 0,"
@@ -669,13 +671,13 @@ class Group:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.leave(None if error is None else reason(error))
+        self.leave(None if error is None else format_reason(error))
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size}, device={self.device})"
 
 
-def reason(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """Return an exception that ends a rank as one line for its peers."""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}" + (f": {text}" if text else "")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.arguments import format_value
 from weft.errors import InvalidArgument, RendezvousFailed
 from weft.group.control import ControlPlane
-from weft.group.liveness import Peers, identity
+from weft.group.liveness import Peers, process_identity
 from weft.group.meeting import Meeting, meet
 from weft.group.torch_groups import unless_set
 from weft.group.wire import JSON, text_of
@@ -128,7 +128,9 @@ def this_host() -> dict[str, JSON]:
     return {"host": socket.gethostname(), "boot": boot, "network": network}
 
 
-def find(exchange: Exchange, rank: int, size: int, device: str, timeout: float) -> ControlPlane:
+def connect_machine(
+    exchange: Exchange, rank: int, size: int, device: str, timeout: float
+) -> ControlPlane:
     """Connect ranks of one machine that can already exchange small values. Collective.
 
     Args:
@@ -151,7 +153,7 @@ def find(exchange: Exchange, rank: int, size: int, device: str, timeout: float) 
         with Peers() as peers:
             address = None if own is None else own.address
             reports = exchange(
-                {**this_host(), **identity(), "meeting": address, "problem": problem}
+                {**this_host(), **process_identity(), "meeting": address, "problem": problem}
             )
             meeting = own or _parse_meeting(reports)
             _check_one_machine(reports)
@@ -215,7 +217,7 @@ def _named(report: dict[str, Any]) -> str:
     return f"{text_of(report['host'])} (boot {text_of(report['boot'])[:8]})"
 
 
-def whereabouts(process_group: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
+def report_location(process_group: dist.ProcessGroup, device: torch.device) -> dict[str, JSON]:
     """Return this rank's report: where it runs, with memory on `device`.
 
     `rails` is the number of the process groups that it has for the hosts of `process_group`, or 0.
@@ -230,7 +232,7 @@ def whereabouts(process_group: dist.ProcessGroup, device: torch.device) -> dict[
     }
 
 
-def by_machine(reports: list[Any]) -> list[list[int]]:
+def group_by_machine(reports: list[Any]) -> list[list[int]]:
     """Return the ranks of each machine, from every rank's `whereabouts`.
 
     Raises:
@@ -249,7 +251,7 @@ def by_machine(reports: list[Any]) -> list[list[int]]:
     return list(machines.values())
 
 
-def by_host(
+def group_by_host(
     reports: list[Any], reached: Sequence[Collection[int]]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
     """Return the ranks of each host, and the name of each.
@@ -271,7 +273,7 @@ def by_host(
         return one_part and all(other[0] in reached[rank] for rank in machine)
 
     hosts: list[list[list[int]]] = []  # machines of each host
-    for machine in by_machine(reports):
+    for machine in group_by_machine(reports):
         for host in hosts:
             fits = len(machine) + sum(map(len, host)) <= MAX_RANKS
             if fits and all(reaches(machine, each) and reaches(each, machine) for each in host):

@@ -59,7 +59,7 @@ class Liveness:
 
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended. No store of it can arrive after that."""
-        return bool(_ended([self._fds[rank]]))
+        return bool(_ended_fds([self._fds[rank]]))
 
     def fd(self, rank: int) -> int:
         """Return the pidfd of a rank. This object keeps it."""
@@ -141,7 +141,7 @@ class Peers:
         if rank in self._pids or type(pid) is not int or not 0 < pid < 1 << 31:
             return
         self._pids[rank] = pid
-        if report.get("namespace") != identity()["namespace"]:
+        if report.get("namespace") != process_identity()["namespace"]:
             self._unseen[rank] = "it runs in another pid namespace"
             return
         try:
@@ -166,11 +166,11 @@ class Peers:
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank is known to have ended. All that it sent has arrived."""
         fd = self._pidfds.get(rank)
-        return rank in self._dead or (fd is not None and bool(_ended([fd])))
+        return rank in self._dead or (fd is not None and bool(_ended_fds([fd])))
 
     def check(self, connected: Iterable[int] = ()) -> None:
         """Raise RendezvousFailed if a rank is known to have died that is not `connected`."""
-        over = _ended(self.pidfds())
+        over = _ended_fds(self.pidfds())
         self._dead.update(rank for rank, fd in self._pidfds.items() if fd in over)
         for rank in sorted(self._dead.difference(connected)):
             raise RendezvousFailed(
@@ -198,7 +198,7 @@ class Peers:
             os.close(self._pidfds.popitem()[1])
 
 
-def _ended(fds: Iterable[int]) -> set[int]:
+def _ended_fds(fds: Iterable[int]) -> set[int]:
     """Return the pidfds whose processes have ended. Raises RecoveryFailed if one was closed."""
     poller = select.poll()
     for fd in fds:
@@ -212,6 +212,6 @@ def _ended(fds: Iterable[int]) -> set[int]:
     return set(ready)
 
 
-def identity() -> dict[str, Any]:
+def process_identity() -> dict[str, Any]:
     """Return the id of this process and the PID namespace in which it is valid."""
     return {"pid": os.getpid(), "namespace": os.readlink("/proc/self/ns/pid")}

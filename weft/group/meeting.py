@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import InvalidArgument, RendezvousFailed
-from weft.group.control import ControlPlane, milliseconds
+from weft.group.control import ControlPlane, remaining_ms
 from weft.group.liveness import Peers
 from weft.group.wire import JSON, AtLimit, Gone, Malformed, Message, encode, receive, send, text_of
 from weft.logs import Reminder
@@ -128,7 +128,7 @@ class Meeting:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, turn)
             connection.connect(self._name)
             connection.setblocking(False)
-            pid, uid = credentials(connection)
+            pid, uid = peer_credentials(connection)
             if pid == 0 and not _is_connected(connection):  # a signal interrupted connect
                 raise BlockingIOError("interrupted")
             if uid != os.geteuid():
@@ -172,7 +172,7 @@ class Meeting:
             self.listener.shutdown(socket.SHUT_RDWR)
             for _ in range(socket.SOMAXCONN // _ACCEPTS + 2):
                 for connection in self.accept():
-                    refuse(connection, why)
+                    reject(connection, why)
 
     def accept(self) -> list[socket.socket]:
         """Take connections from the queue and return those of this user; others are closed.
@@ -184,7 +184,7 @@ class Meeting:
         try:
             for _ in range(_ACCEPTS):
                 connection, _ = self.listener.accept()
-                if credentials(connection)[1] == os.geteuid():
+                if peer_credentials(connection)[1] == os.geteuid():
                     ours.append(connection)
                 else:
                     connection.close()
@@ -242,7 +242,7 @@ def meet(
             with _Hub(meeting, control, built_for, peers or Peers()) as hub:
                 hub.gather(began + timeout, timeout)
         else:
-            _come(meeting, control, built_for, timeout, peers or Peers())
+            _join_hub(meeting, control, built_for, timeout, peers or Peers())
     except BaseException as error:
         control.close(str(error) or type(error).__name__)
         raise
@@ -274,7 +274,7 @@ class _Hub:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         why = _OVER if error is None else str(error) or type(error).__name__
         for connection in self.greeting:
-            refuse(connection, why)
+            reject(connection, why)
         self.meeting.close(why)
 
     def gather(self, deadline: float, timeout: float) -> None:
@@ -332,7 +332,7 @@ class _Hub:
             poller.register(each, select.POLLIN)
         for fd in self.peers.pidfds():
             poller.register(fd, select.POLLIN)
-        poller.poll(milliseconds(self._reminder.earlier(deadline)))
+        poller.poll(remaining_ms(self._reminder.earlier(deadline)))
         # Before their messages are read: what an ended rank sent has arrived.
         ended = {rank for rank in members if self.peers.ended(rank)}
         for rank in members:
@@ -369,7 +369,7 @@ class _Hub:
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         """Admit a connection that has shown the nonce, or fail if the rank differs."""
-        control, pid = self.control, credentials(connection)[0]
+        control, pid = self.control, peer_credentials(connection)[0]
         rank: Any = hello.get("rank")
         differs = [
             f"{k} {v!r} and {text_of(repr(hello.get(k)))[:200]}"
@@ -393,7 +393,7 @@ class _Hub:
 
     def _refuse(self, connection: socket.socket, why: str) -> None:
         del self.greeting[connection]
-        refuse(connection, why)
+        reject(connection, why)
 
     def _send(
         self, rank: int, body: JSON, deadline: float, end: socket.socket | None = None
@@ -409,7 +409,7 @@ class _Hub:
             control.raise_peer_error(rank, _OP)
 
 
-def _come(
+def _join_hub(
     meeting: Meeting,
     control: ControlPlane,
     built_for: dict[str, JSON],
@@ -475,7 +475,7 @@ def _come(
         pidfd = peers.pidfd(hub)
         if pidfd is not None:
             poller.register(pidfd, select.POLLIN)
-        poller.poll(milliseconds(reminder.earlier(deadline)))
+        poller.poll(remaining_ms(reminder.earlier(deadline)))
 
 
 def _handle_hub_message(meeting: Meeting, control: ControlPlane, message: Message) -> bool:
@@ -511,7 +511,7 @@ def encode_hello(meeting: Meeting, fields: Mapping[str, JSON]) -> bytes:
     return encode({**fields, "nonce": meeting.nonce.hex()})
 
 
-def refuse(connection: socket.socket, why: str) -> None:
+def reject(connection: socket.socket, why: str) -> None:
     """Send the reason and close."""
     with connection, contextlib.suppress(OSError):  # the other end may be gone
         send(connection, encode({"fail": text_of(why)}))
@@ -525,7 +525,7 @@ def _is_connected(connection: socket.socket) -> bool:
     return True
 
 
-def credentials(connection: socket.socket) -> tuple[int, int]:
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return the process id and the user id of the other end, as the kernel knows them."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)

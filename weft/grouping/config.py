@@ -75,7 +75,7 @@ class GroupConfig:
         return to_cpp(self, "weft::Grouping")
 
 
-def by_expert(
+def expert_group_config(
     config: AllToAllConfig, experts: int, max_rows: int | None, align: int, layout: Layout
 ) -> GroupConfig:
     """Check the arguments of `ExpertGroups` and build its config.

@@ -19,7 +19,7 @@ from weft.runtime.kernels import (
     Program,
 )
 from weft.runtime.layout import vector_bytes
-from weft.runtime.stream import current_stream, loading
+from weft.runtime.stream import current_stream, loading_context
 from weft.shape import Shape
 
 COUNTING = 512  # threads of a counting CTA
@@ -45,7 +45,7 @@ def cpu_program(shape: Shape, config: GroupConfig, *, sends: bool = False) -> Pr
         ranks=shape.ranks,
         headers=("grouping/cpu.cpp",),
         constants=f"{constants}constexpr weft::Grouping G = {config.to_cpp()};\n",
-        entry_points=_entry_points("gather", *results(shape, sends)),
+        entry_points=_entry_points("gather", *result_entries(shape, sends)),
         offsets=(("weft::max_groups", MAX_GROUPS),),
     )
 
@@ -112,11 +112,11 @@ def load_kernels(
     """Compile and load the operations of a config for one rank's device."""
     if device.type == "cpu":
         return CpuKernels(cpu_program(shape, config, sends=sends), build)
-    with loading(device):
+    with loading_context(device):
         return CudaGroupKernels(shape, config, build, sends=sends)
 
 
-def results(shape: Shape, sends: bool) -> tuple[str, ...]:
+def result_entries(shape: Shape, sends: bool) -> tuple[str, ...]:
     """Return the entries that read the experts' results; gemm_push has no scatter."""
     scatter = () if shape.combine == "gemm_push" else ("scatter",)
     return (*scatter, "send") if sends else scatter

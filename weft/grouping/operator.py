@@ -19,9 +19,9 @@ from weft.alltoall.config import AllToAllConfig
 from weft.alltoall.operator import AllToAll, State
 from weft.alltoall.received import Received
 from weft.arguments import check_bools, check_instance
-from weft.cuda.driver import relaxed
+from weft.cuda.driver import relaxed_capture
 from weft.errors import InvalidArgument, OutOfOrder
-from weft.grouping.config import GroupArgs, GroupConfig, Layout, by_expert
+from weft.grouping.config import GroupArgs, GroupConfig, Layout, expert_group_config
 from weft.grouping.kernels import load_kernels
 from weft.runtime.ambient import plain_tensors
 from weft.runtime.check import check_alignment, check_tensor
@@ -149,7 +149,7 @@ class RowGroups:
         build = Build(programmatic=programmatic, defines=a2a.build.defines)
         self._kernels: Kernels | None = load_kernels(device, shape, config, build, sends=sends)
         on_gpu = device.type == "cuda"
-        with relaxed(device), plain_tensors():
+        with relaxed_capture(device), plain_tensors():
             buffers = Buffers.make(a2a.config, config, device, on_gpu=on_gpu, own_rows=own_rows)
             synchronize_stream(device)
         self._buffers = buffers
@@ -248,7 +248,7 @@ class ExpertGroups(RowGroups):
         check_bools(programmatic_launch=programmatic_launch)
         _check_a2a(a2a)
         self.layout, self.num_local_experts = layout, a2a.num_local_experts
-        config = by_expert(a2a.config, self.num_local_experts, max_rows, align, layout)
+        config = expert_group_config(a2a.config, self.num_local_experts, max_rows, align, layout)
         super().__init__(a2a, config, programmatic_launch)
         self.max_rows, self.align = config.rows, config.align
         experts, buffers = self.num_local_experts, self._buffers
@@ -289,7 +289,7 @@ class ExpertGroups(RowGroups):
             InvalidArgument: an argument is invalid.
         """
         _check_a2a(a2a)
-        config = by_expert(a2a.config, a2a.num_local_experts, max_rows, align, layout)
+        config = expert_group_config(a2a.config, a2a.num_local_experts, max_rows, align, layout)
         return buffer_bytes(a2a.config, config, a2a.group.device)
 
     def gather(self, received: Received) -> Grouped:

@@ -78,7 +78,7 @@ class HostShares:
 
     def view(self, address: int, count: int, keeper: object) -> torch.Tensor:
         """Return a uint8 tensor [count] over `address` that keeps `keeper` alive."""
-        return torch.frombuffer(buffer(address, count, keeper), dtype=torch.uint8)
+        return torch.frombuffer(make_buffer(address, count, keeper), dtype=torch.uint8)
 
     def read(self, address: int, count: int) -> bytes:
         """Return a copy of `count` bytes."""
@@ -104,7 +104,7 @@ class HostShares:
             unmap(base, self._reserved)
 
 
-def buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
+def make_buffer(address: int, count: int, keeper: object) -> ctypes.Array[ctypes.c_ubyte]:
     """Return `count` bytes at `address` as a buffer that keeps `keeper` alive."""
     array = (ctypes.c_ubyte * count).from_address(address)
     array.keeper = keeper  # type: ignore[attr-defined]

@@ -94,7 +94,7 @@ class Site(ctypes.Structure):
     )
 
 
-class Mirrors(NamedTuple):
+class HeaderStructs(NamedTuple):
     """Structs with a part for each rank.
 
     Attributes:
@@ -108,13 +108,13 @@ class Mirrors(NamedTuple):
     Header: type[ctypes.Structure]
 
 
-def mirrors(ranks: int) -> Mirrors:
+def header_structs(ranks: int) -> HeaderStructs:
     """Return the structs for `ranks` ranks: one layout serves up to 32, another up to 72."""
-    return _mirrors(layout_max_ranks(ranks))
+    return _header_structs(layout_max_ranks(ranks))
 
 
 @functools.cache
-def _mirrors(most: int) -> Mirrors:
+def _header_structs(most: int) -> HeaderStructs:
     words, host_words = rank_words(most), -(-most // HOST_BITS)
 
     class Mailbox(ctypes.Structure):
@@ -180,7 +180,7 @@ def _mirrors(most: int) -> Mirrors:
             ("timelines", Timeline * RING_TIMELINES),
         )
 
-    return Mirrors(Mailbox, Timeline, Header)
+    return HeaderStructs(Mailbox, Timeline, Header)
 
 
 def layout_max_ranks(ranks: int) -> int:
@@ -195,7 +195,7 @@ def rank_words(ranks: int) -> int:
 
 def header_bytes(ranks: int) -> int:
     """Return the bytes of a header."""
-    return ctypes.sizeof(mirrors(ranks).Header)
+    return ctypes.sizeof(header_structs(ranks).Header)
 
 
 def rank_set_words(ranks: int, count: int) -> tuple[int, ...]:

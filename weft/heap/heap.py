@@ -22,7 +22,7 @@ from weft.errors import (
 )
 from weft.group.group import Group
 from weft.group.messages import Messages
-from weft.heap.cpu import HostShares, buffer
+from weft.heap.cpu import HostShares, make_buffer
 from weft.heap.header import header_bytes
 from weft.heap.room import require_room
 from weft.shape import MAILBOX_BYTES
@@ -55,7 +55,7 @@ class Mailbox:
 
     def view(self) -> memoryview:
         """Return the page as writable bytes [4096] that keep the memory alive."""
-        return memoryview(buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
+        return memoryview(make_buffer(self.host, MAILBOX_BYTES, self._keeper)).cast("B")
 
 
 class Heap:

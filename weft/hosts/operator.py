@@ -14,7 +14,7 @@ from weft.hosts.rail import Rail
 from weft.keywords import internal
 from weft.runtime.identity import exchange_call
 from weft.runtime.operator import Operator
-from weft.runtime.report import DUPLICATE_EXPERT, refusal
+from weft.runtime.report import DUPLICATE_EXPERT, input_error
 
 # Rails that the operators of a group have opened, equal on all its ranks.
 _rails_of_group: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
@@ -98,7 +98,7 @@ class AcrossHosts(Operator):
         self._rail.raise_if_failed()
         reports = self._rail.reports()
         if reports is not None:
-            raise refusal(*reports, drops_repeats=self._drops_repeats)
+            raise input_error(*reports, drops_repeats=self._drops_repeats)
 
     def _refuse(self, record: ErrorRecord, count: int) -> None:
         # With several hosts the sender of a row says what is wrong with its ids.

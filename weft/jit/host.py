@@ -19,7 +19,7 @@ from pathlib import Path
 
 from weft.errors import CompileError
 from weft.jit.cache import Cache, key_of, open_private_directory
-from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
+from weft.jit.source import INCLUDE_ROOT, check_name, header_digest, number_lines, truncate_log
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -103,7 +103,7 @@ def compile_code(entry: str, *, name: str, options: Sequence[str], cache: Cache)
 
     Raises InvalidArgument, CompileError or SetupError.
     """
-    checked_name(name)
+    check_name(name)
     command = find_compiler()
     identity = compiler_identity(command)
     cpu = cpu_identity()
@@ -154,7 +154,7 @@ def compiler_identity(command: tuple[str, ...]) -> str:
     if result.returncode != 0 or not result.stdout.strip():
         raise CompileError(
             f"{shlex.join(command)} --version failed with status {result.returncode}: "
-            f"{clipped(result.stdout + result.stderr)}; {_REMEDY}"
+            f"{truncate_log(result.stdout + result.stderr)}; {_REMEDY}"
         )
     return f"{shlex.join(command)}: {result.stdout.splitlines()[0]}, {platform.machine()}"
 
@@ -201,8 +201,8 @@ def _build(entry: str, *, name: str, command: Sequence[str], flags: Sequence[str
         if result.returncode != 0 or not output.is_file():
             raise CompileError(
                 f"the C++ compiler refused {name!r} (status {result.returncode})\n"
-                f"command: {shlex.join(full)}\n{numbered(entry)}\n"
-                f"{clipped(result.stdout + result.stderr)}\n"
+                f"command: {shlex.join(full)}\n{number_lines(entry)}\n"
+                f"{truncate_log(result.stdout + result.stderr)}\n"
                 "Fix the line that the log names; weft needs a C++20 compiler (g++ 11 or "
                 "clang++ 14 and newer; CXX chooses another)."
             )

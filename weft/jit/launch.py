@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from weft.cuda.driver import driver, error_text
+from weft.cuda.driver import error_text, load_driver
 from weft.errors import DriverError, InvalidArgument
 from weft.jit.module import Function, cluster_attribute
 
@@ -61,7 +61,7 @@ class Launcher:
                 f"kernel {function.name!r} takes {function.argument_bytes} bytes, "
                 f"{struct.__name__} has {size}; pass the mirror of the kernel's argument"
             )
-        cuda = driver()
+        cuda = load_driver()
         self.function = function
         self._struct = struct
         self._size = size
@@ -114,7 +114,7 @@ class Launcher:
         config = self._config
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.hStream = driver().CUstream(stream)
+        config.hStream = load_driver().CUstream(stream)
         self._last = (grid, block, stream)
 
     def _fail(self, status: Any, grid: tuple[int, int, int], block: int, stream: int) -> None:

@@ -9,7 +9,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from weft.cuda.driver import call, driver, error_text, fence, relaxed
+from weft.cuda.driver import allocate_fence, call_driver, error_text, load_driver, relaxed_capture
 from weft.errors import DriverError, OutOfOrder
 
 
@@ -73,10 +73,12 @@ class CudaModule:
         """
         handle = self._handle(name)
         if shared > self._shared.get(name, 0):  # never lower the limit of an earlier caller
-            which = driver().CUfunction_attribute
-            static = call("cuFuncGetAttribute", which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
+            which = load_driver().CUfunction_attribute
+            static = call_driver(
+                "cuFuncGetAttribute", which.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle
+            )
             limit = _device_attribute("CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-            call(
+            call_driver(
                 "cuFuncSetAttribute",
                 handle,
                 which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -86,7 +88,7 @@ class CudaModule:
             )
             self._shared[name] = shared
         doing = f"asking for the argument of {name!r}"
-        _, size = call("cuFuncGetParamInfo", handle, 0, doing=doing)
+        _, size = call_driver("cuFuncGetParamInfo", handle, 0, doing=doing)
         return Function(name, handle, shared, argument_bytes=size, owner=self)
 
     def occupancy(self, name: str, block: int, *, shared: int = 0) -> int:
@@ -97,14 +99,14 @@ class CudaModule:
         handle = self.function(name, shared=shared).handle
         doing = f"occupancy of {name!r} with {block} threads and {shared} bytes a block"
         query = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        return int(call(query, handle, block, shared, doing=doing))
+        return int(call_driver(query, handle, block, shared, doing=doing))
 
     def resident_clusters(self, name: str, block: int, cluster: int) -> int:
         """Return how many clusters of `cluster` blocks of `block` threads fit on the GPU at once.
 
         Returns 0 if the GPU cannot form such clusters. Raises DriverError or OutOfOrder.
         """
-        handle, cuda = self.function(name).handle, driver()
+        handle, cuda = self.function(name).handle, load_driver()
         config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -126,16 +128,18 @@ class CudaModule:
         """
         self._check_loaded()
         doing = f"reading variable {name!r} of {self.name!r}"
-        address, size = call("cuModuleGetGlobal", self._code.module, name.encode(), doing=doing)
+        address, size = call_driver(
+            "cuModuleGetGlobal", self._code.module, name.encode(), doing=doing
+        )
         content = bytearray(size)
-        with relaxed():
-            flags = driver().CUstream_flags.CU_STREAM_NON_BLOCKING
-            stream = call("cuStreamCreate", flags, doing=doing)
+        with relaxed_capture():
+            flags = load_driver().CUstream_flags.CU_STREAM_NON_BLOCKING
+            stream = call_driver("cuStreamCreate", flags, doing=doing)
             try:
-                call("cuMemcpyDtoHAsync", content, address, size, stream, doing=doing)
-                call("cuStreamSynchronize", stream, doing=doing)
+                call_driver("cuMemcpyDtoHAsync", content, address, size, stream, doing=doing)
+                call_driver("cuStreamSynchronize", stream, doing=doing)
             finally:
-                call("cuStreamDestroy", stream, doing=doing)
+                call_driver("cuStreamDestroy", stream, doing=doing)
         return bytes(content)
 
     def unload(self, after: int | None = None) -> None:
@@ -159,10 +163,10 @@ class CudaModule:
         self._check_loaded()
         if name not in self._handles:
             doing = f"loading kernel {name!r} of {self.name!r}"
-            with relaxed():
+            with relaxed_capture():
                 module = self._code.module
-                handle = call("cuModuleGetFunction", module, name.encode(), doing=doing)
-                call("cuFuncLoad", handle, doing=doing)
+                handle = call_driver("cuModuleGetFunction", module, name.encode(), doing=doing)
+                call_driver("cuFuncLoad", handle, doing=doing)
             self._handles[name] = handle
         return self._handles[name]
 
@@ -174,16 +178,16 @@ class CudaModule:
 class _Code:
     """The code of a CudaModule, which a finalizer frees after the module object.
 
-    Permanent code needs no fence (`weft.cuda.driver.fence`) to wait for its kernels.
+    Permanent code needs no fence (`weft.cuda.driver.allocate_fence`) to wait for its kernels.
     """
 
     def __init__(self, image: bytes, context: Any, *, name: str, stays: bool) -> None:
         self._name, self._context, self._owner = name, context, os.getpid()
         doing = f"loading {name!r} ({len(image)} bytes)"
-        with relaxed():
-            self._fence = None if stays else fence()
+        with relaxed_capture():
+            self._fence = None if stays else allocate_fence()
             try:
-                self.module: Any = call("cuModuleLoadData", image, doing=doing)
+                self.module: Any = call_driver("cuModuleLoadData", image, doing=doing)
             except DriverError:
                 self._wait_for_all()
                 raise
@@ -197,32 +201,32 @@ class _Code:
         if module is None or os.getpid() != self._owner:
             return
         doing = f"unloading {self._name!r}"
-        with relaxed(), contextlib.ExitStack() as stack:
-            call("cuCtxPushCurrent", self._context, doing=doing)
-            stack.callback(call, "cuCtxPopCurrent", doing=doing)
-            stack.callback(call, "cuModuleUnload", module, doing=doing)
+        with relaxed_capture(), contextlib.ExitStack() as stack:
+            call_driver("cuCtxPushCurrent", self._context, doing=doing)
+            stack.callback(call_driver, "cuCtxPopCurrent", doing=doing)
+            stack.callback(call_driver, "cuModuleUnload", module, doing=doing)
             stack.callback(self._wait_for_all)
             if after is not None:
-                self._wait_for(driver().CUstream(after))
+                self._wait_for(load_driver().CUstream(after))
 
     def _wait_for_all(self) -> None:
         memory, self._fence = self._fence, None
         if memory is not None:
-            call("cuMemFree", memory, doing=f"waiting for the kernels of {self._name!r}")
+            call_driver("cuMemFree", memory, doing=f"waiting for the kernels of {self._name!r}")
 
     def _wait_for(self, stream: Any) -> None:
         """Wait for a stream unless it is being captured, because waiting would break the capture.
 
         For the default stream, the driver reports whether a stream that blocks with it is captured.
         """
-        cuda, doing = driver(), f"waiting for the kernels of {self._name!r}"
+        cuda, doing = load_driver(), f"waiting for the kernels of {self._name!r}"
         status, capturing = cuda.cuStreamIsCapturing(stream)
         if status == cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
             return
         if int(status) != 0:
             raise DriverError(f"{doing}: {error_text(status)}")
         if capturing == cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-            call("cuStreamSynchronize", stream, doing=doing)
+            call_driver("cuStreamSynchronize", stream, doing=doing)
 
 
 def require_context(doing: str) -> Any:
@@ -231,8 +235,8 @@ def require_context(doing: str) -> Any:
     Raises:
         DriverError: there is no current context or no NVIDIA driver.
     """
-    call("cuInit", 0, doing=doing)
-    context = call("cuCtxGetCurrent", doing=doing)
+    call_driver("cuInit", 0, doing=doing)
+    context = call_driver("cuCtxGetCurrent", doing=doing)
     if int(context) == 0:
         raise DriverError(
             f"{doing}: this thread has no current CUDA context; let torch create one first, for "
@@ -254,5 +258,7 @@ def current_arch() -> str:
 
 
 def _device_attribute(name: str) -> int:
-    which = getattr(driver().CUdevice_attribute, name)
-    return int(call("cuDeviceGetAttribute", which, call("cuCtxGetDevice"), doing=name))
+    which = getattr(load_driver().CUdevice_attribute, name)
+    return int(
+        call_driver("cuDeviceGetAttribute", which, call_driver("cuCtxGetDevice"), doing=name)
+    )

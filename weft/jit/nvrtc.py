@@ -12,7 +12,7 @@ from typing import Any
 from weft.distribution import install_hint
 from weft.errors import CompileError, InvalidArgument
 from weft.jit.cache import Cache, key_of
-from weft.jit.source import INCLUDE_ROOT, checked_name, clipped, header_digest, numbered
+from weft.jit.source import INCLUDE_ROOT, check_name, header_digest, number_lines, truncate_log
 
 # A real architecture, not compute_*, so that the driver does not compile PTX at load time.
 _ARCH = re.compile(r"sm_\d+[af]?")
@@ -45,7 +45,7 @@ def compile_cubin(
     """
     if not _ARCH.fullmatch(arch):
         raise InvalidArgument(f"arch is {arch!r}; pass a real architecture such as 'sm_90a'")
-    checked_name(name)
+    check_name(name)
     # The installation path does not affect the code, so the key excludes the include root.
     key_options = ["--std=c++20", f"--gpu-architecture={arch}", *options]
     flags = [f"-I{INCLUDE_ROOT}", *key_options]
@@ -114,11 +114,11 @@ def _compile(entry: str, *, name: str, flags: Sequence[str]) -> tuple[bytes, str
             _value(nvrtc, nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
         )
         _value(nvrtc, nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
-        text = clipped(log.decode(errors="replace")) if log.strip(b"\0 \n") else ""
+        text = truncate_log(log.decode(errors="replace")) if log.strip(b"\0 \n") else ""
         if int(status) != 0:
             raise CompileError(
                 f"{nvrtc_version()} refused {name!r} ({_error_text(nvrtc, status)})\n"
-                f"options: {' '.join(flags)}\n{numbered(entry)}\n{text}\n"
+                f"options: {' '.join(flags)}\n{number_lines(entry)}\n{text}\n"
                 "Line numbers refer to the entry above; fix it or the header that the log names."
             )
         cubin = bytearray(_value(nvrtc, nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize"))

@@ -32,7 +32,7 @@ def header_digest() -> str:
     return digest.hexdigest()
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """Return `name` if it can name a file. Raises InvalidArgument."""
     if not _NAME.fullmatch(name):
         raise InvalidArgument(
@@ -42,12 +42,12 @@ def checked_name(name: str) -> str:
     return name
 
 
-def numbered(source: str) -> str:
+def number_lines(source: str) -> str:
     """Return `source` with line numbers, for compile errors."""
     return "\n".join(f"{n:4d} | {line}" for n, line in enumerate(source.splitlines(), start=1))
 
 
-def clipped(log: str) -> str:
+def truncate_log(log: str) -> str:
     """Return a compiler's log, truncated if it is very long."""
     log = log.replace("\0", "").strip()
     if len(log) <= _LOG_LIMIT:

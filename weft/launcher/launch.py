@@ -21,7 +21,7 @@ from weft.errors import InvalidArgument, SetupError
 from weft.group.group import Group
 from weft.group.meeting import Meeting
 from weft.launcher.processes import GRACE, GRACE_MEETING, Job, end_meeting, run_processes
-from weft.launcher.reports import Report, failure, report_of
+from weft.launcher.reports import Report, launch_error, report_of
 from weft.shape import MAX_RANKS
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def launch(
     _check_launches()
     if device != "threads":
         _check_has_children()
-    work = b"" if device == "threads" else _packed(fn, args)
+    work = b"" if device == "threads" else _pickle_call(fn, args)
     _check_open_files(ranks, device)
     meeting = Meeting.open()
     try:
@@ -84,7 +84,7 @@ def launch(
     finally:
         meeting.close()
     survivors = [report for report in reports if report.kind != "died"]
-    error = failure(survivors if tolerate_deaths and survivors else reports, ranks, timeout)
+    error = launch_error(survivors if tolerate_deaths and survivors else reports, ranks, timeout)
     if error is not None:
         raise error
     return [report.value for report in reports]
@@ -129,7 +129,7 @@ def _check_open_files(ranks: int, device: str) -> None:
         )
 
 
-def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         work = pickle.dumps((fn, args))
     except Exception as error:

@@ -55,7 +55,7 @@ class Report:
             trace=trace,
             when=time.monotonic(),
             echo=_echo(error),
-            blamed=_blamed(rank, error),
+            blamed=_named_ranks(rank, error),
         )
 
     def line(self, ranks: str = "") -> str:
@@ -106,7 +106,7 @@ def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
     return min(1, _echo(before, seen))
 
 
-def _blamed(rank: int, error: BaseException) -> tuple[int, ...]:
+def _named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
     """Return the other ranks that `error` names if it tells that this rank's group broke.
 
     Every text of weft writes a rank as "rank 3". A GeometryMismatch blames no rank for a wait.
@@ -118,7 +118,7 @@ def _blamed(rank: int, error: BaseException) -> tuple[int, ...]:
     return tuple(each for each in dict.fromkeys(named) if each != rank)
 
 
-def failure(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
+def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFailed | None:
     """Return the error that a launch raises for its reports, or None if every rank returned.
 
     It names one rank: first those that raised or died on their own, then those that name a rank

@@ -128,7 +128,7 @@ def trace_record(ranks: int) -> type[ctypes.Structure]:
 MAX_TRACES = 1024  # max_traces in lowlatency/trace.cuh
 
 
-def tracks(ranks: int) -> tuple[int, int, int]:
+def trace_shape(ranks: int) -> tuple[int, int, int]:
     """Return the shape in bytes of the records of profiled kernels: [rounds, teams, record]."""
     return RING_TIMELINES, MAX_TRACES, ctypes.sizeof(trace_record(ranks))
 
@@ -457,7 +457,7 @@ class LowLatencyConfig(HostsConfig):
             math.prod(shape) * dtype.itemsize
             for shape, dtype in self.result_shapes(s.local).values()
         )
-        profile = math.prod(tracks(s.ranks)) if self.profile else 0
+        profile = math.prod(trace_shape(s.ranks)) if self.profile else 0
         return Memory(shared=self.share_bytes, ordinary=self.slots * slot + profile)
 
 

@@ -27,7 +27,7 @@ from weft.runtime.kernels import (
     Program,
     in_parts,
 )
-from weft.runtime.stream import loading
+from weft.runtime.stream import loading_context
 
 THREADS = 256  # max_threads in lowlatency/metadata.cuh
 FEW_TOKENS, FEW_THREADS = 32, 128  # up to this number of tokens, use smaller CTAs
@@ -167,5 +167,5 @@ def load_kernels(device: torch.device, shape: LowLatencyShape, build: Build) -> 
         )
     if device.type == "cpu":
         return CpuKernels(cpu_program(shape), build)
-    with loading(device):
+    with loading_context(device):
         return CudaLowLatency(shape, build)

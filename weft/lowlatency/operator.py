@@ -18,7 +18,7 @@ import torch
 from weft.arguments import check_bools, raise_invalid
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.group import Group
-from weft.heap.header import mirrors
+from weft.heap.header import header_structs
 from weft.hosts.operator import AcrossHosts
 from weft.keywords import internal, refuse_unknown
 from weft.lowlatency import compile as traced
@@ -28,10 +28,10 @@ from weft.lowlatency.config import (
     LowLatencyDispatchArgs,
     LowLatencyShape,
     memory_bytes,
-    tracks,
+    trace_shape,
 )
 from weft.lowlatency.kernels import load_kernels
-from weft.lowlatency.reference import sent
+from weft.lowlatency.reference import delivered_rows
 from weft.lowlatency.results import ExpertRows, Handle, Slot
 from weft.lowlatency.trace import dump
 from weft.placement import ExpertRankMixin
@@ -53,7 +53,7 @@ def _rows_between_hosts(x: torch.Tensor, shape: LowLatencyShape) -> torch.Tensor
     """
     if not shape.group:
         return x.view(torch.uint8)
-    values, scales = sent(x, "fp8", shape.group, shape.scales)
+    values, scales = delivered_rows(x, "fp8", shape.group, shape.scales)
     assert scales is not None
     rows = torch.zeros((len(x), shape.row_bytes), dtype=torch.uint8, device=x.device)
     rows[:, : shape.hidden] = values.view(torch.uint8)
@@ -648,10 +648,10 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     def _make_views(self) -> None:
         config, heap, device = self.config, self.heap, self.group.device
         own = len(config.placement.experts_of(self.group.rank))
-        failed = mirrors(config.shape.ranks).Header.failed
+        failed = header_structs(config.shape.ranks).Header.failed
         abort_flag = heap.tensor((1,), torch.int32, offset=failed.offset)
         self.slots = [Slot(config, own, device, abort_flag) for _ in range(config.slots)]
-        size = tracks(config.shape.ranks) if config.profile else (0,)
+        size = trace_shape(config.shape.ranks) if config.profile else (0,)
         self._tracks = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _drop_views(self) -> None:

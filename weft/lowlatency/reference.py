@@ -31,7 +31,7 @@ class Expected:
     ranges: torch.Tensor
 
 
-def choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+def valid_ids(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return the ids as int64 `[tokens, top_k]`, -1 for out-of-range and repeated ones."""
     ids = topk_ids.long()
     valid = torch.where((ids >= 0) & (ids < num_experts), ids, -1)
@@ -41,7 +41,7 @@ def choices(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return valid
 
 
-def sent(
+def delivered_rows(
     x: torch.Tensor, kind: str | None, group_size: int, scale: str, recipe: str = "weft"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the delivered values, and float32 scales `[tokens, hidden / group_size]`.
@@ -120,7 +120,7 @@ def dispatch(
     """
     ranks, experts = len(x), placement.experts_of(rank)
     rows, device = ranks * max_tokens, x[0].device
-    delivered = [sent(tokens, quantize, group_size, scale, recipe) for tokens in x]
+    delivered = [delivered_rows(tokens, quantize, group_size, scale, recipe) for tokens in x]
     values = delivered[0][0]
     out = torch.zeros((len(experts), rows, values.shape[1]), dtype=values.dtype, device=device)
     blocks = 0 if delivered[0][1] is None else delivered[0][1].shape[1]
@@ -130,7 +130,7 @@ def dispatch(
     for e, expert in enumerate(experts):
         begin = 0
         for s in range(ranks):
-            ids = choices(topk_ids[s], len(placement.ranks))
+            ids = valid_ids(topk_ids[s], len(placement.ranks))
             tokens = (ids == expert).any(dim=1).nonzero()[:, 0]
             end = begin + len(tokens)
             out.view(torch.uint8)[e, begin:end] = delivered[s][0].view(torch.uint8)[tokens]
@@ -181,13 +181,13 @@ def combine(
         parts = []
         for ranks in hosts:
             on_host = torch.tensor([*(rank in ranks for rank in placement.ranks), False])
-            mask = on_host.to(topk_ids.device)[choices(topk_ids, len(placement.ranks))]
+            mask = on_host.to(topk_ids.device)[valid_ids(topk_ids, len(placement.ranks))]
             ids = torch.where(mask, topk_ids, -1)
             part = combine(rows, ids, topk_weights, placement, **options)  # type: ignore[arg-type]
             parts.append(_round_trip(part, combine_dtype))
         all_rows = [torch.ones(len(rows), dtype=torch.bool, device=rows.device)] * len(parts)
         return add_hosts(parts, all_rows, add=add, dtype=rows.dtype)
-    ids = choices(topk_ids, len(placement.ranks))
+    ids = valid_ids(topk_ids, len(placement.ranks))
     tokens, top_k = ids.shape
     weights = torch.ones((tokens, top_k), dtype=torch.float32, device=rows.device)
     if topk_weights is not None:

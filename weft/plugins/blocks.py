@@ -22,7 +22,7 @@ from weft.leases import Lease, lease
 from weft.moe import MoE
 from weft.plugins.faults import Watch
 from weft.plugins.settings import Settings, first_timeout
-from weft.plugins.weights import Layer, check
+from weft.plugins.weights import Layer, check_weights
 
 _log = logging.getLogger(__name__)
 # Low-latency buffers hold max_tokens rows per expert, so larger batches use the prefill operator.
@@ -178,7 +178,7 @@ class Blocks:
                     "are not, and weft reorders all of them together: load the whole layer, or "
                     "restart the server"
                 )
-            check(layer, "block")
+            check_weights(layer, "block")
             layer.local_expert_weights(packed=served.tensors["w13_weight"].dtype == MXFP4)
         for name, tensor in served.tensors.items():
             new = getattr(module, name)

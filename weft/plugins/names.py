@@ -76,9 +76,9 @@ class Engine:
         entries, installed = tuple(entries), self.installed()
         release = self.release(installed)
         if release is not None:
-            wrong = list(differences(entries, release))
+            wrong = list(list_differences(entries, release))
         else:  # compare with the closest supported version
-            wrong = min((list(differences(entries, each)) for each in self.served), key=len)
+            wrong = min((list(list_differences(entries, each)) for each in self.served), key=len)
             wrong.insert(0, "its version is not supported")
         if wrong:
             raise SetupError(
@@ -113,7 +113,7 @@ def relied_on(entries: Iterable[K], release: str) -> Iterator[tuple[K, str | Non
             yield entry, entry.parameters[release]
 
 
-def differences(entries: Iterable[Known], release: str) -> Iterator[str]:
+def list_differences(entries: Iterable[Known], release: str) -> Iterator[str]:
     """Yield a message for each entry that is missing or has another signature.
 
     `release` is the supported version whose signatures are expected.

@@ -166,14 +166,14 @@ class Layer:
         return tuple(range(self.rank * self.local, (self.rank + 1) * self.local))
 
 
-def refusal(name: str, form: str, *wrong: str) -> InvalidArgument:
+def layer_error(name: str, form: str, *wrong: str) -> InvalidArgument:
     """Return an error that lists all problems of a layer."""
     return InvalidArgument(
         f"weft cannot serve the experts of {name} in form {form!r}: {'; '.join(wrong)}"
     )
 
 
-def check(layer: Layer, form: str, problems: Iterable[str] = ()) -> None:
+def check_weights(layer: Layer, form: str, problems: Iterable[str] = ()) -> None:
     """Raise InvalidArgument for a placement or for tensors that weft does not support.
 
     Args:
@@ -190,7 +190,7 @@ def check(layer: Layer, form: str, problems: Iterable[str] = ()) -> None:
     if form == "block":
         wrong += _check_tensors(layer)
     if wrong:
-        raise refusal(layer.name, form, *wrong)
+        raise layer_error(layer.name, form, *wrong)
 
 
 def _check_tensors(layer: Layer) -> Iterator[str]:

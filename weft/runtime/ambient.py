@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from weft.cuda.driver import relaxed
+from weft.cuda.driver import relaxed_capture
 from weft.group import Group
 
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ def in_relaxed_mode(init: Init) -> Init:
         if not isinstance(group, Group):  # for the constructor to refuse
             init(self, group, *args, **kwargs)
             return
-        with relaxed(group.device), plain_tensors():
+        with relaxed_capture(group.device), plain_tensors():
             init(self, group, *args, **kwargs)
 
     return cast("Init", wrapped)

@@ -19,7 +19,7 @@ import torch
 
 from weft.errors import GeometryMismatch, InvalidArgument
 from weft.group import Group
-from weft.runtime.stream import capturing, synchronize_device
+from weft.runtime.stream import is_capturing, synchronize_device
 
 VARIABLE = "WEFT_DEBUG"
 ROUND_ENDS = ("combine", "fused")  # the calls that end a round
@@ -53,13 +53,13 @@ class DebugChecks:
 
     def before(self, doing: str) -> None:
         """Overwrite memory that the call must not read."""
-        if not capturing(self._operator.group.device):
+        if not is_capturing(self._operator.group.device):
             self._operator._poison(doing, before=True)
 
     def after(self, doing: str) -> None:
         """Wait for the call, overwrite memory that is no longer valid and raise its errors."""
         device = self._operator.group.device
-        if capturing(device):
+        if is_capturing(device):
             return
         synchronize_device(device)
         self._operator._poison(doing, before=False)
@@ -72,7 +72,7 @@ class DebugChecks:
             tensors: Tensors by name; the names are the same on every rank.
         """
         group = self._operator.group
-        if capturing(group.device):
+        if is_capturing(group.device):
             return
         own = {name: None if t is None else _digest(t) for name, t in tensors.items()}
         digests = group.all_gather(own)

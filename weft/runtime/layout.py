@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
-from weft.heap.header import ABI, ErrorRecord, Fault, Record, Site, mirrors
+from weft.heap.header import ABI, ErrorRecord, Fault, Record, Site, header_structs
 
 P = ParamSpec("P")
 G = TypeVar("G")
@@ -38,7 +38,7 @@ def vector_bytes(row_bytes: int) -> int:
 
 def common_static_asserts(ranks: int) -> str:
     """Return C++ assertions of the layout of the structs that every share and call has."""
-    structs = (*COMMON_STRUCTS, *mirrors(ranks))
+    structs = (*COMMON_STRUCTS, *header_structs(ranks))
     return f"static_assert(weft::abi == {ABI});\n" + static_asserts(structs)
 
 

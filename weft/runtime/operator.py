@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import torch
 
 from weft.arguments import check_seconds
-from weft.cuda.driver import relaxed
+from weft.cuda.driver import relaxed_capture
 from weft.errors import (
     Aborted,
     GeometryMismatch,
@@ -30,7 +30,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.group import Group
-from weft.group.group import reason
+from weft.group.group import format_reason
 from weft.group.membership import Progress
 from weft.group.wire import JSON
 from weft.heap import Heap
@@ -44,7 +44,7 @@ from weft.heap.header import (
     ErrorRecord,
     Record,
     Site,
-    mirrors,
+    header_structs,
     rank_set_words,
 )
 from weft.heap.room import require_room
@@ -63,9 +63,9 @@ from weft.runtime.report import (
     GEOMETRY_MISMATCH,
     PEER_LEFT,
     PEER_TIMEOUT,
-    breakage,
+    group_error,
+    input_error,
     order_mismatch,
-    refusal,
 )
 from weft.runtime.stream import synchronize_device, synchronize_stream
 from weft.runtime.waits import WATCHER
@@ -148,7 +148,7 @@ class Operator(ABC):
         group.vote(problem, doing=f"preparing {what}", undo=lambda: self._kernels.close())
         self.first_epoch, self.timeouts = first_epoch & EPOCH_MASK, limits
         self.living_mask = group.local.living_mask
-        self._mirrors = mirrors(group.local.size)
+        self._mirrors = header_structs(group.local.size)
         self.group, self.kind, self._owner = group, what.split(" ", 1)[1], os.getpid()
         manifest = {**self._manifest(), "WEFT_DEBUG": self.debug_checks is not None}
         try:
@@ -290,7 +290,7 @@ class Operator(ABC):
 
     def _refuse(self, record: ErrorRecord, count: int) -> None:
         """Raise an error for `count` reports about the input, of which `record` is the last."""
-        raise refusal(record, count, drops_repeats=self._drops_repeats)
+        raise input_error(record, count, drops_repeats=self._drops_repeats)
 
     @property
     def broken(self) -> bool:
@@ -357,7 +357,7 @@ class Operator(ABC):
         if not self._begin_close():
             return None
         pending = self.pending_error()
-        with relaxed(self.group.device):
+        with relaxed_capture(self.group.device):
             try:
                 self._kernels.close()
             finally:
@@ -412,7 +412,7 @@ class Operator(ABC):
         if error is None:
             self.close()
             return
-        self.announce_leave(reason(error))
+        self.announce_leave(format_reason(error))
         self._release()
 
     # Called by the group.
@@ -524,7 +524,7 @@ class Operator(ABC):
         """
         if self._closing:
             return
-        with relaxed(self.group.device):
+        with relaxed_capture(self.group.device):
             with self._access:
                 self.living_mask, self._has_notified = living, False
                 self._mailbox.broken_code, self._has_raised = 0, False
@@ -535,7 +535,7 @@ class Operator(ABC):
                     self._start_anew()
                     self._write_share()
                 except BaseException as error:
-                    self._leave_reason = f"could not recover: {reason(error)}"
+                    self._leave_reason = f"could not recover: {format_reason(error)}"
                     words[0] = HOST_ASKS_TO_LEAVE
                     raise
                 self._leave_reason = ""
@@ -639,7 +639,7 @@ class Operator(ABC):
         record.rank, record.peer = ranks[record.rank], ranks[record.peer]
         if record.reported_by:
             record.reported_by = 1 + ranks[record.reported_by - 1]
-        return breakage(
+        return group_error(
             record,
             lambda rank: local.pid(ranks.index(rank)),
             lambda rank: self._last_words(ranks.index(rank)),
@@ -666,7 +666,7 @@ class Operator(ABC):
     def _fail(self, error: GroupError) -> None:
         """Leave the group with an error that every later call raises."""
         self._failure = error
-        self.leave(reason(error))
+        self.leave(format_reason(error))
 
     @internal
     def check_running(self) -> None:

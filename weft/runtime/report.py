@@ -31,7 +31,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
+def input_error(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> UsageError:
     """Return the error for input that the device has dropped or reported.
 
     Args:
@@ -52,20 +52,20 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         if drops_repeats:
             kept = "It was dropped, its first place in the row was sent"
         return BadExpertId(
-            f"{entry} repeats expert {record.observed} of the same row; a row names an expert once. "
-            f"{kept}{more}. Fix the router's top-k."
+            f"{entry} repeats expert {record.observed} of the same row; a row names an expert "
+            f"once. {kept}{more}. Fix the router's top-k."
         )
     if record.code == GONE_RANK:
         return BadExpertId(
-            f"{entry} is {record.observed}, an expert of rank {record.peer}, which is gone: ids of its "
-            f"experts are dropped from now on, which is reported once{more}. Place replicas of "
+            f"{entry} is {record.observed}, an expert of rank {record.peer}, which is gone: ids of "
+            f"its experts are dropped from now on, which is reported once{more}. Place replicas of "
             "the experts on other ranks, or mask the ids with -1."
         )
     if record.code == BAD_ROW_INDEX:
         return InvalidArgument(
             f"rank {record.rank}: index[{record.token}, {record.slot}] of a MoEFinalize is "
-            f"{_signed(record.observed)}; its rows are 0..{record.expected - 1}, or -1 for none. The "
-            f"entry was dropped{more}. Fix the code that computes the index."
+            f"{_signed(record.observed)}; its rows are 0..{record.expected - 1}, or -1 for none. "
+            f"The entry was dropped{more}. Fix the code that computes the index."
         )
     if record.phase == GROUPING:
         return TokenOverflow(
@@ -76,8 +76,8 @@ def refusal(record: ErrorRecord, count: int, *, drops_repeats: bool = False) -> 
         )
     return TokenOverflow(
         f"rank {record.rank}: num_tokens on the device is {_signed(record.observed)}"
-        f"{_reporter(record)}; the tensors of this call hold 0..{record.expected} tokens. The count "
-        f"was clamped{more}."
+        f"{_reporter(record)}; the tensors of this call hold 0..{record.expected} tokens. The "
+        f"count was clamped{more}."
     )
 
 
@@ -203,7 +203,7 @@ def _reduce_timeout(record: ErrorRecord, who: str, option: str, machines: int) -
     )
 
 
-def breakage(
+def group_error(
     record: ErrorRecord,
     pid_of: Callable[[int], int | None],
     words_of: Callable[[int], str],
@@ -250,9 +250,9 @@ def breakage(
         )
     if record.code == OTHER_RESULT:
         return GeometryMismatch(
-            f"{who}: rank {record.peer} combined result {record.observed} of those alive, this rank "
-            f"result {record.expected}, the oldest being 1. Combine the results in the same order on "
-            "every rank."
+            f"{who}: rank {record.peer} combined result {record.observed} of those alive, this "
+            f"rank result {record.expected}, the oldest being 1. Combine the results in the same "
+            "order on every rank."
         )
     asker = "this rank" if record.peer == record.rank else f"rank {record.peer}"
     return Aborted(

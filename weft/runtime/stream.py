@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from weft.cuda.driver import call, fence, relaxed
+from weft.cuda.driver import allocate_fence, call_driver, relaxed_capture
 from weft.errors import OutOfOrder
 
 
@@ -21,7 +21,7 @@ def current_stream(device: int) -> int:
 
 
 @contextlib.contextmanager
-def loading(device: torch.device | int) -> Iterator[None]:
+def loading_context(device: torch.device | int) -> Iterator[None]:
     """Make a GPU and its primary context current, so that kernels can be loaded.
 
     Other streams may be under capture.
@@ -30,7 +30,7 @@ def loading(device: torch.device | int) -> Iterator[None]:
         OutOfOrder: this thread's current stream is being captured. The initialisation would become
             part of the graph instead of running before the first call.
     """
-    with torch.cuda.device(device), relaxed():
+    with torch.cuda.device(device), relaxed_capture():
         if torch.cuda.is_current_stream_capturing():
             raise OutOfOrder(
                 "kernels are loaded and memory is filled before a graph is captured, not in it; "
@@ -40,7 +40,7 @@ def loading(device: torch.device | int) -> Iterator[None]:
         yield
 
 
-def capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured into a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -48,13 +48,13 @@ def capturing(device: torch.device) -> bool:
 def synchronize_stream(device: torch.device) -> None:
     """Wait for the current stream, because later calls may use another stream."""
     if device.type == "cuda":
-        with relaxed():
+        with relaxed_capture():
             torch.cuda.current_stream(device).synchronize()
 
 
 def synchronize_device(device: torch.device) -> None:
     """Wait for all work of a GPU; allowed while streams are captured. Raises DriverError."""
     if device.type == "cuda":
-        with torch.cuda.device(device), relaxed():
+        with torch.cuda.device(device), relaxed_capture():
             torch.cuda.mem_get_info()  # makes the context current in this thread
-            call("cuMemFree", fence())
+            call_driver("cuMemFree", allocate_fence())

@@ -11,7 +11,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.heap.header import PHASES, mirrors
+from weft.heap.header import PHASES, header_structs
 
 if TYPE_CHECKING:
     from weft.heap import Heap
@@ -74,7 +74,7 @@ def read_timeline(heap: Heap, rank: int | None = None) -> list[Span]:
     Raises:
         InvalidArgument: the rank is out of range.
     """
-    header = mirrors(heap.group.size).Header.from_buffer_copy(heap.header(rank))
+    header = header_structs(heap.group.size).Header.from_buffer_copy(heap.header(rank))
     spans = [_span(header.rank, header.ranks, line) for line in header.timelines if line.phase]
     return sorted(spans, key=lambda span: span.start_ns)
 

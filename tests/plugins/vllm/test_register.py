@@ -73,7 +73,7 @@ def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch,
         def __init__(self, *args: Any, expert_substitution: Any, **given: Any) -> None:
             super().__init__(*args, **given)
 
-    monkeypatch.setattr(engine, "derived", lambda: [SubstitutedRoutedExperts])
+    monkeypatch.setattr(engine, "find_derived_classes", lambda: [SubstitutedRoutedExperts])
     enter(form)
     text = "experts of layer: the checkpoint replaces some by c"
     with pytest.raises(InvalidArgument, match=text):

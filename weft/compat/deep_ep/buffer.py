@@ -27,7 +27,7 @@ from weft.compat.deep_ep.config import MAX_CHUNK, Config
 from weft.compat.deep_ep.events import EventOverlap, record_event, wait_for
 from weft.compat.deep_ep.low_latency import STATS, Hook, LowLatencyMode, Sizes, Ticket
 from weft.compat.normal_mode import NormalHandle, NormalMode, Rows
-from weft.compat.refusals import refuse
+from weft.compat.refusals import require
 from weft.compat.row_exchange import MAX_ROW_RANKS, VECTOR_BYTES
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.fields import max_value
@@ -36,7 +36,7 @@ from weft.lowlatency.config import MAX_EXPERTS, MAX_TOKENS
 from weft.lowlatency.operator import LowLatencyAllToAll
 from weft.runtime.library import untraced
 from weft.runtime.operator import call_all
-from weft.runtime.stream import capturing
+from weft.runtime.stream import is_capturing
 from weft.shape import MAX_RANKS, Shape
 
 HINTED_TOP_K = 16  # the size hint does not get top_k; models use fewer
@@ -96,8 +96,8 @@ class Buffer:
     ) -> None:
         check_bools(low_latency_mode=low_latency_mode)
         if not low_latency_mode:
-            refuse("num_rdma_bytes", num_rdma_bytes, 0, NODES)
-            refuse("enable_shrink", enable_shrink, False, SHRINK)
+            require("num_rdma_bytes", num_rdma_bytes, 0, NODES)
+            require("enable_shrink", enable_shrink, False, SHRINK)
         check_bools(enable_shrink=enable_shrink)
         limits: dict[str, Any] = {
             "timeout": check_seconds("timeout", timeout),
@@ -215,8 +215,8 @@ class Buffer:
             OutOfOrder: If an earlier dispatch waits for its hook.
             GroupError: If the group is broken.
         """
-        refuse("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
-        refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
+        require("low_latency_mode", self.low_latency_mode, True, LOW_LATENCY)
+        require("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, COSTS)
         check_bools(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
         check_bools(async_finish=async_finish, return_recv_hook=return_recv_hook)
         self._check_open()
@@ -280,8 +280,8 @@ class Buffer:
                 buffer was requested.
             GroupError: If the group is broken.
         """
-        refuse("use_logfmt", use_logfmt, False, LOGFMT)
-        refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
+        require("use_logfmt", use_logfmt, False, LOGFMT)
+        require("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, COSTS)
         check_bools(
             async_finish=async_finish, return_recv_hook=return_recv_hook, zero_copy=zero_copy
         )
@@ -322,7 +322,7 @@ class Buffer:
         Raises:
             InvalidArgument: If an argument is invalid or enable_shrink is off.
         """
-        refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
+        require("enable_shrink", self.enable_shrink, True, NO_SHRINK)
         ranks, device = (self.group_size,), self._group.device
         check_argument("mask_status", mask_status, ranks, torch.int32, device=device)
         mask_status.copy_(torch.tensor(self._dead_mask(), dtype=torch.int32))
@@ -335,7 +335,7 @@ class Buffer:
         Raises:
             InvalidArgument: If `mask` differs from the rank's state, or enable_shrink is off.
         """
-        refuse("enable_shrink", self.enable_shrink, True, NO_SHRINK)
+        require("enable_shrink", self.enable_shrink, True, NO_SHRINK)
         rank = check_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         check_bools(mask=mask)
         if bool(self._dead_mask()[rank]) != mask:
@@ -465,7 +465,7 @@ class Buffer:
             check_handle(handle, NormalHandle, "dispatch")
             num_tokens = len(self._normal.packing_of(handle).in_rank)
             for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-                refuse(name, tensor, None, "a dispatch with a handle sends rows only")
+                require(name, tensor, None, "a dispatch with a handle sends rows only")
             if tokens != num_tokens:
                 raise InvalidArgument(
                     f"x has {tokens} tokens, but the handle's dispatch had {num_tokens}: pass as "
@@ -568,7 +568,7 @@ class Buffer:
         """
         wait_for(event)
         device = self._group.device
-        if device.type != "cuda" or capturing(device):
+        if device.type != "cuda" or is_capturing(device):
             return
         stream = torch.cuda.current_stream(device)
         if self._stream is not None and self._stream != stream:

@@ -10,7 +10,7 @@ import torch
 
 from weft.compat.deep_ep.arguments import IDS, Numbers, check_argument, check_handle
 from weft.compat.ranges import packed_ranges, token_indices
-from weft.compat.refusals import renamed
+from weft.compat.refusals import rename_argument
 from weft.errors import OutOfOrder, UsageError
 from weft.group import Group
 from weft.lowlatency.operator import LowLatencyAllToAll
@@ -77,7 +77,7 @@ class LowLatencyMode:
             else:
                 rows = a2a.dispatch(x, topk_idx)
         except UsageError as error:
-            raise renamed(error, DISPATCHED) from error
+            raise rename_argument(error, DISPATCHED) from error
         wide = _wide_scales(a2a, x.device) if widen_scales else None
         scales = rows.scales if wide is None else wide
         numbers = rows.x if scales is None else (rows.x, scales)
@@ -119,7 +119,7 @@ class LowLatencyMode:
                 return a2a.combine_send(y, topk_idx, topk_weights, ticket.handle, out)
             return a2a.combine(y, topk_idx, topk_weights, ticket.handle, out), None
         except UsageError as error:
-            raise renamed(error, COMBINED) from error
+            raise rename_argument(error, COMBINED) from error
 
     def combine_buffer(self, ticket: Ticket) -> torch.Tensor:
         """Return the buffer for the experts' results of a dispatch, one for each slot."""

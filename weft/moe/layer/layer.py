@@ -13,7 +13,7 @@ import torch
 
 from weft.alltoall.received import Received
 from weft.arguments import check_callable, check_instance, check_int, format_value
-from weft.cuda.driver import relaxed
+from weft.cuda.driver import relaxed_capture
 from weft.errors import (
     ExpertsLost,
     GroupError,
@@ -23,7 +23,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.group import Group
-from weft.group.group import reason
+from weft.group.group import format_reason
 from weft.grouping.config import MAX_ROWS
 from weft.heap.header import Record
 from weft.keywords import internal
@@ -52,7 +52,7 @@ from weft.runtime import library
 from weft.runtime.ambient import in_relaxed_mode, plain_tensors, without_autocast
 from weft.runtime.check import check_group, check_no_overlap, check_tensor
 from weft.runtime.identity import MAX_ROUNDS
-from weft.runtime.stream import capturing, synchronize_device, synchronize_stream
+from weft.runtime.stream import is_capturing, synchronize_device, synchronize_stream
 
 
 class MoE:
@@ -182,7 +182,7 @@ class MoE:
         sibling.workspace = self.workspace
         if replicas is None:
             replicas = self._replicas
-        with relaxed(self.exchange.group.device), plain_tensors():
+        with relaxed_capture(self.exchange.group.device), plain_tensors():
             sibling._load(weights, shared, correction, replicas)
         return sibling
 
@@ -254,7 +254,7 @@ class MoE:
                 group.barrier()  # peers may send by the new table from here on
                 self._relocation_failed = False
             except BaseException as error:
-                self.exchange.leave(f"failed while relocating experts: {reason(error)}")
+                self.exchange.leave(f"failed while relocating experts: {format_reason(error)}")
                 raise
         return sum(a != b for a, b in zip(old.logical, replicas.logical, strict=True))
 
@@ -376,8 +376,8 @@ class MoE:
         except GroupError:
             raise  # peers have their own timeouts, and the first error is the most specific
         except BaseException as error:
-            if workspace.is_mid_round and not capturing(workspace.group.device):
-                self.exchange.leave(reason(error))
+            if workspace.is_mid_round and not is_capturing(workspace.group.device):
+                self.exchange.leave(format_reason(error))
             raise
         finally:
             torch.set_grad_enabled(gradients)
@@ -390,7 +390,7 @@ class MoE:
         Raises:
             InvalidArgument: combine cannot add such a result.
         """
-        if self._shared is None or self._checked_shared or capturing(self.exchange.group.device):
+        if self._shared is None or self._checked_shared or is_capturing(self.exchange.group.device):
             return
         device, size = self.exchange.group.device, (1, self.config.hidden)
         result = self._shared(torch.zeros(size, dtype=self.config.dtype, device=device))
@@ -492,7 +492,7 @@ class MoE:
         if error is None:
             self.close()
             return
-        self.exchange.announce_leave(reason(error))
+        self.exchange.announce_leave(format_reason(error))
         with suppress(WeftError):  # the caller's own error takes precedence
             self.close()
 

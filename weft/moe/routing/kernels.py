@@ -13,7 +13,7 @@ import torch
 from weft.errors import OutOfOrder
 from weft.jit import CUDA_OPTIONS, CudaModule, Launcher, compile_cubin, current_arch
 from weft.runtime.layout import static_asserts
-from weft.runtime.stream import current_stream, loading
+from weft.runtime.stream import current_stream, loading_context
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32  # static_assert in moe/routing/route.cuh
 TOKENS = 4  # per CTA: route_warps in moe/routing/route.cuh
@@ -113,7 +113,7 @@ class StatelessKernel(threading.local):
                 f"the first {self.doing} on a device loads its kernel, which cannot be captured; "
                 "call it once before capturing, for example with zero tokens"
             )
-        with loading(torch.cuda.current_device()):
+        with loading_context(torch.cuda.current_device()):
             source, arch = self.source(rule), current_arch()
             cubin = compile_cubin(source, name=self.name, arch=arch, options=CUDA_OPTIONS)
             module = CudaModule(cubin, name=self.name, stays=True)

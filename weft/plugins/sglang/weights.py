@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.moe import Gating
-from weft.plugins.weights import Layer, check
+from weft.plugins.weights import Layer, check_weights
 
 TRITON = "--moe-runner-backend triton"
 
@@ -52,7 +52,7 @@ def check_experts(fused: Any, *, form: str) -> None:
 
     `form` is "block" if weft runs the experts, or "dispatcher" if SGLang's runner does.
     """
-    check(layer_of(fused), form, _problems(fused, form))
+    check_weights(layer_of(fused), form, _problems(fused, form))
 
 
 def _problems(fused: Any, form: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ import importlib
 
 from weft.arguments import check_int, check_seconds
 from weft.errors import SetupError
-from weft.plugins.names import Known, differences
+from weft.plugins.names import Known, list_differences
 from weft.plugins.transformers.exchange import exchanges
 
 __all__ = ["check", "close", "register"]
@@ -94,7 +94,7 @@ def _check_interface() -> None:
         raise SetupError(f"transformers cannot be imported: {error}; {fix}") from error
     try:
         importlib.import_module(_MODULE)
-        wrong = list(differences(KNOWN, _OLDEST))
+        wrong = list(list_differences(KNOWN, _OLDEST))
     except ImportError as error:  # more specific than the list of missing names
         wrong = [str(error)]
     if wrong:

@@ -23,7 +23,7 @@ from weft.plugins.faults import Watch
 from weft.plugins.names import Engine, Known
 from weft.plugins.settings import Settings
 from weft.plugins.vllm.weights import check_server, layer_of
-from weft.plugins.weights import check, refusal
+from weft.plugins.weights import check_weights, layer_error
 from weft.shape import FP8_BLOCK
 
 # CPU-only builds have a package of their own on PyPI.
@@ -49,7 +49,7 @@ def check_vllm() -> bool:
     )
 
 
-def derived() -> list[Any]:
+def find_derived_classes() -> list[Any]:
     """Return the layer classes that models of the installed vLLM derive from its own."""
     return [pkgutil.resolve_name(entry.target) for entry in VLLM.entries_of_installed(DERIVED)]
 
@@ -129,7 +129,7 @@ def load_block(experts: Any) -> None:
         _blocks.reload(experts)
         return
     layer = layer_of(experts)
-    check(layer, "block")
+    check_weights(layer, "block")
     get_blocks(experts).add_block(layer)
 
 
@@ -137,7 +137,7 @@ def load_block(experts: Any) -> None:
 def load_exchange(experts: Any, *, fp8: bool) -> AllToAll:
     """Return the all-to-all of a layer whose experts vLLM computes. Collective if new."""
     layer = layer_of(experts)
-    check(layer, "exchange")
+    check_weights(layer, "exchange")
     rows = None
     if fp8:
         scales = Payload((layer.hidden // FP8_BLOCK,), torch.float32)
@@ -155,7 +155,7 @@ def travels_as_fp8(experts: Any, kernel: Any) -> bool:
         return False
     if quant.quant_dtype == torch.float8_e4m3fn and quant.block_shape == [FP8_BLOCK, FP8_BLOCK]:
         return True
-    raise refusal(
+    raise layer_error(
         experts.layer_name,
         "exchange",
         f"{type(kernel).__name__} takes rows of {quant.quant_dtype} in blocks of "
@@ -180,7 +180,7 @@ def run_block(
         )
 
 
-def logged() -> contextlib.AbstractContextManager[None]:
+def log_errors() -> contextlib.AbstractContextManager[None]:
     """Return a context that logs group errors, naming the rank."""
     return contextlib.nullcontext() if _blocks is None else _blocks.logged()
 

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Gpt
 from weft.errors import InvalidArgument
 from weft.plugins.vllm import engine
 from weft.plugins.vllm.weights import EXCHANGE, check_arithmetic
-from weft.plugins.weights import refusal
+from weft.plugins.weights import layer_error
 from weft.shape import FP8_BLOCK
 
 
@@ -57,7 +57,7 @@ class WeftRoutedExpertsMixin:
             if type(method) not in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
                 have = f"their method is {type(method).__name__}; weft serves "
                 served = "UnquantizedFusedMoEMethod, Fp8MoEMethod and GptOssMxfp4MoEMethod"
-                raise refusal(prefix, "block", have + served, EXCHANGE)
+                raise layer_error(prefix, "block", have + served, EXCHANGE)
             method = _mix_in(method, WholeBlock)
         check_arithmetic(self)
         return method
@@ -137,7 +137,7 @@ class Exchanged:
         impl = getattr(kernel, "impl", None)
         if not isinstance(impl, FusedMoEKernelModularImpl):
             have = "none" if impl is None else type(impl).__name__
-            raise refusal(
+            raise layer_error(
                 layer.layer_name,
                 "exchange",
                 f"{type(self).__name__} has no modular kernel there, but {have}, which sends "
@@ -168,7 +168,7 @@ class Exchanged:
             part = slice(start, start + exchange.max_tokens)
             exchange.rows = min(exchange.max_tokens, max_tokens - start)
             chunk = (x[part], topk_weights[part], topk_ids[part])
-            with engine.logged():
+            with engine.log_errors():
                 parts.append(super().apply(layer, *chunk, *shared))  # type: ignore[misc]
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
 
@@ -294,5 +294,5 @@ def register() -> None:
     vLLM's registry is keyed by class name, so each replacement has its own name.
     """
     RoutedExperts.register_oot(WeftRoutedExperts)
-    for each in engine.derived():
+    for each in engine.find_derived_classes():
         each.register_oot(type(f"Weft{each.__name__}", (WeftRoutedExpertsMixin, each), {}))

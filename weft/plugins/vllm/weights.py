@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.errors import InvalidArgument
 from weft.moe import CLAMPED_SWIGLU, Gating
-from weft.plugins.weights import Layer, refusal
+from weft.plugins.weights import Layer, layer_error
 
 EXCHANGE = "use WEFT_VLLM=exchange, where vLLM's own experts multiply"
 
@@ -122,4 +122,4 @@ def check_arithmetic(experts: Any) -> None:
     if experts.apply_router_weight_on_input:
         wrong.append("apply_router_weight_on_input is True, served is False")
     if wrong:
-        raise refusal(experts.layer_name, "block", *wrong, EXCHANGE)
+        raise layer_error(experts.layer_name, "block", *wrong, EXCHANGE)
