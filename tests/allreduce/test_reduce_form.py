@@ -18,7 +18,7 @@ from tests.allreduce.test_allreduce_refusals import refuses, rows
 from tests.kinds import ANY, THREADS, on_ranks
 from tests.rounds import settle
 from tests.sums import BACKENDS, Sum, play, quants, same
-from weft.allreduce.call import OUTPUTS, Fused, Key
+from weft.allreduce.call import OUTPUTS, FusedCall, Key
 from weft.errors import Aborted, InvalidArgument
 from weft.runtime.stream import current_stream
 
@@ -31,11 +31,11 @@ def other_keys() -> dict[str, list[Key | None]]:
     index, scales = torch.zeros((4, 2), dtype=torch.int32), torch.ones(4, 2)
     said: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
 
-    def keys(*given: Fused, backend: str = "auto") -> list[Key | None]:
+    def keys(*given: FusedCall, backend: str = "auto") -> list[Key | None]:
         return [call.key(call.tensors(), backend, 0)[0] for call in given]
 
     static, token = weft.FP8Static(torch.ones(1)), weft.FP8Token()
-    call = Fused(
+    call = FusedCall(
         rows(), rows(), torch.ones(256), None, None, None, None, None, token, None, 1e-6, 0.0
     )
     groups = [weft.FP8Group(128, scale) for scale in ("fp32", "ue8m0")]
@@ -67,7 +67,7 @@ def other_keys() -> dict[str, list[Key | None]]:
 
 def test_calls_that_differ_in_any_one_argument_never_share_an_entry():
     found = other_keys()
-    assert set(found) == {"", "backend", *Fused._fields}
+    assert set(found) == {"", "backend", *FusedCall._fields}
     keys = [key for kind in found.values() for key in kind]
     assert None not in keys
     assert len(set(keys)) == len(keys)

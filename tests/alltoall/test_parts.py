@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import weft
 from weft.alltoall.kernels import (
-    MOST_STRIPS,
+    MAX_STRIPS,
     STRIP,
     cpu_program,
     plan_combine,
@@ -103,7 +103,7 @@ def test_a_plan_of_fp8_has_room_for_all(tokens, slots, blocks, sms, fit, whole):
     assert p.pushers >= 1
     assert receivers >= 1 or tokens == 0
     assert p.workers <= max(3, sms * fit)
-    assert 1 <= p.strips <= min(MOST_STRIPS, strips)
+    assert 1 <= p.strips <= min(MAX_STRIPS, strips)
     legs = -(-strips // p.strips)
     assert legs * p.strips - strips < p.strips  # none is empty
     # As much of a row at a time as leaves each warp some, and no more.

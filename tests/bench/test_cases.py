@@ -19,7 +19,7 @@ import weft
 from weft import AllToAll
 from weft.bench import harness, moe
 from weft.bench.allreduce import EPILOGUES, ReduceCase, wire_bytes
-from weft.bench.harness import Calls, Case, Measured, Report, run
+from weft.bench.harness import Calls, Case, Measurement, Report, run
 from weft.bench.layer import (
     LayerCase,
     LayerTrial,
@@ -373,7 +373,7 @@ def test_rows_of_all_reduces_have_bytes_and_floors():
     payload, gpus = 128 * 7168 * 2, ["NVIDIA H200"] * 8
     assert wire_bytes("oneshot", payload, 8) == 7 * payload
     assert wire_bytes("twoshot", payload, 8) == 2 * 7 / 8 * payload
-    found = Measured("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
+    found = Measurement("auto", 128, "by hand", {"call": [[40.0]] * 8}, {"chosen": "twoshot"})
     case = replace(REDUCE, **ON_8, tokens=(128,), hidden=7168, backends=("auto",))
     (row,) = rows_of(Report(case, {"gpus": gpus}, [found]))
     assert row.moved == wire_bytes("twoshot", payload, 8)

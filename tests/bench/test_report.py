@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.bench.test_cases import MOE, ON_8
 from weft.bench.baselines import BaselineRun
-from weft.bench.harness import Measured, Report
+from weft.bench.harness import Measurement, Report
 from weft.bench.moe import MoECase
 from weft.bench.plot import plot
 from weft.bench.report import Spread, as_json, print_report, rows_of, write_json
@@ -41,7 +41,7 @@ def _report(case: MoECase, gpu: str) -> Report:
             phase: [[us + rank + i for i in range(3)] for rank in range(case.ranks)]
             for phase, us in (("dispatch", 10.0), ("combine", 20.0), ("pair", 30.0))
         }
-        measured.append(Measured("onesided", tokens, "by hand", samples, case.traffic(ids)))
+        measured.append(Measurement("onesided", tokens, "by hand", samples, case.traffic(ids)))
     machine: dict[str, Any] = {
         "date": "2026-11-20T12:00:00+00:00",
         "gpus": [gpu] * case.ranks if gpu else [],

@@ -286,9 +286,9 @@ def test_a_rank_that_returned_without_a_call_is_named(device):
 
 def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
     reports = [
-        Report.raised(0, PeerTimeout("rank 0, dispatch: rank 2 did not publish epoch 1")),
+        Report.from_error(0, PeerTimeout("rank 0, dispatch: rank 2 did not publish epoch 1")),
         Report(1, "returned"),
-        Report.raised(2, PeerTimeout("rank 2, dispatch: rank 1 did not publish epoch 1")),
+        Report.from_error(2, PeerTimeout("rank 2, dispatch: rank 1 did not publish epoch 1")),
     ]
     for rank, when in enumerate((20.0, 10.0, 30.0)):
         reports[rank].when = when
@@ -301,9 +301,9 @@ def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
 
 def test_ranks_that_differ_were_not_waited_for():
     error = GeometryMismatch("hidden differs: rank 0 has 8 and rank 1 has 16")
-    assert Report.raised(0, error).blamed == ()
-    assert Report.raised(0, PeerTimeout("rank 0: rank 3 and rank 1 (rank 3)")).blamed == (3, 1)
-    assert Report.raised(0, ValueError("rank 1")).blamed == ()
+    assert Report.from_error(0, error).blamed == ()
+    assert Report.from_error(0, PeerTimeout("rank 0: rank 3 and rank 1 (rank 3)")).blamed == (3, 1)
+    assert Report.from_error(0, ValueError("rank 1")).blamed == ()
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -311,7 +311,7 @@ def test_an_error_that_follows_from_an_echo_is_an_echo(explicit):
     late, error = PeerTimeout("rank 1 is late"), ValueError("no result")
     error.__cause__, error.__context__ = late if explicit else None, late
     error.__suppress_context__ = explicit
-    report, cause = Report.raised(0, error), Report.raised(1, KeyError("mine"))
+    report, cause = Report.from_error(0, error), Report.from_error(1, KeyError("mine"))
     assert cause.when >= report.when
     assert "rank 1 of 2 raised KeyError" in str(launch_error([report, cause], 2, 1.0))
 
@@ -319,14 +319,17 @@ def test_an_error_that_follows_from_an_echo_is_an_echo(explicit):
 def test_an_error_that_is_its_own_cause_is_reported():
     first, second = KeyError("mine"), ValueError("mine")
     first.__cause__ = first
-    assert Report.raised(0, first).echo == 0
+    assert Report.from_error(0, first).echo == 0
     first.__cause__, second.__cause__ = second, first
-    assert Report.raised(0, first).echo == 0
+    assert Report.from_error(0, first).echo == 0
 
 
 def test_a_failure_prefers_causes_over_echoes_and_early_over_late():
-    echo = Report.raised(0, RendezvousFailed("rank 1 died"))
-    late, early = Report.raised(1, ValueError("late")), Report.raised(2, ValueError("early"))
+    echo = Report.from_error(0, RendezvousFailed("rank 1 died"))
+    late, early = (
+        Report.from_error(1, ValueError("late")),
+        Report.from_error(2, ValueError("early")),
+    )
     early.when -= 10.0
     reports = [echo, late, early, Report(3, "returned")]
     assert "rank 2 of 4 raised ValueError: early" in str(launch_error(reports, 4, 1.0))

@@ -148,8 +148,8 @@ def implied_outputs(
     }
 
 
-Requested = torch.Tensor | bool | None  # a tensor to write, new output, no output, or default
-Maker = Callable[[], torch.Tensor]
+OutputRequest = torch.Tensor | bool | None  # a tensor to write, new output, no output, or default
+OutputAllocator = Callable[[], torch.Tensor]
 GROUP = 128
 OUTPUTS = ("out", "residual_out", "norm_out", "quant_out", "scale_out")
 FIRST_OUTPUT, END_OUTPUT = ADDRESSES.index("out"), ADDRESSES.index("scale_out") + 1
@@ -177,17 +177,17 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 Key = tuple[object, ...]
 
 
-class Fused(NamedTuple):
+class FusedCall(NamedTuple):
     """Arguments of one call. The tensors come first, in the order of ADDRESSES."""
 
     x: torch.Tensor | None
     residual: torch.Tensor | None
     weight: torch.Tensor | None
-    out: Requested
-    residual_out: Requested
-    norm_out: Requested
-    quant_out: Requested
-    scale_out: Requested
+    out: OutputRequest
+    residual_out: OutputRequest
+    norm_out: OutputRequest
+    quant_out: OutputRequest
+    scale_out: OutputRequest
     quant: Quant | None
     prologue: MoEFinalize | None
     eps: float
@@ -221,7 +221,7 @@ class Fused(NamedTuple):
         return None if key is None else (backend, layer, scheme, constants, factor, key), addresses
 
 
-class Checked:
+class CheckedCall:
     """A call that passed the full check, which allocates the outputs that it did not pass.
 
     Attributes:
@@ -229,7 +229,7 @@ class Checked:
         tokens: Number of tokens.
         scheme: Name of the quant spec.
         reduced: All outputs, including newly allocated ones.
-        makers: Index in ADDRESSES of each newly allocated output, and a function that allocates
+        allocators: Index in ADDRESSES of each newly allocated output, and a function that allocates
             another.
 
     Raises:
@@ -237,7 +237,7 @@ class Checked:
         TokenOverflow: there are more tokens than `max_tokens`.
     """
 
-    def __init__(self, call: Fused, config: ReduceConfig, device: torch.device) -> None:
+    def __init__(self, call: FusedCall, config: ReduceConfig, device: torch.device) -> None:
         self.call, self._config, self._device = call, config, device
         self._dtype = _DTYPES[config.dtype]
         check_float("eps", call.eps, least=0.0)
@@ -254,16 +254,16 @@ class Checked:
             dtypes = self._dtype, torch.float32
             self._check("weight", call.weight, (config.hidden,), *dtypes, aligned=16)
         self._check_quant(call.quant, call.weight)
-        makers: list[tuple[int, Maker]] = []
+        allocators: list[tuple[int, OutputAllocator]] = []
         outputs: list[torch.Tensor | None] = []
         for index, (name, output) in enumerate(self._requested(call).items(), FIRST_OUTPUT):
             if output is True:
-                make = self._maker(name, tokens, call.quant)
-                makers.append((index, make))
+                make = self._output_allocator(name, tokens, call.quant)
+                allocators.append((index, make))
                 outputs.append(make())
             else:
                 outputs.append(self._passed_output(name, tokens, call.quant, output))
-        self.reduced, self.makers = Reduced(*outputs), tuple(makers)
+        self.reduced, self.allocators = Reduced(*outputs), tuple(allocators)
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
@@ -272,9 +272,9 @@ class Checked:
         tensors[FIRST_OUTPUT:END_OUTPUT] = (r.out, r.residual, r.norm, r.quant, r.scale)
         return tensors
 
-    def prepared(
+    def prepare(
         self, backend: str, entry: str, site: Site, *, layer: int
-    ) -> tuple[Prepared, list[int]]:
+    ) -> tuple[PreparedCall, list[int]]:
         """Return the state that calls with this key share, and the addresses of this call.
 
         Args:
@@ -288,11 +288,13 @@ class Checked:
         """
         tensors = self.tensors
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        rules = _overlap_rules(tensors, [index for index, _ in self.makers])
+        rules = _overlap_rules(tensors, [index for index, _ in self.allocators])
         _check_overlaps(addresses, rules)
         args = self._arguments(backend, site, layer)
         unused = [i for i in range(FIRST_OUTPUT, END_OUTPUT) if tensors[i] is None]
-        return Prepared(entry, self.tokens, args, self.makers, tuple(unused), rules), addresses
+        return PreparedCall(
+            entry, self.tokens, args, self.allocators, tuple(unused), rules
+        ), addresses
 
     def _arguments(self, backend: str, site: Site, layer: int) -> ReduceArgs:
         call, reduced = self.call, self.reduced
@@ -397,7 +399,7 @@ class Checked:
                 f"hidden to {-(-self._config.hidden // GROUP) * GROUP}"
             )
 
-    def _requested(self, call: Fused) -> dict[str, torch.Tensor | bool]:
+    def _requested(self, call: FusedCall) -> dict[str, torch.Tensor | bool]:
         """Return which outputs to write: those that the caller requested, and the defaults."""
         implied = implied_outputs(call.residual, call.weight, call.quant)
         makes_scale = implied["scale_out"]
@@ -458,7 +460,7 @@ class Checked:
             )
         return scale
 
-    def _maker(self, name: str, tokens: int, quant: Quant | None) -> Maker:
+    def _output_allocator(self, name: str, tokens: int, quant: Quant | None) -> OutputAllocator:
         """Return a function that allocates an output; it holds no tensor."""
         size, dtype = (tokens, self._config.hidden), self._dtype
         if name == "quant_out":
@@ -475,14 +477,14 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCall:
     """The state that checked calls with equal keys share.
 
     Attributes:
         entry: Name of the kernel's entry.
         tokens: Number of tokens.
         args: Kernel arguments without the addresses.
-        makers: As in `Checked`.
+        allocators: As in `Checked`.
         unused: Indices of outputs that were not requested.
         overlap_rules: Outputs and the tensors that they must not overlap.
     """
@@ -490,7 +492,7 @@ class Prepared:
     entry: str
     tokens: int
     args: ReduceArgs
-    makers: tuple[tuple[int, Maker], ...]
+    allocators: tuple[tuple[int, OutputAllocator], ...]
     unused: tuple[int, ...]
     overlap_rules: tuple[OverlapRule, ...]
 
@@ -499,7 +501,7 @@ class Prepared:
 
         They need no check, because newly allocated memory overlaps no other tensor.
         """
-        for index, make in self.makers:
+        for index, make in self.allocators:
             output = make()
             tensors[index], addresses[index] = output, output.data_ptr()
         for index in self.unused:

@@ -9,15 +9,15 @@ import torch
 
 from weft.allreduce.call import (
     OUTPUTS,
-    Checked,
+    CheckedCall,
     FP8Group,
     FP8Static,
     FP8Token,
-    Fused,
+    FusedCall,
     MoEFinalize,
+    OutputRequest,
     Quant,
     Reduced,
-    Requested,
     implied_outputs,
     quant_scheme,
 )
@@ -53,14 +53,14 @@ _operator = torch.library.custom_op(
 def _(*args: Any) -> tuple[torch.Tensor, ...]:
     call, make, _, order, owner = _parse_arguments(*args)
     with allow_fake_tensors():
-        reduced = Checked(call, owner.config, owner.group.device).reduced
+        reduced = CheckedCall(call, owner.config, owner.group.device).reduced
     return _new_outputs(reduced, make, order)
 
 
-def fused(owner: AllReduce, call: Fused, backend: str) -> Reduced:
+def call_fused(owner: AllReduce, call: FusedCall, backend: str) -> Reduced:
     """Run `fused` inside a compiled graph."""
     scheme, implied = quant_scheme(call.quant), implied_outputs(*call[1:3], call.quant)
-    requested: dict[str, Requested] = {name: getattr(call, name) for name in OUTPUTS}
+    requested: dict[str, OutputRequest] = {name: getattr(call, name) for name in OUTPUTS}
     passed = [_passed_tensor(name, output) for name, output in requested.items()]
     make = [implied[name] if out is None else out is True for name, out in requested.items()]
     x, residual, weight, *_, scale, rows, index, scales, shared = call.tensors()
@@ -79,7 +79,7 @@ def fused(owner: AllReduce, call: Fused, backend: str) -> Reduced:
 
 def _parse_arguments(
     x: Any, residual: Any, weight: Any, *args: Any
-) -> tuple[Fused, list[bool], str, torch.Tensor, AllReduce]:
+) -> tuple[FusedCall, list[bool], str, torch.Tensor, AllReduce]:
     """Return the call for the arguments of SCHEMA; tracing has decided about every output."""
     outputs, quant_scale, parts, options = args[:5], args[5], args[6:10], args[10:]
     make, scheme, eps, weight_bias, factor, backend, order, handle = options
@@ -90,11 +90,11 @@ def _parse_arguments(
     prologue = None if rows is None else MoEFinalize(rows, index, scales, shared, factor)
     quant = _quant(scheme, quant_scale)
     requested = (out, residual_out, norm_out, quant_out, scale_out)
-    call = Fused(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
+    call = FusedCall(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
     return call, make, backend, order, lookup(handle)
 
 
-def _passed_tensor(name: str, output: Requested) -> torch.Tensor | None:
+def _passed_tensor(name: str, output: OutputRequest) -> torch.Tensor | None:
     """Return the tensor that the caller passed for an output, if any. Raises InvalidArgument."""
     if isinstance(output, torch.Tensor):
         return output

@@ -12,14 +12,14 @@ import torch
 
 from weft.allreduce import compile as traced
 from weft.allreduce.call import (
-    Checked,
+    CheckedCall,
     FP8Static,
-    Fused,
+    FusedCall,
     MoEFinalize,
-    Prepared,
+    OutputRequest,
+    PreparedCall,
     Quant,
     Reduced,
-    Requested,
 )
 from weft.allreduce.choice import Choice, backends_with_slots, choose_backend
 from weft.allreduce.config import MISSING, ReduceConfig, memory_bytes
@@ -122,7 +122,7 @@ class AllReduce(Operator):
         )
         self.dtype = dtype
         self._choices: dict[tuple[int, bool], Choice] = {}
-        self._prepared: CallCache[Prepared] = CallCache()
+        self._prepared: CallCache[PreparedCall] = CallCache()
 
     memory_bytes = staticmethod(memory_bytes)
 
@@ -141,11 +141,11 @@ class AllReduce(Operator):
         weight_bias: float = 0.0,
         quant: Quant | None = None,
         prologue: MoEFinalize | None = None,
-        out: Requested = None,
-        residual_out: Requested = None,
-        norm_out: Requested = None,
-        quant_out: Requested = None,
-        scale_out: Requested = None,
+        out: OutputRequest = None,
+        residual_out: OutputRequest = None,
+        norm_out: OutputRequest = None,
+        quant_out: OutputRequest = None,
+        scale_out: OutputRequest = None,
         backend: str = "auto",
         **_unknown: Never,
     ) -> Reduced:
@@ -184,28 +184,28 @@ class AllReduce(Operator):
         if _unknown:
             refuse_unknown(self.fused, _unknown)
         requested = (out, residual_out, norm_out, quant_out, scale_out)
-        call = Fused(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
+        call = FusedCall(x, residual, weight, *requested, quant, prologue, eps, weight_bias)
         if torch.compiler.is_dynamo_compiling():
-            return traced.fused(self, call, backend)
+            return traced.call_fused(self, call, backend)
         return self.run_fused(call, backend)
 
     @internal
     @one_call("fused")
-    def run_fused(self, call: Fused, backend: str) -> Reduced:
+    def run_fused(self, call: FusedCall, backend: str) -> Reduced:
         tensors = call.tensors()
         key, addresses = call.key(tensors, backend, self._layer)
         prepared = self._prepared.find(key, addresses)
         if prepared is not None:
             reduced = prepared.outputs(tensors, addresses)
         else:
-            checked = Checked(call, self.config, self.group.device)
+            checked = CheckedCall(call, self.config, self.group.device)
             name, reduced = self._backend(backend, checked), checked.reduced
             if not checked.tokens:
                 return reduced
             # With one rank, all backends use the one-shot kernel.
             kernel = "oneshot" if self.config.ranks == 1 else name
             entry = kernel if call.prologue is None else kernel + MOE
-            prepared, addresses = checked.prepared(name, entry, self.site, layer=self._layer)
+            prepared, addresses = checked.prepare(name, entry, self.site, layer=self._layer)
             self._prepared.store(key, prepared)
         if self.debug_checks is not None and self.config.epilogue_at == "owner":
             scale = call.quant.scale if isinstance(call.quant, FP8Static) else None
@@ -235,7 +235,7 @@ class AllReduce(Operator):
         check_tokens(tokens, self.max_tokens)
         return self._choose(tokens, epilogue=norm)
 
-    def _backend(self, backend: str, checked: Checked) -> str:
+    def _backend(self, backend: str, checked: CheckedCall) -> str:
         name = check_choice("backend", backend, (AUTO, *self.backends))
         names = backends_with_slots(self.config, self.backends, checked.tokens)
         if name == AUTO or not names:
@@ -261,7 +261,7 @@ class AllReduce(Operator):
     def _manifest(self) -> dict[str, JSON]:
         return {**self.config.manifest(), "backends": list(self.backends)}
 
-    def _start_anew(self) -> None:
+    def _discard_calls(self) -> None:
         """Do nothing: calls share no state."""
 
     def _write_contents(self, header: ctypes.Structure) -> None:

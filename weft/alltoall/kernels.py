@@ -40,7 +40,7 @@ LOADS_IN_FLIGHT = 8  # per thread; loads_in_flight in alltoall/combine.cuh
 STRIP = 512  # columns that a warp pushes, or sums, at a time
 FP8_CTAS_PER_SM = 4  # of a combine by FP8; one of them sums
 MANY_STRIPS_PER_SM = 200  # from this number of strips to push on, an SM has one CTA less
-MOST_STRIPS = 8  # strips that a warp pushes at once; max_strips in alltoall/combine_fp8.cuh
+MAX_STRIPS = 8  # strips that a warp pushes at once; max_strips in alltoall/combine_fp8.cuh
 
 
 PHASES: EntryPoints = {
@@ -247,7 +247,7 @@ def plan_combine_fp8(
     resident = max(3, sms * min(limit, per_sm(COMBINE_THREADS)))
     receivers = min(-(-tokens * strips // warps), resident // limit or 1)
     pushers = max(1, min(-(-slots * strips // warps), resident - receivers - 1))
-    per_warp = min(strips, MOST_STRIPS, max(1, slots * strips // (pushers * warps)))
+    per_warp = min(strips, MAX_STRIPS, max(1, slots * strips // (pushers * warps)))
     per_warp = -(-strips // -(-strips // per_warp))  # fragments of equal length
     return Plan(1 + pushers + receivers, 1, COMBINE_THREADS, pushers, per_warp)
 

@@ -153,7 +153,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
         config = self.config
         self.dtype, self.placement = config.dtype, config.placement
         self._round = 0  # number of rounds, incremented by dispatch
-        self._start_anew()
+        self._discard_calls()
         self._dispatch_args = DispatchArgs(site=self.site)
         self._combine_args = CombineArgs(site=self.site)
         if config.local_placement.explicit:
@@ -554,7 +554,7 @@ class AllToAll(ExpertRankMixin, AcrossHosts):
 
     # Initial contents and views of the share.
 
-    def _start_anew(self) -> None:
+    def _discard_calls(self) -> None:
         self._state = State.IDLE
         self._tokens = 0  # own tokens of the open round
         self._rows = self.max_tokens  # slots for each source in this round

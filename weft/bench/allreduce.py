@@ -21,8 +21,8 @@ from weft.allreduce.config import ReduceConfig
 from weft.bench.harness import (
     TIMEOUT,
     Calls,
-    Measured,
-    Refused,
+    Measurement,
+    Rejection,
     RowsCase,
     Trial,
     Trials,
@@ -110,16 +110,16 @@ class ReduceCase(RowsCase):
                     try:
                         trial.prepare(backend)
                     except UsageError as error:  # all ranks raise it
-                        yield Refused(backend, tokens, str(error))
+                        yield Rejection(backend, tokens, str(error))
                         continue
                     yield trial
 
-    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
         """Return the bytes of a rank's rows, and the bytes that the backend sends from a rank."""
         payload = measured.tokens * self.row_bytes
         return payload, wire_bytes(measured.facts["chosen"], payload, self.ranks)
 
-    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
         """Return the lesser floor of one-shot and two-shot."""
         return allreduce_floor_us(measured.tokens * self.row_bytes, self.ranks, gpus)
 
@@ -130,11 +130,11 @@ class ReduceCase(RowsCase):
             f"{speed} + {TWO_WAY_FIXED_US:g} us"
         )
 
-    def columns(self, measured: Measured) -> dict[str, float | str]:
+    def columns(self, measured: Measurement) -> dict[str, float | str]:
         """Return the backend that "auto" selected."""
         return {"chosen": measured.facts["chosen"]} if measured.variant == AUTO else {}
 
-    def notes(self, measured: Sequence[Measured]) -> list[str]:
+    def notes(self, measured: Sequence[Measurement]) -> list[str]:
         """Return the workspace's memory, and the reason for the choice of "auto"."""
         bytes_ = measured[0].facts["memory_bytes"] if measured else 0
         memory = f"{bytes_ / (1 << 20):.1f} MiB per rank" if measured else "none"

@@ -61,7 +61,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """Measurements of one variant at one size.
 
     Attributes:
@@ -78,7 +78,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Rejection:
     """A variant that does not support a size or layer, with the reason; equal on all ranks."""
 
     variant: str
@@ -119,7 +119,7 @@ class Trial:
         raise NotImplementedError
 
 
-Trials: TypeAlias = Generator[Trial | Refused, None, None]
+Trials: TypeAlias = Generator[Trial | Rejection, None, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,11 +181,11 @@ class Case:
         """Describe sizes and options."""
         raise NotImplementedError
 
-    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
         """Return (logical, wire) bytes of a phase: of one rank's rows, and of the busiest rank."""
         raise NotImplementedError
 
-    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
         """Return the hardware's lower bound of the whole call in us, or None if unknown."""
         raise NotImplementedError
 
@@ -193,11 +193,11 @@ class Case:
         """Describe the floor."""
         raise NotImplementedError
 
-    def columns(self, measured: Measured) -> dict[str, float | str]:
+    def columns(self, measured: Measurement) -> dict[str, float | str]:
         """Return further columns of a row."""
         return {}
 
-    def notes(self, measured: Sequence[Measured]) -> list[str]:
+    def notes(self, measured: Sequence[Measurement]) -> list[str]:
         """Return lines to print below the table."""
         return []
 
@@ -231,7 +231,7 @@ class Report:
 
     case: Case
     machine: dict[str, Any]
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[Measurement] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     problem: str | None = None
 
@@ -250,13 +250,13 @@ def run(case: Case, *, quiet: bool = False) -> Report:
 
 def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
     """Run the case on one rank; return Report's fields, equal on all ranks."""
-    measured: list[Measured] = []
+    measured: list[Measurement] = []
     refused: list[str] = []
     problem = None
     with contextlib.closing(case.trials(group)) as trials:
         for trial in trials:
             name = f"{trial.variant}, {trial.tokens} tokens"
-            if isinstance(trial, Refused):
+            if isinstance(trial, Rejection):
                 refused.append(f"{name}: {trial.why}")
                 continue
             if group.rank == 0 and not quiet:
@@ -269,7 +269,7 @@ def rank_body(group: Group, case: Case, quiet: bool) -> dict[str, Any]:
             if problem := first_problem(group, trial.compare()):
                 problem = f"{name}: after timing, {problem}"
                 break
-            measured.append(Measured(trial.variant, trial.tokens, method, us, trial.facts()))
+            measured.append(Measurement(trial.variant, trial.tokens, method, us, trial.facts()))
             group.barrier()  # a peer may still be reading from this rank's memory
         group.barrier()
     if not measured and problem is None:

@@ -17,8 +17,8 @@ from weft.bench.harness import (
     TIMEOUT,
     Calls,
     Case,
-    Measured,
-    Refused,
+    Measurement,
+    Rejection,
     Trial,
     Trials,
     synchronize_ranks,
@@ -173,16 +173,16 @@ class LayerCase(Case):
                 except (CreationFailed, InvalidArgument) as error:
                     if self.overlaps:
                         raise  # the user selected it
-                    yield Refused(overlap, tokens, f"{type(error).__name__}: {error}")
+                    yield Rejection(overlap, tokens, f"{type(error).__name__}: {error}")
                     continue
                 with contextlib.closing(layer):
                     yield LayerTrial(inputs, layer, overlap)
 
-    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
         """Return the NVLink bytes of the whole layer."""
         return 0.0, measured.facts["wire_bytes"]
 
-    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
         """Return the longer of the memory's and the links' time."""
         return layer_floor_us(measured.facts["hbm_bytes"], measured.facts["wire_bytes"], gpus)
 
@@ -193,13 +193,13 @@ class LayerCase(Case):
             f"bytes / {link_rate(self.ranks):g} GB/s)"
         )
 
-    def columns(self, measured: Measured) -> dict[str, float | str]:
+    def columns(self, measured: Measurement) -> dict[str, float | str]:
         """Return the routing's imbalance, and whether "auto" selects this overlap."""
         facts = measured.facts
         columns: dict[str, float | str] = {"max / mean rows": facts["imbalance"]}
         return columns | ({"auto": "auto"} if facts["auto"]["auto"] == measured.variant else {})
 
-    def notes(self, measured: Sequence[Measured]) -> list[str]:
+    def notes(self, measured: Sequence[Measurement]) -> list[str]:
         """Return the experts' GEMM, and what "auto" selects at each size and why."""
         gemms = dict.fromkeys(each.facts["gemm"] for each in measured)
         auto = {each.tokens: each.facts["auto"]["reason"] for each in measured}

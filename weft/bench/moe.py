@@ -23,7 +23,7 @@ from weft.alltoall.received import Received
 from weft.bench.harness import (
     TIMEOUT,
     Calls,
-    Measured,
+    Measurement,
     Trial,
     Trials,
     first_row_difference,
@@ -148,7 +148,7 @@ class MoECase(PairCase):
             for tokens in self.tokens:
                 yield MoETrial(group, self, exchange, tokens)
 
-    def notes(self, measured: Sequence[Measured]) -> list[str]:
+    def notes(self, measured: Sequence[Measurement]) -> list[str]:
         """Return the bytes per row that floor and wire count."""
         row = f"A row is {self.sent_bytes} bytes out and {self.returned_bytes} bytes back"
         return [f"{row}; other libraries' rows come back as {self.dtype}."]

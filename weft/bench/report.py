@@ -19,7 +19,7 @@ from rich.text import Text
 
 from weft import __version__
 from weft.bench.baselines import MEASURED, BaselineRun
-from weft.bench.harness import Measured, Report
+from weft.bench.harness import Measurement, Report
 from weft.bench.limits import why_no_floor
 from weft.bench.machine import machine_line
 from weft.errors import InvalidArgument
@@ -80,7 +80,9 @@ def rows_of(report: Report, baselines: Sequence[BaselineRun] = ()) -> list[Row]:
     return [_row(report, each, phase, baselines) for each in results for phase in each.samples_us]
 
 
-def _row(report: Report, measured: Measured, phase: str, baselines: Sequence[BaselineRun]) -> Row:
+def _row(
+    report: Report, measured: Measurement, phase: str, baselines: Sequence[BaselineRun]
+) -> Row:
     case, us = report.case, Spread.from_samples(measured.samples_us[phase])
     logical, moved = case.bytes_of(measured, phase)
     unit = us.median * 1e3  # bytes / unit are GB/s

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from weft.bench.harness import Measured, RowsCase
+from weft.bench.harness import Measurement, RowsCase
 from weft.bench.limits import PAIR_FIXED_US, link_rate, pair_floor_us
 from weft.errors import InvalidArgument
 from weft.placement import Placement
@@ -81,14 +81,14 @@ class PairCase(RowsCase):
             "back_bytes": rows_back * self.returned_bytes,
         }
 
-    def bytes_of(self, measured: Measured, phase: str) -> tuple[float, float]:
+    def bytes_of(self, measured: Measurement, phase: str) -> tuple[float, float]:
         """Return the phase's bytes; logical bytes count one row per choice."""
         facts = measured.facts
         out, back = phase in ("dispatch", "pair"), phase in ("combine", "pair")
         logical = facts["chosen"] * (out * self.sent_bytes + back * self.returned_bytes)
         return logical, out * facts["out_bytes"] + back * facts["back_bytes"]
 
-    def floor_us(self, measured: Measured, gpus: list[str]) -> float | None:
+    def floor_us(self, measured: Measurement, gpus: list[str]) -> float | None:
         """Return the time of the busiest rank's bytes and of two ways through the links."""
         return pair_floor_us(measured.facts["out_bytes"], measured.facts["back_bytes"], gpus)
 

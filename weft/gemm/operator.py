@@ -48,7 +48,7 @@ Launch = Callable[[Sequence[torch.Tensor | None], Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCall:
     """The cached launch of a checked call.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Calls(threading.local):
     """Prepared calls of this thread. A launch is not thread-safe."""
 
     def __init__(self) -> None:
-        self.prepared: CallCache[Prepared] = CallCache()
+        self.prepared: CallCache[PreparedCall] = CallCache()
 
 
 _calls = _Calls()
@@ -178,7 +178,7 @@ def grouped_gemm(
 
 
 def _run(
-    prepared: Prepared, out: Out, tensors: list[torch.Tensor | None], addresses: list[int]
+    prepared: PreparedCall, out: Out, tensors: list[torch.Tensor | None], addresses: list[int]
 ) -> Out:
     """Launch a prepared call, after allocating its results if necessary."""
     for index, (shape, dtype) in enumerate(prepared.results, OUT):
@@ -195,7 +195,7 @@ def _result(out: torch.Tensor | None, scales: torch.Tensor | None) -> Out:
 
 
 def _launch(
-    prepared: Prepared, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]
+    prepared: PreparedCall, tensors: Sequence[torch.Tensor | None], addresses: Sequence[int]
 ) -> None:
     if torch.cuda.current_device() == prepared.device.index:
         prepared.launch(tensors, addresses)
@@ -210,7 +210,7 @@ def _prepare(
     num_sms: int | None,
     programmatic: bool,
     overlap_rules: tuple[OverlapRule, ...],
-) -> Prepared:
+) -> PreparedCall:
     results = () if overlap_rules else (call.out, call.out_scale)
     with torch.cuda.device(call.a.device):
         launch: Launch
@@ -218,7 +218,7 @@ def _prepare(
             launch = kernels.HopperLaunch(call, plan, num_sms, programmatic)
         else:
             launch = triton_launch.TritonLaunch(call, plan, num_sms, programmatic)
-    return Prepared(
+    return PreparedCall(
         call.a.device,
         launch,
         tuple((t.shape, t.dtype) for t in results if t is not None),

@@ -148,7 +148,9 @@ class Agreement:
                 self._publish()
             published, gone = self._collect(suspects, deadline)
             self._published = False
-            wrong = {rank for rank, (dead, _) in published.items() if any(map(self._lives, dead))}
+            wrong = {
+                rank for rank, (dead, _) in published.items() if any(map(self._is_alive, dead))
+            }
             if wrong:
                 raise RecoveryFailed(
                     f"{self._names(wrong)} took a living rank for dead, and so lost descriptors by "
@@ -235,7 +237,7 @@ class Agreement:
         first = self._pages[rank] + 8 * self._words * (self._round % SLOTS)
         return [ctypes.c_uint64.from_address(first + 8 * i) for i in range(self._words)]
 
-    def _lives(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         return rank == self._rank or not self._processes.ended(rank)
 
     def _kill(self, rank: int) -> None:

@@ -84,7 +84,7 @@ class ControlPlane:
     Attributes:
         pids: Process id of each rank as the kernel reports it to the rank at which all met; 0 if
             it has none there.
-        whereabouts: Describes ranks that a call waits for, see `Roster.whereabouts`.
+        describe_activity: Describes ranks that a call waits for, see `Roster.describe_activity`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -99,7 +99,7 @@ class ControlPlane:
         self._sequence = -1  # number of the last call
         self._broken: str | None = None
         self._closed = False
-        self.whereabouts: Callable[
+        self.describe_activity: Callable[
             [Collection[int], Callable[[int], str | None]], Mapping[int, str]
         ] = lambda ranks, current_call: {}
 
@@ -304,7 +304,7 @@ class ControlPlane:
         timeout: float,
     ) -> None:
         missing = [rank for rank in waiting if rank not in messages]
-        places = self.whereabouts(missing, self.current_call)
+        places = self.describe_activity(missing, self.current_call)
         names = [f"{self.name(rank)} {places.get(rank, '')}".strip() for rank in missing or waiting]
         doing = "enter it" if missing else "read its part of it"
         _log.warning(

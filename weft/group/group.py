@@ -86,7 +86,7 @@ class Group:
         # A group that is dropped unclosed releases its connections; at exit the system does.
         weakref.finalize(self, self._recovery.close).atexit = False
         if isinstance(control, ControlPlane):
-            control.whereabouts = self._roster.whereabouts
+            control.describe_activity = self._roster.describe_activity
             if self.size > 1 and not threads:
                 self._recovery.watch(control)
 
@@ -392,12 +392,12 @@ class Group:
         return self._messages.control.pid(rank)
 
     @internal
-    def whereabouts(self, ranks: Collection[int]) -> dict[int, str]:
+    def describe_activity(self, ranks: Collection[int]) -> dict[int, str]:
         """Return, in words, what each of `ranks` is doing as far as this rank can see.
 
         Takes 0.1 s.
         """
-        return self._roster.whereabouts(ranks, self._messages.control.current_call)
+        return self._roster.describe_activity(ranks, self._messages.control.current_call)
 
     @internal
     def elsewhere(self, member: Lifecycle, rank: int) -> tuple[str, dict[str, Lifecycle]]:

@@ -233,7 +233,7 @@ def report_location(process_group: dist.ProcessGroup, device: torch.device) -> d
 
 
 def group_by_machine(reports: list[Any]) -> list[list[int]]:
-    """Return the ranks of each machine, from every rank's `whereabouts`.
+    """Return the ranks of each machine, from every rank's `report_location`.
 
     Raises:
         RendezvousFailed: a report is malformed, or devices are of two kinds.
@@ -261,7 +261,7 @@ def group_by_host(
     place on other hosts.
 
     Args:
-        reports: Every rank's `whereabouts`.
+        reports: Every rank's `report_location`.
         reached: For each rank, the first ranks of the machines whose memory it can map.
 
     Raises:
@@ -316,7 +316,7 @@ def open_process_groups(
         whole: Process group of all ranks.
         ranks: Ranks of each host.
         rank: Rank of this process.
-        reports: Every rank's `whereabouts`.
+        reports: Every rank's `report_location`.
         timeout: Seconds for torch.distributed.
         gpus: Whether the ranks' memory is on GPUs.
 

@@ -185,7 +185,7 @@ class Peers:
             time.sleep(0.01)
         self.check()
 
-    def unseen(self, ranks: Iterable[int]) -> str:
+    def describe_unwatched(self, ranks: Iterable[int]) -> str:
         """Return, for an error, the `ranks` whose death could not be noticed, with the reasons."""
         known = [f"rank {r}: {self._unseen[r]}" for r in ranks if r in self._unseen]
         return f" (whether they live cannot be seen from here: {'; '.join(known)})" if known else ""

@@ -290,7 +290,7 @@ class _Hub:
                     control.fail(
                         f"rank {', '.join(map(str, missing))} of {control.size} did not come to "
                         f"rank {control.rank} within {timeout:g} s; raise `timeout` if the ranks "
-                        f"start that far apart{self.peers.unseen(missing)}"
+                        f"start that far apart{self.peers.describe_unwatched(missing)}"
                     )
                 self._serve(deadline)
             for one, other in itertools.combinations(sorted(control.peers), 2):

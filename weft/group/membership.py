@@ -152,7 +152,7 @@ class Roster:
             others = set(range(self.size)) - {self.rank}
             self._ended = {rank for rank in others if has_ended(rank)}
 
-    def whereabouts(
+    def describe_activity(
         self, ranks: Collection[int], current_call: Callable[[int], str | None]
     ) -> dict[int, str]:
         """Return, in words, what each of `ranks` is doing as far as this rank can see.

@@ -255,7 +255,7 @@ class GroupRecovery:
         def on_end(rank: int) -> None:
             roster.report_end(rank if ranks is None else ranks[rank])
 
-        control.whereabouts = roster.whereabouts
+        control.describe_activity = roster.describe_activity
         return Membership(control, on_end, timeout)
 
     def _require(self) -> Membership:

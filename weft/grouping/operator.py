@@ -158,9 +158,9 @@ class RowGroups:
             self._args.rows[plane] = rows.data_ptr()
         for name in buffers._fields[1:]:
             setattr(self._args, name, getattr(buffers, name).data_ptr())
-        a2a.on_restart(self._start_anew)
+        a2a.on_restart(self._discard_calls)
 
-    def _start_anew(self) -> None:
+    def _discard_calls(self) -> None:
         """Clear the counter of a broken round, and addresses at ranks that are gone."""
         if self._kernels is not None:
             self._buffers.arrived.zero_()

@@ -179,7 +179,7 @@ def _run_threads(
             )
             report = report_of(rank, group, lambda: fn(group, *args))
         except BaseException as error:
-            report = Report.raised(rank, error)
+            report = Report.from_error(rank, error)
             end_meeting(meeting, rank, report)
         finished.put(report)
 

@@ -145,9 +145,9 @@ def _watch(job: Job, ranks: Sequence[_Rank], deadline: float) -> None:
 def end_meeting(meeting: Meeting, rank: int, report: Report) -> None:
     """Report to the other ranks how one failed before all had met."""
     if rank == meeting.hub:  # it can no longer report its failure itself
-        meeting.close(report.line())
+        meeting.close(report.summary())
     else:
-        meeting.end(report.line())
+        meeting.end(report.summary())
 
 
 def _read_report(rank: int, each: _Rank) -> Report | None:
@@ -206,15 +206,15 @@ def _child(pipe: Connection, job: Job, rank: int) -> None:
         logs.set_up()
         report = _work(pipe, job, rank)
     except BaseException as error:
-        report = Report.raised(rank, error)
+        report = Report.from_error(rank, error)
     if os.getpid() != process:  # a child that `fn` forked does not report for the rank
         if report.error is not None:
             raise report.error
         return
     try:
-        message = report.packed()
+        message = report.to_pickle()
     except BaseException as error:  # the result of `fn` cannot be pickled
-        message = Report.raised(rank, error).packed()
+        message = Report.from_error(rank, error).to_pickle()
     with contextlib.suppress(BrokenPipeError):  # the launcher is gone
         pipe.send_bytes(message)
     pipe.close()

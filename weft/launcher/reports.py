@@ -43,7 +43,7 @@ class Report:
     blamed: tuple[int, ...] = ()
 
     @classmethod
-    def raised(cls, rank: int, error: BaseException) -> Report:
+    def from_error(cls, rank: int, error: BaseException) -> Report:
         """Return the report of a rank whose function raised `error`."""
         trace = "".join(traceback.format_exception(error))
         return cls(
@@ -58,12 +58,12 @@ class Report:
             blamed=_named_ranks(rank, error),
         )
 
-    def line(self, ranks: str = "") -> str:
+    def summary(self, ranks: str = "") -> str:
         """Return the failure in one line; `ranks` is text such as " of 4"."""
         how = "died" if self.kind == "died" else f"raised {self.name}"
         return f"rank {self.rank}{ranks} {how}: {self.text}"
 
-    def packed(self) -> bytes:
+    def to_pickle(self) -> bytes:
         """Return the pickled report, without its error if that cannot be pickled."""
         if self.error is not None:
             try:
@@ -84,7 +84,7 @@ def report_of(rank: int, group: AbstractContextManager[Any], body: Callable[[], 
             try:
                 return Report(rank, "returned", value=body(), when=time.monotonic())
             except BaseException as error:
-                report = Report.raised(rank, error)
+                report = Report.from_error(rank, error)
                 raise
     except BaseException:
         if report is None:
@@ -139,7 +139,7 @@ def launch_error(reports: list[Report], ranks: int, timeout: float) -> RankFaile
         r.rank: [each for each in r.blamed if returned.get(each, r.when) < r.when] for r in failed
     }
     first = min(failed, key=lambda r: (r.echo, not missed[r.rank], r.when))
-    text = first.line(f" of {ranks}")
+    text = first.summary(f" of {ranks}")
     for rank in missed[first.rank]:
         text += (
             f"\nRank {rank} had returned from its function {first.when - returned[rank]:.2f} s "

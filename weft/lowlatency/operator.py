@@ -632,7 +632,7 @@ class LowLatencyAllToAll(ExpertRankMixin, AcrossHosts):
     def _own_bytes(self) -> int:
         return super()._own_bytes() + self.config.memory.ordinary
 
-    def _start_anew(self) -> None:
+    def _discard_calls(self) -> None:
         self._sent_handle = self._returned_handle = None
         self.traced_handles.alive.clear()
         for slot in self.slots:

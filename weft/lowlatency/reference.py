@@ -18,7 +18,7 @@ from weft.runtime.ambient import without_autocast
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedRows:
     """The rows of one rank's experts, as in `ExpertRows`, with zeros in undefined rows.
 
     scales are float32 and row-major for every layout; None without quantisation.
@@ -104,7 +104,7 @@ def dispatch(
     group_size: int = 128,
     scale: str = "fp32_row",
     recipe: str = "weft",
-) -> Expected:
+) -> ExpectedRows:
     """Return the rows of the experts of `rank`, ordered by source rank and then token.
 
     Args:
@@ -141,7 +141,7 @@ def dispatch(
             ranges[e, s, 0], ranges[e, s, 1] = begin, len(tokens)
             begin = end
     counts = ranges[..., 1].sum(dim=1).int()
-    return Expected(out, scales if quantize else None, counts, source, ranges)
+    return ExpectedRows(out, scales if quantize else None, counts, source, ranges)
 
 
 @without_autocast

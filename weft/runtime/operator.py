@@ -254,7 +254,7 @@ class Operator(ABC):
         """
 
     @abstractmethod
-    def _start_anew(self) -> None:
+    def _discard_calls(self) -> None:
         """Discard the state of calls that had not finished when the group broke."""
 
     @abstractmethod
@@ -532,7 +532,7 @@ class Operator(ABC):
                 words = self._mailbox.host_word
                 words[:] = [0] * len(words)
                 try:
-                    self._start_anew()
+                    self._discard_calls()
                     self._write_share()
                 except BaseException as error:
                     self._leave_reason = f"could not recover: {format_reason(error)}"

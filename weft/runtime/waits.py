@@ -28,7 +28,7 @@ _JOIN = 2.0  # seconds that process exit waits for a poll in progress
 _log = logging.getLogger(__name__)
 
 
-class Waiting(Protocol):
+class WatchedOperator(Protocol):
     """Interface of an operator that the poll thread uses."""
 
     group: Group
@@ -55,13 +55,13 @@ class Watcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waits: weakref.WeakKeyDictionary[Waiting, _Wait] = weakref.WeakKeyDictionary()
+        self._waits: weakref.WeakKeyDictionary[WatchedOperator, _Wait] = weakref.WeakKeyDictionary()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._stop = threading.Event()
         atexit.register(self._end)
 
-    def watch(self, operator: Waiting) -> None:
+    def watch(self, operator: WatchedOperator) -> None:
         """Poll an operator as long as it is alive."""
         with self._lock:
             if os.getpid() != self._process:  # a forked child inherits the list but not the thread
@@ -94,7 +94,7 @@ class Watcher:
                     return
 
 
-def _poll(operator: Waiting, wait: _Wait) -> bool:
+def _poll(operator: WatchedOperator, wait: _Wait) -> bool:
     """Log a wait that is due, and return whether to poll this operator again."""
     header = operator.own_header()
     if header is None:
@@ -115,7 +115,7 @@ def _poll(operator: Waiting, wait: _Wait) -> bool:
     return True
 
 
-def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
+def _log_wait(operator: WatchedOperator, header: Any, waited: float) -> None:
     group, local = operator.group, operator.group.local
     ranks = group.host_ranks[group.host]
     peers = [rank for rank in local.living if rank != local.rank]
@@ -127,7 +127,7 @@ def _log_wait(operator: Waiting, header: Any, waited: float) -> None:
         for rank, first, then in zip(peers, before, after, strict=True)
         if first is None or then is None or first.wait_clock == then.wait_clock
     ]
-    places = local.whereabouts(outside)
+    places = local.describe_activity(outside)
     names = []
     for rank in outside:
         pid = local.pid(rank)
