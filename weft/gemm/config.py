@@ -59,18 +59,10 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class GatingParams:
-    """Parameters of the gating `g * sigmoid(alpha * gate) * (u + offset)`.
-
-    Attributes:
-        alpha: Factor inside the sigmoid.
-        offset: Added to u.
-        limit: Clamps gate to at most limit and up to -limit..limit first. None: no limit.
-        beta: With SiTU, g is `beta * tanh(gate / beta)`. None: g is gate.
-        linear_beta: With SiTU, u is `linear_beta * tanh(up / linear_beta)`. None: u is up.
+    """Parameters of the gating `g * sigmoid(alpha * gate) * (u + offset)`; see `Gated`.
 
     Raises:
-        InvalidArgument: a number is not finite, a limit or beta is not positive, or only one beta
-            is set.
+        InvalidArgument: as `Gated`.
     """
 
     alpha: float = 1.0

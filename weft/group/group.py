@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -492,7 +494,25 @@ class Group:
         Raises:
             CreationFailed: a rank failed. Raised on every rank.
         """
-        self._messages.map_shares(export, map_fds, doing=doing)
+
+        def exchange(messages: Messages) -> None:
+            with contextlib.ExitStack() as opened:
+
+                def export_share() -> int:
+                    fd = export()
+                    opened.callback(os.close, fd)
+                    return fd
+
+                fds = messages.exchange_fds(
+                    messages.together(export_share, doing="exporting memory")
+                )
+                by_rank = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
+                for fd in by_rank.values():
+                    opened.callback(os.close, fd)
+                new = {rank: by_rank[rank] for rank in messages.ranks_to_map}
+                messages.together(lambda: map_fds(new), doing=doing)
+
+        self._messages.record(exchange)
 
     def next_generation(self) -> int:
         """Return 1, 2, ... 65535, 1, ...: the same on every rank. Collective."""

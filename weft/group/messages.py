@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 from weft.arguments import check_callable, check_instance, check_int, check_seconds
@@ -213,32 +213,6 @@ class Messages:
         except OSError as error:
             raise InvalidArgument(f"fd is {fd}; it must be an open descriptor: {error}") from error
         return self.control.exchange_fds(fd, self._seconds(timeout))
-
-    def map_shares(
-        self,
-        export: Callable[[], int],
-        map_fds: Callable[[Mapping[int, int]], None],
-        *,
-        doing: str,
-    ) -> None:
-        """See `Group.map_shares`."""
-
-        def exchange(messages: Messages) -> None:
-            with contextlib.ExitStack() as opened:
-
-                def exported() -> int:
-                    fd = export()
-                    opened.callback(os.close, fd)
-                    return fd
-
-                fds = messages.exchange_fds(messages.together(exported, doing="exporting memory"))
-                by_rank = {rank: fd for rank, fd in enumerate(fds) if fd is not None}
-                for fd in by_rank.values():
-                    opened.callback(os.close, fd)
-                new = {rank: by_rank[rank] for rank in messages.ranks_to_map}
-                messages.together(lambda: map_fds(new), doing=doing)
-
-        self.record(exchange)
 
     def next_generation(self) -> int:
         """See `Group.next_generation`."""
