@@ -76,7 +76,7 @@ def _writes_to_terminal(handler: logging.Handler, record: logging.LogRecord) -> 
 
 
 class Reminder:
-    """Clock of one wait that begins now: tells when to log it, after 5 s, 10 s, 20 s and so on."""
+    """Schedule for logging one wait that begins now: after 5 s, 10 s, 20 s and so on."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

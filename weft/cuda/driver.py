@@ -84,9 +84,9 @@ def relaxed_capture(device: torch.device | None = None) -> Iterator[None]:
 
     Nothing may wait for a capture in any mode. Synchronising the context
     (`torch.cuda.synchronize`), recording an event of it, or using the default stream while a stream
-    that blocks with it is captured invalidates the capture. The driver has no call that tells
-    whether a capture is under way. To know that the GPU has finished its work, wait with `fence` or
-    for streams of your own.
+    that blocks with it is captured invalidates the capture. The driver has no call that
+    reports whether a capture is under way. To know that the GPU has finished its work, wait with
+    `allocate_fence` or for streams of your own.
 
     Args:
         device: Device of the work. Nothing is done for a CPU.
@@ -112,7 +112,7 @@ def allocate_fence() -> int:
     That is the work that any stream of the context held before, including running graphs. The
     driver cannot know which work uses the memory, so it waits for all; `torch.cuda.empty_cache`
     relies on the same. Unlike a synchronisation of the context, the free is allowed within
-    `relaxed` while streams are captured, because captured work does not run. Allocate it in
+    `relaxed_capture` while streams are captured, because captured work does not run. Allocate it in
     advance: memory may be short when the wait is needed. Raises DriverError.
     """
     return int(call_driver("cuMemAlloc", FENCE_BYTES))

@@ -299,7 +299,7 @@ class DeviceShares:
 
         Call it from one thread at a time.
         """
-        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, behind the part that kernels write
+        staged = self.mailbox[0] + MAILBOX_BYTES // 2  # pinned, after the part that kernels write
         ctypes.memmove(staged, data, len(data))
         with relaxed_capture(self._torch_device), self._current():
             call_driver("cuMemcpyHtoDAsync", address, staged, len(data), self._stream)
@@ -308,7 +308,7 @@ class DeviceShares:
     def free(self) -> None:
         """Wait for this GPU's work, whose kernels have deadlines, and release everything.
 
-        Any thread may call it at any time, also during captures: the wait is the free of `fence`.
+        Any thread may call it at any time, also during captures: freeing the fence is the wait.
         A graph with kernels of this memory must not be replayed afterwards, even if its capture has
         not ended.
 

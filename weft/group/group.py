@@ -270,7 +270,8 @@ class Group:
             if local.hosts > 1:
                 raise RendezvousFailed(
                     f"the ranks of {names[index]} could map each other's memory and now cannot: "
-                    "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and start anew"
+                    "look at the NVLink domain's IMEX service (nvidia-imex-ctl -N), and restart "
+                    "the job"
                 )
             return local, rail
 
@@ -297,7 +298,7 @@ class Group:
 
     @property
     def living_mask(self) -> int:
-        """Ranks that take part; bit r stands for rank r."""
+        """Mask of the ranks that take part, bit r for rank r."""
         return self._roster.living_mask
 
     @property

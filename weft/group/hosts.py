@@ -2,9 +2,10 @@
 """Hosts of a group: which ranks share one, how those meet, and process groups between hosts.
 
 Ranks that some launcher started can already exchange small values, over a torch process group or by
-an engine's own means. One exchange tells where each rank runs. Ranks share a machine if they have
-the same boot id and the same WEFT_HOST, so containers of one machine are one host unless they are
-told apart. Machines of one NVLink domain, whose GPUs can map each other's memory, are one host too.
+an engine's own means. In one exchange, every rank reports where it runs. Ranks share a machine if
+they have the same boot id and the same WEFT_HOST, so containers of one machine are one host unless
+WEFT_HOST distinguishes them. Machines of one NVLink domain, whose GPUs can map each other's memory,
+are one host too.
 
 The exchange also hands out the address of the meeting. What follows goes over Unix sockets, so
 authentication, descriptors and liveness do not depend on the exchange.

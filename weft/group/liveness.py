@@ -2,7 +2,7 @@
 """Detection of the end of a peer's process, before all ranks have met and after.
 
 After the ranks have met, every rank sends its peers a pidfd of itself, which becomes readable when
-its process has ended. A pidfd stands for the same process in every PID namespace, and forked
+its process has ended. A pidfd refers to the same process in every PID namespace, and forked
 children do not count. A process with a GPU ends a tenth of a second or more after it was killed,
 because its GPU context is torn down first. Each rank therefore also sends a pipe that only it can
 write, which ends as soon as the kernel takes the process down. Either announces a death; only the
@@ -77,7 +77,7 @@ class Liveness:
                 return
             self._closed = True
             try:
-                # Wakes the thread, and tells peers that the end of this pipe is no death.
+                # Wakes the thread, and shows peers that the end of this pipe is no death.
                 os.write(self._own_pipe[1], b".")
             except OSError:  # other code closed the pipe, so nothing can wake the thread
                 return

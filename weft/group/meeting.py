@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendezvous of the ranks of one host at one of them, the hub, which connects every two ranks.
 
-The hub listens at an abstract Unix address, which has a name but no file: even `kill -9` leaves
-nothing behind, and mounts do not matter. Processes of one network namespace reach it. The hub
+The hub listens at an abstract Unix address, which has a name but no file: even after `kill -9`
+nothing remains, and mounts do not matter. Processes of one network namespace reach it. The hub
 listens before any rank learns the address, so a refused connection means that the meeting is over.
 
-The kernel tells the user of the other end, and connections of other users are closed before
+The kernel reports the user of the other end, and connections of other users are closed before
 anything is read. The first message in each direction must show the job's 32-byte nonce. The hub
 then compares what the ranks were built for. A stranger is refused and disturbs no rank. A stranger
 that connects again and again cannot keep the ranks apart: the hub accepts a bounded number of

@@ -77,7 +77,7 @@ class Lifecycle(Protocol):
         """Reset this rank's share to its state at creation and take calls again.
 
         Args:
-            living: Ranks that take part from now on; bit r stands for rank r.
+            living: Ranks that take part from now on, bit r for rank r.
         """
 
 
@@ -99,7 +99,7 @@ class Roster:
 
     @property
     def living_mask(self) -> int:
-        """Ranks that take part; bit r stands for rank r."""
+        """Mask of the ranks that take part, bit r for rank r."""
         return self._living
 
     @property

@@ -150,11 +150,11 @@ class Messages:
         doing: str,
         timeout: float | None = None,
         *,
-        alike: type[WeftError] = UsageError,
+        common_error: type[WeftError] = UsageError,
     ) -> None:
         """Vote without recording the call. Collective.
 
-        Errors of the class `alike` are raised as they are if every rank has the same one.
+        If every rank has the same error and it is a `common_error`, that error is raised.
         """
         own = None if error is None else [type(error).__name__, str(error)[:_TEXT_LIMIT]]
         values = self.gather("vote", {"doing": doing, "error": own}, timeout)
@@ -164,7 +164,7 @@ class Messages:
             return
         first = failed[0]
         name, text = votes[first]["error"]
-        if isinstance(error, alike) and all(
+        if isinstance(error, common_error) and all(
             vote["error"] is not None and vote["error"][0] == name for vote in votes.values()
         ):
             raise type(error)(text) from error

@@ -229,7 +229,7 @@ class GroupRecovery:
 
         def barrier(problems: list[Exception]) -> None:
             problem = problems[0] if problems else None
-            messages.vote_once(problem, "recovering", seconds_left(), alike=WeftError)
+            messages.vote_once(problem, "recovering", seconds_left(), common_error=WeftError)
 
         members = roster.members()
         own = {name: member.finished_rounds() for name, member in members.items()}
@@ -265,8 +265,8 @@ class GroupRecovery:
         if self._job_machines > 1:
             raise InvalidArgument(
                 f"a group of {self._job_machines} machines cannot recover, nor can the local "
-                "group of one of its hosts: end the job on all of them, start it anew and make new "
-                "process groups and a new group"
+                "group of one of its hosts: restart the job on all of them, with new process "
+                "groups and a new group"
             )
         if self._membership is None:
             raise InvalidArgument(

@@ -107,7 +107,7 @@ def _echo(error: BaseException, seen: frozenset[int] = frozenset()) -> int:
 
 
 def _named_ranks(rank: int, error: BaseException) -> tuple[int, ...]:
-    """Return the other ranks that `error` names if it tells that this rank's group broke.
+    """Return the other ranks that `error` names if it reports that this rank's group broke.
 
     Every text of weft writes a rank as "rank 3". A GeometryMismatch blames no rank for a wait.
     """

@@ -54,7 +54,7 @@ def plain_tensors() -> Iterator[None]:
 
 
 def in_relaxed_mode(init: Init) -> Init:
-    """Decorate a constructor on a group so that it runs within `relaxed` and `plain_tensors`.
+    """Decorate a constructor on a group to run it within `relaxed_capture` and `plain_tensors`.
 
     It may then allocate during a capture and be called in inference mode.
     """

@@ -185,8 +185,8 @@ def _peer_gone(
     fix = f"{_remedy(machines)}."
     if machines > 1:
         fix = (
-            f"a group of {machines} machines does not recover: end the job on all of them, start "
-            "it anew and make new process groups and a new group."
+            f"a group of {machines} machines does not recover: restart the job on all of them, "
+            "with new process groups and a new group."
         )
     return PeerDied(
         f"{who}: rank {record.peer} died: {process} ended before it made its part of epoch "
