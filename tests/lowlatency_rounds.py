@@ -113,6 +113,7 @@ def wanted_out(
         reduce=mode.reduce,
         combine_dtype=mode.combine_dtype,
         add=add if case.add else None,
+        hosts=a2a.group.host_ranks,
     )
 
 
@@ -126,8 +127,8 @@ def check_rows(
 ) -> None:
     """Compare every row that came, and every one that must not have changed."""
     expected = low.dispatch(
-        [i[0] for i in inputs],
-        [i[1] for i in inputs],
+        [inputs[source][0] for source in a2a.sources],
+        [inputs[source][1] for source in a2a.sources],
         a2a.placement,
         rank=a2a.rank,
         max_tokens=a2a.max_tokens,
@@ -137,7 +138,8 @@ def check_rows(
         recipe=mode.recipe,
     )
     assert torch.equal(got.counts, expected.counts), (got.counts, expected.counts)
-    assert torch.equal(got.ranges, expected.ranges)
+    if a2a.group.hosts == 1:
+        assert torch.equal(got.ranges, expected.ranges)
     rows = torch.arange(got.x.shape[1], device=got.x.device)
     there = rows[None] < expected.counts[:, None]
     assert torch.equal(got.source[there], expected.source[there])

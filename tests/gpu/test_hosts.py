@@ -18,7 +18,7 @@ import torch
 import weft
 from tests.hosts.spanning import on_hosts, play
 from tests.hosts.test_layer import LAYERS
-from tests.hosts.test_lowlatency import WAYS, combined, sent
+from tests.hosts.test_lowlatency import rounds as low_latency_rounds
 from tests.moe.layers import CONFIGS, Case, bound
 from tests.rounds import Round, bits
 from weft import reference
@@ -50,11 +50,7 @@ def rounds(group: weft.Group) -> None:
                 play(a2a, case.next(seed=seed), halves=name == "halves")
             torch.cuda.synchronize()
             a2a.check()
-    for number, way in enumerate(WAYS.values()):
-        with weft.LowLatencyAllToAll(group, **case.sizes(8), **way) as low:
-            for seed in range(2):
-                each = case.next(seed=10 * number + seed)
-                combined(low, sent(low, each, way), each, way)
+    low_latency_rounds(group, TOKENS)
 
 
 def test_hosts_meet_the_reference(ranks):
