@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +13,9 @@ import weft
 from tests.allreduce.test_allreduce import every_call, make
 from tests.emulator.emulate import EmulatedEntries, compile_emulated
 from tests.emulator.watch import watching, ways
-from tests.faults import (
-    AFTER_ROWS,
-    BEFORE_ROWS,
-    JITTER,
-    REDUCE_ENTER,
-    plan_fault,
-)
 from tests.headers import HEADER_BYTES
 from tests.patience import hurry
-from tests.sums import Sum, play, quants
+from tests.sums import Sum, quants
 from weft.allreduce.kernels import ReducePlan
 from weft.errors import PeerTimeout
 
@@ -108,24 +100,6 @@ def test_an_index_out_of_range_is_refused_once(ranks):
     for text in ranks(2, "threads")(dropped, library(2)):
         assert "index[11, 1] of a MoEFinalize is 7" in text
         assert "reports since" not in text
-
-
-def late(group: weft.Group, library: str, shapes: list[Shape], count: int) -> None:
-    """Sizes change from call to call, and each rank in turn is late at each place."""
-    order = random.Random(3)
-    with make(group, TOKENS, CASE, _first_epoch=(1 << 40) - count) as ar:
-        shapes[group.rank].install(ar, library)
-        for turn, point in enumerate((REDUCE_ENTER, AFTER_ROWS, BEFORE_ROWS)):
-            if group.rank == turn % group.size:
-                plan_fault(ar, point, JITTER, argument=200_000)
-            for call in range(count):
-                tokens = order.choice((1, 2, 3, 5, 7, 8, 9, TOKENS))
-                play(ar, CASE.next(tokens=tokens, seed=call), "oneshot")
-        assert len(ar.history()) == min(128, 3 * count)
-
-
-def test_late_ranks_and_changing_sizes_change_no_bit(ranks):
-    ranks(3, "threads")(late, library(3), [PAIR, WAVES, ALONE], 12)
 
 
 def partly(group: weft.Group, library: str) -> str:

@@ -14,11 +14,6 @@ from tests.kinds import CPU, THREADS, on_ranks
 from tests.moe.layers import CONFIGS, Case
 from tests.rounds import Round
 from tests.sums import Sum
-from weft.compat.flashinfer import (
-    AllReduceFusionPattern,
-    AllReduceFusionWorkspace,
-    allreduce_fusion,
-)
 from weft.errors import InvalidArgument, OutOfOrder
 from weft.runtime import library
 
@@ -178,28 +173,6 @@ def handed_over(group: weft.Group) -> None:
         low.check()
 
 
-def fusions(group: weft.Group) -> None:
-    """The calls of another project's name compile because those underneath do."""
-    case = Sum(5, 256)
-    x, (residual, weight) = case.rows(group.rank, group.device), case.shared(group.device)
-    workspace = AllReduceFusionWorkspace(
-        group.size, group.rank, 8, 256, x.dtype, group=group, **PATIENT
-    )
-    pattern = AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant
-
-    def body(x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, quant = residual.clone(), torch.empty(x.shape, dtype=torch.float8_e4m3fn)
-        more: dict[str, Any] = {"residual_out": kept, "quant_out": quant}
-        norm = allreduce_fusion(
-            x * 2, workspace, pattern, residual_in=kept, rms_gamma=weight, **more
-        )
-        plain = allreduce_fusion(norm, workspace, AllReduceFusionPattern.kAllReduce)
-        return norm, kept + 1, quant, plain * 2
-
-    same(compiled(body, PLAIN)(x), body(x))
-    workspace.destroy()
-
-
 def closed(group: weft.Group) -> None:
     """What calls a closed object says so: a graph that was compiled before by itself."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
@@ -271,7 +244,6 @@ def late_reader(
 @on_ranks(2, [CPU], timeout=550.0)
 def test_calls_keep_their_order_and_their_numbers(group):
     wrong(group)
-    fusions(group)
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     given = case.of(group.rank, group.device)[:3]
     with weft.AllToAll(group, **SIZES) as a2a, weft.AllToAll(group, **SIZES) as other:

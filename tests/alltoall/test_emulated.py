@@ -256,17 +256,3 @@ def finds_fault(group: weft.Group, mutation: Mutation | None) -> bool:
 def test_a_fault_is_noticed(ranks, name):
     mutation = None if name is None else FAULTS[name]
     assert ranks(2, "threads")(finds_fault, mutation) == [name is not None] * 2
-
-
-@on_ranks(2, [EMULATED])
-def test_rows_of_zeros_and_of_no_numbers_look_like_no_blank(group):
-    case = Round(tokens=(16, 16), hidden=640, top_k=2, experts=4)
-    with case.open(group, combine_dtype="fp8") as a2a:
-        x = strange_rows(640).bfloat16()
-        x[8].view(torch.int16)[:] = -1  # NaN with all bits set
-        ids = torch.tensor([[0, 2]], dtype=torch.int32).repeat(16, 1)
-        for _ in range(2):
-            assert strange_round(a2a, x, ids)
-            group.barrier()
-            assert is_blank(a2a)
-            group.barrier()

@@ -250,58 +250,8 @@ def zero_copies(group: weft.Group, buffer: Buffer) -> None:
     assert torch.equal(out.cpu(), expected(group, 0, weights))
 
 
-def engines(group: weft.Group) -> None:
-    """Overlap two micro-batches over some layers as engines do, their halves interleaved.
-
-    One buffer serves all layers; numbers of tokens vary and may be 0.
-    """
-    buffer = Buffer(
-        *(group, 0, 1 << 20),
-        low_latency_mode=True,
-        num_qps_per_rank=EXPERTS // group.size,
-        allow_mnnvl=True,
-        use_fabric=True,
-    )
-    assert buffer.group_size == group.size
-    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.group) == (0, 1 << 20, group)
-    event = Buffer.capture()
-    for layer in range(3):
-        going: Any = None
-        for batch in (0, 1):
-            x, ids, weights = inputs(group, batch)
-            if layer == 1 and batch == group.rank % 2:
-                x, ids, weights = x[:0], ids[:0], weights[:0]
-            numbers, _, handle, event, hook = buffer.low_latency_dispatch(
-                x, ids, MOST, EXPERTS, use_fp8=True, round_scale=False, use_ue8m0=False,
-                async_finish=False, return_recv_hook=True,
-            )  # fmt: skip
-            if going is not None:
-                finish(group, *going)
-            assert hook is not None
-            hook()
-            assert handle[2:] == (MOST, HIDDEN, EXPERTS)
-            assert (handle[0].dtype, handle[1].dtype) == (torch.int32, torch.int64)
-            combined, _, hook = buffer.low_latency_combine(
-                x=widened(numbers), topk_idx=ids, topk_weights=weights, handle=handle,
-                async_finish=False, zero_copy=False, return_recv_hook=True,
-            )  # fmt: skip
-            going = batch, len(x), combined, hook
-        finish(group, *going)
-    with event:
-        pass
-    buffer.check()
-    group.barrier()
-    buffer.destroy()
-
-
-def finish(group, batch, tokens, combined, hook) -> None:
-    hook()
-    want = expected(group, batch, inputs(group, batch)[2], use_fp8=True)
-    assert torch.equal(combined.cpu(), want[:tokens])
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [in_turn, protected, overtaken, zero_copies, engines])
+@pytest.mark.parametrize("body", [in_turn, protected, overtaken, zero_copies])
 def test_results_are_kept_and_combined_in_any_order(ranks, kind, body):
     ranks(2, kind)(body)
 

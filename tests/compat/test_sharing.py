@@ -129,25 +129,6 @@ def other_rows(group: weft.Group) -> None:
             a2a.combine(y.clone(), limit)
 
 
-def two_rows(group: weft.Group) -> None:
-    """Objects that share a workspace and bring equal payloads may return rows of their own."""
-    ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
-    x, weights = torch.ones((2, HIDDEN), dtype=torch.bfloat16), torch.ones((2, TOP_K))
-    rows_of = {make(group): (HIDDEN, torch.bfloat16), make(group): (HIDDEN // 2, torch.float16)}
-    for _ in range(3):
-        for a2a, (hidden, dtype) in rows_of.items():
-            a2a.dispatch(ids, [x, ids, weights], 2)
-            y = torch.full((RANKS, 2, hidden), group.rank + 1.0, dtype=dtype)
-            out = a2a.combine(y, 2)
-            assert out.dtype == dtype
-            assert out.tolist() == [[1.0 + 2.0] * hidden, [3.0] * hidden]
-    first, second = rows_of
-    assert workspace_of(first) is workspace_of(second)
-    assert len(workspace_of(first)._operators) == 2
-    for a2a in rows_of:
-        a2a.close()
-
-
 def low_precision(group: weft.Group) -> None:
     """FP8 rows: numbers that FP8 holds with a power of two for a scale come back exactly."""
     ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
@@ -261,7 +242,6 @@ def meeting(group: weft.Group) -> None:
         lists,
         no_lists,
         other_rows,
-        two_rows,
         low_precision,
         left_between,
         layers,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic task, its trainer on a smaller model, and the checkpoint that was trained."""
+"""The arithmetic task, and the checkpoint that was trained."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
-from collections.abc import Iterator
 from itertools import islice
 from types import ModuleType
 
@@ -19,15 +18,6 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So small a model is trained in seconds by one thread, and in minutes by two of a busy CPU."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -58,36 +48,6 @@ def test_every_step_of_an_answer_is_right():
 
 def _sum(text: str) -> int:
     return sum(int(number) for number in re.findall(r"[+-]?\d+", text))
-
-
-def test_a_row_teaches_answers_alone(train):
-    tokenizer = train.make_tokenizer()
-    stream = questions(0, held_out=False)
-    ids, labels = next(train.rows(tokenizer, stream, train.ROW))
-    assert len(ids) == len(labels) == train.ROW
-    text = tokenizer.decode(ids)
-    assert text.startswith("Question: ")
-    assert text.count("\n\nQuestion: ") >= 3
-    taught = tokenizer.decode([label for label in labels if label >= 0])
-    assert "Question" not in taught
-    assert taught.startswith(text.partition("Answer:")[2].partition("Question")[0])
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss_and_saves(train, tmp_path):
-    torch.manual_seed(0)
-    tokenizer = train.make_tokenizer()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "head_dim": 8, "moe_intermediate_size": 16}
-    model = train.make_model(tokenizer, **sizes, num_experts=4, num_experts_per_tok=2)
-    losses = train.train(model, tokenizer, steps=120, batch=4, rate=1e-2, length=64)
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
-    train.save(tmp_path, model, tokenizer)
-    kept = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert kept.dtype == torch.bfloat16
-    for name, weight in model.state_dict().items():
-        assert torch.equal(kept.state_dict()[name], weight), name
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["num_experts"] == config["num_local_experts"] == 4
 
 
 def test_the_checkpoint_is_as_train_saves_it(train, tmp_path):

@@ -12,7 +12,7 @@ import torch
 import weft
 from tests.moe.layers import CONFIGS, WIDER, Case
 from weft.moe import MODES, OVERLAPS
-from weft.moe.layer.choice import choose_mode, choose_overlap
+from weft.moe.layer.choice import choose_overlap
 
 DEEP = replace(CONFIGS["deepseek"], hidden=WIDER, intermediate=128, shared=128)
 CASE = Case(DEEP, tokens=(4, 0))
@@ -33,14 +33,6 @@ def test_rows_are_pushed_up_to_a_size(mode, ranks, most):
     assert (at(most, bare), at(most + 1, bare)) == ("gemm_push", "none")
     assert at(1, ALL[:2] if mode == "throughput" else ALL[3:5]) == "shared_expert"
     assert at(4096, [(mode, "gemm_push")]) == "gemm_push"
-
-
-def test_low_latency_is_for_few_tokens_on_gpus_that_push():
-    assert choose_mode(ALL, max_tokens=64, gpus=True)[0] == "low_latency"
-    assert choose_mode(ALL, max_tokens=65, gpus=True)[0] == "throughput"
-    assert choose_mode(ALL, max_tokens=64, gpus=False)[0] == "throughput"
-    assert choose_mode(ALL[:-1], max_tokens=64, gpus=True)[0] == "throughput"
-    assert choose_mode(ALL[3:], max_tokens=4096, gpus=False)[0] == "low_latency"
 
 
 def result(layer: weft.MoE, rank: int) -> torch.Tensor:

@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import weft
 import weft.plugins.transformers as plugin
@@ -273,37 +269,3 @@ def refuse_capture(group: weft.Group) -> None:
 @pytest.mark.gpu
 def test_own_batches_are_not_captured(ranks: Any) -> None:
     ranks(2, "cuda")(refuse_capture)
-
-
-def end_unclosed() -> None:
-    """Run a rank of a program that neither closes nor destroys anything."""
-    torch.distributed.init_process_group("gloo")
-    group = weft.Group.from_torch(device="cpu")
-    called = layer(group)
-    print(called(*batch(4, 1, torch.zeros(0))).shape == (4, HIDDEN))
-
-
-@pytest.mark.slow
-def test_a_process_may_end_with_its_model_alive() -> None:
-    program = f"from {__name__} import end_unclosed as end; end()"
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchrun = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": "2",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    ends = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", program],
-            env={**os.environ, **torchrun, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    for each in ends:
-        out, error = each.communicate()
-        assert (each.returncode, out, error) == (0, "True\n", "")

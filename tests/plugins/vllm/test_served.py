@@ -321,30 +321,6 @@ def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
         assert max(errors) < CLOSE
 
 
-def lost(group: weft.Group) -> list[str]:
-    """Rank 1 is killed, and rank 0 runs a pass with it."""
-    from weft.plugins.vllm import engine
-
-    worker, kept = Worker(group, "exchange", TIMEOUT="600"), Kept()
-    worker.step(torch.zeros(2, HIDDEN), [2, 2])
-    assert engine._blocks is not None
-    assert engine._blocks.watch is not None
-    engine._blocks.watch.close()  # so that only the pass itself logs
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(weft.errors.PeerDied):
-        worker.step(torch.zeros(2, HIDDEN), [2, 2])
-    lines = kept.lines
-    leave()
-    return lines
-
-
-def test_a_pass_with_a_dead_rank_names_it() -> None:
-    """vLLM's traceback is one among those of all ranks; this line says which rank ended."""
-    found = weft.launch(lost, ranks=2, tolerate_deaths=True, timeout=600.0)
-    assert any("PeerDied" in line and "rank 1" in line for line in found[0]), found[0]
-
-
 def bereaved(group: weft.Group, path: str, form: str) -> None:
     """Rank 1 is killed between two steps; rank 0 runs no more of them."""
     from weft.plugins import faults
