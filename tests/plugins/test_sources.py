@@ -2,8 +2,7 @@
 """The plug-ins' names beside the engines' own sources, which are parsed and never imported.
 
 WEFT_SGLANG_SITE and WEFT_VLLM_SITE are folders with a wheel's package and metadata. Without them
-vLLM's names are compared with names.txt, which tables.py read in three wheels. The stand-ins go
-through the plug-ins' own check in every test that loads them.
+names are compared with names.txt. The stand-ins have what the plug-ins' tables name.
 """
 
 from __future__ import annotations
@@ -14,35 +13,34 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.sources import differences, version_of
-from tests.plugins.vllm.tables import ENTRIES, known, read, row
-from weft.plugins.names import Known, relied_on
-from weft.plugins.sglang import allreduce, engine
+from tests.plugins.tables import entries_of, known, read, row
+from weft.plugins.names import Engine, Known, relied_on
 from weft.plugins.sglang.hooks import SGLANG
 from weft.plugins.vllm.engine import VLLM
 
 NAMES = known()
+ENGINES = pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda engine: engine.name)
 
 
-@pytest.mark.parametrize("version", VLLM.served)
-def test_every_name_is_on_record(version: str) -> None:
-    for entry, expected in relied_on(ENTRIES, version):
-        assert NAMES[version][entry.target] == row(expected, entry.names.split()), entry.target
-    assert set(NAMES) == set(VLLM.served)
+@ENGINES
+def test_every_name_is_on_record(engine: Engine) -> None:
+    for version in engine.served:
+        for entry, expected in relied_on(entries_of(engine), version):
+            wanted = row(expected, entry.names.split())
+            assert NAMES[version][entry.target] == wanted, entry.target
 
 
-@pytest.mark.skipif("WEFT_SGLANG_SITE" not in os.environ, reason="needs SGLang's sources")
-def test_every_name_is_in_sglang() -> None:
-    site = Path(os.environ["WEFT_SGLANG_SITE"])
-    release = SGLANG.release(version_of(site, "sglang"))
+@ENGINES
+def test_the_record_is_of_the_wheel(engine: Engine) -> None:
+    folder = os.environ.get(f"WEFT_{engine.name.upper()}_SITE")
+    if folder is None:
+        pytest.skip("needs the engine's sources")
+    site = Path(folder)
+    version = version_of(site, engine.packages[0])
+    release = engine.release(version)
     assert release is not None
-    entries = (*engine.HOOKS, *engine.KNOWN, *allreduce.HOOKS, *allreduce.KNOWN)
-    assert differences(site, entries, release) == []
-
-
-@pytest.mark.skipif("WEFT_VLLM_SITE" not in os.environ, reason="needs vLLM's sources")
-def test_the_record_is_of_the_wheel() -> None:
-    site = Path(os.environ["WEFT_VLLM_SITE"])
-    assert NAMES[version_of(site, "vllm")] == read(site)
+    assert differences(site, entries_of(engine), release) == []
+    assert NAMES[release] == read(site, engine)
 
 
 def test_what_differs_is_found(tmp_path: Path) -> None:

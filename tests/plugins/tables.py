@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m tests.plugins.vllm.tables SITE ...: write names.txt, the names that weft relies on.
+"""python -m tests.plugins.tables SITE ...: write names.txt, the names that weft relies on.
 
-SITE is a folder with `vllm/` and `vllm-VERSION.dist-info/` of a wheel, of which nothing is
-imported. A line has a name, the versions that agree, the parameters in brackets where weft relies
-on them, and the attributes or fields that weft uses and the wheel has.
+SITE is a folder with a wheel's package and its metadata, of which nothing is imported. A line has a
+name, the versions that agree, the parameters in brackets where weft relies on them, and the
+attributes or fields that weft uses and the wheel has. Rows of wheels that are not given stay.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 
 from tests.plugins.sources import Function, Sources, names, parameters, version_of
-from weft.plugins.names import relied_on
-from weft.plugins.vllm import allreduce, engine
+from weft.plugins.names import Engine, Known, relied_on
+from weft.plugins.sglang.hooks import SGLANG
+from weft.plugins.vllm.engine import VLLM
 
 TABLE = Path(__file__).with_name("names.txt")
-ENTRIES = (*engine.KNOWN, *engine.DERIVED, *allreduce.KNOWN)
+
+
+def entries_of(engine: Engine) -> list[Known]:
+    """Return what the plug-in's modules rely on."""
+    package = f"weft.plugins.{engine.packages[0]}"
+    modules = [import_module(f"{package}.{name}") for name in ("engine", "allreduce")]
+    tables = ("HOOKS", "KNOWN", "DERIVED")
+    return [each for module in modules for name in tables for each in getattr(module, name, ())]
 
 
 def row(takes: str | None, has: Iterable[str]) -> str:
@@ -25,10 +34,11 @@ def row(takes: str | None, has: Iterable[str]) -> str:
     return " ".join(([] if takes is None else [f"({takes})"]) + sorted(has))
 
 
-def read(site: Path) -> dict[str, str]:
+def read(site: Path, engine: Engine) -> dict[str, str]:
     """Return the rows of one wheel."""
     sources, found = Sources(site), {}
-    for entry, expected in relied_on(ENTRIES, version_of(site, "vllm")):
+    installed = version_of(site, engine.packages[0])
+    for entry, expected in relied_on(entries_of(engine), engine.release(installed) or installed):
         node = sources.find(entry.target)
         if node is not None:
             relied = expected is not None and isinstance(node, Function)
@@ -58,5 +68,8 @@ def known() -> dict[str, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    rows_of = {version_of(each, "vllm"): read(each) for each in map(Path, sys.argv[1:])}
+    rows_of = known()
+    for site in map(Path, sys.argv[1:]):
+        engine = SGLANG if (site / "sglang").is_dir() else VLLM
+        rows_of[version_of(site, engine.packages[0])] = read(site, engine)
     TABLE.write_text("\n".join(lines_of(rows_of)) + "\n")
