@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.baseline import open_files
+from tests.fake_driver import GRANULE, Driver
 from tests.headers import HEADER_BYTES
-from tests.heap.fake_driver import GRANULE, Attributes, CaptureModes, Driver, Handles, Results
 from weft.cuda import driver
 from weft.cuda import memory as cuda
 from weft.errors import CreationFailed, DriverError, HandleUnsupported, PeerAccessDenied
@@ -42,7 +42,7 @@ def install(monkeypatch):
 
 def make(group, fake):
     """Create a heap, look at it, close it; or return the error."""
-    fake.rank.value = group.rank
+    fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     try:
         heap = Heap.create(group, GRANULE + 1)
@@ -85,7 +85,7 @@ def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
 
 def replace_peer(group, fake):
     """The peer's share is mapped again, as if a new process had sent it."""
-    fake.rank.value = group.rank
+    fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     with Heap.create(group, GRANULE) as heap:
         group.barrier()
@@ -138,7 +138,7 @@ def test_a_gpu_without_room_is_told_with_both_numbers(install):
 
 
 def close_with_failure(group, fake):
-    fake.rank.value = group.rank
+    fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     heap = Heap.create(group, 64)
     fake.fail = (0, "cuMemFree")  # the wait before anything is given back
@@ -153,7 +153,7 @@ def test_a_failing_close_says_so_and_still_frees(install):
 
 def let_go(group, fake, how):
     """Let a heap go in a thread that captures; the driver's calls, and the thread's mode then."""
-    fake.rank.value = group.rank
+    fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     heap = Heap.create(group, 64)
     views, done = [heap.tensor((8,), torch.uint8, rank=0) if how == "view" else None], []
@@ -166,8 +166,8 @@ def let_go(group, fake, how):
     before = len(fake.log)
 
     def elsewhere():
-        fake.rank.value = group.rank
-        fake.rank.mode = CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        fake.local.rank = group.rank
+        fake.local.mode = fake.modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         views.clear()
         if close is not None:
             close()
@@ -187,7 +187,7 @@ def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatc
     fake = install()
     monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
     names, done = run(fake, let_go, how, ranks=1)[0]
-    assert done == [CaptureModes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
+    assert done == [fake.modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
     frees = [n for n in names if n.startswith("cuMem") and n != "cuMemRelease"]
     assert frees[0] == "cuMemFree"
     assert frees.count("cuMemUnmap") == 1
@@ -207,8 +207,9 @@ def cpu_tensor_at(address, count, device, keeper):
     ],
 )
 def test_what_gpus_cannot_do_is_said_on_every_rank(install, attribute, text):
-    lacks = Attributes[f"CU_DEVICE_ATTRIBUTE_{attribute}_SUPPORTED"]
-    for name, message in run(install(lacks=(lacks,))):
+    fake = install()
+    fake.lacks = (getattr(fake.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}_SUPPORTED"),)
+    for name, message in run(fake):
         assert name == HandleUnsupported.__name__
         assert f"cuda:0 (Test GPU) {text}" in message
 
@@ -255,7 +256,7 @@ def test_memory_of_several_machines_does_not_go_as_descriptors(install):
 
 def look(group, fake):
     """Return which of ranks 0 and 1 reach each rank over NVLink."""
-    fake.rank.value = group.rank
+    fake.local.rank = group.rank
     device = torch.device("cuda", group.rank)
     return cuda.find_reachable_ranks(device, group.all_gather, [0, 1])
 
@@ -279,7 +280,6 @@ def test_machines_with_fabric_handles_reach_each_other(install, fabric, reached)
 def test_a_gpu_says_whether_its_memory_can_leave_the_host(install):
     for fabric in (False, True):
         fake = install(fabric=fabric)
-        fake.rank.value = 0
         assert cuda.fabric_works(torch.device("cuda:0")) is fabric
         assert (fake.left(), fake.unsafe) == ({}, [])
 
@@ -297,34 +297,3 @@ def test_a_missing_driver_or_package_is_named(monkeypatch):
     driver.load_driver.cache_clear()
     with pytest.raises(DriverError, match=r"\[gpu\]'"):
         driver.load_driver()
-
-
-def test_the_names_and_enums_exist_in_cuda_bindings():
-    """Everything the fake driver stands for is there under the same name."""
-    real = pytest.importorskip("cuda.bindings.driver")
-    for name in dir(Driver):
-        if name.startswith("_cu"):
-            assert hasattr(real, name[1:]), name
-        elif name.startswith(("CU", "cu")):
-            assert hasattr(real, name), name
-    for ours, theirs in (
-        (Handles, real.CUmemAllocationHandleType),
-        (Attributes, real.CUdevice_attribute),
-        (CaptureModes, real.CUstreamCaptureMode),
-        (Results, real.CUresult),
-    ):
-        for member in ours:
-            assert getattr(theirs, member.name) == member.value
-    properties = real.CUmemAllocationProp()
-    properties.location.type = real.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = 3
-    assert properties.location.id == 3
-    fabric = real.CUmemFabricHandle()
-    fabric.data = bytes(range(64))
-    assert ctypes.string_at(int(fabric.getPtr()), 64) == bytes(range(64))
-    assert len(real.CUuuid().bytes) == 16
-    for name in ("CU_MEM_ACCESS_FLAGS_PROT_READWRITE",):
-        assert hasattr(real.CUmemAccess_flags, name)
-    assert hasattr(real.CUstream_flags, "CU_STREAM_NON_BLOCKING")
-    assert hasattr(real.CUmemAllocationType, "CU_MEM_ALLOCATION_TYPE_PINNED")
-    assert hasattr(real.CUmemAllocationGranularity_flags, "CU_MEM_ALLOC_GRANULARITY_MINIMUM")

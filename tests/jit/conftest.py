@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.jit.listening import Driver
+from tests.fake_driver import Driver
 from weft.cuda import driver as memory_driver
 from weft.jit import launch, module
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    driver = Driver()
+    driver = Driver(current=1)
     for user in (module, launch, memory_driver):
         monkeypatch.setattr(user, "load_driver", lambda: driver)
     return driver

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.jit.listening import Args, Driver
+from tests.fake_driver import Args, Driver
 from weft.cuda.driver import load_driver
 from weft.errors import DriverError, InvalidArgument, OutOfOrder
 from weft.jit import module
@@ -70,7 +70,8 @@ def test_how_many_clusters_fit(fake: Driver) -> None:
 
 
 def test_refused_launch_names_kernel_grid_and_block(fake: Driver) -> None:
-    fake.status = fake.real.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    status = fake.real.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    fake.fails["cuLaunchKernelEx"] = status
     with pytest.raises(DriverError) as caught:
         Launcher(kernel(), Args)(Args(), (999, 1, 1), 1024, 0x77)
     text = str(caught.value)
@@ -134,7 +135,7 @@ def test_code_that_cannot_be_loaded_is_explained(
     fake.fails["cuModuleLoadData"] = fake.real.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU
     refuses(r"loading 'code'.*\(209\).*current_arch")
     assert len(fake.named("cuMemAlloc")) == len(fake.named("cuMemFree")) == 1
-    fake.context = (fake.real.CUresult.CUDA_SUCCESS, 0)
+    fake.current = 0
     refuses(r"no current CUDA context.*torch\.zeros")
     monkeypatch.setattr(fake, "cuCtxGetCurrent", absent, raising=False)
     refuses(r"NVIDIA driver was not found.*use CPU ranks")

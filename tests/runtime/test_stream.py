@@ -12,23 +12,19 @@ import pytest
 import torch
 
 import weft
-from tests.heap.fake_driver import CaptureModes, Driver
+from tests.fake_driver import Driver
 from weft.cuda import driver
 from weft.errors import OutOfOrder
 from weft.moe import ExpertWeights
 from weft.runtime import stream
 
 GPU = torch.device("cuda", 0)
-GLOBAL = CaptureModes.CU_STREAM_CAPTURE_MODE_GLOBAL
-RELAXED = CaptureModes.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """A GPU as far as these functions ask for one."""
-    made = Driver()
-    made.rank.value = 0
-    made.context.append("torch's")
+    made = Driver(current=1)
     monkeypatch.setattr(driver, "load_driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 1))
@@ -40,12 +36,12 @@ def test_kernels_are_loaded_in_relaxed_mode_and_never_into_a_graph(
     fake: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stream.loading_context(GPU):
-        assert fake.mode is RELAXED
-    assert fake.mode is GLOBAL
+        assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(OutOfOrder, match="before a graph is captured, not in it"):
         stream.loading_context(GPU).__enter__()
-    assert fake.mode is GLOBAL
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +49,12 @@ def test_waits_are_in_relaxed_mode(fake: Driver, monkeypatch: pytest.MonkeyPatch
     current = SimpleNamespace(synchronize=lambda: waited.append(fake.mode))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     stream.synchronize_stream(GPU)
-    assert waited == [RELAXED]
+    assert waited == [fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED]
     stream.synchronize_device(GPU)
     assert [name for _, name in fake.log if name.startswith("cuMem")] == ["cuMemAlloc", "cuMemFree"]
     assert fake.unsafe == []
     assert fake.left() == {}
-    assert fake.mode is GLOBAL
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 def test_a_cpu_asks_no_driver(fake: Driver) -> None:
@@ -73,12 +69,12 @@ def test_a_cpu_asks_no_driver(fake: Driver) -> None:
 def test_the_mode_comes_back_behind_an_error(fake: Driver) -> None:
     def fail() -> None:
         with driver.relaxed_capture(GPU):
-            assert fake.mode is RELAXED
+            assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED
             raise KeyError("in the middle")
 
     with pytest.raises(KeyError, match="in the middle"):
         fail()
-    assert fake.mode is GLOBAL
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 def unmade(local: tuple[int, ...]) -> ExpertWeights:
@@ -109,5 +105,5 @@ def test_constructors_run_in_relaxed_mode(fake: Driver, name: str) -> None:
 
     with pytest.raises(LookupError) as seen:
         OPENINGS[name](Group())
-    assert seen.value.args == (RELAXED,)
-    assert fake.mode is GLOBAL
+    assert seen.value.args == (fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED,)
+    assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
