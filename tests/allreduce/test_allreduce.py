@@ -291,15 +291,3 @@ def test_memory_is_known_before(ranks):
     told = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
     assert ranks(2, "threads")(memory) == [told] * 2
     assert weft.AllReduce.memory_bytes(ranks=8, hidden=7168, max_tokens=2048) < 90e6
-
-
-def history(group: weft.Group) -> list[tuple[int, int, int]]:
-    with make(group, 8, Sum(0)) as ar:
-        for tokens in (3, 0, 5):
-            play(ar, Sum(tokens), "twoshot")
-        return [(r.epoch, r.phase, r.tokens) for r in ar.history()]
-
-
-@pytest.mark.parametrize("kind", ANY)
-def test_history_holds_what_was_summed(ranks, kind):
-    assert ranks(2, kind)(history) == [[(1, 4, 3), (2, 4, 5)]] * 2

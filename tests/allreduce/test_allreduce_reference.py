@@ -11,7 +11,7 @@ import torch
 from tests.sums import Sum
 from weft import reference
 from weft.allreduce.call import FP8Group, FP8Static, FP8Token, MoEFinalize
-from weft.allreduce.reference import inverse_rms, pack_ue8m0, quantize_norm, round_to, to_e4m3
+from weft.allreduce.reference import pack_ue8m0, quantize_norm, round_to, to_e4m3
 
 CPU = torch.device("cpu")
 
@@ -49,37 +49,6 @@ def test_zeros_keep_their_sign_and_nans_become_one():
     odd = torch.full((1, 8), -1, dtype=torch.int16).view(torch.bfloat16)
     out = fused([odd, odd]).out
     assert out.view(torch.int16).unique().tolist() == [0x7FFF]
-
-
-def test_the_tree_of_squares():
-    """In plain loops: vectors, a butterfly over 32 of them, partials by lanes, a butterfly."""
-    x = torch.randn(1, 32 * 8 * 40 + 64, generator=torch.Generator().manual_seed(1))
-    row = x.bfloat16().float()[0]
-    vectors = [row[i : i + 8] for i in range(0, len(row), 8)]
-    zero = torch.zeros(())
-    sums = []
-    for v in vectors:
-        s = zero
-        for value in v:
-            s = s + value * value
-        sums.append(s)
-
-    def butterfly(lanes: list[torch.Tensor]) -> torch.Tensor:
-        for step in (16, 8, 4, 2, 1):
-            lanes = [lanes[i] + lanes[i ^ step] for i in range(32)]
-        assert all(torch.equal(lane, lanes[0]) for lane in lanes)
-        return lanes[0]
-
-    partials = []
-    for w in range(0, len(sums), 32):
-        lanes = sums[w : w + 32]
-        partials.append(butterfly(lanes + [zero] * (32 - len(lanes))))
-    totals = [zero] * 32
-    for i, partial in enumerate(partials):
-        totals[i % 32] = totals[i % 32] + partial
-    mean = butterfly(totals) / torch.tensor(float(len(row)))
-    want = torch.tensor(1.0) / (mean + torch.tensor(1e-5)).double().sqrt().float()
-    assert torch.equal(inverse_rms(x.bfloat16(), 1e-5)[0, 0], want)
 
 
 def test_powers_of_two_are_those_of_flashinfer():

@@ -81,10 +81,6 @@ def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():
     assert taken.end_ns == 1600
 
 
-def test_before_an_operation_has_ended_there_is_no_clock():
-    assert read_work(pages(SENT), 0, 2) == []
-
-
 def test_slices_lie_on_rank_0s_clock():
     work = Work(1, "dispatch", 3, "receiver", 7, 2, 1000, 0, 1500, 4000, (0, 800))
     document = to_chrome([work], Skew((0.0, 500.0), 20.0, 32))

@@ -9,24 +9,21 @@ on the device. No host waits between rounds, so fast ranks run ahead of slow one
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import weft
-from tests.faults import BEFORE_READ, DISPATCH_ENTER, JITTER, plan_fault
 from tests.moe.layers import EXPERTS, WIDER, Case
 from tests.moe.test_layer import settle
 from weft.alltoall.operator import AllToAll
 from weft.moe import ExpertWeights, MoEConfig, Routing
 from weft.moe.experts.grouped_experts import GroupedExperts
 from weft.moe.experts.torch_experts import RowsByExpert
-from weft.moe.layer import throughput
 
 CONFIG = MoEConfig(WIDER, 128, Routing(EXPERTS, 3), shared=128)
 PLAIN = {"overlap": "none"}  # what all others are compared with
@@ -231,8 +228,8 @@ def replay(
         return layers.check()
 
 
-def odd_round(number: int, ranks: int, block: int) -> tuple[str, tuple[int, ...], int, int]:
-    """What round `number` is: its name, each rank's tokens, the experts that all want: from, count.
+def odd_round(number: int, ranks: int, block: int) -> tuple[tuple[int, ...], int, int]:
+    """Return each rank's tokens in a round, and the experts that all want: from, count.
 
     block: rows of a tile.   count 0: no expert in particular.
     """
@@ -245,32 +242,16 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[str, tuple[int, ...]
 
     expert = turn % EXPERTS
     cases = (
-        ("a block less one, to one expert", spread(block - 1), expert, 1),
-        ("a block, to one expert", spread(block), expert, 1),
-        ("a block and one, to one expert", spread(block + 1), expert, 1),
-        ("all to one expert", (MOST_TOKENS,) * ranks, expert, 1),
-        ("all to the last rank", spread(5 * ranks), last - 1, 2),
-        ("one rank has no token", tuple(9 * (r != turn % ranks) for r in range(ranks)), 0, 0),
-        ("one token in all", tuple(int(r == turn % ranks) for r in range(ranks)), expert, 1),
-        ("no token at all", (0,) * ranks, 0, 0),
-        ("experts that nobody wants", spread(7 * ranks), 0, EXPERTS // 2),
-        ("any", tuple((11 * number + 7 * r) % (MOST_TOKENS + 1) for r in range(ranks)), 0, 0),
+        *((spread(block + more), expert, 1) for more in (-1, 0, 1)),  # rows around a tile's
+        ((MOST_TOKENS,) * ranks, expert, 1),
+        (spread(5 * ranks), last - 1, 2),  # all to the last rank
+        (tuple(9 * (r != turn % ranks) for r in range(ranks)), 0, 0),  # one rank has no token
+        (tuple(int(r == turn % ranks) for r in range(ranks)), expert, 1),  # one token in all
+        ((0,) * ranks, 0, 0),
+        (spread(7 * ranks), 0, EXPERTS // 2),  # experts that nobody wants
+        (tuple((11 * number + 7 * r) % (MOST_TOKENS + 1) for r in range(ranks)), 0, 0),
     )
     return cases[number % len(cases)]
-
-
-@contextlib.contextmanager
-def armed(group: weft.Group) -> Iterator[None]:
-    """All-to-alls of layers that are made within have the fault points of device/fault.cuh."""
-    group.barrier()
-    vars(throughput)["AllToAll"] = functools.partial(AllToAll, _defines=("WEFT_FAULTS=1",))
-    group.barrier()
-    try:
-        yield
-    finally:
-        group.barrier()
-        vars(throughput)["AllToAll"] = AllToAll
-        group.barrier()
 
 
 def late(group: weft.Group, number: int) -> None:
@@ -286,17 +267,14 @@ def late(group: weft.Group, number: int) -> None:
 
 
 def odd(
-    group: weft.Group, rounds: int, top_k: int, rows: int, options: dict[str, Any], faults: bool
+    group: weft.Group, rounds: int, top_k: int, rows: int, options: dict[str, Any]
 ) -> dict[str, int]:
     """Late ranks and odd routing, round after round, all poisoned.
 
-    rows: of each expert that products plan for; faults: a rank also falters within kernels.
+    rows: of each expert that products plan for.
     """
     config = replace(CONFIG, routing=replace(CONFIG.routing, top_k=top_k))
-    with armed(group) if faults else contextlib.nullcontext():
-        layers = Layers(group, Case(config, (4,) * group.size), tuple(MODES), options)
-    with layers:
-        assert bool(by_rank(layers.plain).build.defines) == faults
+    with Layers(group, Case(config, (4,) * group.size), tuple(MODES), options) as layers:
         block = 16
         for poison in layers.poisons.values():
             if isinstance(poison.mlp, GroupedExperts):
@@ -308,23 +286,11 @@ def odd(
         if group.device.type == "cuda":
             torch.cuda.manual_seed(group.rank)
         for number in range(rounds):
-            if faults and number % 20 == 0:
-                falter(layers, number // 20)
             for mode in layers.modes:
-                _, tokens, first, count = odd_round(number, group.size, block)
+                tokens, first, count = odd_round(number, group.size, block)
                 step = Step(layers, mode, tokens[group.rank], poison=True, seed=number)
                 step.x.normal_(generator=step.source)
                 step.logits.normal_(generator=step.source)[:, first : first + count] += LEAN
                 late(group, number)
                 step.compare()
         return layers.check()
-
-
-def falter(layers: Layers, number: int) -> None:
-    """Another rank pauses at another point of its kernels, by up to 60 us, until the next call."""
-    group = layers.group
-    points = range(DISPATCH_ENTER, BEFORE_READ + 1)
-    for layer in (layers.plain, *layers.others.values()):
-        faltering = group.rank == number % group.size
-        point = points[number % len(points)] if faltering else 0
-        plan_fault(by_rank(layer), point, JITTER, argument=60_000)

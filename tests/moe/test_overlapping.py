@@ -22,7 +22,7 @@ def test_rounds_of_every_overlap_in_any_order(ranks):
 
 
 def test_late_ranks_and_odd_routing(ranks):
-    assert ranks(3, "threads")(odd, 12, 3, 48, TILED, True) == [SOUND] * 3
+    assert ranks(3, "threads")(odd, 12, 3, 48, TILED) == [SOUND] * 3
 
 
 def spoiled(group: weft.Group, how: str) -> dict[str, int]:

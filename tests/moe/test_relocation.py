@@ -240,32 +240,6 @@ def test_graphs_outlive_a_relocation(ranks):
     ranks(2, "cuda")(captured)
 
 
-def compiled(group: weft.Group) -> None:
-    """A compiled graph calls the layer with the caller's routing, before and after a move."""
-    case, first, second = SOFTMAX.next(tokens=(16, 5)), FIRST, SECOND
-    with open_layer(group, case, first) as layer:
-        x, logits = case.of(group.rank, group.device)
-        ids, weights = route(case.config.routing, logits)
-
-        def call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return layer(x * 1, topk_ids=ids, topk_weights=weights, rows=16) + 0
-
-        # Inductor would take 20 s for the two additions around the layer.
-        backend = "aot_eager" if group.device.type == "cpu" else "inductor"
-        traced = torch.compile(call, fullgraph=True, backend=backend)
-        for placement in (first, second):
-            layer.relocate(placement)
-            assert torch.equal(bits(traced(x, ids, weights)), bits(layer(x, logits)))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
-)
-def test_compiled_calls(ranks, kind):
-    ranks(2, kind)(compiled)
-
-
 def in_rounds(group: weft.Group, mode: str) -> None:
     """Batches beyond max_tokens, in rounds that follow from a number equal on all ranks."""
     case = Case(CONFIGS["deepseek"], tokens=(37, 0))

@@ -13,110 +13,65 @@ import weft
 from weft.moe import Expert, ExpertWeights, GatedExpert, MoEConfig, route, router_logits, weigh
 
 transformers = pytest.importorskip("transformers")
-safetensors_torch = pytest.importorskip("safetensors.torch")
+pytest.importorskip("safetensors.torch")
 EXPERTS, LAYER, TOKENS = 8, 1, 40
 SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "max_position_embeddings": 32,
-    "head_dim": 16,
+    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16},
+    **{"num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 32},
 }
 LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    **{"v_head_dim": 8, "first_k_dense_replace": 1},
 }
 LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 DEEPSEEK = {**LATENT, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS}
+GROUPS = {"n_group": 4, "topk_group": 2}
+NO_GROUPS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+FEW = {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3}
+LOCAL = {"intermediate_size": 24, "num_local_experts": EXPERTS}
+QWEN = {"moe_intermediate_size": 24, "num_experts": EXPERTS}
+SHARED = {"num_experts_per_tok": 5, "shared_expert_intermediate_size": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v3": (
-        "DeepseekV3",
-        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
-    ),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, **GROUPS, "num_experts_per_tok": 3}),
     "two shared": (
         "DeepseekV3",
         {**DEEPSEEK, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
          "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 16.0},
     ),
-    "kimi_k2": (
-        "DeepseekV3",
-        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3,
-         "routed_scaling_factor": 2.827},
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3},
-    ),
-    "glm_moe_dsa": (
-        "GlmMoeDsa",
-        {**DEEPSEEK, **INDEXER, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
-    ),
-    "deepseek_v32": (
-        "DeepseekV32",
-        {**DEEPSEEK, **INDEXER, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
-    ),
+    "kimi_k2": ("DeepseekV3", {**DEEPSEEK, **NO_GROUPS, "routed_scaling_factor": 2.827}),
+    "glm4_moe": ("Glm4Moe", FEW),
+    "glm_moe_dsa": ("GlmMoeDsa", {**DEEPSEEK, **INDEXER, **NO_GROUPS}),
+    "deepseek_v32": ("DeepseekV32", {**DEEPSEEK, **INDEXER, **GROUPS, "num_experts_per_tok": 3}),
     "glm5_next_text": (
         "Glm5NextText",
         {**DEEPSEEK, **INDEXER, "num_experts_per_tok": 3, "swiglu_limit": 0.75,
          "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 8, "linear_num_heads": 2,
          "index_kpool": 4, "qk_rope_head_dim": 0, "pad_token_id": None},
     ),
-    "mixtral": (
-        "Mixtral",
-        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
-    ),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
-         "norm_topk_prob": True},
-    ),
-    "not normed": (
-        "Qwen3Moe",
-        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 3,
-         "norm_topk_prob": False},
-    ),
+    "mixtral": ("Mixtral", {**LOCAL, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3Moe", {**QWEN, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "not normed": ("Qwen3Moe", {**QWEN, "num_experts_per_tok": 3, "norm_topk_prob": False}),
     "deepseek_v4": (
         "DeepseekV4",
-        {"moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 3,
-         "swiglu_limit": 0.75, "mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1,
-         "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, **INDEXER},
+        {**FEW, "swiglu_limit": 0.75, "mlp_layer_types": ["hash_moe", "moe"],
+         "num_key_value_heads": 1, "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, **INDEXER},
     ),
-    "qwen3_next": (
-        "Qwen3Next",
-        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
-         "shared_expert_intermediate_size": 40, **LINEAR},
-    ),
-    "qwen3_5_moe_text": (
-        "Qwen3_5MoeText",
-        {"moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 5,
-         "shared_expert_intermediate_size": 40, **LINEAR},
-    ),
+    "qwen3_next": ("Qwen3Next", {**QWEN, **SHARED, **LINEAR}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**QWEN, **SHARED, **LINEAR}),
     "gpt_oss": (
         "GptOss",
-        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
-         "swiglu_limit": 1.5, "swiglu_alpha": 1.25, "rope_parameters": {"rope_type": "default",
-         "rope_theta": 10000.0}},
+        {**LOCAL, "num_experts_per_tok": 3, "swiglu_limit": 1.5, "swiglu_alpha": 1.25,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
-    "minimax_m2": (
-        "MiniMaxM2",
-        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3},
-    ),
+    "minimax_m2": ("MiniMaxM2", {**LOCAL, "num_experts_per_tok": 3}),
     "minimax_m3_vl_text": (
         "MiniMaxM3VLText",
-        {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3,
-         "shared_intermediate_size": 40, "swiglu_limit": 0.75, "swiglu_alpha": 1.25},
+        {**LOCAL, "num_experts_per_tok": 3, "shared_intermediate_size": 40, "swiglu_limit": 0.75,
+         "swiglu_alpha": 1.25},
     ),
     "kimi_linear": (
         "KimiLinear",
@@ -124,10 +79,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "topk_group": 1, "num_experts_per_tok": 3, "n_shared_experts": 2, "q_lora_rank": None,
          "pad_token_id": None, "linear_head_dim": 8, "linear_num_heads": 2},
     ),
-    "llama4_text": (
-        "Llama4Text",
-        {"intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": EXPERTS},
-    ),
+    "llama4_text": ("Llama4Text", {**LOCAL, "intermediate_size_mlp": 48}),
 }  # fmt: skip
 
 
