@@ -42,15 +42,12 @@ import pytest
 import torch
 
 import weft
-from tests import lowlatency_rounds, rounds, sums
 from tests.baseline import state
-from tests.lowlatency_rounds import Mode
 from tests.moe.test_moe_recovery import CASE as LAYER
 from tests.moe.test_moe_recovery import THRICE, WAYS
 from tests.moe.test_relocation import hold, open_layer
 from tests.recovery import plan_death
-from tests.subjects import CASE as ROUND
-from tests.subjects import TOKENS
+from tests.subjects import SUBJECTS, Subject
 from weft.errors import BadExpertId, CreationFailed, ExpertsLost, GroupError, RendezvousFailed
 from weft.group import control as control_plane
 from weft.group import meeting, wire
@@ -70,7 +67,7 @@ RECOVER = 15.0
 LIMIT = 240.0  # for a run, which may compile kernels first
 TRIES = 8  # recoveries one after the other
 BROKEN = (GroupError, RendezvousFailed, CreationFailed)
-IMPORTED = (sums.__name__, open_layer.__module__, "pytest", "sympy")  # sympy: by torch, in 5 s
+IMPORTED = (Subject.__module__, open_layer.__module__, "pytest", "sympy")  # sympy: by torch, in 5 s
 BEFORE_END = threading.Lock()  # held for good by a process that is struck no more
 REFUSED = 3  # exit code of a new process that was not taken in
 
@@ -184,19 +181,17 @@ class Rank:
     step: int | None = 0  # None: before it knows where the others are
     recoveries: int = 0
     operators: dict[str, Any] = field(default_factory=dict)
+    subjects: dict[str, Subject] = field(default_factory=dict)
 
     def open(self, stack: ExitStack) -> None:
         group, more = self.group, {"timeout": CALL, "first_timeout": CALL}
         points: dict[str, Any] = {**more, "_defines": ("WEFT_FAULTS=1",)}
-        made: dict[str, Any] = {
-            "alltoall": weft.AllToAll(group, **ROUND.sizes(TOKENS), **points),
-            "lowlatency": Mode(more=points).make(group, ROUND, TOKENS),
-            "reduce": weft.AllReduce(group, max_tokens=8, hidden=256, missing="drop", **points),
-            "layer": open_layer(group, LAYER, THRICE, **WAYS[self.plan.way], **more),
-        }
-        for each in made.values():
-            stack.enter_context(each)
-        self.operators = made
+        names = {"alltoall": "pull", "lowlatency": "low latency", "reduce": "all-reduce"}
+        for kind, name in names.items():
+            self.subjects[kind] = stack.enter_context(SUBJECTS[name].open(group, **points))
+            self.operators[kind] = self.subjects[kind].made
+        layer = open_layer(group, LAYER, THRICE, **WAYS[self.plan.way], **more)
+        self.operators["layer"] = stack.enter_context(layer)
         group.timeout = CALL
 
     def run(self) -> None:
@@ -249,16 +244,11 @@ class Rank:
             self.operators["layer"].relocate(PLACES[step // len(KINDS) % 2])
             return
         operator = self.operators[kind]
-        if kind == "alltoall":
-            rounds.play(operator, ROUND.next(seed=step), poison=False, living=living)
-        elif kind == "lowlatency":
-            case = ROUND.next(seed=step)
-            lowlatency_rounds.play(operator, Mode(), case, living=living, checks=False)
-        elif kind == "reduce":
-            sums.play(operator, sums.Sum(tokens=5, seed=step), "auto", None, living)
-        else:
+        if kind == "layer":
             x, logits = LAYER.next(seed=step).of(self.group.rank, self.group.device)
             hold(operator, LAYER, operator(x, logits), step)
+        else:
+            self.subjects[kind].play(step, living)
         if len(living) == RANKS:
             operator.check()
             return
