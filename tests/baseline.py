@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of memory share: what a process holds, what a call raises, and how a rank ends."""
+"""Helpers for resource tests: handles that a process holds, errors of a call, killed ranks."""
 
 import contextlib
 import functools
@@ -14,32 +14,32 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(100_000), list[object]
 
 
 def shares_mapped():
-    """Return the number of mappings of heaps."""
+    """Return the number of mapped heap shares."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum("weft-share" in line for line in file)
 
 
 def open_files():
-    """Return the number of this process's descriptors, without those of garbage."""
+    """Return the number of open descriptors of this process after a collection."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def state():
-    """Return the numbers of descriptors, of mapped shares and of all mappings of this process."""
+    """Return the numbers of descriptors, mapped shares and all mappings of this process."""
     gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
         return open_files(), shares_mapped(), len(file.readlines())
 
 
 def reserved():
-    """Return the number of mappings without access, of which each heap makes one or more."""
+    """Return the number of inaccessible mappings; each heap makes at least one."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         return sum(line.split()[1] == "---p" for line in file)
 
 
 def raised(call, *args, **options):
-    """Return [the error's name or "nothing", its text, seconds]; a list, for control messages."""
+    """Call a function and return [error name or "nothing", error text, seconds] as JSON values."""
     started = time.monotonic()
     try:
         call(*args, **options)
@@ -50,7 +50,7 @@ def raised(call, *args, **options):
 
 @contextlib.contextmanager
 def raises_soon(kind, text, seconds=100.0):
-    """`pytest.raises`, well before a deadline."""
+    """Like `pytest.raises`, but the error must come well before a deadline."""
     started = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
         yield caught

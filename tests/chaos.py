@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks are killed and stopped at random, wherever they are; the others go on, and are right.
+"""Chaos test: kill and stop random ranks at random points, and check the survivors' results.
 
     python -m tests.chaos 3600 [17]  # seconds, and the first seed
 
-A seed says who dies, when and how, so the run that fails, the last one, can be made again. In one
-of six runs the ranks are struck while they meet for the first time. In the others four ranks make
-rounds of an AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts are each on
-three ranks and move between calls. One or two ranks are killed, or stopped by SIGSTOP as ones that
-hang: at a fault point of a kernel, at a random moment, or at the n-th control message of a
-relocation, a recovery or a replacement. In half of these runs new processes take their numbers, and
-are struck as well.
+A seed determines which ranks die, when and how, so a failed run can be repeated. The run stops at
+the first failure. In one of six runs ranks are killed while they meet for the first time. In the
+others, four ranks run an AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts
+have three replicas each and move between calls. One or two ranks are killed, or stopped by SIGSTOP
+to simulate a hang: at a fault point of a kernel, at a random moment, or at the n-th control message
+of a relocation, a recovery or a replacement. In half of these runs new processes replace them, and
+are killed as well.
 
-Every result is compared with the reference over the living. At the end the right ranks must live,
-and no descriptor, mapping, directory or process may be left. Every wait has a deadline of seconds;
-a run that lasts longer fails, with the stack of each rank.
+Every result is compared with the reference over the living ranks. At the end exactly the planned
+survivors must live, and no descriptor, mapping, directory or process may be left. Every wait has a
+deadline of seconds; a longer run fails with the stack of each rank.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ REFUSED = 3  # exit code of a new process that was not taken in
 
 @dataclass(frozen=True)
 class Death:
-    """How a process is struck.
+    """When and how a process is killed or stopped.
 
     place: "meeting"; "round" (before `step`); the first "recovery" or "replacement" that it takes
         part in; "newcomer" (from its start).
@@ -101,7 +101,7 @@ class Death:
             os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
 
     def _at_frame(self) -> None:
-        """Strike before that control message is sent: each goes to one peer."""
+        """Kill this rank before it sends a given control message; each message goes to one peer."""
         modules: Any = control_plane, meeting
         send, left = wire.send, [int(self.after)]
 
@@ -117,7 +117,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Plan:
-    """The deaths of ranks, and of new processes in the order of their start; later ones live."""
+    """Deaths of the ranks, and of new processes in the order of their start; later ones live."""
 
     seed: int
     way: str
@@ -143,7 +143,7 @@ class Plan:
         return cls(seed, draw.choice(list(WAYS)), meets, replaces, deaths, tuple(newcomers))
 
     def stops(self, place: str = "") -> bool:
-        """Whether a process is stopped there, or anywhere."""
+        """Whether the plan stops a process at this point, or at any."""
         every = (*self.deaths.values(), *filter(None, self.newcomers))
         return any(death.how == "stop" and place in ("", death.place) for death in every)
 
@@ -172,7 +172,7 @@ def drawn_death(draw: random.Random, place: str) -> Death:
 
 @dataclass
 class Rank:
-    """One rank's objects, and where it is."""
+    """State of one rank: its operators and its position in the run."""
 
     group: weft.Group
     plan: Plan
@@ -276,7 +276,7 @@ class Rank:
         raise AssertionError(f"{TRIES} recoveries failed, the last one by: {last}") from last
 
     def come_together(self) -> None:
-        """Go back to the step of all old ranks, with the weights of one placement."""
+        """Return to the common step of all old ranks, with the weights of one placement."""
         layer = self.operators["layer"]
         said = self.group.all_gather([self.step, layer._relocation_failed])
         known = [said[rank] for rank in self.group.living]
@@ -303,14 +303,14 @@ class Rank:
 
 
 def ask(folder: Path, what: str, address: str, ranks: list[int] | None = None) -> None:
-    """Ask the driver to start new processes, or to end them."""
+    """Ask the driver process to start or to end new processes."""
     path = folder / f"{time.monotonic_ns()}.{os.getpid()}"
     path.write_text(json.dumps([what, address, ranks]))
     path.rename(path.with_suffix(".ask"))
 
 
 class Newcomers:
-    """New processes, which the driver starts and ends, since any rank may die. A context manager.
+    """New processes, started and ended by the driver because any rank may die. Context manager.
 
     A thread does what ranks `ask` for. One that ends, ends its meeting, as a launcher does.
     """
@@ -399,7 +399,7 @@ def newcomer(
 
 @contextlib.contextmanager
 def stacks(folder: Path, name: str) -> Iterator[None]:
-    """Within, a process that lives too long writes where its threads are; so does an error."""
+    """Context manager that writes all thread stacks if a process runs too long or raises."""
     torch.set_num_threads(1)
     path = folder / f"{name}.stack"
     with path.open("w") as file:
@@ -417,7 +417,7 @@ def stacks(folder: Path, name: str) -> Iterator[None]:
 
 
 def outcome(this: Rank, before: tuple[int, int, int]) -> dict[str, Any]:
-    """Tell what is left when the operators of a rank are closed."""
+    """Return what is left after the operators of a rank are closed."""
     after = state()
     kept = {"mapped": after[1] - before[1], "files": after[0] - before[0]}
     return {"living": this.group.living, "recoveries": this.recoveries, **kept}
@@ -434,7 +434,7 @@ def rank_body(group: weft.Group, seed: int, folder: str) -> dict[str, Any]:
 
 
 def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
-    """A rank that meets the others for the first time, while some are struck."""
+    """Meet the other ranks for the first time while some are killed."""
     death = Plan.of(seed).deaths.get(rank)
     with stacks(Path(folder), f"rank {rank}"):
         before, began = state(), time.monotonic()
@@ -459,7 +459,7 @@ def arrive(meeting: Meeting, rank: int, seed: int, folder: str) -> None:
 
 
 def meet(plan: Plan, folder: Path) -> None:
-    """Ranks are struck while they meet: survivors raise what says so, in time, and keep nothing."""
+    """Kill ranks while they meet: survivors raise in time, and leave nothing open."""
     meeting = Meeting.open()
     context = fork_server()
     arriving = []
@@ -495,7 +495,7 @@ def meet(plan: Plan, folder: Path) -> None:
 
 
 def work(plan: Plan, folder: Path) -> None:
-    """Ranks are struck in rounds, recoveries and replacements, and so are new processes."""
+    """Kill ranks during rounds, recoveries and replacements, and kill new processes as well."""
     with Newcomers(plan, folder) as new:
         told = launch(
             rank_body, plan.seed, str(folder), ranks=RANKS, timeout=LIMIT, tolerate_deaths=True
@@ -518,7 +518,7 @@ def work(plan: Plan, folder: Path) -> None:
 
 
 def one_run(seed: int) -> None:
-    """Play one seed. Raises AssertionError with the seed, and stacks where a rank stands."""
+    """Play one seed. Raises AssertionError with the seed and the stacks of hanging ranks."""
     plan = Plan.of(seed)
     fork_server()  # whose own directory is not one of this run
     shared = in_shared_memory()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions around weft's calls, compiled and compared with themselves: what all device kinds run.
+"""Compare functions around weft's calls with their torch.compile results, on all device kinds.
 
-Every one has ordinary operations before, between and after weft's, so that a compiler which moved
-or merged a call, or a read of what it changes, would show in the bits. None of them rounds twice
-between two of weft's: there compilers that fuse may leave one rounding out.
+Each function has torch operations before, between and after weft's, so that moving or merging a
+call, or a read of memory that it changes, changes the bits. None rounds twice between two calls of
+weft, because a compiler that fuses operations may omit one rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENT: dict[str, Any] = {"timeout": 200.0}  # ranks compile for longer than tw
 
 
 def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None, ...]) -> None:
-    """Byte for byte, and None where there is nothing."""
+    """Assert that results are equal byte for byte, or both None."""
     assert len(got) == len(wanted)
     for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
         if one is None or other is None:
@@ -38,7 +38,7 @@ def same(got: tuple[torch.Tensor | None, ...], wanted: tuple[torch.Tensor | None
 
 
 def compiled(body: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The body as one graph. A captured graph's results last until the next call."""
+    """Compile the body as one graph. Results of a captured graph last until the next call."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     traced = torch.compile(body, fullgraph=True, **options)
@@ -61,7 +61,7 @@ def alike(
     case: Round | Case,
     turns: tuple[tuple[int, ...], ...],
 ) -> None:
-    """The compiled body of `what` against the body, by several sizes of a case."""
+    """Compare the compiled body with the eager one for several sizes of a case."""
     traced = compiled(body, options)
     for seed, tokens in enumerate(turns):
         now: Any = case.next(tokens=tokens[: group.size], seed=seed)
@@ -77,7 +77,7 @@ def chain(
     weight: torch.Tensor,
     quant: Quant | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Three all-reduces in a row, each of what the last one made."""
+    """Run three all-reduces, each on the result of the one before."""
     a = ar.fused(x * 2, residual=residual, weight=weight)
     assert a.norm is not None
     b = ar.fused(a.norm + 1, residual=a.residual, weight=weight, quant=quant, norm_out=True)
@@ -96,7 +96,7 @@ def finalized(
     residual: torch.Tensor,
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """A prologue; outputs that are given, one of them the residual itself, wanted and unwanted."""
+    """Run a prologue with passed outputs (one aliases residual), new ones and omitted ones."""
     kept, norm = residual.clone(), torch.empty_like(residual)
     spec = MoEFinalize(rows * 2, index, scales, shared=residual - 1, routed_scaling_factor=1.7)
     found = ar.fused(
@@ -123,7 +123,7 @@ def reduces(
     quants: tuple[str, ...],
     sizes: tuple[int, ...] = (5, 8, 0, 1, 3),
 ) -> None:
-    """All forms of a fused all-reduce, by several sizes."""
+    """Compare all forms of a fused all-reduce, for several sizes."""
     device = group.device
     specs: dict[str, Quant | None] = {
         "none": None,
@@ -157,7 +157,7 @@ def reduces(
 
 
 def own_experts(a2a: weft.LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
-    """Every expert's rows times a number of its own; what lies behind the counts comes along."""
+    """Multiply every expert's rows, including unused ones, by a factor of its own."""
     rows = got.x.float()
     if got.scales is not None:
         scales = unpack_scales(got.scales, a2a.config.shape.blocks)
@@ -169,7 +169,7 @@ def own_experts(a2a: weft.LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
 def two_alive(
     a2a: weft.LowLatencyAllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Two results alive, combined in the other order; both are read after their combine."""
+    """Hold two results, combine them in reverse order, and read both after their combine."""
     first = a2a.dispatch(x * 2, ids, weights)
     second = a2a.dispatch(x + 1, ids.flip(0), weights)
     y, z = own_experts(a2a, first), own_experts(a2a, second)
@@ -192,7 +192,7 @@ def low_rounds(
     modes: tuple[str, ...],
     turns: tuple[tuple[int, ...], ...] = TURNS,
 ) -> None:
-    """Dispatch, experts and combine in one graph, by several sizes, ranks without tokens too."""
+    """Compare dispatch, experts and combine in one graph, also on ranks without tokens."""
     for name in modes:
         mode = replace(LOW_MODES[name], more=PATIENT)
         case = Round((5, 3), top_k=3, experts=8, hidden=512)
@@ -206,7 +206,7 @@ def low_rounds(
 def in_place(
     a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Experts write into output() in parts, twice, between dispatch and combine."""
+    """Write experts' results into output() in parts, twice, between dispatch and combine."""
     outs = []
     for sent in (x * 2, x - 1):
         received = a2a.dispatch(sent, ids, weights)
@@ -222,7 +222,7 @@ def in_place(
 def rank_rounds(
     group: weft.Group, options: dict[str, Any], turns: tuple[tuple[int, ...], ...] = TURNS
 ) -> None:
-    """AllToAll, experts in its own output, by several sizes."""
+    """Compare AllToAll with experts that write into its output, for several sizes."""
     case = Round((5, 3), top_k=3, experts=8, hidden=64)
     with weft.AllToAll(group, **case.sizes(8), **PATIENT) as a2a:
         alike(group, in_place, options, a2a, case, turns)
@@ -232,7 +232,7 @@ def rank_rounds(
 def stacked(
     layer: weft.MoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """A layer after a layer, the second in place; then one by hand, step by step."""
+    """Run two layers, the second in place, then the steps of a layer one by one."""
     first = layer(x * 2, logits)
     hidden = first + x
     layer(hidden, logits.flip(1), out=hidden)
@@ -259,7 +259,7 @@ def layers(
     built: dict[str, Any],
     turns: tuple[tuple[int, ...], ...] = TURNS,
 ) -> None:
-    """A layer as one operation, by several sizes; eager calls go on between and afterwards."""
+    """Compare compiled layers with eager ones, with eager calls in between and afterwards."""
     case = Case(CONFIGS["deepseek"], tokens=(6, 3))
     with case.open(group, max_tokens=8, **built, **PATIENT) as layer:
         x, logits = case.next(tokens=case.tokens[: group.size]).of(group.rank, group.device)

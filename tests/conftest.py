@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ranks(n, device)` runs one body on n ranks of any kind; `weft_command` runs the CLI."""
+"""Fixtures: `ranks(n, device)` runs one body on n ranks, `weft_command` runs the CLI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ settings.load_profile("weft")
 def _own_cache(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Path]:
-    """Compile into a cache that workers share, and later runs on the same sources (kept.py)."""
+    """Set a compile cache that all workers share, and later runs of the same sources (kept.py)."""
     folder = cache_of(HERE.parent)
     if folder is None:
         base = tmp_path_factory.getbasetemp()
@@ -50,7 +50,7 @@ def _own_cache(
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_are_ready() -> Iterator[None]:
-    """Ranks are forked with what they share in place (ready.py)."""
+    """Fork ranks from a server that has imported tests/ready.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "_PRELOAD", [*processes._PRELOAD, "tests.ready"])
         yield
@@ -58,13 +58,13 @@ def _ranks_are_ready() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Tests draw the same numbers in every run, and so do their ranks (ready.py)."""
+    """Seed torch, so that tests draw the same numbers in every run; ranks do too (ready.py)."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], RunRanks]:
-    """`ranks(4, "cpu")(body, *args)` runs `body(group, *args)` on 4 ranks; it returns a list.
+    """Return `ranks(4, "cpu")(body, *args)`, which runs `body(group, *args)` on 4 ranks.
 
     Devices: "cpu" (processes), "threads" (CPU ranks in this process), "cuda" (one process each;
     more ranks than GPUs share them), "emulated" (threads that run CUDA kernels, emulated).
@@ -87,7 +87,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], RunRanks]:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Benchmarks start their ranks as threads of this process: a test may spoil what they call."""
+    """Start the ranks of benchmarks as threads of this process, so that tests can patch them."""
     launch = weft.launch
 
     def as_threads(*args: Any, **options: Any) -> Any:
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def gpus_needed(item: pytest.Item) -> int:
-    """Number of GPUs that a test needs: n of `gpu(n)`, 1 of `gpu`."""
+    """Return the number of GPUs that a test needs: n for `gpu(n)`, 1 for `gpu`."""
     return max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
 
 
@@ -115,7 +115,7 @@ def gpus_needed(item: pytest.Item) -> int:
 def weft_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """`weft_command(*arguments)` -> (exit code, stdout, stderr), in this process."""
+    """Return `weft_command(*arguments)`, which runs the CLI here: (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weft", *arguments])

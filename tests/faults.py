@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does at a fault point (device/fault.cuh) of kernels built with FAULTS."""
+"""Fault injection at the fault points (device/fault.cuh) of kernels that are built with FAULTS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_fault(
     epoch: int = ANY_EPOCH,
     argument: int = 0,
 ) -> None:
-    """Let this rank do something at a fault point. argument: nanoseconds of a delay."""
+    """Plan an action of this rank at a fault point. `argument`: nanoseconds of a delay."""
     fault = Fault(point=point, action=action, peer=peer, epoch=epoch, argument=argument)
     at, raw = Header.fault.offset, torch.frombuffer(bytearray(fault), dtype=torch.uint8)
     view = operator.heap.tensor((HEADER_BYTES,), torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What grouping must do, in plain loops, and inboxes filled by hand to try it on."""
+"""Reference of expert grouping as plain loops, and inboxes that tests fill by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAYLOADS = [
 
 @dataclass(frozen=True)
 class Want:
-    """Where each entry goes; None where the buffer is full."""
+    """Expected position of each entry; None if the buffer is full."""
 
     starts: list[int]
     counts: list[int]
@@ -34,7 +34,7 @@ class Want:
 
 
 def entries(received: Received, experts: int) -> list[list[tuple[int, int, int]]]:
-    """(source, token, k) of each expert, in order."""
+    """Return (source, token, k) of each expert's entries, in order."""
     ids, counts = received.ids.tolist(), received.counts.tolist()
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(experts)]
     for source, rows in enumerate(ids):
@@ -79,7 +79,7 @@ def host(received: Received) -> Received:
 
 
 def check_round(a2a: weft.AllToAll, groups: ExpertGroups, received: Received) -> None:
-    """Gather and scatter what is in the inbox; compare every byte."""
+    """Gather and scatter the inbox, and compare every byte."""
     d, experts, tokens = a2a.group.device, a2a.num_local_experts, a2a.max_tokens
     for rows in groups._buffers.rows:
         rows.view(torch.uint8).fill_(MARK)
@@ -139,7 +139,7 @@ def make(group: weft.Group, **changes: object) -> weft.AllToAll:
 
 
 def empty_round(a2a: weft.AllToAll) -> Received:
-    """A round without tokens: what it leaves in the inbox is then written by hand."""
+    """Run a round without tokens, so that its inbox can be filled by hand."""
     d, top_k = a2a.group.device, a2a.config.shape.top_k
     sent = a2a.config.inputs
     x = [torch.zeros((0, *p.shape), dtype=p.dtype, device=d) for p in sent]
@@ -147,7 +147,7 @@ def empty_round(a2a: weft.AllToAll) -> Received:
 
 
 def fill(received: Received, ids: torch.Tensor, counts: list[int], seed: int) -> None:
-    """Write ids and counts into the inbox, and payloads that differ in any two rows."""
+    """Write ids and counts into the inbox, and payloads with distinct rows."""
     generator = torch.Generator().manual_seed(seed)
     received.ids.copy_(ids)
     received.counts.copy_(torch.tensor(counts, dtype=torch.int32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structs of a domain of up to 32 ranks, which is what most tests have."""
+"""Header structs of a domain of up to 32 ranks, which most tests use."""
 
 from weft.heap.header import header_bytes, header_structs
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that no argument may have, by the kind of argument; and calls that must refuse them all.
+"""Invalid values by kind of argument, and checks that public calls refuse all of them.
 
-A `Row` says of one public call what each of its parameters is. `refuses` passes every hostile value
-of its kind to each parameter and wants a UsageError that names the parameter and shows the value or
-its type. Tests then play a good round, whose bits must be those of a round before.
+A `Row` describes one public call: the kind of each parameter. `refuses` passes every hostile value
+of its kind to each parameter and expects a UsageError that names the parameter and shows the value
+or its type. Tests then run a valid round, which must give the same bits as before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Stranger:
-    """An object of nobody's."""
+    """An object of an unrelated class."""
 
     def __repr__(self) -> str:
         return "<stranger>"
@@ -33,24 +33,24 @@ class Stranger:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a parameter takes. values: what it must refuse.   none: may it be None?"""
+    """Invalid values of a kind of argument. `none`: None is valid."""
 
     values: Callable[[Any], list[Any]]
     none: bool = False
 
     def hostile(self, good: Any) -> Iterator[Any]:
-        """Every value that must be refused where `good` is right."""
+        """Yield the values that must be refused where `good` is valid."""
         if not self.none:
             yield None
         yield from self.values(good)
 
     def optional(self) -> Kind:
-        """The same, or None."""
+        """Return the same kind with None as a valid value."""
         return Kind(self.values, none=True)
 
 
 def listed(*values: Any) -> Kind:
-    """A kind with these hostile values."""
+    """Return a kind with these invalid values."""
     return Kind(lambda _: list(values))
 
 
@@ -71,7 +71,7 @@ FREE = Kind(lambda _: [], none=True)  # whatever it is, it is not used or not re
 
 
 def tensors(good: torch.Tensor) -> list[Any]:
-    """What stands where a tensor like `good` is wanted."""
+    """Return invalid values for an argument where a tensor like `good` is expected."""
     flat = good.reshape(-1)
     host = flat.float() if good.dtype == torch.bfloat16 or good.is_floating_point() else flat
     shifted = good.unsqueeze(0)
@@ -112,7 +112,7 @@ TENSOR = Kind(tensors)
 
 @dataclass(frozen=True)
 class Row:
-    """One public call: how it is made with good arguments, and what each argument is.
+    """One public call with valid arguments, and the kind of each argument.
 
     call: what is called with keywords.   good: right arguments.   kinds: of every public parameter.
     names: how errors name a parameter, where that is another word.
@@ -125,18 +125,18 @@ class Row:
 
 
 def public(call: Callable[..., Any]) -> list[str]:
-    """The parameters that callers know."""
+    """Return the public parameters of a call."""
     parameters = inspect.signature(call).parameters
     return [name for name in parameters if name != "self" and not name.startswith("_")]
 
 
 def complete(row: Row) -> None:
-    """Every public parameter has a kind, and no other has."""
+    """Assert that exactly the public parameters have a kind."""
     assert sorted(row.kinds) == sorted(public(row.call)), row.call
 
 
 def leaves(value: Any) -> list[Any]:
-    """A value and everything that it is made of."""
+    """Return a value and, recursively, its elements."""
     if isinstance(value, list | tuple):
         return [value, *(leaf for each in value for leaf in leaves(each))]
     if isinstance(value, Payload):
@@ -147,7 +147,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def shows(text: str, value: Any) -> bool:
-    """Does an error's text show a value, or say what it is?"""
+    """Whether an error's text shows a value or its type."""
     words = []
     for leaf in leaves(value):
         words.append(type(leaf).__name__)
@@ -186,7 +186,7 @@ fuzz: Callable[[Row], int] | None = None
 
 
 def refusal(row: Row, values: Mapping[str, Any]) -> tuple[str, str]:
-    """The text of the UsageError that a call raises with `values`, and the call in words."""
+    """Return the text of the UsageError that a call raises for `values`, and the call as text."""
     shows_values = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
     where = f"{row.call.__qualname__}({shows_values})"
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled code that later runs of the tests find again, while nothing that decides it has changed.
+"""A cache of compiled code that later test runs reuse while its sources are unchanged.
 
-A stale entry must not decide a test, nor must weft's own keys, which are tested themselves: so the
-cache of a run is a folder that is named after all sources and after the compiler.
+A test result must not depend on a stale entry, nor on weft's own cache keys, which are under test.
+The name of the cache folder therefore contains a digest of all sources and of the compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DAY = 86400.0
 
 
 def decided_by(root: Path, compiler: str) -> str:
-    """A digest of a checkout's C++ and CUDA, of what runs compilers, and of the C++ compiler."""
+    """Return a digest of a checkout's C++ and CUDA sources, build scripts and C++ compiler."""
     digest = hashlib.sha256()
     files = [path for folder in ("weft", "tests") for path in (root / folder).rglob("*.*")]
     files = [path for path in files if path.suffix in _SUFFIXES]
@@ -37,7 +37,7 @@ def decided_by(root: Path, compiler: str) -> str:
 
 
 def _programs(compiler: str) -> list[Path]:
-    """A compiler's driver, and what compiles for it."""
+    """Return a compiler's driver and the programs that it runs."""
     driver = shutil.which(compiler)
     if driver is None:
         return []
@@ -47,7 +47,7 @@ def _programs(compiler: str) -> list[Path]:
 
 
 def cache_of(root: Path) -> Path | None:
-    """The folder of this checkout as it is now; None where it cannot be written.
+    """Return the cache folder of the checkout in its current state, or None if it is read-only.
 
     Those that no run has used for a day are removed.
     """
@@ -67,7 +67,7 @@ def cache_of(root: Path) -> Path | None:
 
 
 def kept_file(key: str, name: str, build: Callable[[Path], object]) -> Path:
-    """Return the file of the cache that `build(path)` writes, once for all that share the cache."""
+    """Return a cached file, which `build(path)` writes if it is missing."""
     path = Cache().path / f"{key[:32]}-{name}"
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

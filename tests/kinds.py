@@ -22,7 +22,7 @@ ANY = (THREADS, CUDA)
 def on_ranks(
     count: int, kinds: Sequence[Any] = ANY, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of a body that runs on every rank of each kind.
+    """Decorate a body to run as a test on every rank, once for each kind of ranks.
 
     The body's first parameter is the group; pytest gives the others, which may be picklable
     parameters or fixtures, and also `count` if a test has it as a parameter. options: of `ranks`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of the low-latency all-to-all whose every byte is known: what all device kinds run."""
+"""Rounds of the low-latency all-to-all whose every byte is known, for all device kinds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.reference import dequantize
 
 @dataclass(frozen=True)
 class Mode:
-    """How a low-latency all-to-all is built: whatever changes what arrives."""
+    """Options of a low-latency all-to-all that change its results."""
 
     quantize: str | None = "fp8"
     group_size: int = 128
@@ -34,7 +34,7 @@ class Mode:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the constructor, but for `more`."""
+        """Constructor options, except for `more`."""
         return {
             "quantize": self.quantize,
             "combine": self.combine,
@@ -51,24 +51,24 @@ class Mode:
         return LowLatencyAllToAll(group, **case.sizes(max_tokens), dtype=case.dtype, **options)
 
     def shape(self, case: Round, max_tokens: int, **more: Any) -> LowLatencyShape:
-        """What its kernels are made for; more: options that change it."""
+        """Return the Shape of the kernels; `more` are options that change it."""
         sizes = {"ranks": len(case.tokens), **case.sizes(max_tokens), "dtype": case.dtype}
         return LowLatencyConfig.from_args(**sizes, **self.options, **more).shape
 
 
 def readable(x: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Rows as experts read them."""
+    """Return rows in the dtype that experts compute in."""
     return (x if scales is None else dequantize(x, scales)).to(dtype)
 
 
 def apply_expert(rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """What expert e makes of a row: something that no other expert makes of it."""
+    """Apply expert e, which has a factor of its own, to a row."""
     factor = (1 + (experts % 7) / 8)[..., None]
     return (rows.float() * factor + experts[..., None] / 16).to(rows.dtype)
 
 
 def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
-    """Every expert's results; NaN where there is no row, so that a combine that reads it shows."""
+    """Return every expert's results, with NaN in unused rows, which no combine may read."""
     shape = a2a.config.shape
     scales = None if got.scales is None else low.unpack_scales(got.scales, shape.blocks)
     experts = torch.tensor(a2a.local_experts, device=got.x.device)[:, None]
@@ -78,7 +78,7 @@ def expert_results(a2a: LowLatencyAllToAll, got: ExpertRows) -> torch.Tensor:
 
 
 def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -> None:
-    """Store experts' results where they belong, as a grouped GEMM would."""
+    """Store experts' results at their owners, as a grouped GEMM would."""
     assert got.dst_addr is not None
     assert got.abort_flag is not None
     there = torch.arange(y.shape[1], device=y.device)[None] < got.counts[:, None]
@@ -99,7 +99,7 @@ def store_at_owners(a2a: LowLatencyAllToAll, got: ExpertRows, y: torch.Tensor) -
 def wanted_out(
     a2a: LowLatencyAllToAll, mode: Mode, case: Round, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """What combine must return for this rank's inputs."""
+    """Return the expected combine result for this rank's inputs."""
     x, ids, weights, add = inputs
     sent = low.delivered_rows(x, mode.quantize, mode.group_size, mode.scale, mode.recipe)
     rows = readable(*sent, x.dtype)
@@ -125,7 +125,7 @@ def check_rows(
     *,
     poisoned: bool,
 ) -> None:
-    """Compare every row that came, and every one that must not have changed."""
+    """Compare every received row, and check that other rows are unchanged."""
     expected = low.dispatch(
         [inputs[source][0] for source in a2a.sources],
         [inputs[source][1] for source in a2a.sources],
@@ -166,7 +166,7 @@ def play(
     living: Sequence[int] | None = None,
     checks: bool = True,
 ) -> torch.Tensor:
-    """Run one round and compare everything that is defined; return what combine returned.
+    """Run one round, compare everything that is defined, and return combine's result.
 
     living: the ranks that take part; default all.
     checks: call `check`, which raises what was refused.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults for the kernels, one table: edits of their source that tests must notice.
+"""Table of faults in the kernels: edits of their source that tests must detect.
 
 An edit names a file below weft/, a function and a regular expression, which must match exactly once
 in the function's body. A space in the expression matches any white space.
@@ -50,7 +50,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A fault: edits that belong together.
+    """A fault, as one or several edits.
 
     error: a regular expression for what must fail.   run: what the test needs to provoke it.
     """
@@ -60,7 +60,7 @@ class Mutation:
     run: dict[str, Any] = field(default_factory=dict)
 
     def apply(self, file: str, text: str) -> str:
-        """Return the text of a file below weft/ with the edits that are in it."""
+        """Return the text of a file below weft/ with the mutation's edits."""
         for edit in self.edits:
             if edit.file == file:
                 text = edit.apply(text)
@@ -68,7 +68,7 @@ class Mutation:
 
 
 def function_bodies(text: str, function: str) -> Iterator[tuple[int, int]]:
-    """Yield where each body of a function lies, braces included."""
+    """Yield the range of each body of a function, including its braces."""
     code = _NO_CODE.sub(lambda match: " " * len(match[0]), text)
     scope, _, name = function.rpartition("::")
     begin, end = 0, len(code)
@@ -83,7 +83,7 @@ def function_bodies(text: str, function: str) -> Iterator[tuple[int, int]]:
 
 
 def _closing(code: str, opening: int) -> int:
-    """Return the place behind the bracket that closes the one at `opening`."""
+    """Return the position after the bracket that closes the one at `opening`."""
     depth = 0
     for match in _BRACKETS.finditer(code, opening):
         depth += 1 if match[0] in "({" else -1
@@ -104,14 +104,14 @@ WRONG = "wrong rows"
 def _gemm(
     file: str, function: str, pattern: str, replacement: str = "", error: str = WRONG, **run: Any
 ) -> Mutation:
-    """A fault of the grouped GEMM. run: fields of `GemmRun` (tests/gemm/test_mutations.py)."""
+    """Return a fault of the grouped GEMM. `run`: fields of `GemmRun` in gemm/test_mutations.py."""
     return Mutation((Edit(f"gemm/{file}", function, pattern, replacement),), error, run)
 
 
 def _paired(
     function: str, pattern: str, replacement: str, error: str = WRONG, **run: Any
 ) -> Mutation:
-    """A fault of swapped tiles beside split ones, which have two k blocks in a stage."""
+    """Return a fault of swapped tiles, with two k blocks in a stage as split tiles have."""
     file = "loader.cuh" if function.startswith(("load", "prefetch")) else "mainloop_fp8.cuh"
     run = {"epilogue": "gated_fp8", "block_m": 256, **run}
     return _gemm(file, function, pattern, replacement, error, **run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weft's own objects in every mode: made on a rank, called, and given back by their word for it.
+"""Weft's own objects in every mode: construction, one call, and release.
 
 Nothing here depends on torch's defaults: each tensor names its device and dtype.
 """
@@ -25,7 +25,7 @@ Results = list[torch.Tensor]
 
 @dataclass
 class Made:
-    """An object at work: what it is, one call of it, and how it is given back.
+    """A constructed object, one call of it, and the way to release it.
 
     call: returns copies of all that came out, so nothing that it returns shows a heap.
     """
@@ -46,14 +46,14 @@ def generator(group: weft.Group, seed: int = 0) -> torch.Generator:
 
 
 def draw(group: weft.Group, *shape: int, seed: int = 0) -> torch.Tensor:
-    """float32 numbers of this rank."""
+    """Return float32 random numbers of this rank."""
     source = generator(group, seed)
     drawn = torch.randn(shape, generator=source, dtype=torch.float32, device=CPU)
     return drawn.to(group.device)
 
 
 def tokens(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, ids, weights of this rank; rank 1 of 2 has no token less than it may have."""
+    """Return x, ids and weights of this rank; rank 1 of 2 has max_tokens tokens."""
     count = (5, MOST)[group.rank % 2]
     scores = draw(group, count, EXPERTS, seed=1)
     weights, ids = scores.softmax(dim=1).topk(TOP_K)
@@ -202,7 +202,7 @@ def layer(group: weft.Group, mode: str, overlap: str, *, fp8: bool = False, **mo
 
 
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
-    """Every public object in every mode, by a name for each."""
+    """Yield every public object in every mode, by name."""
     for way in ("pull", "push", "fp8"):
         yield f"AllToAll {way}", partial(rank_major, **combining(way))
     yield "AllToAll choices", partial(rank_major, combine="gemm_push", split_phase=True)

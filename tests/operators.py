@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three operators behind one face, for tests of what they have in common."""
+"""The three operators behind one interface, for tests of their common behaviour."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS = {
 
 @dataclass
 class Operator:
-    """One of them, open."""
+    """An open operator of one kind."""
 
     kind: Kind
     made: Any
@@ -69,23 +69,23 @@ class Operator:
         self.made.__exit__(*error)
 
     def rounds(self, count: int) -> None:
-        """So many rounds."""
+        """Run rounds."""
         for _ in range(count):
             self.round()
 
     def round(self, value: float = 1.0) -> Any:
-        """One round, or one sum, of rows of `value` from this rank. Returns the result."""
+        """Run one round, or one sum, with rows of `value` from this rank; return the result."""
         result = self.enqueue(value)
         settle(self.made.group.device)
         self.made.check()
         return result
 
     def enqueue(self, value: float) -> Any:
-        """The same, not waited for on a GPU."""
+        """Enqueue one round without waiting for the GPU."""
         return self.end(self.begin(value))
 
     def begin(self, value: float) -> Any:
-        """The first call of a round, for `end`."""
+        """Make the first call of a round; `end` makes the last."""
         group = self.made.group
         x = torch.full((TOKENS, HIDDEN), value, dtype=torch.bfloat16, device=group.device)
         if self.kind.name == "allreduce":
@@ -94,7 +94,7 @@ class Operator:
         return self.made.dispatch(x, self._ids())
 
     def end(self, got: Any) -> Any:
-        """The last call of a round; its result."""
+        """Make the last call of a round and return its result."""
         match self.kind.name:
             case "alltoall":
                 return self.made.combine(weft.reference.identity_experts(got, torch.bfloat16))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine under load is late, not dead: tests that name no deadline wait ten minutes for a peer.
+"""Deadlines of tests: ten minutes for every wait, because a machine under load is slow.
 
-A test of a deadline gives one (`hurry`) to the waits that are to end by it, and to no round before.
-The fork server of the ranks imports this module, and so does the conftest.
+A test of a deadline sets it with `hurry` just before the wait that must exceed it. The fork server
+of the ranks and the conftest import this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.heap import Heap
 
 
 class HasHeap(Protocol):
-    """An operator, as far as its deadlines go."""
+    """An operator, reduced to its deadlines."""
 
     @property
     def heap(self) -> Heap: ...
@@ -33,7 +33,7 @@ for each in PATIENT:
 
 
 def hurry(operator: HasHeap, seconds: float) -> None:
-    """From now on this rank waits so long and no longer."""
+    """Shorten the deadline of this rank's waits from now on."""
     heap = operator.heap
     limit = int(seconds * 1e9).to_bytes(8, "little")
     for field in (Header.deadline_ns, Header.first_deadline_ns):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ programs of tests: each is compiled once for its text, its options and weft's headers."""
+"""C++ programs of tests, compiled once per source text, options and weft headers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.jit.host import compile_code
 def compile_program(
     *sources: Path, name: str, options: Sequence[str] = (), mutation: Mutation | None = None
 ) -> Path:
-    """Return the program that these files make, one after the other, with a fault in weft's headers
+    """Return the program of these source files, with a fault in weft's headers if given.
     or none.
     """
     text = "".join(source.read_text() for source in sources)
@@ -34,7 +34,7 @@ def compile_program(
 
 
 def inline_headers(text: str, mutation: Mutation, included: set[str]) -> str:
-    """Replace each first include of a header of weft by its text with a fault."""
+    """Replace the first include of each weft header by its text, with a fault if given."""
 
     def include(match: re.Match[str]) -> str:
         if match[1] in included:
@@ -53,7 +53,7 @@ def run_program(
     options: Sequence[str],
     mutation: Mutation | None = None,
 ) -> tuple[int, str]:
-    """Return its exit status and what it printed. Of data races the first report is the verdict."""
+    """Run a program and return its exit status and output, reduced to the first data race."""
     program = compile_program(*sources, name=name, options=options, mutation=mutation)
     done = subprocess.run(
         [str(program), *map(str, arguments)],

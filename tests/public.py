@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public object in every mode: weft's own (tests/objects.py) and those under other names."""
+"""Every public object in every mode: weft's own (tests/objects.py) and the compat classes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def triton_layer(group: weft.Group) -> Made:
 
 
 def modes() -> Iterator[tuple[str, Callable[[weft.Group], Made]]]:
-    """All of them, by a name for each."""
+    """Yield all of them by name."""
     yield from objects.modes()
     yield "MoeAlltoAll", flashinfer_moe
     yield "allreduce_fusion", flashinfer_reduce

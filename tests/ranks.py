@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`@on_ranks(3, "cpu")`: a test whose body runs on every rank of a launch."""
+"""`@on_ranks(3, "cpu")` runs a test's body on every rank of a launch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_ranks(
     dies: Collection[int] | str = (),
     **options: Any,
 ) -> Callable[[Test], Test]:
-    """Run a test's body as `body(group, ...)` on each rank; it fails where any rank raises.
+    """Run a test's body as `body(group, ...)` on each rank; the test fails if any rank raises.
 
     It is the innermost decorator of a test. Other arguments of the body are parameters and
     fixtures; those of processes must be picklable.

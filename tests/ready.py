@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fork server of ranks has imported and found out, so that no rank has to by itself.
+"""Modules and lookups that the fork server of ranks prepares, so that no rank repeats them.
 
-For a small test that is most of a rank's life: modules that tests share; what torch imports late
-(`assert_close` the tensors of torch.distributed, a rank's first MoE layer sympy); and what the keys
-of compiled code are made of. Only fork servers import this.
+They take most of the time of a small test: modules that tests share, modules that torch imports
+late (torch.distributed.tensor in `assert_close`, sympy in the first MoE layer), and the parts of
+cache keys. Only fork servers import this module.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Survivors of killed ranks, who know among themselves who died: what recovery tests share."""
+"""Survivors of killed ranks, which agree on the dead: shared by recovery tests."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ROUNDS = 5  # a death is noticed in so many rounds, or never
 
 
 class Survivors:
-    """The ranks that live."""
+    """The living ranks."""
 
     def __init__(self, group: weft.Group) -> None:
         self.group = group
 
     @property
     def ranks(self) -> list[int]:
-        """Their numbers."""
+        """Numbers of the living ranks."""
         return list(self.group.living)
 
     def barrier(self) -> None:
-        """Return when all of the living are here."""
+        """Return when all living ranks have called it."""
         self.group.barrier(timeout=PATIENCE)
 
     def lose(self, *dead: int, sealed: Iterable[HasHeap] = ()) -> None:
-        """Go on without these ranks, whose processes end.
+        """Continue without these ranks, whose processes end.
 
         sealed: operators on CPU ranks that may not touch these ranks' memory any more: it faults.
         """
@@ -48,12 +48,12 @@ class Survivors:
 
 
 def plan_death(operator: HasHeap, point: int) -> None:
-    """This rank ends at a fault point of the next call that passes it."""
+    """Let this rank end at a fault point of the next call that passes it."""
     plan_fault(operator, point, DIE)
 
 
 def until_broken(one_round: Callable[[], object]) -> str:
-    """Make rounds until a death is noticed; what was raised then."""
+    """Run rounds until a death is noticed, and return the error."""
     for _ in range(ROUNDS):
         try:
             one_round()

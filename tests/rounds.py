@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of dispatch and combine whose every byte is known: what all device kinds run."""
+"""Rounds of dispatch and combine whose every byte is known, for all device kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.errors import UsageError
 
 @dataclass(frozen=True)
 class Round:
-    """One round of all ranks, made from a seed: any rank can compute what every other one sends.
+    """One round of all ranks, computed from a seed: each rank can compute every other's rows.
 
     extra: bytes of a token's row in each further payload.   lost: some ids name no expert.
     options: of the AllToAll, as far as they decide what arrives.
@@ -41,12 +41,12 @@ class Round:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def turned(self, seed: int) -> Round:
-        """Return the next round, in which each rank has the tokens that another had."""
+        """Return the next round, with the tokens of the ranks rotated."""
         turn = seed % len(self.tokens)
         return self.next(seed=seed, tokens=self.tokens[turn:] + self.tokens[:turn])
 
     def living(self, ranks: Iterable[int]) -> Round:
-        """Return the same round without the tokens of ranks that are gone."""
+        """Return the same round without the tokens of dead ranks."""
         return self.next(tokens=tuple(n if r in ranks else 0 for r, n in enumerate(self.tokens)))
 
     def sizes(self, max_tokens: int) -> dict[str, Any]:
@@ -84,14 +84,14 @@ class Round:
         return x.to(self.dtype), ids, weights, add
 
     def rows_of(self, rank: int, device: torch.device) -> list[torch.Tensor]:
-        """Return the further payloads of one rank."""
+        """Return the additional payloads of one rank."""
         generator = torch.Generator().manual_seed(self.seed * 64 + rank)
         sizes = [(self.tokens[rank], size) for size in self.extra]
         rows = [torch.randint(0, 256, s, generator=generator, dtype=torch.uint8) for s in sizes]
         return [row.to(device) for row in rows]
 
     def stats_of(self, rank: int, count: int, device: torch.device) -> torch.Tensor:
-        """Return int32 `[count]` of one rank, of all 32 bits."""
+        """Return int32 `[count]` of one rank, using all 32 bits."""
         generator = torch.Generator().manual_seed(self.seed * 64 + rank)
         return torch.randint(-(2**31), 2**31, (count,), generator=generator).int().to(device)
 
@@ -127,7 +127,7 @@ def play(
     counts: Sequence[int | None] | None = None,
     living: Sequence[int] | None = None,
 ) -> int:
-    """Run one round; compare every byte that is defined, and every one that must not change.
+    """Run one round; compare every defined byte, and check that all others are unchanged.
 
     halves: call each phase in two halves.   living: the ranks that take part; default all.
     counts: of each rank, how many tokens count, which the device knows alone; None for all.
@@ -226,7 +226,7 @@ MARK = 0xFF  # NaN in every float type, where no rank may write
 
 
 def _arriving(rows: list[torch.Tensor], kind: str | None, count: int) -> list[torch.Tensor]:
-    """Return the payloads as they arrive: the first one quantised where the exchange does so."""
+    """Return the payloads as delivered: the first one quantised if the exchange quantises."""
     if kind is not None:
         rows = [*reference.quantize(rows[0], kind), *rows[1:]]
     # Torch moves no rows of exponents.
@@ -246,7 +246,7 @@ def dropped(ids: torch.Tensor, owners: Iterable[int], living: Iterable[int]) -> 
 
 
 def _answer(received: weft.Received, kind: str | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rows of experts that copy their token; NaN where there is none."""
+    """Return the rows of experts that copy their token; NaN in unused slots."""
     if kind is not None:
         numbers, scales = received.payloads[:2]
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
@@ -256,25 +256,25 @@ def _answer(received: weft.Received, kind: str | None, dtype: torch.dtype) -> to
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes, whatever the strides: NaN equals itself and -0 differs from 0."""
+    """Return a tensor's bytes, for any strides: NaN equals itself, and -0 differs from 0."""
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return plain.copy_(tensor).view(torch.uint8)
 
 
 def settle(device: torch.device) -> None:
-    """Wait for a GPU; CPU ranks have ended what they were asked for."""
+    """Wait for a GPU; calls of CPU ranks are synchronous."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def drop_refusals(operator: Any) -> None:
-    """Ask for what a test's wrong input has left, which closing would raise."""
+    """Raise and drop the errors of a test's invalid input, which `close` would raise."""
     with contextlib.suppress(UsageError):
         operator.check()
 
 
 def combining(way: str) -> dict[str, Any]:
-    """The options of an AllToAll whose Shape has this `way`."""
+    """Return the options of an AllToAll with this `way` of combining."""
     if way == "fp8":
         return {"combine_dtype": "fp8"}
     return {"combine": "gemm_push" if way == "choices" else way}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds whose results return in two ways, to be compared bit by bit."""
+"""Rounds that return results in two ways, which must agree bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(group: weft.Group, case: Round, **options: object) -> weft.AllToAll:
 
 
 def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """What experts might answer; NaN in the rows that carry no token."""
+    """Return experts' results, with NaN in rows without a token."""
     d = grouped.x.device
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(groups._y_shape, generator=generator).to(d, dtype)
@@ -29,7 +29,7 @@ def results(groups: ExpertGroups, grouped: Grouped, seed: int, dtype: torch.dtyp
 
 
 def poison(a2a: weft.AllToAll) -> None:
-    """NaN wherever results return."""
+    """Fill all memory for returned rows with NaN."""
     shape, heap = a2a.config.shape, a2a.heap
     size = shape.returned_rows * shape.returned_bytes
     settle(a2a.group.device)
@@ -43,7 +43,7 @@ def poison(a2a: weft.AllToAll) -> None:
 def round_trip(
     a2a: weft.AllToAll, groups: ExpertGroups, case: Round, give_back: Return
 ) -> torch.Tensor:
-    """One round; `give_back` brings y on its way."""
+    """Run one round; `give_back` returns the experts' results."""
     x, ids, weights, add = case.of(a2a.rank, a2a.group.device)
     if a2a.config.shape.combine != "pull":
         poison(a2a)
@@ -54,13 +54,13 @@ def round_trip(
 
 
 def scattered(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-    """The way of two kernels."""
+    """Return results with two kernels, scatter and combine."""
     groups.scatter(y)
     a2a.combine_send()
 
 
 def stored_at_owners(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-    """What a kernel of the caller's does that stores its rows at their owners."""
+    """Return results as a caller's kernel that stores rows at their owners."""
     addresses, rows = groups._grouped.dst_addr, y.view(-1, y.shape[-1])
     assert addresses is not None
     size = y.shape[-1] * y.element_size()
@@ -71,5 +71,5 @@ def stored_at_owners(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) 
 
 
 def sent(a2a: weft.AllToAll, groups: ExpertGroups, y: torch.Tensor) -> None:
-    """The way of one kernel."""
+    """Return results with one kernel, `send`."""
     groups.send(y)

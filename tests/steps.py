@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds that draw their rows and count wrong words on the device, so that graphs can hold them.
+"""Rounds that draw rows and count wrong words on the device, so that graphs can capture them.
 
 CPU ranks run the same rounds without graphs.
 """
@@ -25,7 +25,7 @@ LARGEST = 8  # of a row's integers: sums of 16 of them are exact
 def captured(
     group: weft.Group, body: Callable[[], None], *, warm_up: bool = True
 ) -> Callable[[], None]:
-    """Return what repeats `body`: the replay of a graph on a GPU, the body on a CPU. Collective."""
+    """Return a function that repeats `body`: a graph replay on a GPU, else body. Collective."""
     if warm_up:
         body()
         synchronize_ranks(group)
@@ -35,7 +35,7 @@ def captured(
 
 
 class Step:
-    """Rounds of one size on one operator; a call enqueues `calls` of them.
+    """Rounds of one size on one operator; one call enqueues `calls` rounds.
 
     Rows, experts and weights are small integers that change from round to round and that every
     rank can compute of every other, so results are exact but for rows that return in FP8.
@@ -61,7 +61,7 @@ class Step:
             self.experts = scores.topk(shape.top_k, dim=1).indices.to(device)
 
     def reset(self, turn: int, living: Iterable[int]) -> None:
-        """Start again at a turn that all of the living know, and expect rounds of these alone."""
+        """Restart at a turn that all living ranks know; later rounds expect only their rows."""
         alive = [rank in set(living) for rank in range(len(self.alive))]
         self.alive.copy_(torch.tensor(alive))
         self.turn.fill_(1000 * turn)
@@ -120,7 +120,7 @@ class Step:
         self.wrong += (self.out != total.bfloat16()).sum()
 
     def check(self) -> None:
-        """Raise what the device noticed, and if a word was wrong. Waits for the device."""
+        """Raise errors of the device, and AssertionError for wrong words. Waits for the device."""
         rounds.settle(self.device)
         self.op.made.check()
         assert int(self.wrong) == 0, f"{int(self.wrong)} wrong words"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operator in every mode behind one face, with rounds that the reference decides bit by bit.
+"""Every operator in every mode behind one interface, with rounds checked bit by bit.
 
-A test of what all operators have in common takes a name of SUBJECTS, opens it on each rank, and
-plays rounds by their seeds. The same kernels run in the emulator after `emulate`.
+A test of common behaviour takes a name of SUBJECTS, opens it on each rank, and plays rounds by
+seed. After `emulate` the kernels run in the emulator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_SUMMED = 70  # more tokens than one shot of an all-reduce that recovers not
 
 @dataclass
 class Subject:
-    """An open operator. A context manager.
+    """An open operator. Context manager.
 
     play: one round of a seed, by the living, compared with the reference.
     beside: further operators that take part in a round.
@@ -54,7 +54,7 @@ class Subject:
             operator.__exit__(*error)
 
     def rounds(self, count: int, living: Sequence[int], *, checks: bool = True) -> None:
-        """Play so many rounds. checks: raise what was refused in them."""
+        """Play `count` rounds. `checks`: raise errors about the input after each."""
         for seed in range(count):
             self.play(seed, living)
             if checks:
@@ -63,7 +63,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class ByRank:
-    """An AllToAll, whole and in halves, with slots at other places from round to round."""
+    """An AllToAll, with whole and split calls, and varying numbers of slots."""
 
     way: str
     case: Round = CASE
@@ -92,7 +92,7 @@ class ByRank:
 
 @dataclass(frozen=True)
 class ByExpert:
-    """A LowLatencyAllToAll, whole and, where it has them, in halves."""
+    """A LowLatencyAllToAll, with whole and, if supported, split calls."""
 
     mode: Mode
     case: Round = CASE
@@ -127,7 +127,7 @@ class ByExpert:
 
 @dataclass(frozen=True)
 class Sums:
-    """An AllReduce that goes on without ranks that are gone, of several sizes and all outputs.
+    """An AllReduce with missing="drop", several sizes and all outputs.
 
     form: the kernel that runs in the emulator.
     """
@@ -168,7 +168,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Sends:
-    """ExpertGroups whose results are sent, beside others that scatter the same."""
+    """ExpertGroups that send results, compared with others that scatter them."""
 
     way: str
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused all-reduces whose every bit is known: what all device kinds run."""
+"""Fused all-reduces whose every bit is known, for all device kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = ("oneshot", "twoshot", "twoshot_bulk")
 
 @dataclass(frozen=True)
 class Sum:
-    """One call of all ranks, made from a seed: any rank can compute what every other one brings."""
+    """One call of all ranks, computed from a seed: each rank can compute every other's rows."""
 
     tokens: int
     hidden: int = 256
@@ -36,11 +36,11 @@ class Sum:
 
     @property
     def epilogue_at(self) -> str:
-        """At the receiver where each rank has a residual and a weight of its own."""
+        """ "receiver" if each rank has its own residual and weight."""
         return "receiver" if self.differ else "owner"
 
     def config(self, ranks: int, max_tokens: int) -> ReduceConfig:
-        """What its kernels are made for."""
+        """Return the config of the kernels."""
         return ReduceConfig.from_args(
             ranks=ranks,
             max_tokens=max_tokens,
@@ -56,7 +56,7 @@ class Sum:
         return spoil(x, rank) if self.special and self.tokens else x
 
     def shared(self, device: torch.device, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual, weight), equal on all ranks, or those of `rank`."""
+        """Return (residual, weight): equal on all ranks, or those of `rank`."""
         seed = self.seed * 1009 + 500 + (rank if self.differ else 0)
         generator = torch.Generator(device=device).manual_seed(seed)
         size = (self.tokens, self.hidden)
@@ -66,7 +66,7 @@ class Sum:
 
 
 def spoil(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Values that break sums, norms and sentinels, each in columns of its own."""
+    """Write values that break sums, norms and sentinels, each into columns of its own."""
     raw = x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
     n = x.shape[1] // 16
     raw[:, :n] = -1  # the sentinel's bits
@@ -94,7 +94,7 @@ def quants(device: torch.device, hidden: int, rank: int = 0) -> Iterator[Quant |
 
 
 def same(got: Reduced, want: Reduced) -> None:
-    """Every output that is there, byte for byte."""
+    """Assert that all present outputs are equal byte for byte."""
     for field in fields(Reduced):
         a, b = getattr(got, field.name), getattr(want, field.name)
         if a is not None:
@@ -104,7 +104,7 @@ def same(got: Reduced, want: Reduced) -> None:
 
 
 def poisoned(case: Sum, device: torch.device, quant: Quant | None) -> dict[str, Any]:
-    """Outputs that hold what nobody may leave there."""
+    """Return outputs filled with a pattern that no call may leave."""
     size = (case.tokens, case.hidden)
     outputs: dict[str, Any] = {
         name: torch.empty(size, dtype=case.dtype, device=device)
@@ -124,7 +124,7 @@ def play(
     quant: Quant | None = None,
     living: Sequence[int] | None = None,
 ) -> Reduced:
-    """One call with all outputs, compared with the reference; living: default, all ranks."""
+    """Make one call with all outputs and compare it with the reference over the living ranks."""
     device = ar.group.device
     living = range(ar.group.size) if living is None else living
     xs = [case.rows(rank, device) for rank in living]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that share memory are refused, or give the bits of arguments that do not.
+"""Arguments that share memory are refused, or give the same bits as separate arguments.
 
-Each draw lays two tensors of a call into one block of memory at a random distance. The call with
-clones of these tensors says what is right.
+Each draw places two tensors of a call in one block of memory at a random distance. The same call
+with clones of these tensors gives the expected result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNT, BYTES = 5, torch.uint8
 
 
 def share(chance: random.Random, tensors: Tensors) -> Tensors:
-    """Return `tensors` with a result and another one in one block of memory."""
+    """Return `tensors` with a result and another tensor placed in one block of memory."""
     first = chance.choice([name for name in sorted(tensors) if "out" in name])
     second = chance.choice([name for name in sorted(tensors) if name != first])
     sizes = [tensors[name].nbytes for name in (first, second)]
@@ -193,7 +193,7 @@ CASES: dict[str, Callable[[weft.Group], Iterator[tuple[Tensors, Call]]]] = {
 
 
 def played(group: weft.Group, name: str, seed: int, draws: int) -> tuple[int, int]:
-    """The number of refused and of right calls."""
+    """Return the numbers of refused and of correct calls."""
     chance = random.Random(f"{name} {seed}")
     refused = right = 0
     for given, call in CASES[name](group):

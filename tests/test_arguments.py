@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of every operator's calls, with every value that it must refuse, in words."""
+"""Every argument of every operator call, with every value that it must refuse."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ LAUNCHED = {"num_sms": SMS, "programmatic_launch": FLAG}
 
 
 def inputs(group: weft.Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, ids, weights of a rank."""
+    """Return x, ids and weights of a rank."""
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn((TOKENS, HIDDEN), generator=generator).to(BF16)
     ids = torch.tensor([[0, 3], [2, -1], [1, 2]], dtype=torch.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short form of tests/chaos.py: seeds in which nobody is stopped, since that takes a deadline."""
+"""A short form of tests/chaos.py, with seeds that stop no rank, because that takes a deadline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, run for real on CPU ranks."""
+"""The command line on CPU ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's defaults and modes are the caller's business: no object of weft's depends on them.
+"""No object of weft depends on torch's default device, dtype or modes.
 
-The default device and dtype are hostile here: what follows the device lands on "meta", where
-nothing can be read, and what follows the dtype has other bits. And what is made in inference mode
-may not be written outside of it.
+The tests set a default device, "meta", whose tensors cannot be read, and a default dtype that
+changes the bits. Tensors that are made in inference mode cannot be written outside of it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DTYPES = [torch.float64, torch.bfloat16]
 
 @dataclass
 class Alone:
-    """As much of a group as drawing a rank's tokens takes."""
+    """The attributes of a group that drawing a rank's tokens needs."""
 
     rank: int
     device: torch.device = CPU
@@ -37,7 +36,7 @@ class Alone:
 
 @contextmanager
 def defaults(device: str, dtype: torch.dtype) -> Iterator[None]:
-    """Torch's defaults, put back at the end: other tests of this process have their own."""
+    """Change torch's defaults inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -82,7 +81,7 @@ def flat(t: torch.Tensor) -> torch.Tensor:
 
 
 def differ(got: Results, want: Results) -> list[int]:
-    """The numbers of results that are not the same bits in the same shape, dtype and place."""
+    """Return the indices of results that differ in bits, shape, dtype or device."""
     assert len(got) == len(want) > 0
     kinds = [[(t.shape, t.dtype, t.device) for t in each] for each in (got, want)]
     same = [
@@ -123,7 +122,7 @@ def differing(group: weft.Group, names: list[str], device: str) -> dict[str, lis
 
 
 def meet_and_abort(group: weft.Group) -> tuple[list[Any], str]:
-    """A group on torch.distributed, and an abort, whose word is a tensor of its own."""
+    """Make a group over torch.distributed and abort it; the abort uses a tensor."""
     with defaults("meta", torch.float64):
         other = weft.Group.from_torch(group.process_group())
         met = other.all_gather([group.rank, "x" * group.rank])
@@ -147,7 +146,7 @@ def test_groups_and_aborts_do_not_depend_on_torchs_defaults(ranks: Callable[...,
 
 
 def meanings() -> Results:
-    """Everything that is there in plain torch: references, the router, experts, weights."""
+    """Return the results of all plain-torch code: references, router, experts, weights."""
     everyone = [
         tokens(Alone(rank))  # type: ignore[arg-type]
         for rank in range(2)

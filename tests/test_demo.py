@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: a trained model on CPU ranks, compared; a verdict that can be bad; refusals."""
+"""The demo: a trained model on CPU ranks, its comparison, failing verdicts and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _answers(texts: list[str]) -> demo.Answers:
 
 
 def _verdict() -> demo.Verdict:
-    """Three questions, all answered right, by two ranks."""
+    """Return a verdict on three questions, all answered correctly by two ranks."""
     texts = [" " + each.answer for each in ASKED[:3]]
     ranks = [_answers(texts[::2]), _answers(texts[1::2])]
     return demo.Verdict(ASKED[:3], _answers(texts), ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor: on this machine, on one with GPUs that is played, and its report."""
+"""The doctor: on this machine, on a simulated one with GPUs, and its report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Module:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two H200 that reach each other."""
+    """Simulate two connected H200s."""
     properties = SimpleNamespace(major=9, minor=0, name="NVIDIA H200", total_memory=140 << 30)
     for name, value in (
         ("is_available", lambda: True),
@@ -174,7 +174,7 @@ PRIVATE = ("alice", "node17")
 
 @pytest.fixture
 def of_alice(monkeypatch, tmp_path):
-    """A machine whose user, host and home occur wherever they can."""
+    """Simulate a machine with user, host and home names in many places."""
     home = tmp_path / "homes" / "alice"
     home.mkdir(parents=True)
     for name in report.VARIABLES:

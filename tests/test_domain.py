@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Domains of more than 32 ranks, up to 72: sets of ranks take several words there.
+"""Domains of more than 32 ranks, up to 72, where a rank set takes several words.
 
 Every result is compared with `weft.reference`, bit by bit, also after a rank has died.
 """
@@ -26,7 +26,7 @@ MODES = (Mode(more=PATIENT), Mode(reduce="sender", combine_dtype="fp8", more=PAT
 
 
 def case_of(ranks: int) -> Round:
-    """Tokens of every rank, 8 at most, and experts that do not divide by the ranks."""
+    """Return a round with up to 8 tokens per rank and experts that do not divide by the ranks."""
     return Round(
         tokens=tuple((5 * rank + 3) % 9 for rank in range(ranks)),
         top_k=6,
@@ -52,7 +52,7 @@ class Domain:
         )
 
     def play(self, seed: int, living: list[int]) -> None:
-        """Rounds of every operator."""
+        """Run one round of every operator."""
         case = self.case.next(seed=seed)
         for a2a in self.exchanges:
             play(a2a, case, poison=False, living=living)

@@ -42,7 +42,7 @@ class Count:
 
 
 def refused(seed: int, per_row: int, count: Count) -> Callable[[Row], int]:
-    """A fuzz for `hostile.refuses`: hostile values in several arguments at a time."""
+    """Draw hostile values for several arguments at a time, for `hostile.refuses`."""
 
     def attempt(row: Row) -> int:
         chance = random.Random(f"{seed} {row.call.__qualname__}")
@@ -61,7 +61,7 @@ def refused(seed: int, per_row: int, count: Count) -> Callable[[Row], int]:
 
 
 def any_tensor(chance: random.Random, like: torch.Tensor) -> torch.Tensor:
-    """A tensor that differs from `like` in one respect, or in none."""
+    """Return a tensor that differs from `like` in at most one respect."""
     way = chance.randrange(12)
     dims = [chance.choice((0, 1, 2, 3, 8, HIDDEN)) for _ in range(chance.randrange(4))]
     source = torch.Generator().manual_seed(chance.randrange(1 << 30))
@@ -92,7 +92,7 @@ def any_tensor(chance: random.Random, like: torch.Tensor) -> torch.Tensor:
 
 
 def any_value(chance: random.Random, good: Any) -> Any:
-    """A value in place of `good`: of its kind more often than not."""
+    """Return a value in place of `good`, usually of the same kind."""
     if isinstance(good, torch.Tensor) and chance.random() < 0.8:
         return any_tensor(chance, good)
     if isinstance(good, list | tuple) and chance.random() < 0.8:
@@ -124,7 +124,7 @@ class Step:
 
 
 def attempt(call: Callable[..., Any], arguments: Arguments, changed: Arguments) -> Any:
-    """What the call returns, or its UsageError; any other error is a failure."""
+    """Return the result of a call, or its UsageError; any other error fails the test."""
     try:
         return call(**{**arguments, **changed})
     except UsageError as error:
@@ -157,7 +157,7 @@ def free(chance: random.Random, steps: list[Step], count: int) -> int:
 
 
 def steps_of(group: weft.Group, name: str, op: Any) -> list[Step]:
-    """The calls of one round of an object, with valid arguments."""
+    """Return the calls of one round of an object, with valid arguments."""
     x, ids, weights = (each[:5] for each in tokens(group))
     rows: dict[str, Any] = {"rows": MOST, "num_tokens": None}
     routed: dict[str, Any] = {"topk_ids": ids, "topk_weights": weights}
@@ -225,7 +225,7 @@ OBJECTS = (
 
 
 def calls_of(group: weft.Group, name: str, seed: int, count: int) -> int:
-    """Rounds of one object with any arguments; afterwards a valid round has its earlier bits."""
+    """Run rounds with any arguments; a valid round must then give its earlier bits."""
     made = MODES[name](group)
     before = made.call()[-1]  # what the round results in; received rows behind counts are undefined
     chance = random.Random(f"{seed} {name}")
@@ -243,7 +243,7 @@ SIZES = {"max_tokens": MOST, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": H
 
 
 def constructors(group: weft.Group) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Constructors of collective objects with valid arguments."""
+    """Return the constructors of collective objects with valid arguments."""
     map_of_experts = {"expert_map": [0] * (EXPERTS // 2) + [1] * (EXPERTS // 2)}
     yield weft.AllToAll, {"group": group, **SIZES, **map_of_experts, "quantize": None}
     yield weft.LowLatencyAllToAll, {"group": group, **SIZES, **map_of_experts, "slots": 2}
@@ -256,7 +256,7 @@ def constructors(group: weft.Group) -> Iterator[tuple[Callable[..., Any], dict[s
 
 
 def constructed(group: weft.Group, seed: int, count: int) -> int:
-    """Construct objects from any arguments and close those that come to be."""
+    """Construct objects from any arguments, and close those that were constructed."""
     chance, drawn = random.Random(seed), 0
     for make, good in constructors(group):
 
@@ -276,7 +276,7 @@ def constructed(group: weft.Group, seed: int, count: int) -> int:
 
 
 def functions(seed: int, count: int) -> int:
-    """Public functions of a rank's own values."""
+    """Return public functions of a rank's own values."""
     chance, drawn = random.Random(seed), 0
     rows = [row for make in moe_arguments.TABLES.values() for row in make()]
     for row in rows:

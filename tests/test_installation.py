@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed: the wheel that pip makes, torch's version, and foreign packages named weft."""
+"""The installed distribution: pip's wheel, torch's version, and foreign packages named weft."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRAMEWORK = "An agent framework"
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the import path."""
+    """Return a folder on the import path for foreign packages."""
     monkeypatch.syspath_prepend(str(tmp_path))
     assert distribution.foreign_parts() == []
     return tmp_path
@@ -106,7 +106,7 @@ def test_an_old_torch_is_refused_with_both_versions(
 
 
 def python(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
-    """A Python whose path begins with a folder, and then this checkout."""
+    """Return a Python whose path begins with a folder, followed by this checkout."""
     path = os.pathsep.join([str(folder), str(ROOT)])
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -196,7 +196,7 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel that is built of the source distribution."""
+    """Build the wheel from the source distribution."""
     for module in ("hatchling", "hatch_fancy_pypi_readme"):
         pytest.importorskip(module, reason="pip install -e '.[dev]'")
     folder = tmp_path_factory.mktemp("dist")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kept cache serves a checkout as long as nothing changes that compiled code follows from."""
+"""A kept cache serves a checkout until something changes that compiled code depends on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Misspelt keyword arguments are answered with the name that was meant."""
+"""Errors for misspelt keyword arguments suggest the right name."""
 
 from __future__ import annotations
 

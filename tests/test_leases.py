@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases: who shares a workspace, and when it is given back."""
+"""Leases: which layers share a workspace, and when it is freed."""
 
 from __future__ import annotations
 

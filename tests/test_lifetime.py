@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`close` gives the memory back there and then, and nothing of weft's waits for the collector."""
+"""`close` frees memory at once, and no object of weft waits for the garbage collector."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Apart = (type, ModuleType, FunctionType, weft.Group)  # from there on all of the
 
 
 def kept() -> list[str]:
-    """What the collector finds in cycles: weft's objects, and tensors."""
+    """Return weft objects and tensors that the collector finds in cycles."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
@@ -37,7 +37,7 @@ def kept() -> list[str]:
 
 
 def reached(what: Any) -> int:
-    """Bytes of tensors that an object still holds, but for what its caller gave it."""
+    """Return the bytes of tensors that an object still holds, except for its arguments."""
     given = [getattr(what, name, None) for name in ("_weights", "_shared", "correction")]
     seen, found, todo = {id(each) for each in given}, {}, [what]
     while todo:
@@ -52,7 +52,7 @@ def reached(what: Any) -> int:
 
 
 def live_and_let_go(group: weft.Group, name: str) -> None:
-    """Close an object, and drop another one that nobody closed."""
+    """Close one object, and drop another one unclosed."""
     gc.enable()
     MODES[name](group).give_back()  # whatever is made once in a process is made now
     gc.collect()

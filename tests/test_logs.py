@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weft logs of its decisions, and when it logs nothing."""
+"""Logged decisions, and when nothing is logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.launcher.processes import fork_server
 
 @pytest.fixture
 def own_logger(monkeypatch):
-    """The logger `weft` as it was, whatever a test does to it."""
+    """Restore the logger `weft` after the test."""
     logger = logging.getLogger("weft")
     level, handlers = logger.level, list(logger.handlers)
     yield monkeypatch
@@ -33,7 +33,7 @@ def _ours():
 
 
 def compile_or_read(group):
-    """Make an object that needs a compiled kernel; return what was logged and the level."""
+    """Make an object that needs a compiled kernel; return the messages and the level."""
     texts: list[str] = []
     handler: Any = logging.Handler()
     logger = logging.getLogger("weft")
@@ -57,7 +57,7 @@ def test_ranks_tell_what_they_decided(tmp_path, monkeypatch):
 
 
 def write_lines(file, level, set_up, level_of_line):
-    """Log as a program does that imports weft and then sets up its own logging."""
+    """Log as a program that imports weft and then configures its own logging."""
     out = os.open(file, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault of the table still fits the kernels: a rename shows here, before the slow tests."""
+"""Every fault of the table still matches the kernel sources; fails before the slow tests do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No public call without a row of hostile arguments: what the tables leave out is named here."""
+"""Every public call has a row of hostile arguments, or is listed here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ INTERNAL = {
 
 
 def calls() -> Iterator[tuple[str, Any]]:
-    """Every public function, constructor and method that takes arguments, by its name."""
+    """Yield every public function, constructor and method that takes arguments, by name."""
     for module in MODULES:
         for name in module.__all__:
             found = getattr(module, name)
@@ -83,7 +83,7 @@ def _ours(base: type) -> bool:
 
 
 def passed_on() -> set[str]:
-    """What the tables name without calling it: the calls that their rows hold."""
+    """Return the calls that rows of the tables hold without naming them."""
     found = set()
     for table in TABLES:
         tree = ast.parse((Path(__file__).parent / table).read_text())
