@@ -5,11 +5,11 @@
 
 A seed determines which ranks die, when and how, so a failed run can be repeated. The run stops at
 the first failure. In one of six runs ranks are killed while they meet for the first time. In the
-others, four ranks run an AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose experts
-have three replicas each and move between calls. One or two ranks are killed, or stopped by SIGSTOP
-to simulate a hang: at a fault point of a kernel, at a random moment, or at the n-th control message
-of a relocation, a recovery or a replacement. In half of these runs new processes replace them, and
-are killed as well.
+others, four ranks run an AllToAll, a LowLatencyAllToAll, an AllReduce and an MoE layer whose
+experts have three replicas each and move between calls. One or two ranks are killed, or stopped by
+SIGSTOP to simulate a hang: at a fault point of a kernel, at a random moment, or at the n-th control
+message of a relocation, a recovery or a replacement. In half of these runs new processes replace
+them, and are killed as well.
 
 Every result is compared with the reference over the living ranks. At the end exactly the planned
 survivors must live, and no descriptor, mapping, directory or process may be left. Every wait has a
