@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused all-reduce gives the reference's bits: every backend, size, type, epilogue, order."""
+"""The fused all-reduce equals the reference bit by bit for every backend, size and epilogue."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sizes_around_the_limits(ranks, kind):
 
 
 def sequence(group: weft.Group, calls: int) -> None:
-    """Backends and sizes in any order share slots; other objects run in between."""
+    """Use backends and sizes in any order on the same slots, with other objects in between."""
     order = random.Random(7)
     cases = [Sum(0, 128), Sum(0, 128), Sum(0, 128, differ=True)]
     with contextlib.ExitStack() as stack:
@@ -237,7 +237,7 @@ def every_call(
     *,
     in_place: bool = True,
 ) -> None:
-    """Every kind of call: all outputs, none, those that replace inputs, rows of experts."""
+    """Yield every kind of call: all outputs, none, in-place outputs, rows of experts."""
     device, rank, ranks = ar.group.device, ar.group.rank, range(ar.group.size)
     for quant in specs:
         play(ar, case, backend, quant)

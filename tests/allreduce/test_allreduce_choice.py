@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What AllReduce takes for "auto": by a rule and by its slots, the same on every rank."""
+"""The backend that AllReduce selects for "auto": by a rule and by slots, equal on every rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of an all-reduce is late, or makes another call: the same bits, or a typed error."""
+"""A late rank, or one with another call: the same bits, or a typed error."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
 
 
 def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
-    """One token, whose owner is rank 0: who waits for its sum has nothing to get from rank 2."""
+    """Sum one token, owned by rank 0: a rank that waits for the sum gets nothing from rank 2."""
     with make(group) as ar:
         one_call(ar)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference of the fused all-reduce against other people's arithmetic."""
+"""The reference of the fused all-reduce, compared with torch's arithmetic."""
 
 from __future__ import annotations
 

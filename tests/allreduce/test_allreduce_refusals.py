@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host can see to be wrong is refused before anything is sent, with the remedy."""
+"""Invalid arguments are refused on the host, with the fix, before anything is sent."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def overlaps() -> list[dict[str, object]]:
 
 
 def refuses(ar: weft.AllReduce) -> None:
-    """Each wrong call is refused in its words."""
+    """Assert that each invalid call raises its text."""
     for name, given, text in calls():
         with pytest.raises(InvalidArgument) as caught:
             ar.fused(**given)  # type: ignore[arg-type]

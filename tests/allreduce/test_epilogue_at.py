@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""epilogue_at="receiver": beside the owner's bits, in graphs, and refused."""
+"""epilogue_at="receiver": compared with the owner's bits, in graphs, and refused arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_equal_inputs_have_the_same_bits_at_the_owner(group):
 
 
 def captured(group: weft.Group) -> None:
-    """Replays with other numbers at the same addresses, of sizes that a cluster does not divide."""
+    """Replay graphs with other values, of sizes that a cluster does not divide."""
     case = Sum(11, 7168, differ=True)
     with make(group, 11, case, epilogue_at="receiver") as ar:
         for backend in ("twoshot", "twoshot_bulk"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a form that was checked skip the checks: the same bits, and the same refusals."""
+"""Calls with the key of a checked call skip the checks: the same bits and the same refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def other_keys() -> dict[str, list[Key | None]]:
-    """The keys of calls that differ from one call in one argument, by its name; "" has that one."""
+    """Return the keys of calls that differ from one call in one argument, by its name."""
     index, scales = torch.zeros((4, 2), dtype=torch.int32), torch.ones(4, 2)
     said: tuple[Any, ...] = (True, False, torch.empty(4, 256, dtype=BF16))
 
@@ -76,7 +76,7 @@ def test_calls_that_differ_in_any_one_argument_never_share_an_entry():
 
 
 class Watch:
-    """Counts the calls that the checks of an all-reduce see."""
+    """Count the calls that go through the checks of an all-reduce."""
 
     def __init__(self, ar: weft.AllReduce) -> None:
         self.choose, self.seen = ar._backend, 0
@@ -93,7 +93,7 @@ class Watch:
 
 
 def again(group: weft.Group) -> None:
-    """Other numbers at other addresses in calls of the same form: checked once, always right."""
+    """Repeat calls of one form with other values and addresses: checked once, always correct."""
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
         for seed in range(3):
@@ -174,7 +174,7 @@ def test_equal_is_not_the_same(group):
 
 
 def warm(ar: weft.AllReduce) -> None:
-    """Forms that every refused call resembles."""
+    """Make the valid calls whose forms the refused calls resemble."""
     x, weight, token = rows(), torch.ones(256), weft.FP8Token()
     index = torch.zeros((4, 2), dtype=torch.int32)
     one = torch.zeros((4, 1), dtype=torch.int32)

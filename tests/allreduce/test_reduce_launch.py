@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU entries hand to the driver, with a driver that only listens: no GPU is needed."""
+"""The launches of the GPU entries, with a recording driver: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Module:
 
 
 class Launcher:
-    """Keeps what it is launched with."""
+    """Record launches."""
 
     made: list[Launcher]
 

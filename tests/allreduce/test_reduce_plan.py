@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the fused all-reduce: every vector has a thread, and what waits fits on the GPU."""
+"""Launch plans of the fused all-reduce: a thread per vector, co-resident CTAs where they wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMS = 132
 
 
 def resident(threads: int, cluster: int) -> int:
-    """An H200 with kernels of 104 registers."""
+    """Return how many CTAs with 104 registers an H200 holds."""
     return SMS * min(2048 // threads, 65536 // (threads * 104)) // cluster * cluster
 
 

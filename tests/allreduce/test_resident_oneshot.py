@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One shot by a grid that stays, on a CPU: more tokens than the grid holds, GPUs that differ."""
+"""One-shot kernels with a resident grid on CPUs: more tokens than CTAs, ranks with other grids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASE = Sum(TOKENS, 640, special=True, bias=1.0)  # 80 vectors: two warps and a h
 
 @dataclass(frozen=True)
 class Shape:
-    """A launch of one shot: clusters that stay, or None for one to each token."""
+    """A launch of one shot: resident clusters, or None for one cluster per token."""
 
     threads: int
     cluster: int
@@ -50,7 +50,7 @@ ALONE, PAIR, THREE = Shape(64, 1, 1), Shape(32, 2, 2), Shape(32, 3, 3)
 
 
 def library(count: int, case: Sum = CASE) -> str:
-    """Return a case's kernels with fault points."""
+    """Return the kernels of a case, with fault points."""
     return str(compile_emulated(case.config(count, TOKENS), defines=("WEFT_FAULTS=1",)))
 
 
@@ -81,7 +81,7 @@ def test_three_ranks_and_other_numbers(ranks, dtype):
 
 
 def dropped(group: weft.Group, library: str) -> str:
-    """A row is made twice, once to be sent and once to be summed: its index is refused once."""
+    """A row is computed twice, for sending and for the sum: its bad index is reported once."""
     with make(group, TOKENS, CASE) as ar:
         PAIR.install(ar, library)
         rows = torch.ones((3, CASE.hidden), dtype=CASE.dtype)
@@ -103,7 +103,7 @@ def test_an_index_out_of_range_is_refused_once(ranks):
 
 
 def partly(group: weft.Group, library: str) -> str:
-    """Rank 1 brings the first half of each row: some lanes of a cluster get theirs, others none."""
+    """Rank 1 sends the first half of each row, so some lanes of a cluster miss their vectors."""
     with make(group, TOKENS, CASE) as ar:
         PAIR.install(ar, library)
         hurry(ar, 0.5)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' division of a row by its scale, beside one that is rounded once."""
+"""The kernels' division of a row by its scale, compared with correct rounding."""
 
 from __future__ import annotations
 

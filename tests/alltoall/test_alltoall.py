@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds whose every byte is known, in every way that a round can go, on every kind of rank."""
+"""Rounds of every byte known, in every way of combining, on every kind of ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ SLOW_SHAPES = (
 
 
 def rounds(a2a: weft.AllToAll, case: Round) -> None:
-    """Play whole calls and halves, of some tokens, and in as few slots as the tokens need."""
+    """Play whole and split rounds, of few tokens, and with only as many slots as needed."""
     for seed in range(4):
         turn = case.turned(seed)
         counts = [n // 2 for n in turn.tokens] if seed == 2 else None
@@ -89,7 +89,7 @@ def rounds(a2a: weft.AllToAll, case: Round) -> None:
 
 
 def every_case(group: weft.Group, names: list[str]) -> None:
-    """Cases of one shape share an all-to-all."""
+    """Yield the cases of each shape together, so that they share an all-to-all."""
     a2a, shape = None, None
     for name in names:
         case = CASES[name]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert rows that return one by one: their addresses, and what the owner keeps to sum them by."""
+"""combine="gemm_push": addresses of single rows, and what the owner keeps to sum them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled graphs around every public class have the bits of eager calls, and harm no group."""
+"""Compiled graphs around every public class give the bits of eager calls."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ SIZES: dict[str, Any] = {"max_tokens": 8, "top_k": 3, "num_experts": 8, "hidden"
 
 
 def wrong(group: weft.Group) -> None:
-    """A refusal is weft's own, while tracing in the compiler's words; the group goes on."""
+    """Refusals are weft's errors, or the compiler's while tracing; the group stays usable."""
     case = Sum(4, 256)
     with weft.AllReduce(group, max_tokens=8, hidden=256, **PATIENT) as ar:
         x = case.rows(group.rank, group.device)
@@ -111,7 +111,7 @@ def wrong(group: weft.Group) -> None:
 
 
 def split_phase(group: weft.Group) -> None:
-    """Halves are refused inside a graph, and served where a graph may break."""
+    """Split calls are refused inside a graph, and work at a graph break."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.of(group.rank, group.device)
     with weft.AllToAll(group, **SIZES, split_phase=True, **PATIENT) as a2a:
@@ -139,7 +139,7 @@ def split_phase(group: weft.Group) -> None:
 
 
 def handed_over(group: weft.Group) -> None:
-    """A dispatch in one graph, its combine in another, in eager code, or the other way round."""
+    """Dispatch and combine in two graphs, or one of them in eager code."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SIZES, quantize=None, **PATIENT) as low:
@@ -174,7 +174,7 @@ def handed_over(group: weft.Group) -> None:
 
 
 def closed(group: weft.Group) -> None:
-    """What calls a closed object says so: a graph that was compiled before by itself."""
+    """Calls of a closed object say so, also from a graph that was compiled before."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.of(group.rank, group.device)
     deepseek = Case(CONFIGS["deepseek"], tokens=(5, 3))
@@ -206,7 +206,7 @@ def closed(group: weft.Group) -> None:
 
 
 def while_others_compile(group: weft.Group) -> None:
-    """torch.compiler.is_compiling() is true in all threads while one compiles; calls stay eager."""
+    """Calls stay eager while another thread compiles (is_compiling() is true in all threads)."""
     case = Round((5, 3), top_k=3, experts=8, hidden=128)
     x, ids, weights, _ = case.of(group.rank, group.device)
     with weft.AllToAll(group, **SIZES, **PATIENT) as a2a:
@@ -232,7 +232,7 @@ def test_refusals_and_mixtures(group):
 def late_reader(
     a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """Uses what was received only after two rounds: a compiler must not move the read there."""
+    """Read received rows only after two rounds: a compiler must not move the read there."""
     received = a2a.dispatch(x, ids, weights)
     seen = torch.where(received.ids[..., :1] >= 0, received.x * 3, 0.0)
     a2a.combine(received.x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatch and combine in the emulator: order of memory, deadlines, timelines and faults.
+"""Dispatch and combine in the emulator: memory order, deadlines, timelines and faults.
 
 That the kernels give the reference's bits in every launch shape is in test_alltoall.py.
 """
@@ -54,7 +54,7 @@ def options_of(case: Round) -> dict[str, Any]:
 
 
 def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shape]:
-    """Return how many rows came, and what memory saw."""
+    """Return how many rows arrived, and the recorded memory accesses."""
     case, rows = case_of(name), 0
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
         watch, entries = watched(a2a), a2a._kernels
@@ -91,7 +91,7 @@ def test_memory_is_touched_in_the_order_that_it_needs(ranks, name):
 
 
 def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
-    """Return how each part of a share is to be touched."""
+    """Return the expected accesses of each part of a share."""
     flag = {"writes release sys", "reads acquire sys"}
     ways = {"dispatched": flag, "ready": flag, "route": {"writes weak"}, "outbox": {"reads weak"}}
     ways["arrived"] = {"updates acq_rel gpu"}
@@ -111,7 +111,7 @@ def expected_ways(shape: Shape, lost: bool) -> dict[str, set[str]]:
 
 
 def mixed(group: weft.Group, name: str) -> None:
-    """Rank 1 runs the CPU's own protocol: it is the same."""
+    """Rank 1 runs the CPU kernels, which speak the same protocol."""
     case = case_of(name)
     with case.open(group, 8, split_phase=True, **options_of(case)) as a2a:
         if group.rank != 1:
@@ -149,7 +149,7 @@ def test_choices_have_the_bits_of_sums(group, case):
 
 
 def alone(group: weft.Group, phase: str) -> str:
-    """Rank 1 stays away from the second round's dispatch, or from its combine."""
+    """Rank 1 skips the second round's dispatch, or its combine."""
     case = CASES["fp8 back"].next(tokens=(4, 4, 4))
     with case.open(group, 8) as a2a:
         play(a2a, case)
@@ -205,7 +205,7 @@ def test_profiled_kernels_keep_every_round_in_order(group, name):
 
 
 def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Play strange rows, the ninth a NaN of all ones; return whether the result is right."""
+    """Play rows of special values, the ninth a NaN of all ones; return whether all is right."""
     received = a2a.dispatch(x, ids)
     a2a.output().copy_(weft.reference.identity_experts(received, a2a.dtype))
     a2a.output()[:, 8].view(torch.int16)[:] = -1
@@ -220,7 +220,7 @@ def strange_round(a2a: weft.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> boo
 
 
 def is_blank(a2a: weft.AllToAll) -> bool:
-    """Whether every word of every place is absent, as the next round must find it."""
+    """Whether all words hold the sentinel, as the next round expects."""
     shape = a2a.config.shape
     size = (shape.returned_rows * shape.returned_bytes,)
     places = a2a.heap.tensor(size, torch.uint8, offset=a2a.config.offsets.returned)

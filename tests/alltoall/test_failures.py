@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank that cannot compile stops all."""
+"""A rank that cannot compile stops all ranks."""
 
 from __future__ import annotations
 

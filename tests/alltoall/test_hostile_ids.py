@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids that name no expert, in every call that takes ids: dropped, reported, and nobody's bytes."""
+"""Invalid expert ids in every call that takes ids: dropped and reported, with no stray write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = 0xA5  # where nobody may write
 
 
 def wild(seed: int, *, wide: bool) -> torch.Tensor:
-    """Ids of which a third are extremes; int64, or int32 with those that it can say."""
+    """Return ids of which a third are extreme values; int64, or int32 as far as it holds them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator)
     limits = torch.iinfo(torch.int64 if wide else torch.int32)
@@ -38,7 +38,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 
 def rank_major(group: weft.Group, vectors: int) -> int:
-    """Everything outside the slots of routed tokens is a guard band."""
+    """Check that everything outside the slots of routed tokens is unchanged."""
     sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "top_k": TOP_K, "num_experts": EXPERTS}
     done = 0
     with weft.AllToAll(group, **sizes) as a2a:
@@ -123,7 +123,7 @@ def test_wild_ids_of_low_latency_touch_nothing(ranks, kind, options):
 
 
 def repeats(group: weft.Group) -> tuple[str, str]:
-    """What each operator makes of an id that stands twice in a row, and what it says of it."""
+    """Compare how each operator handles and reports an id that is repeated in a row."""
     x, d = tokens(group.rank)[:1].to(group.device), group.device
     ids = torch.tensor([[5, 9, 5, 2]], dtype=torch.int32, device=d)
     sizes = {"max_tokens": 4, "top_k": TOP_K, "num_experts": EXPERTS, "hidden": HIDDEN}

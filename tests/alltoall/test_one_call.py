@@ -17,7 +17,7 @@ OPERATORS = ["pull", "receiver", "oneshot"]
 
 
 def from_two_threads(group: weft.Group, kind: str) -> dict[str, int]:
-    """Rank 0 calls from two threads with other values: every result is right, or OutOfOrder."""
+    """Call from two threads on rank 0: every result is right, or the call raises OutOfOrder."""
     seen = {"right": 0, "wrong": 0, "refused": 0}
     with KINDS[kind].open(group) as op:
         stale = op.begin(1.0)
@@ -107,7 +107,7 @@ def forked(group: weft.Group, kind: str) -> tuple[str, bool]:
 
 
 def in_a_child(op: Operator) -> str:
-    """What a forked child raises that uses, aborts and closes its parent's object."""
+    """Return what a forked child raises when it uses, aborts and closes the parent's object."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -142,7 +142,7 @@ def test_a_forked_child_never_speaks_for_its_parent(ranks, kind):
 
 
 def closed_from_a_thread(group: weft.Group, kind: str, aborts: bool) -> str:
-    """A watchdog ends an object while the main thread waits in it."""
+    """Close an object from a watchdog thread while the main thread waits in it."""
     op = KINDS[kind].open(group)
     op.round()
     said = ""

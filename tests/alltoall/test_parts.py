@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout, placement, plan and capacity: the small parts, with properties instead of examples."""
+"""Layout, placement, plan and capacity, by properties."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input: refused in words, harmless to everybody's memory."""
+"""Invalid input is refused, and changes no rank's memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any routing: what arrives, and what returns, is what the reference says."""
+"""Results of any routing equal the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES: list[tuple[int, int, int, int, torch.dtype, list[int] | None]] = [
 
 @dataclass(frozen=True)
 class Drawn(Round):
-    """A round with ids of its own, of every rank; `counts` limits the tokens on the device."""
+    """A round with drawn ids on every rank; `counts` limits the tokens on the device."""
 
     rows: tuple[Ids, ...] = ()
     counts: tuple[int | None, ...] = ()
@@ -44,7 +44,7 @@ class Drawn(Round):
         return torch.tensor(self.rows[rank], dtype=torch.int32).view(-1, self.top_k)
 
     def refusals(self, rank: int) -> tuple[type[Exception], ...]:
-        """Return what `check` must raise one of after the round, or nothing."""
+        """Return the errors of which `check` must raise one after the round."""
         rows, count = self.rows[rank], self.counts[rank]
         overflows = count is not None and not 0 <= count <= len(rows)
         used = rows if count is None else rows[: max(count, 0)]

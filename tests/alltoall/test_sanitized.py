@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rounds that compute-sanitizer watches are right on CPU ranks, where nobody watches."""
+"""The rounds that compute-sanitizer runs, on CPU ranks without it."""
 
 from __future__ import annotations
 

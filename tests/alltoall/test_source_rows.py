@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch(rows=n): contiguous slots for each source, as many as the call needs, on every rank."""
+"""dispatch(rows=n): contiguous slots for each source, as many as the call needs."""
 
 from __future__ import annotations
 

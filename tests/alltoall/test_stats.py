@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics: numbers of every rank, gathered by the flags that bring the tokens."""
+"""Statistics of every rank, gathered with the tokens' flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are quantised on their way, counts that no peer sends, and the order of halves."""
+"""Quantised rows, counts of missing peers, and the order of split calls."""
 
 from __future__ import annotations
 

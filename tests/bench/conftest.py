@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests run the scripts that measure inside engines, on a stand-in of an engine.
+"""Fixtures that run the engine benchmarks on a stand-in of an engine.
 
 They say which by a fixture `engine`, or a parameter of this name.
 """
@@ -26,7 +26,7 @@ TREES = {"sglang": stand_in_sglang.write_tree, "vllm": stand_in_vllm.write_tree}
 
 @pytest.fixture
 def measure(engine: str, tmp_path: Path) -> Callable[..., tuple[int, str, list[dict[str, Any]]]]:
-    """`measure("decode", *options, NAME=value)` -> exit status, what was printed, the results."""
+    """Return `measure("decode", *options, NAME=value)` -> (exit status, output, results)."""
     TREES[engine](tmp_path / "pack")
 
     def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
@@ -53,7 +53,7 @@ def measure(engine: str, tmp_path: Path) -> Callable[..., tuple[int, str, list[d
 def script(
     engine: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[[str], types.ModuleType]]:
-    """`script("report")` imports a script as its folder's modules import each other."""
+    """Return `script("report")`, which imports a script as its folder's modules do."""
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setenv("PACK_SITE", str(tmp_path))
     for place in (engine, f"{engine}/plugins", f"{engine}/pack", "engines"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts of benchmarks/sglang start, without SGLang: a server, its benchmarks, traces.
+"""A stand-in of SGLang for the scripts of benchmarks/sglang: server, benchmarks, traces.
 
 `write_tree` makes a folder for PACK_SITE whose modules call the functions below.
 """
@@ -30,7 +30,7 @@ KERNELS = {"ncclDevKernel_AllGather(x)": 30.0, "fused_moe_kernel": 50.0, "sm90_x
 
 
 def write_tree(folder: Path) -> None:
-    """`sglang` as far as it is called."""
+    """Write a package `sglang` with the parts that are called."""
     for name, function in MODULES.items():
         path = folder / "sglang" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def write_tree(folder: Path) -> None:
 
 
 def weft() -> bool:
-    """May weft's plug-in be loaded?"""
+    """Whether weft's plug-in may be loaded."""
     return "weft" in os.environ["SGLANG_PLUGINS"].split(",")
 
 
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def stream(self, lines: Iterable[dict[str, Any]]) -> None:
-        """An answer line by line."""
+        """Stream an answer line by line."""
         self.send_response(200)
         self.end_headers()
         for line in (*map(json.dumps, lines), "[DONE]"):
@@ -90,11 +90,11 @@ class Handler(BaseHTTPRequestHandler):
                 return
 
     def log_message(self, *args: object) -> None:
-        """The scripts' log is for what a server says."""
+        """Log nothing: the log is for the server's messages."""
 
 
 def answer(prompt: str, *, wrong: bool) -> str:
-    """The right answer to a question, but where asked for to the first."""
+    """Return the right answer to a question, or a wrong one to the first if requested."""
     asked = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
     lines = map(json.loads, QUESTIONS.read_text().splitlines())
     for number, line in enumerate(lines):
@@ -104,7 +104,7 @@ def answer(prompt: str, *, wrong: bool) -> str:
 
 
 def trace(folder: Path, steps: int, ranks: int) -> str:
-    """A trace of every rank."""
+    """Write a trace of every rank."""
     folder.mkdir(parents=True)
     for rank in range(ranks):
         events = [{"name": "aten::mm", "cat": "cpu_op", "dur": 1e9}]
@@ -116,7 +116,7 @@ def trace(folder: Path, steps: int, ranks: int) -> str:
 
 
 def log_decode(streams: int, prompts: int, ranks: int) -> None:
-    """What a server logs on every rank: 1000 tokens/s, or 2000 with weft.
+    """Log every rank's throughput: 1000 tokens/s, or 2000 with weft.
 
     A single wave, which warms up, logs more lines than those that count, and slower steps.
     """
@@ -133,7 +133,7 @@ def log_decode(streams: int, prompts: int, ranks: int) -> None:
 
 
 def launch() -> None:
-    """python -m sglang.launch_server"""
+    """Stand-in of python -m sglang.launch_server."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--tp", type=int)
@@ -153,7 +153,7 @@ def launch() -> None:
 
 
 def live(rank: int) -> None:
-    """A process with the name of SGLang's; the server ends with it."""
+    """Run a process with the name of SGLang's scheduler; the server ends when it ends."""
     title = f"sglang::scheduler_DP{rank}"
     subprocess.run(["bash", "-c", 'exec -a "$0" sleep 1000', title], check=False)
     print(f"PeerDied: rank {rank} died", flush=True)
@@ -161,7 +161,7 @@ def live(rank: int) -> None:
 
 
 def serving() -> None:
-    """python -m sglang.benchmark.serving"""
+    """Stand-in of python -m sglang.benchmark.serving."""
     parser = argparse.ArgumentParser()
     for name in ("base-url", "output-file"):
         parser.add_argument(f"--{name}")
@@ -178,13 +178,13 @@ def serving() -> None:
 
 
 def load_plugins() -> None:
-    """Of sglang.srt.plugins."""
+    """Stand-in of sglang.srt.plugins."""
     if weft():
         print("all-reduces of 2 tensor-parallel ranks by weft: up to 2048 tokens")
 
 
 def cli_main() -> None:
-    """Of sglang.benchmark.one_batch."""
+    """Stand-in of sglang.benchmark.one_batch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--result-filename")
     parser.add_argument("--batch-size", type=int, nargs="+")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts of benchmarks/vllm start, without vLLM: an engine, its traces, and a server.
+"""A stand-in of vLLM for the scripts of benchmarks/vllm: engine, traces and server.
 
 `write_tree` makes a folder for PACK_SITE whose modules are of the classes below.
 """
@@ -37,7 +37,7 @@ GREETING = "MoE layers of vLLM on 1 ranks by weft, form block"
 
 
 def write_tree(folder: Path) -> None:
-    """`vllm` as far as it is called."""
+    """Write a package `vllm` with the parts that are called."""
     for name, names in MODULES.items():
         path = folder / "vllm" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ def write_tree(folder: Path) -> None:
 
 
 def weft() -> str:
-    """The form in which weft serves."""
+    """Return the form in which weft serves."""
     return os.environ.get("WEFT_VLLM", "")
 
 
 def greet() -> None:
-    """What a started engine logs."""
+    """Log what a started engine logs."""
     how = os.environ.get("STAND_IN")
     if how == "dies":
         sys.exit("CUDA out of memory")
@@ -76,7 +76,7 @@ class AsyncEngineArgs(SimpleNamespace):
 
 
 class AsyncLLM:
-    """A token every 20 ms, by weft every 10; with a profiler, a trace of a few steps."""
+    """Yield a token every 20 ms, with weft every 10 ms; with a profiler, write a trace."""
 
     def __init__(self, arguments: AsyncEngineArgs) -> None:
         greet()
@@ -118,7 +118,7 @@ class AsyncLLM:
 
 
 class LLM:
-    """Right answers, but for the first by weft's exchange."""
+    """Return right answers, but a wrong first one with weft's exchange."""
 
     def __init__(self, **arguments: Any) -> None:
         greet()
@@ -142,7 +142,7 @@ class Completions(Handler):
 
 
 def launch() -> None:
-    """python -m vllm.entrypoints.openai.api_server"""
+    """Stand-in of python -m vllm.entrypoints.openai.api_server."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--model", required=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/accept.sh with a stand-in of python: its steps, their GPUs, and its status."""
+"""benchmarks/accept.sh with a stand-in of python: its steps, their GPUs, and its exit status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL = "0,1,2,3,4,5,6,7"
 
 @pytest.fixture
 def begin(tmp_path):
-    """`begin(WHAT, GPUS, **environment)` -> the process; what python is asked for is in NOTES."""
+    """Return `begin(WHAT, GPUS, **environment)`, which starts the script; NOTES logs the calls."""
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -47,7 +47,7 @@ def begin(tmp_path):
 
 @pytest.fixture
 def accept(begin, tmp_path):
-    """`accept(WHAT, GPUS, **environment)` -> exit status, what was printed, calls of python."""
+    """Return `accept(WHAT, GPUS, **environment)` -> (exit status, output, calls of python)."""
     notes = tmp_path / "notes"
 
     def run(*given: str, **environment: str) -> tuple[int, str, list[str]]:

@@ -38,7 +38,7 @@ NAMED = {each.name: each for each in (*PAIRS, *REDUCES)}
 
 
 class _Library(Pairs):
-    """weft itself as another library; `spoil` is added to what rank 1 gets back."""
+    """weft itself as another library; `spoil` is added to the result of rank 1."""
 
     spoil = 0.0
 
@@ -149,7 +149,7 @@ def test_torchs_own_collectives_are_measured(ranks):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Both libraries' calls as weft.compat has them, for ranks that are threads."""
+    """Install the calls of both libraries from weft.compat, for ranks that are threads."""
 
     def mapping(**given: int) -> SimpleNamespace:
         return SimpleNamespace(**given, moe_ep_rank=given["rank"])

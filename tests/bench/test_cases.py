@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every benchmark on CPU ranks: checked, timed, reported; faults it must see; refused settings."""
+"""Every benchmark on CPU ranks: checks, timings, reports, detected faults, refused settings."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_calls_that_write_nothing_are_noticed(threads, case):
 
 
 class _Wrong(weft.AllReduce):
-    """Spoils what rank 1 gets, after some good calls."""
+    """Change the result of rank 1 after some correct calls."""
 
     calls = good_calls = 0
 
@@ -154,7 +154,7 @@ def test_a_wrong_sum_is_not_timed(threads, good_calls, text):
 
 
 class _Spoilt(AllToAll):
-    """An all-to-all that goes wrong on rank 1 in one chosen way."""
+    """An all-to-all with one kind of fault on rank 1."""
 
     fault = ""
 
@@ -211,7 +211,7 @@ def test_the_check_of_an_exchange_catches(ranks, monkeypatch, fault, text):
 
 
 def spoiled_layer(group: weft.Group, case: LayerCase) -> tuple[str | None, ...]:
-    """What the check says of a good layer, of one wrong sum, of silence, of one wrong expert."""
+    """Return the check's messages for a correct layer and for layers with one fault."""
     found = []
     with contextlib.closing(case.trials(group)) as trials:
         trial = next(trials)
@@ -238,7 +238,7 @@ def test_the_check_of_a_layer_catches(ranks):
 
 
 def spoiled_rows(group: weft.Group) -> tuple[str | None, str | None, str | None]:
-    """A sum that is wrong, and a row that is, must be found; also by one rank alone."""
+    """The check must find a wrong sum and a wrong row, also on one rank only."""
     with contextlib.closing(replace(LOW, tokens=(6,)).trials(group)) as trials:
         trial = next(trials)
         assert isinstance(trial, LowTrial)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that measure inside engines, from a server to a table, on stand-ins of engines."""
+"""The engine benchmarks, from a server to a table, on stand-ins of engines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ V_SIZES = "--model tiny --input 16 --output 24"
 
 @dataclasses.dataclass
 class Run:
-    """A command with tiny sizes. cases: variant and size of each result; table: of the report.
+    """A command with tiny sizes. `cases`: variant and size of each result; `table`: of the report.
 
     first: of the first result; files: in the archive.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness: what is captured and timed, and how a row that differs is shown."""
+"""The harness: captures, timings, and the display of a row that differs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISPATCH_MS, COMBINE_MS, SKEW_MS = 0.010, 0.020, 5.0
 
 
 class _Gpu:
-    """A device whose clock moves only by the two calls, and by skew when the host synchronises."""
+    """A device whose clock advances only by the two calls, and by skew at a synchronisation."""
 
     def __init__(self) -> None:
         self.now, self.skew = 0.0, SKEW_MS
@@ -93,7 +93,7 @@ class _Gpu:
 
 
 def alone(device: str, barrier: Callable[[], None] = lambda: None) -> Any:
-    """A group of one rank, as far as measuring asks."""
+    """Return a group of one rank, with the parts that measuring needs."""
     gathered = {"all_gather": lambda value: [value]}
     return SimpleNamespace(device=torch.device(device), barrier=barrier, **gathered)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floors: of which GPUs, and that no recorded figure lies below one."""
+"""Floors: their GPUs, and that no recorded figure is below one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_h200_has_one():
 
 
 def _rows(data: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(settings of a run, one of its rows), wherever they lie in a file."""
+    """Yield (settings of a run, one of its rows) from any place in a file."""
     if isinstance(data, list):
         for each in data:
             yield from _rows(each)
@@ -50,7 +50,7 @@ def _rows(data: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float] | None:
-    """(floor, us) of a row that has one."""
+    """Return (floor, us) of a row that has a floor."""
     ranks: int = row.get("ranks") or settings.get("ranks") or 0
     gpus, us = ["NVIDIA H200"] * ranks, row.get("us", 0.0)
     median: float = us["median"] if isinstance(us, dict) else us

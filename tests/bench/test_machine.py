@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that a figure is of: its commit, and the digest of the kernels' headers."""
+"""The version of a figure's code: its commit, and the digest of the kernels' headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.jit.source import header_digest
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A checkout with one file, as if the package lay in it; `git(*arguments)` works there."""
+    """Create a checkout that contains the package; `git(*arguments)` runs in it."""
     monkeypatch.delenv("WEFT_COMMIT", raising=False)
     monkeypatch.setattr(machine, "INCLUDE_ROOT", tmp_path)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/compat/run_rivals_tests.py with made-up programs: each is run, counted and ended."""
+"""benchmarks/compat/run_rivals_tests.py with small programs: each is run, counted and ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_not_offered_is_missing():
 
 @pytest.fixture
 def runner(tmp_path, monkeypatch) -> Any:
-    """The script as a module, over a store of the programs above."""
+    """Import the script as a module, with a store of the programs above."""
     spec = importlib.util.spec_from_file_location("run_rivals_tests", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -63,7 +63,7 @@ def runner(tmp_path, monkeypatch) -> Any:
 
 
 def line_of(module: Any, program: Any, out: Path, **more: Any) -> dict[str, Any]:
-    """Its line; torch is imported for a CPU's sake alone."""
+    """Return the record of a program; it imports torch to run on a CPU."""
     out.mkdir()
     cpu, limit = more.get("cpu", False), more.get("limit", 600.0)
     line: dict[str, Any] = module.play(program, 2, cpu, limit, out, named=False)

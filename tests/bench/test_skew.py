@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clock offsets from causality: known skews are found again, within what is promised."""
+"""Clock offsets from causality: known skews are recovered within the promised error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft bench moe --trace`: JSON that Perfetto loads, complete, on one clock."""
+"""`weft bench moe --trace` writes JSON that Perfetto loads, complete and on one clock."""
 
 from __future__ import annotations
 

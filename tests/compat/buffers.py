@@ -23,7 +23,7 @@ Body = Callable[Concatenate[weft.Group, Buffer, P], T]
 
 
 def buffered(**options: Any) -> Callable[[Body[P, T]], Callable[Concatenate[weft.Group, P], T]]:
-    """Give a body a Buffer of these options, which is checked and destroyed after it."""
+    """Run a body with a Buffer of these options, which is checked and destroyed afterwards."""
 
     def decorate(body: Body[P, T]) -> Callable[Concatenate[weft.Group, P], T]:
         @functools.wraps(body)
@@ -41,7 +41,7 @@ def buffered(**options: Any) -> Callable[[Body[P, T]], Callable[Concatenate[weft
 
 
 def layer_of(group: weft.Group, **changes: object) -> EPLowLatencyAllToAllLayer:
-    """Return a layer of triton_dist on this group."""
+    """Return a triton_dist layer on this group."""
     options: dict[str, Any] = {
         **{"max_m": 16, "hidden": 256, "topk": 4, "online_quant_fp8": True, "rank": group.rank},
         **{"num_experts": 8, "local_world_size": group.size, "world_size": group.size},
@@ -59,7 +59,7 @@ def returned(
     scale: str = "fp32_row",
     recipe: str = "deep_ep",
 ) -> torch.Tensor:
-    """Return what identity experts return of x, ids and weights, by the specification."""
+    """Return the combine result of identity experts for x, ids and weights."""
     x, ids, weights = given
     sent, scales = low.delivered_rows(x, quantize, 128, scale, recipe)
     rows = sent if scales is None else dequantize(sent, scales).bfloat16()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in flashinfer.comm's calls whose every byte is known."""
+"""Rounds with flashinfer.comm's calls whose every byte is known."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_received(
     runtime_max: int,
     invalid: int,
 ) -> None:
-    """Rows that carry a token are the source's bytes; ids of all others are `invalid`."""
+    """Assert that rows with a token equal the source's, and other rows have id `invalid`."""
     for source, tensors in enumerate(sent):
         ids = tensors[-2]
         carried = torch.isin(ids, experts_of(rank)).any(dim=1)
@@ -110,7 +110,7 @@ def check_received(
 
 
 def identity(received: list[torch.Tensor], local: torch.Tensor) -> torch.Tensor:
-    """Run identity experts of a rank as an engine runs experts: by the received ids and weights.
+    """Run identity experts of a rank on the received ids and weights, as an engine does.
 
     local: the rank's experts. Rows that no token was sent to are NaN, and nobody may read them.
     """

@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Rows:
-    """Every rank's rows of one call; residual and weight are the same on all ranks."""
+    """Every rank's rows of one call; residual and weight are equal on all ranks."""
 
     xs: list[torch.Tensor]
     residual: torch.Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashinfer.comm's all-reduce calls and workspaces: every pattern, right to the bit."""
+"""flashinfer.comm's all-reduce calls and workspaces: every pattern, bit by bit."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def compare(out: dict[str, torch.Tensor], want: weft.Reduced) -> None:
 
 
 def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
-    """Call every pattern that takes rows; with `way` left open also without output tensors."""
+    """Call every pattern that takes rows; with `way` unset also without output tensors."""
     group, device = workspace.group, workspace.group.device
     xs = [case.rows(rank, device) for rank in range(group.size)]
     residual, weight = case.shared(device, group.rank)
@@ -140,7 +140,7 @@ def one(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> Non
 
 
 def moe(workspace: AllReduceFusionWorkspace, case: Sum, way: bool | None) -> None:
-    """Call patterns 6 and 7, which sum experts' rows first."""
+    """Call patterns 6 and 7, which first sum experts' rows."""
     group, device, tokens = workspace.group, workspace.group.device, case.tokens
     residual, weight = case.shared(device, group.rank)
     given: dict[str, Any] = {"residual_in": residual, "rms_gamma": weight, "rms_eps": case.eps}
@@ -237,7 +237,7 @@ def test_workspaces(ranks):
 
 
 def from_a_process_group(group: weft.Group) -> None:
-    """The ranks of a process group, which stays the caller's; and torch's world without one."""
+    """Make workspaces of a process group, which stays the caller's, and of the world."""
     ranks = group.process_group()
     for given in (ranks, None):
         with make(group, group=given) as workspace:

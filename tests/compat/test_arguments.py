@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every argument of other projects' calls, with every value that it must refuse, in their words."""
+"""Every argument of the compat calls, with every value that it must refuse."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FACTOR = listed(*POSITIVE.hostile(1.0))
 
 
 def whole(*others: int) -> Kind:
-    """An integer that is not among `others`."""
+    """Return an integer that is not among `others`."""
     return listed(*WHOLE, *others)
 
 
@@ -104,7 +104,7 @@ KINDS: dict[str, Kind] = {
 def refuse_all(
     call: Callable[..., Any], good: dict[str, Any], words: dict[str, str] | None = None, **own: Kind
 ) -> None:
-    """Try every hostile value in every argument. own: kinds of this call's; words: in errors."""
+    """Pass every hostile value to every argument. own: kinds of this call; words: in errors."""
     kinds = {name: own.get(name, KINDS.get(name, FREE)) for name in public(call)}
     assert set(own) <= set(kinds)
     assert {name for name in kinds if name not in own} <= set(KINDS), call
@@ -172,7 +172,7 @@ def moe_alltoall(group: weft.Group) -> None:
 
 
 def _strided(value: Any) -> bool:
-    """Whether it is a payload with strides, which is copied."""
+    """Whether the argument is a payload with strides, which is copied."""
     dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return dense and not value.is_nested and not value.is_contiguous()
 

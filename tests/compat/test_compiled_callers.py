@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that torch.compile takes apart around other projects' calls: the calls stay whole."""
+"""Functions that call the compat classes under torch.compile: the calls are not traced."""
 
 from __future__ import annotations
 

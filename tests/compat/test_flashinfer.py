@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashinfer.comm's all-to-all: rounds right to the byte, as documented and as engines call it."""
+"""flashinfer.comm's all-to-all: rounds exact to the byte, as documented and as engines call it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def as_engines(group: weft.Group, padding: int = 0) -> MoeAlltoAll:
 
 
 def sglang(group: weft.Group) -> None:
-    """0.5.17 makes one object a layer; 0.5.23 beside it a larger one for prefill."""
+    """Make the calls of SGLang: one object per layer, and in 0.5.23 a larger one for prefill."""
     a2as = [as_engines(group) for _ in LAYERS]
     prefill = as_engines(group, padding=2 * 128)
     for step in range(3):
@@ -91,7 +91,7 @@ def sglang(group: weft.Group) -> None:
 
 
 def vllm(group: weft.Group) -> None:
-    """One object for all layers, dropped and replaced where a later layer needs more."""
+    """Make the calls of vLLM: one object for all layers, replaced if a later layer needs more."""
     for padding in (0, 4096):
         a2a = as_engines(group, padding)
         group.barrier()
@@ -103,7 +103,7 @@ def vllm(group: weft.Group) -> None:
 
 
 def untouched(group: weft.Group) -> None:
-    """Without an id for them, ids arrive as they were sent."""
+    """Without an invalid_token_expert_id, ids arrive as sent."""
     ids, weights = routing(0, group.rank, 4)
     x = torch.ones((4, HIDDEN), dtype=torch.bfloat16)
     with make(group) as a2a:

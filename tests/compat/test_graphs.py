@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects' calls in CUDA graphs, as engines capture them, on 2 and on 4 GPUs.
+"""Calls of the compat classes in CUDA graphs, as engines capture them, on 2 and on 4 GPUs.
 
 A layer runs once, is captured, and its graph is replayed with other tokens, ids and weights in the
 same tensors. On CPU ranks, which have no graphs, the same calls are made again instead.
@@ -43,7 +43,7 @@ PLACES = [
 
 
 def tokens_of(rank: int, seed: int, tokens: int) -> Tensors:
-    """Return (x, ids, weights) on the CPU; a few ids are of no expert."""
+    """Return (x, ids, weights) on the CPU, with a few ids of no expert."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     x = torch.randn((tokens, HIDDEN), generator=generator).to(BF16)
     scores = torch.rand((tokens, EXPERTS), generator=generator)
@@ -53,7 +53,7 @@ def tokens_of(rank: int, seed: int, tokens: int) -> Tensors:
 
 
 def replayer(group: weft.Group, call: Callable[[], None]) -> Callable[[], None]:
-    """Call once; return what replays it as a graph."""
+    """Call once, and return a function that replays the call as a graph."""
     call()
     if group.device.type != "cuda":
         return call
@@ -210,7 +210,7 @@ class Reduces:
         allreduce_fusion(x, self.workspace, self.pattern, **given, **self.out)
 
     def fill(self, seed: int) -> Reduced:
-        """Write other rows; return the expected results."""
+        """Write other rows, and return the expected results."""
         case = Sum(TOKENS, WIDE, seed=seed)
         xs = [case.rows(rank, self.device) for rank in range(self.group.size)]
         refill(self.places, (xs[self.group.rank], *case.shared(self.device)))
@@ -218,7 +218,7 @@ class Reduces:
 
 
 def fused_patterns(group: weft.Group) -> None:
-    """Capture every pattern with one shot, two, and the choice left open, in one graph."""
+    """Capture every pattern with each backend and with "auto", in one graph."""
     index = torch.arange(TOKENS, dtype=torch.int32, device=group.device)[:, None]
     patterns = specs(group.device, group.rank)
     patterns.append((7, None, {"expanded_idx_to_permuted_idx": index}))

@@ -29,7 +29,7 @@ FORMATS: tuple[dict[str, Any], ...] = (
 
 
 def inputs(group: weft.Group, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows of rank and token, ids with holes, and weights; whatever torch's defaults are."""
+    """Return rows of rank and token, ids with holes, and weights, with explicit dtype and device."""
     generator = torch.Generator("cpu").manual_seed(seed * 64 + group.rank)
     drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     tokens = (5, 8)[group.rank % 2]
@@ -47,7 +47,7 @@ def all_ids(group: weft.Group, seed: int) -> list[torch.Tensor]:
 
 
 def check_rows(group, numbers, counts, handle, ids_of_rank):
-    """Check what deep_ep's own test does, and that every row is the one of its source."""
+    """Check what deep_ep's own test checks, and that every row is its source's."""
     if not isinstance(numbers, torch.Tensor):
         x, scales = numbers
         numbers = dequantize(x, low.unpack_scales(scales, HIDDEN // 128))
@@ -68,7 +68,7 @@ def check_rows(group, numbers, counts, handle, ids_of_rank):
 
 
 def whole(numbers: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return rows that came without scales."""
+    """Return rows that have no scales."""
     assert isinstance(numbers, torch.Tensor)
     return numbers
 
@@ -173,7 +173,7 @@ def own_test(group: weft.Group) -> Iterator[torch.Tensor]:
 
 
 def own_test_of(group: weft.Group, dtype: torch.dtype) -> bool:
-    """Whether the results are those under torch's own defaults."""
+    """Whether the results of deep_ep's test are those under torch's own defaults."""
     plain = [t.clone() for t in own_test(group)]
     with defaults(str(group.device), dtype):
         again = [t.clone() for t in own_test(group)]
@@ -189,7 +189,7 @@ def test_the_originals_own_sequence_under_any_defaults(ranks, kind, dtype):
 
 @buffered(low_latency_mode=True)
 def in_turn(group: weft.Group, buffer: Buffer) -> None:
-    """Combine two handles in turn, with other rows and weights, and from both their buffers."""
+    """Combine two handles in turn, with other rows and weights, and from both buffers."""
     made = []
     for seed in (0, 1):
         rows, ids, weights, handle = dispatched(buffer, seed)
@@ -209,7 +209,7 @@ def in_turn(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered(low_latency_mode=True)
 def overtaken(group: weft.Group, buffer: Buffer) -> None:
-    """The third result takes the slot of the first, whose handle is then refused."""
+    """The third result reuses the slot of the first, whose handle is then refused."""
     results = [dispatched(buffer, 0) for _ in range(3)]
     with pytest.raises(OutOfOrder, match="dispatch 1: a later dispatch has taken its slot"):
         buffer.low_latency_combine(*results[0])
@@ -237,7 +237,7 @@ def protected(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered(low_latency_mode=True)
 def zero_copies(group: weft.Group, buffer: Buffer) -> None:
-    """With zero_copy the buffer is read, whatever x is; without a request for it, refused."""
+    """With zero_copy the buffer is read, whatever x is; unrequested zero_copy is refused."""
     rows, ids, weights, handle = dispatched(buffer, 0)
     rows = rows.clone()
     with pytest.raises(OutOfOrder, match="zero_copy=True before get_next_low_latency"):
@@ -257,7 +257,7 @@ def test_results_are_kept_and_combined_in_any_order(ranks, kind, body):
 
 
 def of_a_process_group(group: weft.Group) -> None:
-    """The process group is what callers read back, and stays theirs."""
+    """The process group is kept as an attribute, and stays the caller's."""
     process_group = group.process_group()
     for options in ({}, {"explicitly_destroy": True}):
         buffer = Buffer(process_group, num_rdma_bytes=1 << 20, low_latency_mode=True, **options)
@@ -296,7 +296,7 @@ def test_another_buffers_handle_is_refused(ranks):
 
 
 def beside_weft(group: weft.Group) -> None:
-    """Rank 1 makes weft's own all-to-all of the sizes and the layout of rank 0's buffer."""
+    """Rank 1 makes weft's own all-to-all with the sizes and layout of rank 0's buffer."""
     if group.rank == 0:
         buffer = Buffer(group, low_latency_mode=True, timeout=2.0)
         buffer.low_latency_dispatch(*inputs(group, 0)[:2], MOST, EXPERTS)

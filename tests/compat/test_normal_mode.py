@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deep_ep's normal mode on weft, against plain torch: rows, ids, weights, counts and sums."""
+"""deep_ep's normal mode, compared with plain torch: rows, ids, weights, counts and sums."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def expected(batches: list[Batch], rank: int) -> Expected:
 
 
 def summed(mine: Batch, ranks: int) -> torch.Tensor:
-    """Return the sum of copies, in fp32, where every rank returns the rows as they came."""
+    """Return the sum of copies in fp32, where every rank returns the rows unchanged."""
     copies = sum(goes_to(mine.ids, rank, ranks).float() for rank in range(ranks))
     assert isinstance(copies, torch.Tensor)
     return (mine.x.float() * copies[:, None] + 0.0).bfloat16()  # sums begin with 0: none is -0
@@ -121,7 +121,7 @@ def sent(buffer: Buffer, given: Batch) -> tuple[torch.Tensor, NormalHandle]:
 
 
 def made(buffer: Buffer, kind: type[RowExchange]) -> list[Any]:
-    """Return the exchanges of one kind that a buffer has made."""
+    """Return the exchanges of one kind that a buffer holds."""
     return [each for each in buffer._normal.exchanges.values() if isinstance(each, kind)]
 
 
@@ -230,7 +230,7 @@ def test_the_order_of_calls_of_the_originals_test(ranks, kind, tokens):
 
 @buffered()
 def training(group: weft.Group, buffer: Buffer) -> None:
-    """Run two layers forwards, then backwards, where a dispatch's gradient is a combine."""
+    """Run two layers forwards and backwards; the gradient of a dispatch is a combine."""
     ranks = group.size
     layers = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1)]
     kept = []
@@ -273,7 +273,7 @@ def biased(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered()
 def growing(group: weft.Group, buffer: Buffer) -> list[int]:
-    """Dispatch more tokens than before, on one rank alone; older handles stay valid."""
+    """Dispatch more tokens than before, on one rank only; older handles stay valid."""
     found: list[int] = []
     first: tuple[Any, ...] = ()
     for tokens in ((3, 5), (3, 130), (300, 0), (1, 1)):
@@ -299,7 +299,7 @@ def test_memory_grows_on_all_ranks_together(ranks, kind):
 
 @buffered()
 def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
-    """What one rank passes wrongly, every rank raises before rows are sent; then all go on."""
+    """An invalid argument on one rank raises on every rank before rows are sent."""
     ranks = group.size
     batches = [batch(r) for r in range(ranks)]
     mine = on(group, batches[group.rank])
@@ -340,7 +340,7 @@ def wrong_on_one_rank(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered()
 def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
-    """With bounds that differ between ranks, rows beyond a bound are dropped, never stored."""
+    """With different bounds on the ranks, rows beyond a bound are dropped."""
     batches = [batch(r) for r in range(group.size)]
     every = torch.tensor([0, EXPERTS // 2, -1])  # both ranks
     batches = [b._replace(ids=every.repeat(len(b.ids), 1)) for b in batches]
@@ -362,7 +362,7 @@ def rows_that_do_not_fit(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered()
 def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
-    """Handles that differ between ranks give as many rows as expected, and harm no later call."""
+    """Different handles on the ranks give as many rows as expected; later calls work."""
     ranks = group.size
     few, many = ([batch(r, (n,) * ranks, n) for r in range(ranks)] for n in (2, 40))
     handles = []
@@ -379,7 +379,7 @@ def mixed_handles(group: weft.Group, buffer: Buffer) -> None:
 
 
 def left_alone(group: weft.Group) -> str:
-    """A rank destroys its buffer while the other dispatches: no deadline is waited for."""
+    """A rank destroys its buffer while the other dispatches: it raises before the deadline."""
     buffer, mine = Buffer(group, timeout=600.0, first_timeout=600.0), on(group, batch(group.rank))
     args = layout(buffer, mine)
     buffer.combine(*sent(buffer, mine))
@@ -541,7 +541,7 @@ def test_a_capture_makes_no_exchange(ranks, monkeypatch):
 
 @buffered()
 def not_everywhere(group: weft.Group, buffer: Buffer) -> None:
-    """A rank that cannot load a kernel: no rank keeps the exchange, and all may try again."""
+    """If one rank cannot load a kernel, no rank keeps the exchange; a retry works."""
     batches = [batch(r) for r in range(group.size)]
     mine = on(group, batches[group.rank])
     with pytest.MonkeyPatch.context() as patch:
@@ -559,7 +559,7 @@ def test_a_kernel_that_one_rank_cannot_load(ranks):
 
 @buffered()
 def in_turns(group: weft.Group, buffer: Buffer) -> None:
-    """Callers whose streams wait for nothing but the events that they pass, as deep_ep's may."""
+    """Use streams that wait only for the passed events, as callers of deep_ep may."""
     ranks = group.size
     batches = [batch(r, (300, 200)) for r in range(ranks)]
     mine, want = on(group, batches[group.rank]), expected(batches, group.rank)
@@ -582,7 +582,7 @@ def in_turns(group: weft.Group, buffer: Buffer) -> None:
 
 @buffered()
 def captured(group: weft.Group, buffer: Buffer) -> None:
-    """Dispatch and combine with a bound of rows, each in a graph of its own."""
+    """Capture dispatch and combine with a bound of rows in a graph each."""
     ranks = group.size
     batches = [[batch(r, TOKENS, seed) for r in range(ranks)] for seed in (0, 1, 2)]
     mine = on(group, batches[0][group.rank])

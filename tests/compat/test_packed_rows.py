@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that pack rows, and return packed ones, do on a CPU what the CPU's own do."""
+"""The CUDA kernels that pack and return rows, in the emulator, equal the CPU kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def compile_emulated(name: str, shape: Shape) -> Path:
-    """The shared library of one kernel of one Shape."""
+    """Return the shared library of one kernel of one Shape."""
     kernel = entry(name, packed_rows.ENTRIES[name].__name__, f"{name}<S>")
     return build_library(
         emulated_tree(),
@@ -91,7 +91,7 @@ def test_the_kernels_move_what_the_cpu_moves(ranks):
 
 @buffered(timeout=600.0)
 def packed(group: weft.Group, buffer: Buffer) -> None:
-    """Into as many rows as come, into more, and into fewer, of which the rest is dropped."""
+    """Pack as many rows as arrive, more, and fewer, where the rest is dropped."""
     mine = on(group, batch(group.rank, TOKENS))
     args = {**layout(buffer, mine), "topk_idx": mine.ids, "topk_weights": mine.weights}
     room = (2 * max(TOKENS), 1)[group.rank]  # rank 1 has no more than a row for what comes
@@ -140,7 +140,7 @@ def test_kernels_pack_what_the_cpu_packs(ranks):
 
 @buffered()
 def misled(group: weft.Group, buffer: Buffer) -> None:
-    """A handle's tensors that were overwritten: nothing is stored outside of the inbox's rows."""
+    """With overwritten tensors of a handle, nothing is stored outside of the inbox's rows."""
     mine = on(group, batch(group.rank, (40, 40)))
     x, handle = sent(buffer, mine)
     want = buffer.combine(x, handle)[0]

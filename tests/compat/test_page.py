@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/user/compat.md: every name in its tables exists, and its samples call what exists."""
+"""docs/user/compat.md: every name in its tables exists, and its samples call existing functions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 numbers and scales of deep_ep and triton_dist: the originals' arithmetic, byte for byte.
+"""FP8 numbers and scales of deep_ep and triton_dist: byte for byte the originals' arithmetic.
 
 Weft's own are blocks that hold an Inf or a NaN, all of which is NaN, and triton_dist's blocks of
 zeros, which stay zeros.

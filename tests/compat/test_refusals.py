@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that other projects allow and weft refuses, beside those of tests/compat/test_arguments.py.
+"""Calls that other projects allow and weft refuses, in addition to test_arguments.py.
 
 A refusal names the argument and leaves the round alone.
 """
@@ -81,7 +81,7 @@ def no_calls(group: weft.Group) -> None:
 
 
 def uneven_rows(group: weft.Group) -> None:
-    """Ranks that lay out different numbers of rows report both numbers."""
+    """Ranks with different numbers of rows report both numbers."""
     with make(group, timeout=30.0) as a2a:
         tokens = 2 + group.rank // 2
         ids, weights = routing(0, group.rank, tokens)
@@ -97,7 +97,7 @@ def uneven_rows(group: weft.Group) -> None:
 
 
 def bad_ids(group: weft.Group) -> None:
-    """Ids of no expert reach nobody and are reported."""
+    """Invalid expert ids are dropped and reported."""
     with make(group) as a2a:
         ids = torch.tensor([[0, 99]], dtype=torch.int32)
         x, weights = torch.ones((1, HIDDEN), dtype=BF16), torch.ones((1, 2))

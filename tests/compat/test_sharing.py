@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payload lists, workspaces that layers share, and the groups that their ranks form."""
+"""Payload lists, workspaces that layers share, and the groups of their ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from weft.errors import GeometryMismatch, InvalidArgument, OutOfOrder, PeerLeft
 
 
 def lists(group: weft.Group) -> None:
-    """Each list has memory of its own from its first round on; sizes count, and not dtypes."""
+    """Each payload list has its own memory from its first round on, by sizes, not dtypes."""
     with make(group) as a2a:
         workspace = workspace_of(a2a)
         for seed, kinds in enumerate((PLAIN, QUANTISED, PLAIN, QUANTISED)):
@@ -58,7 +58,7 @@ def lists(group: weft.Group) -> None:
 
 
 def no_lists(group: weft.Group) -> None:
-    """A list that not all ranks bring, or that cannot be: all ranks raise, and may go on."""
+    """A list that is missing on a rank, or invalid, raises on all ranks, which stay usable."""
     quantised = rows(0, group.rank, 2, QUANTISED)
     ids = quantised[-2]
     with make(group) as a2a:
@@ -69,7 +69,7 @@ def no_lists(group: weft.Group) -> None:
 
 
 def captured(group: weft.Group, capturing: list[bool]) -> None:
-    """A capture cannot make memory; what is there already serves."""
+    """A capture cannot allocate memory, but can use existing memory."""
     with make(group) as a2a:
         play(a2a, PLAIN)
         group.barrier()
@@ -91,7 +91,7 @@ def test_a_capture_makes_no_workspace(ranks, monkeypatch):
 
 
 def other_rows(group: weft.Group) -> None:
-    """Combine tells what rows it returns; a first round that was built for others is right too."""
+    """Combine determines the returned rows, also if a first round was built for others."""
     ids, weights = routing(3, group.rank, 2 + group.rank)
     x = torch.ones((len(ids), HIDDEN), dtype=torch.bfloat16)
     limit, narrow, half = 2 + RANKS, HIDDEN // 2, torch.float16
@@ -130,7 +130,7 @@ def other_rows(group: weft.Group) -> None:
 
 
 def low_precision(group: weft.Group) -> None:
-    """FP8 rows: numbers that FP8 holds with a power of two for a scale come back exactly."""
+    """FP8 rows of numbers that FP8 holds with a power of two as scale return exactly."""
     ids = torch.tensor([[0, 3], [5, -1]], dtype=torch.int32)
     hidden = 128
     x, weights = torch.ones((2, hidden), dtype=torch.bfloat16), torch.ones((2, TOP_K))
@@ -152,7 +152,7 @@ def low_precision(group: weft.Group) -> None:
 
 
 def left_between(group: weft.Group) -> None:
-    """An object that dispatches and never combines leaves no round to those that share with it."""
+    """An object that dispatches and never combines leaves no open round to others."""
     a2a, other = make(group), make(group)
     play(other, PLAIN)
     for seed, closes in enumerate((True, False, True, False)):
@@ -170,7 +170,7 @@ def left_between(group: weft.Group) -> None:
 
 
 def left_alone(group: weft.Group) -> None:
-    """One rank leaves between dispatch and combine: no deadline is waited for."""
+    """A rank leaves between dispatch and combine: the peer raises before the deadline."""
     patient = {"timeout": 600.0, "first_timeout": 600.0}
     a2a, other = make(group, **patient), make(group, **patient)
     play(other, PLAIN)
@@ -212,7 +212,7 @@ def layers(group: weft.Group) -> None:
 
 
 def meeting(group: weft.Group) -> None:
-    """A backend in the configuration is how ranks meet."""
+    """The ranks meet through the backend of the configuration."""
     place, wrong = Mapping(group.rank, group.size), Mapping(group.rank, group.size + 1)
     configs = [SimpleNamespace(comm_backend=Backend(group)) for _ in range(2)]
     first, second = (

@@ -26,7 +26,7 @@ def sent_as(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measured(group: weft.Group) -> None:
-    """Loop over dispatches, then over combines of the last one's rows, as the original's benchmark.
+    """Loop over dispatches, then over combines of the last one's rows, as triton_dist's benchmark.
 
     Ranks have different numbers of tokens; ids from EXPERTS on are of none.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Division as Triton's kernels have it on a GPU."""
+"""Division as Triton's kernels compute it on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def divide_kernel(x, y, out, count, BLOCK: tl.constexpr):
 
 
 def divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`x / y` of two float32 tensors of one shape on a GPU."""
+    """Return `x / y` of two float32 tensors of one shape on a GPU."""
     out, y = torch.empty_like(x), y.contiguous()
     with torch.cuda.device(x.device):
         divide_kernel[(-(-x.numel() // 1024),)](x.contiguous(), y, out, x.numel(), BLOCK=1024)

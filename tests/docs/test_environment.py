@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment page names every variable that weft reads; quoted errors are weft's."""
+"""The environment page lists every variable that weft reads, and quotes weft's errors."""
 
 from __future__ import annotations
 

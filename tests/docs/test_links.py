@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every link of README and docs that is no address leads to a file, and to a heading in it."""
+"""Every relative link of README and docs leads to a file, and to a heading in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.M | re.S)
 
 
 def _anchors(text: str) -> set[str]:
-    """The names that renderers give to headings."""
+    """Return the names that renderers give to headings."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in headings}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README's sample and the examples run, samples import what exists, commands are understood."""
+"""README's sample and the examples run, samples import existing names, and commands parse."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXAMPLES = {
 
 
 def run(*command: str) -> str:
-    """What a program of its own process prints."""
+    """Return the output of a program in its own process."""
     # On CPU ranks, however many GPUs there are.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, *command]
@@ -88,7 +88,7 @@ def test_samples_import_what_exists(number):
 
 
 def _parse(command: Any, words: list[str], parent: Any = None) -> None:
-    """Let the command line read the options of a command and of those below it, and run none."""
+    """Parse the options of a command and its subcommands without running any."""
     context = command.make_context(command.name or "weft", list(words), parent=parent)
     if hasattr(command, "resolve_command") and (rest := [*context._protected_args, *context.args]):
         _, below, left = command.resolve_command(context, rest)

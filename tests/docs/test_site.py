@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, made by a Python that cannot import torch."""
+    """Build the site with a Python that cannot import torch."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "torch.py").write_text("raise ImportError('the site needs no torch')")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", folder / "out"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every figure of every result table of the docs is one of a file in benchmarks/."""
+"""Every figure of the docs' result tables is in a file of benchmarks/."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _tables(text: str) -> Iterator[Table]:
 
 
 def _figures(rows: list[list[str]]) -> list[str]:
-    """The numbers of a table, its labels apart."""
+    """Return the numbers of a table, without its labels."""
     return [each for row in rows for cell in row[1:] for each in NUMBER.findall(cell)]
 
 
 def _sources(text: str) -> list[int]:
-    """Lines of result tables that name no source."""
+    """Return the lines of result tables that name no source."""
     found = []
     for line, above, rows in _tables(text):
         cells = [cell for row in rows for cell in row[1:] if cell]
@@ -53,7 +53,7 @@ def _sources(text: str) -> list[int]:
 
 
 def _numbers(value: Any) -> Iterator[float]:
-    """All but samples: nearly any number is among them, and a table shows medians."""
+    """Return all numbers except samples, because tables show medians."""
     if isinstance(value, dict):
         value = [each for name, each in value.items() if not name.startswith("samples")]
     if isinstance(value, list):
@@ -66,19 +66,19 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _load(name: str) -> Any:
-    """A file of benchmarks/; of one with a record in every line, a list of them."""
+    """Return a file of benchmarks/; of a file with a record per line, a list."""
     text = (RECORDS / name).read_text()
     return [json.loads(line) for line in text.splitlines()] if name[-1] == "l" else json.loads(text)
 
 
 def _says(text: str, value: float) -> bool:
-    """Whether a number of a cell is this one, rounded to as many decimals, halves either way."""
+    """Whether a number of a cell is this one, rounded to as many decimals."""
     decimals = len(text.partition(".")[2])
     return abs(float(text) - value) <= 0.5 * 10.0**-decimals * (1 + 1e-6)
 
 
 def _unknown(text: str) -> list[str]:
-    """Figures that are in none of the files that their table names."""
+    """Return the figures that are in none of the files that their table names."""
     found = []
     for _, above, rows in _tables(text):
         if names := AMONG.fullmatch(above):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA kernels compiled for a CPU, behind the interface of a library's entries."""
+"""CUDA kernels compiled for a CPU, with the interface of a library's entries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _FLAGS = (
 
 
 def emulated_tree(mutation: Mutation | None = None) -> Tree:
-    """Return weft's headers without assembly, with a fault or none."""
+    """Return weft's headers without assembly, optionally with a fault."""
     tree = dict(_headers())
     if mutation is not None:
         tree |= {edit.file: mutation.apply(edit.file, tree[edit.file]) for edit in mutation.edits}
@@ -63,7 +63,7 @@ def _headers() -> Tree:
 
 
 def replace_bodies(tree: Tree, file: str, bodies: dict[str, str]) -> None:
-    """Give functions of a header, by their heads, other bodies."""
+    """Replace the bodies of functions of a header, given their heads."""
     for head, body in bodies.items():
         tree[file] = _replaced(tree[file], head, body)
 
@@ -93,7 +93,7 @@ def compile_emulated(reduction: ReduceConfig, *, defines: Sequence[str] = ()) ->
 def entry(
     name: str, args: str, call: str, *, ranks: str | None = "S.ranks", before: str = ""
 ) -> str:
-    """A kernel as a function of a library, for `Emulated.launch`.
+    """Return a kernel as a function of a library, for `Emulated.launch`.
 
     ranks: how many have a share, in C++; None for a kernel without a heap.   before: statements.
     """
@@ -133,7 +133,7 @@ def _key(**parts: str | Sequence[str]) -> str:
 
 
 def _numbers() -> Path:
-    """Return the object file of number conversions, made once for all builds."""
+    """Return the object file of number conversions, compiled once for all builds."""
     return kept_file(
         _key(numbers=header_digest()),
         "numbers.o",
@@ -185,7 +185,7 @@ class Emulated:
         getattr(self.library, name)(ctypes.byref(args), grid)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class EmulatedEntries(Emulated):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PTX as calls of the emulator: an `asm` statement of a kernel becomes C++ that does the same.
+"""PTX as calls of the emulator: each `asm` statement of a kernel becomes equivalent C++.
 
 What an instruction does follows from its text, scope and order included, and its operands stay
 where the kernel has put them. One that is not known here is an error.
@@ -54,7 +54,7 @@ _EFFECTS: dict[str, Callable[..., str]] = {
 
 
 def translated(text: str) -> str:
-    """A header without assembly. Raises ValueError for an instruction that is not known."""
+    """Return a header without assembly. Raises ValueError for an unknown instruction."""
     parts, at = [], 0
     for begin, end, statement in _statements(text):
         parts += [text[at:begin], statement]
@@ -63,7 +63,7 @@ def translated(text: str) -> str:
 
 
 def _statements(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where each statement begins and ends, and what stands for it."""
+    """Yield the range of each statement and its replacement."""
     for match in _ASM.finditer(text):
         fields, end = _fields(text, match.end())
         semicolon = text.index(";", end)
@@ -121,7 +121,7 @@ def _access(match: re.Match[str], first: str, second: str) -> str:
 
 
 def _packed(bits: int, to: str, value: str) -> str:
-    """One register to or from two of half its size."""
+    """Return the C++ that packs two registers into one of twice the size, or unpacks one."""
     mask = f"{(1 << bits) - 1:#x}u"
     if to.startswith("{"):
         low, high = to.strip("{}").split(",")
@@ -131,7 +131,7 @@ def _packed(bits: int, to: str, value: str) -> str:
 
 
 def _fields(text: str, at: int) -> tuple[list[str], int]:
-    """The parts of a statement between its colons, and where it is closed."""
+    """Return the parts of a statement between its colons, and its end."""
     end, depth = at, 1
     for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', text[at:]):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -142,7 +142,7 @@ def _fields(text: str, at: int) -> tuple[list[str], int]:
 
 
 def _split(text: str, at: str) -> list[str]:
-    """At a character that stands in no string and in no bracket."""
+    """Split at a character outside of strings and brackets."""
     parts, depth = [""], 0
     for match in re.finditer(r'"(?:[^"\\]|\\.)*"|.', text, re.DOTALL):
         piece = match[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code as what it does to memory that others see."""
+"""Machine code, reduced to its accesses to memory that others see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VECTOR = re.compile(r"\b(?:LD|ST)[GS]?\.\S*?(64|128)\b[^\n\[]*\[[^\]\n]*\+-?(0x
 
 
 def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
-    """The 64-bit numbers of an initialised array in an ELF file."""
+    """Return the 64-bit numbers of an initialised array in an ELF file."""
     (start,) = struct.unpack_from("<Q", elf, 40)
     size, count = struct.unpack_from("<HH", elf, 58)
     # Of each section: type, offset, bytes, and for a symbol table which section holds its names.
@@ -36,7 +36,7 @@ def numbers_of(elf: bytes, symbol: bytes) -> tuple[int, ...]:
 
 
 def frames(cubin: bytes) -> dict[str, int]:
-    """Bytes of local memory of each kernel in a cubin, by its entry."""
+    """Return the bytes of local memory of each kernel in a cubin, by entry."""
     (start,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
     heads = [struct.unpack_from("<IIQQQQII", cubin, start + size * i) for i in range(count)]
@@ -61,7 +61,7 @@ def _text(raw: bytes, at: int) -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """A cubin's instructions, as nvdisasm writes them; it comes with triton, or a toolkit.
+    """Return a cubin's instructions from nvdisasm, which comes with triton or a toolkit.
 
     Asserts that vectors lie on boundaries of their size, as far as the code tells it: their
     constant offsets. The emulator takes vectors anywhere, a GPU refuses them.
@@ -82,7 +82,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def strong_accesses(cubin: bytes) -> dict[str, list[str]]:
-    """What each kernel does, in the order of its code: "ST.64.SYS" and the like, and "fence.SYS".
+    """Return each kernel's accesses in code order: "ST.64.SYS" and so on, and "fence.SYS".
 
     A release is a fence before its store, an acquire a load before it drops its cache ("drop").
     Weak accesses are left out.
@@ -107,7 +107,7 @@ def _strong(text: str) -> Iterator[str]:
 
 
 def verbs(code: Iterable[str]) -> Counter[str]:
-    """How often a kernel does each, by order, width and scope, as "release ST.64.SYS"."""
+    """Count a kernel's accesses by order, width and scope, such as "release ST.64.SYS"."""
     found: Counter[str] = Counter()
     words, fence = [*code, ""], ""
     for word, after in zip(words, words[1:], strict=False):

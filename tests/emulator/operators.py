@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels of both all-to-alls and of groups, compiled for a CPU, as their entries."""
+"""The CUDA kernels of both all-to-alls and of grouping, compiled for a CPU, as entries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMS, RESIDENT = 2, 8  # of the GPU of low-latency kernels: each of few CTAs does
 def compile_alltoall(
     shape: Shape, *, defines: Sequence[str] = (), mutation: Mutation | None = None
 ) -> Path:
-    """Return the shared library of all entries of a Shape; those that pull know their rank."""
+    """Return the shared library of all entries of a Shape; pulling ones know their rank."""
     lines = ["#include <weft/alltoall/combine.cuh>", "#include <weft/alltoall/dispatch.cuh>"]
     lines.append(f"constexpr weft::Shape S = {shape.to_cpp()};")
     for rank in range(known_ranks(shape)):
@@ -54,12 +54,12 @@ def compile_alltoall(
 
 
 def known_ranks(shape: Shape) -> int:
-    """Return for how many ranks there are entries: one serves all where none knows its rank."""
+    """Return the number of ranks that need entries of their own: one if no entry knows its rank."""
     return shape.ranks if shape.combine == "pull" else 1
 
 
 class EmulatedAllToAll(Emulated):
-    """Entries that run the kernels of one rank in launch shapes that change from round to round."""
+    """Entries that run the kernels of one rank, with launch shapes that vary by round."""
 
     def __init__(self, library: Path, shape: Shape, rank: int) -> None:
         super().__init__(library)
@@ -162,7 +162,7 @@ def compile_groups(shape: Shape, grouping: GroupConfig) -> Path:
 
 
 class EmulatedGroups(Emulated):
-    """Entries of a grouping, with one small CTA or several larger ones in turn."""
+    """Entries of a grouping, with one small CTA and several larger ones in turn."""
 
     def __init__(self, library: Path, shape: Shape, grouping: GroupConfig) -> None:
         super().__init__(library)
@@ -203,7 +203,7 @@ def run_emulated(patch: pytest.MonkeyPatch) -> None:
 
 
 def watched(a2a: weft.AllToAll) -> Watch:
-    """Return the watch of an emulated all-to-all, which also sees what its experts touch."""
+    """Return the watch of an emulated all-to-all, which includes its experts' accesses."""
     entries: Any = a2a._kernels
     entries.watch = watch = Watch(entries.library, a2a.site.stride)
     return watch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions called alone, at sizes that whole kernels in the emulator do not reach."""
+"""Device functions called directly, at sizes that emulated kernels do not reach."""
 
 from __future__ import annotations
 

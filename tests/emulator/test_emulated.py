@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-reduce's kernels on a CPU give the reference's bits in every launch shape.
+"""The all-reduce's kernels in the emulator give the reference's bits in every launch shape.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
@@ -66,7 +66,7 @@ def emulated(
 def half_a_row(
     group: weft.Group, library: str, shapes: tuple[ReducePlan, ...], case: Sum, backend: str
 ) -> str:
-    """Rank 1 brings the first half of each row and no more: some lanes get theirs, others never."""
+    """Rank 1 sends only the first half of each row: some lanes receive theirs, others never."""
     with make(group, TOKENS, case, first_timeout=0.5) as ar:
         entries = EmulatedEntries(Path(library))
         ar._kernels = entries

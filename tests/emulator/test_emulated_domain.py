@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels, on CPUs, in a domain of 72 ranks, whose sets of ranks take three words.
+"""The kernels in the emulator, in a domain of 72 ranks, whose rank sets take three words.
 
 Three ranks of it live, one in each word, so that few threads run. Bit by bit as the reference.
 """
@@ -50,7 +50,7 @@ MODES = (
 
 
 def compiled(kind: str) -> Any:
-    """The kernels of an operator, compiled for a CPU."""
+    """Return the kernels of an operator, compiled for a CPU."""
     if kind == "alltoall":
         shapes = [
             AllToAllConfig.from_args(ranks=RANKS, **SIZES, **combining(way)).shape for way in WAYS

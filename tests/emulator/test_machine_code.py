@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine code of every kernel: it exists, keeps its rows in registers, and keeps its order.
+"""The machine code of every kernel: it exists, spills nothing, and keeps its memory order.
 
 No GPU is needed. Which word is touched by which verb, the emulated kernels show (watch.py). Here is
 what the verbs become on each architecture, and that the kernels have kept theirs.
@@ -88,7 +88,7 @@ Verbs = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Code:
-    """A program, and what its machine code must be.
+    """A program, and the requirements of its machine code.
 
     verbs: what kernels do at least to memory that others see.
     frame: bytes of local memory that a kernel may have on Hopper, and on others if `everywhere`.

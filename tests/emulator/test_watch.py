@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the emulator notices: a message between ranks that is broken in each possible way."""
+"""The emulator's race detection: messages between ranks with each kind of fault."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ extern "C" __attribute__((visibility("default"))) void message_{i}(const weft::S
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    """One function for each case."""
+    """Return a library with one function for each case."""
     entries = []
     for i, changes in enumerate(CASES.values()):
         parts = {**RIGHT, **changes}
@@ -100,7 +100,7 @@ def library() -> ctypes.CDLL:
 
 
 def race_of(library: ctypes.CDLL, name: str, rounds: int = 1) -> str:
-    """What is found when one rank's kernel follows the other's in time, as luck may have it."""
+    """Return the race that is found when one rank's kernel happens to follow the other's."""
     memory = torch.zeros(2 * STRIDE + 64, dtype=torch.uint8)
     base = -(-memory.data_ptr() // 64) * 64
     watch = Watch(library, STRIDE)

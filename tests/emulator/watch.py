@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What emulated kernels did to memory: every strong access and every vector, and their races."""
+"""Memory accesses of emulated kernels: all strong accesses and vectors, and their races."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Event(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Event:
-    """One access: `how` names what it does, its order and its scope, as "writes release sys".
+    """One access: `how` names its kind, order and scope, such as "writes release sys".
 
     rank: that made it.   share, offset: of the heap; share is -1 in memory of the rank's own.
     """
@@ -53,25 +53,25 @@ class Watch:
         library.seen_race.restype = ctypes.c_char_p
 
     def begin(self) -> None:
-        """Forget all, and look on from here. No kernel may run now, nor when it ends."""
+        """Clear the record and start recording. No kernel may run now, nor at the end."""
         self._library.watch(1)
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stop recording."""
         self._library.watch(0)
 
     def host(self, rank: int, share: int, offset: int, size: int, *, writes: bool = False) -> None:
-        """Tell of what a rank's host reads or writes between two kernels."""
+        """Report an access of a rank's host between two kernels."""
         at = ctypes.c_uint64(share * self._stride + offset)
         self._library.touched_by_host(rank, at, size, int(writes))
 
     @property
     def race(self) -> str:
-        """The first two accesses that nothing orders; "" if there are none."""
+        """Return the first two accesses that nothing orders, or ""."""
         return bytes(self._library.seen_race()).decode()
 
     def events(self) -> list[Event]:
-        """All accesses, in an order in which they happened; a poll's first turn only."""
+        """Return all accesses in an order in which they happened; of a poll, only the first."""
         first = ctypes.POINTER(_Event)()
         count = self._library.seen_events(ctypes.byref(first))
         return [self._event(first[i]) for i in range(count)]
@@ -88,7 +88,7 @@ class Watch:
 def watching(
     group: weft.Group, library: ctypes.CDLL, stride: int, *, whole: bool = True
 ) -> Iterator[Watch]:
-    """Look on while all ranks, which are threads of one process, use one library.
+    """Record accesses while all ranks, which are threads of one process, use one library.
 
     Nothing may race, unless some of the kernels are not in it, and so not `whole`. What was seen
     may be asked for afterwards.
@@ -107,7 +107,7 @@ def watching(
 
 
 def ways(events: Iterable[Event], places: dict[str, range]) -> dict[str, set[str]]:
-    """How each part of a share was touched, by its name; parts that nobody touched are left out."""
+    """Return the kinds of accesses of each accessed part of a share, by name."""
     found: dict[str, set[str]] = {}
     for event in events:
         for name, place in places.items():

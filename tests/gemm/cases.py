@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped GEMMs with known results: operands with traps, and an oracle that knows no tiles."""
+"""Grouped GEMMs with known results: operands with special values, and an oracle without tiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNTOUCHED = 77.0  # what rows hold that belong to no expert
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one grouped GEMM. Rows of no expert hold NaN, and so do their scales.
+    """Sizes of one grouped GEMM. Rows of no expert, and their scales, are NaN.
 
     dtype: of the weights, and of the rows, which are FP8 for MXFP4.
     window: exponents between the lowest and the highest scale of a row of MXFP4 weights.
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def starts(self) -> list[int]:
-        """Each expert's first row."""
+        """First row of each expert."""
         if self.masked:
             return [expert * self.max_rows for expert in range(len(self.counts))]
         starts = [0]
@@ -63,12 +63,12 @@ class Case:
 
     @property
     def max_rows(self) -> int:
-        """Rows of an expert's block, masked."""
+        """Rows of an expert's block, if masked."""
         return max(self.counts) + self.slack
 
     @property
     def rows(self) -> int:
-        """Rows of all."""
+        """Number of all rows."""
         return len(self.counts) * self.max_rows if self.masked else self.starts[-1] + self.slack
 
     def live(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Case:
         return live
 
     def make(self, device: str = "cpu") -> Made:
-        """The operands."""
+        """Return the operands."""
         seed = torch.Generator().manual_seed(self.seed)
         experts, live = len(self.counts), self.live()
         x = torch.randn(self.rows, self.k, generator=seed) * 2
@@ -122,7 +122,7 @@ class Case:
 
 
 def shape_of(case: Case, block_m: int, epilogue: str, **more: Any) -> GemmShape:
-    """What Hopper's kernel is compiled for; "gated" quantises where rows are FP8."""
+    """Return the shape of Hopper's kernel; "gated" quantises if rows are FP8."""
     if epilogue == "gated" and case.fp8_rows:
         epilogue = "gated_fp8"
     given = {
@@ -154,7 +154,7 @@ def every_exponent(device: str = "cpu") -> Made:
 
 
 def spread_scales(experts: int, n: int, k: int, seed: torch.Generator, window: int) -> torch.Tensor:
-    """uint8 `[experts, n, k / 32]`: of every row, both ends of the window, and between."""
+    """Return uint8 `[experts, n, k / 32]`: both ends of the window in every row, and between."""
     blocks = torch.arange(k // 32)
     apart = torch.randint(0, window + 1, (experts, n, k // 32), generator=seed)
     turn = torch.randint(0, k // 32, (experts, n, 1), generator=seed)
@@ -166,7 +166,7 @@ def spread_scales(experts: int, n: int, k: int, seed: torch.Generator, window: i
 
 
 def decode_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float64 `[experts, n, k]` of MXFP4 as checkpoints hold it."""
+    """Return float64 `[experts, n, k]` of MXFP4 in the checkpoint format."""
     codes = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).long()
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[codes & 7]
     powers = torch.exp2(scales.double() - 127).repeat_interleave(32, dim=-1)
@@ -175,7 +175,7 @@ def decode_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Made:
-    """A case's tensors.
+    """Tensors of a case.
 
     wide: float64 `[experts, n, k]`, what MXFP4 weights are.
     """
@@ -187,7 +187,7 @@ class Made:
     wide: torch.Tensor | None = None
 
     def oracle(self) -> torch.Tensor:
-        """`a @ b.T + bias`, float64 `[rows, n]` on the CPU, row by row of each expert; NaN else."""
+        """Return `a @ b.T + bias`, float64 `[rows, n]` on the CPU; NaN for rows of no expert."""
         case = self.case
         a, b = self.a.reshape(case.rows, case.k).cpu(), self.b.cpu()
         wide = a.double()
@@ -206,7 +206,7 @@ class Made:
         return y
 
     def with_given(self, **numbers: list[int]) -> Made:
-        """With other counts or offsets."""
+        """Return the operands with other counts or offsets."""
         changed = {
             name: torch.tensor(values, dtype=torch.int32, device=self.a.device)
             for name, values in numbers.items()
@@ -220,7 +220,7 @@ class Made:
         dtype: torch.dtype | None = None,
         **more: Any,
     ) -> Output:
-        """Call `grouped_gemm`, with results in tensors full of UNTOUCHED.
+        """Call `grouped_gemm` with result tensors full of UNTOUCHED.
 
         dtype: of results that are not FP8, if not the default.
         """
@@ -252,7 +252,7 @@ class Made:
         *,
         aborted: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[rows, n]` as pushed to addresses in another order, and bool `[rows]`: rows that came.
+        """Return `[rows, n]` as pushed to permuted addresses, and bool `[rows]` of written rows.
 
         Every seventh row has no address. aborted: the abort flag, with flag-in-data. All rows that
         were not to come are checked to be as they were.
@@ -273,28 +273,28 @@ class Made:
 
 @dataclass(frozen=True)
 class Output:
-    """What a call wrote."""
+    """Results of a call."""
 
     case: Case
     numbers: torch.Tensor
     scales: torch.Tensor | None = None
 
     def same_bits(self, other: Output) -> bool:
-        """Are numbers and scales equal bit by bit, also where they are NaN?"""
+        """Whether numbers and scales are equal bit by bit, including NaN."""
         pairs = [(self.numbers, other.numbers)]
         if self.scales is not None and other.scales is not None:
             pairs.append((self.scales, other.scales))
         return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
     def read(self) -> torch.Tensor:
-        """float64 `[rows, columns]` on the CPU, scaled back."""
+        """Return float64 `[rows, columns]` on the CPU, multiplied by the scales."""
         numbers = self.numbers.reshape(self.case.rows, -1).cpu()
         if self.scales is None:
             return numbers.double()
         return dequantize(numbers, self.scales.reshape(self.case.rows, -1).cpu()).double()
 
     def agrees(self, wanted: torch.Tensor, tolerance: float = 2.0**-7) -> None:
-        """Rows of experts are near `wanted`, and rows of no expert as they were."""
+        """Assert that rows of experts are near `wanted`, and other rows unchanged."""
         live, got = self.case.live(), self.read()
         error = (got - wanted)[live].abs()
         scale = wanted[live].square().mean().sqrt()
@@ -306,7 +306,7 @@ class Output:
 
 
 def hold_to_rows(made: Made, plan: WgmmaPlan) -> None:
-    """Counts below zero and beyond the rows, starts outside: as many rows as there are, or none.
+    """Counts below zero and beyond the rows, and starts outside, are clamped.
 
     made: of five experts.
     """
@@ -324,7 +324,7 @@ def hold_to_rows(made: Made, plan: WgmmaPlan) -> None:
 
 
 def hold_damage_to_its_row(made: Made, *plans: WgmmaPlan) -> None:
-    """Rows whose scales are not finite become NaN; all others keep the bits of the first plan."""
+    """Rows whose scales are not finite become NaN; other rows keep their bits."""
     rows = [5, made.case.rows // 2]
     clean = made.call(GatedQuant(), plans[0])
     made.given["a_scale"][rows[0], 1] = torch.nan
@@ -370,7 +370,7 @@ LARGE = {
 
 
 def gated(gating: Gated, y: torch.Tensor) -> torch.Tensor:
-    """What gating makes of `a @ b.T`, in its precision."""
+    """Return the gating of `a @ b.T`, in its precision."""
     gate, up = y.chunk(2, dim=-1)
     if gating.limit is not None:
         gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the grouped kernel for a GPU that is not there, and read what came out."""
+"""Compile the grouped kernel without a GPU, and read the machine code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Compiled:
 
     @property
     def wgmma(self) -> set[str]:
-        """Shapes of its matrix instructions, such as m64n16k32."""
+        """Return the shapes of its matrix instructions, such as m64n16k32."""
         return set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", self.ptx))
 
 
@@ -53,7 +53,7 @@ def described(
     masked: bool = False,
     k_major: bool = False,
 ) -> GemmCall:
-    """A call without memory."""
+    """Return a call without memory."""
 
     def empty(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -83,7 +83,7 @@ def described(
 
 
 def compiled(call: GemmCall, plan: GemmPlan, folder: Path) -> Compiled:
-    """Compile for sm_90a; `folder` gets the cubin."""
+    """Compile for sm_90a; the cubin is written to `folder`."""
     function = grouped_kernel()
     arguments = Arguments(call, plan).build(
         call.tensors, lambda t, _shape, _strides, block: (t, block)

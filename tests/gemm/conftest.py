@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the emulated GEMMs have in common."""
+"""Fixtures of the emulated GEMMs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch's threads would spin beside the emulator's one."""
+    """Limit torch to one thread, because others would spin beside the emulator's."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMM for Hopper compiled for a CPU, in the place of the reference."""
+"""Hopper's grouped GEMM compiled for a CPU, in place of the reference."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ extern "C" __attribute__((visibility("default"))) void grouped_gemm_{i}(
 
 
 def compile_gemms(shapes: Iterable[kernels.GemmShape], mutation: Mutation | None = None) -> Path:
-    """Return the shared library of the kernels of some shapes, with a fault or none."""
+    """Return the shared library of the kernels of some shapes, optionally with a fault."""
     entries = "".join(
         ENTRY.format(i=i, literal=shape.cpp_value, threads=THREADS)
         for i, shape in enumerate(shapes)
@@ -140,7 +140,7 @@ def gemm_tree(mutation: Mutation | None = None) -> Tree:
 
 @dataclass
 class EmulatedGemms:
-    """Kernels of some shapes that stand for the reference, on a GPU of `sms`."""
+    """Kernels of some shapes in place of the reference, on a GPU of `sms`."""
 
     library: ctypes.CDLL
     shapes: tuple[kernels.GemmShape, ...]
@@ -165,7 +165,7 @@ class EmulatedGemms:
         assert not any(broken), {r: n for r, n in zip(RULES, broken, strict=True) if n}
 
     def _write_late(self, call: GemmCall) -> None:
-        """What the previous kernel writes until it ends: rows, their scales, their dst_addr."""
+        """Write what the previous kernel writes until it ends: rows, scales and dst_addr."""
         dst_addr = call.epilogue.dst_addr if isinstance(call.epilogue, Push) else None
         found = [t for t in (call.a, call.a_scale, dst_addr) if t is not None]
         at = (ctypes.c_void_p * len(found))(*(t.data_ptr() for t in found))
@@ -180,7 +180,7 @@ class EmulatedGemms:
 def tensor_map(
     address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
-    """What tensor.hpp reads; asserts what the driver would insist on."""
+    """Return what tensor.hpp reads, and assert what the driver requires."""
     assert address % 16 == 0
     assert len(strides) == len(sizes) - 1 == len(box) - 1
     assert all(stride % 16 == 0 and stride < 2**40 for stride in strides)
@@ -195,7 +195,7 @@ def tensor_map(
 
 @dataclass
 class EmulatedHopper:
-    """Kernels of many shapes that stand for the reference; those of one problem share a library."""
+    """Kernels of many shapes in place of the reference; one library per problem."""
 
     shapes: Iterable[kernels.GemmShape]
     seed: int = 1
@@ -209,7 +209,7 @@ class EmulatedHopper:
             self._problems.setdefault(_problem(shape), []).append(shape)
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
-        """Let calls with a WgmmaPlan and tensors of the CPU run the kernels."""
+        """Let calls with a WgmmaPlan and CPU tensors run the kernels."""
         patch.setattr(reference, "compute", self.compute)
         patch.setattr(kernels, "tensor_map", tensor_map)
 

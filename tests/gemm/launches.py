@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on CPU tensors that take themselves for a GPU's, up to their launches."""
+"""Calls on CPU tensors that take the GPU path up to their launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.gemm.call import GemmCall
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The addresses of each launch from now on. No call is known when this returns."""
+    """Record the addresses of each launch from now on, with an empty call cache."""
     launches: list[tuple[int, ...]] = []
 
     class Launch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of the kernel for Hopper: read in PTX and in the cubin, without a GPU."""
+"""PTX and cubin of Hopper's kernel, without a GPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ BLOCK = 1024  # of shared memory that each CTA takes besides
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing that another run compiled decides a test."""
+    """Use an empty cache, so that no test depends on another run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield
 
 
 def chosen(rows: int, dtype: torch.dtype, epilogue: str, k: int = 7168) -> GemmPlan:
-    """The default plan."""
+    """Return the default plan."""
     return plan(32, rows, 4096, k, dtype, gated=epilogue in ("gated", "situ", "quant"))
 
 
@@ -64,7 +64,7 @@ def test_default_plans_fit_the_sm_and_store_16_bytes(
 
 
 def fits(code: Compiled, made: GemmPlan) -> None:
-    """No spill, and as many CTAs on an SM as the plan says."""
+    """Assert that nothing spills and that as many CTAs fit on an SM as the plan says."""
     assert code.stack == 0
     assert ".local" not in code.ptx
     assert made.ctas_per_sm * (code.shared + BLOCK) <= SHARED
@@ -72,7 +72,7 @@ def fits(code: Compiled, made: GemmPlan) -> None:
 
 
 def stores(code: Compiled) -> set[str]:
-    """Widths of its stores to global memory."""
+    """Return the widths of the stores to global memory."""
     return set(re.findall(r"st\.global\.((?:v\d\.)?\w+)", code.ptx))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped GEMM against an oracle: the reference on a CPU, and Triton's kernel.
+"""The grouped GEMM compared with an oracle: the reference on a CPU, and Triton's kernel.
 
 The kernel runs on GPUs, and on CPU tensors in Triton's interpreter, for which TRITON_INTERPRET must
 be 1 before Triton is imported: test_compile.py starts this file once more with it. The interpreter
@@ -87,7 +87,7 @@ def tiles(device: str, dtype: torch.dtype, *, gating: bool) -> list[GemmPlan | N
 
 @contextmanager
 def kernel(device: str) -> Iterator[None]:
-    """Let calls on CPU tensors run the kernel in the interpreter, three CTAs one after another."""
+    """Let calls on CPU tensors run the kernel in the interpreter, three CTAs in turn."""
     if device != "interpreter":
         yield
         return
@@ -99,12 +99,12 @@ def kernel(device: str) -> Iterator[None]:
     patch_tensor, convert_float = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def patched(tensor: Any, scope: Any) -> None:
-        """numpy 2.4 no longer turns an array of one number into an integer, as ranges need it."""
+        """Patch ranges: numpy 2.4 no longer converts an array of one number to an integer."""
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def converted(numbers: Any, of: Any, to: Any, mode: Any) -> Any:
-        """The interpreter's rounding to e4m3 loses what carries into the exponent."""
+        """Patch the interpreter's rounding to e4m3, which loses a carry into the exponent."""
         if str(to) != "fp8e4nv":
             return convert_float(numbers, of, to, mode)
         return torch.from_numpy(numbers.copy()).to(FP8).view(torch.uint8).numpy()
@@ -124,7 +124,7 @@ def kernel(device: str) -> Iterator[None]:
 def agreed(
     made: Made, wanted: torch.Tensor, epilogue: Epilogue, tile: GemmPlan | None, device: str
 ) -> Output:
-    """Return the result of a call that was compared with the oracle's."""
+    """Return the result of a call after comparing it with the oracle."""
     with kernel(device):
         out = made.call(epilogue, tile, num_sms=5 if device == "cuda" else None)
     if isinstance(epilogue, Gated):

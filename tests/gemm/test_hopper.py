@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's grouped GEMM in the emulator, in orders by chance, and on a GPU.
+"""Hopper's grouped GEMM in the emulator, in random orders, and on a GPU.
 
 The tensor cores' last bits are theirs, so only the GPU tests compare with the bits of Triton's
 kernel. Triton's has no MXFP4 weights: there all tiles make one result.
@@ -117,7 +117,7 @@ def all_shapes(device: str) -> Iterator[GemmShape]:
 
 
 class Hopper:
-    """The kernel on one device; on a GPU, chance needs no seeds."""
+    """The kernel on one device; a GPU needs no seeds for its order."""
 
     def __init__(self, device: str, emulated: EmulatedHopper | None) -> None:
         self.device, self.emulated = device, emulated
@@ -136,7 +136,7 @@ def emulated() -> EmulatedHopper:
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """Compile all shapes at once, or the tests would compile one after the other."""
+    """Compile all shapes at once, which is faster than one by one."""
     torch.zeros(1, device="cuda")  # makes the context that kernels are loaded into
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("WgmmaPlan's kernel is for Hopper")
@@ -164,7 +164,7 @@ in_emulator = pytest.mark.parametrize("device", DEVICES[:1])
 
 
 def epilogue_for(case: Case, name: str) -> tuple[Epilogue, float]:
-    """Return an epilogue for a case's dtype, and how near its result must be."""
+    """Return an epilogue for a case's dtype, and the tolerance of its result."""
     epilogue = EPILOGUES[name]
     if not isinstance(epilogue, GatedQuant):
         return epilogue, 2.0**-7
@@ -205,7 +205,7 @@ def test_rows_are_those_of_the_oracle(hopper: Hopper, name: str, epilogue: str):
 
 
 def exact(made: Made, block_m: int) -> None:
-    """Assert that rows are the oracle's, rounded once, and that no other row is written."""
+    """Assert that rows are the oracle's, rounded once, and that other rows are unchanged."""
     case = made.case
     live, wide = case.live(), made.oracle()
     got = made.call(STORE, WgmmaPlan(block_m)).numbers.reshape(case.rows, -1).cpu()
@@ -389,7 +389,7 @@ def test_biases_and_results_of_other_dtypes(hopper: Hopper, name: str, epilogue:
 
 
 def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose last byte is the last that may be touched: the next page is closed."""
+    """Return a copy that ends at an inaccessible page."""
     size = tensor.numel() * tensor.element_size()
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     room = mmap.mmap(-1, pages + mmap.PAGESIZE)

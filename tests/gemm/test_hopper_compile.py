@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's grouped GEMM compiles without a GPU, spills nothing and waits for no memory."""
+"""Hopper's grouped GEMM compiles without a GPU and spills nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAG_IN_DATA = (64, 128, 256)  # block_m whose pushed rows have flag-in-data her
 
 
 def heights_of(block_ms: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return every epilogue with every block_m; SiTU's other gate with the two highest alone."""
+    """Return every epilogue with every block_m; SiTU's other gate with the largest two only."""
     every = [(epilogue, block_m) for epilogue in EPILOGUES for block_m in block_ms]
     return every + [("situ", block_m) for block_m in sorted(block_ms)[-2:]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's grouped GEMM on a GPU: graphs, chains of kernels and captures; see test_hopper.py."""
+"""Hopper's grouped GEMM on a GPU: graphs, chains of kernels and captures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated cluster notices every fault of the table in the grouped GEMM."""
+"""The emulated cluster detects every fault of the table in the grouped GEMM."""
 
 from __future__ import annotations
 

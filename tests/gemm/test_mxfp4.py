@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 weights: how they are rounded and packed, what they mean, and which are refused."""
+"""MXFP4 weights: rounding, packing, decoding, and refused tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: which there are, and how many tiles they make."""
+"""Plans: the existing ones, and their numbers of tiles."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An equal call goes to its launch at once; whatever the check reads makes it another one."""
+"""Equal calls skip the check; a change of anything that the check reads makes another call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.runtime import prepared
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[GemmCall]:
-    """Calls that went through the check."""
+    """Return a list that records the calls that go through the check."""
     calls: list[GemmCall] = []
 
     def check(*args: Any, **kwargs: Any) -> GemmCall:

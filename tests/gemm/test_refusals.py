@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a grouped GEMM refuses before anything runs, each with both values in its text."""
+"""Refusals of grouped GEMMs, before anything runs, with both values in the text."""
 
 from __future__ import annotations
 

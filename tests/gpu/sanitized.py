@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What compute-sanitizer watches: `python -m tests.gpu.sanitized PROGRAM` is one rank of it.
+"""Program for compute-sanitizer: `python -m tests.gpu.sanitized PROGRAM` is one rank of it.
 
 The reference runs on the CPU, and only whole copies move between it and the GPU: the sanitizer
 patches every module that a torch kernel brings, and there are hundreds of kernels in each.
@@ -27,12 +27,12 @@ PATIENT: dict[str, Any] = {"timeout": 200.0, "first_timeout": 200.0}
 
 
 def say(*words: object) -> None:
-    """Into the log of a rank, which shows where one is that does not end."""
+    """Write to the log of a rank, which shows where a rank hangs."""
     print(f"{time.monotonic() - BEGAN:6.1f} s", *words, flush=True)
 
 
 def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
-    """What came, on the CPU."""
+    """Return received tensors on the CPU."""
     shape, heap = a2a.config.shape, a2a.heap
     layout, slots = Offsets.from_shape(shape), shape.ranks * shape.tokens
     words = layout.route_bytes // 4
@@ -48,7 +48,7 @@ def arrived(a2a: weft.AllToAll, received: weft.Received) -> weft.Received:
 
 
 def rounds(group: weft.Group) -> None:
-    """Of the all-to-all by rank, also with an id that names nobody."""
+    """Run rounds of the rank-major all-to-all, also with an invalid id."""
     few: dict[str, Any] = {"num_sms": 1} if group.device.type == "cuda" else {}
     cases: tuple[tuple[Round, dict[str, Any]], ...] = (
         (Round(tokens=(16, 9), hidden=7168, top_k=8, experts=256), {}),
@@ -83,7 +83,7 @@ def rounds(group: weft.Group) -> None:
 
 
 def sums(group: weft.Group) -> None:
-    """Of every backend, with the epilogue at either end."""
+    """Run every backend, with the epilogue at either end."""
     made = [torch.randn(17, 1032, generator=torch.Generator().manual_seed(r)) for r in range(3)]
     *parts, residual = (t.bfloat16() for t in made)
     weight = torch.linspace(0.5, 2, 1032)
@@ -104,7 +104,7 @@ def sums(group: weft.Group) -> None:
 
 
 def by_expert(group: weft.Group) -> None:
-    """Rounds of the low-latency all-to-all."""
+    """Run rounds of the low-latency all-to-all."""
     case = Round(tokens=(16, 9), hidden=1024, top_k=4, experts=16)
     x, ids, weights, _ = (t.to(group.device) for t in case.of(group.rank, CPU))
     sender = {"reduce": "sender", "combine_dtype": "fp8", "split_phase": True}
@@ -151,7 +151,7 @@ def rows_return(group: weft.Group) -> None:
 
 
 def send(a2a: weft.AllToAll, groups: ExpertGroups, grouped: Grouped, how: str) -> None:
-    """Answer every row with the same random numbers, by its slot, and bring them on their way."""
+    """Answer every row with random numbers by its slot, and return them."""
     slots = 16 * a2a.group.size
     answers = torch.randn((slots, CASE.hidden), generator=torch.Generator().manual_seed(a2a.rank))
     y = answers.bfloat16()[grouped.slot.cpu().long().clamp_min(0)].to(a2a.group.device)
@@ -166,7 +166,7 @@ PROGRAMS = {"exchanges": (rounds, sums, by_expert), "groups": (rows_return,)}
 
 
 def main(program: str) -> None:
-    """One rank of those that a test started with torchrun's variables."""
+    """Run one rank, configured by torchrun's variables."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     say("imported")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever weft makes, looks at and gives back while somebody captures a graph: the graph is right.
+"""Creating, inspecting and freeing objects while a graph is captured leaves the graph correct.
 
 An object is opened, told to abort, closed, dropped, or found by the collector, in the middle of a
 capture, in the thread that captures and in another, with both strict modes of capture. Each test
@@ -48,7 +48,7 @@ RANKS = [1, pytest.param(2, marks=need_two)]
 
 @contextmanager
 def captured(group: weft.Group, mode: str) -> Iterator[None]:
-    """A capture around the body; at the end its graph is replayed, and what it makes is checked."""
+    """Capture the body; at the end the graph is replayed and its result checked."""
     x = torch.zeros(4096, dtype=torch.float32, device=group.device)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def captured(group: weft.Group, mode: str) -> Iterator[None]:
 
 
 def run(where: str, step: Callable[[], None]) -> None:
-    """Here, or in a thread, to its end; what it raises is raised here.
+    """Run here, or in a thread to its end, and raise its error here.
 
     where: "here"; "elsewhere", in a thread that knows no GPU; "there", in one that works on this.
     """
@@ -82,7 +82,7 @@ def run(where: str, step: Callable[[], None]) -> None:
 
 
 def let_go(how: str, box: list[Made]) -> None:
-    """Give back the object in the box, or leave it to its reference count or the collector."""
+    """Close the object in the box, or leave it to its reference count or the collector."""
     if how == "close":
         box[0].give_back()
     elif how == "abort":
@@ -101,7 +101,7 @@ def let_go(how: str, box: list[Made]) -> None:
 
 
 def ways_of(name: str) -> tuple[str, ...]:
-    """How such an object may go."""
+    """Return the ways in which such an object may be released."""
     dropped = ("close", "drop", "cycle")
     return (
         ("abort", *dropped)
@@ -111,7 +111,7 @@ def ways_of(name: str) -> tuple[str, ...]:
 
 
 def die_in_captures(group: weft.Group, name: str) -> list[str]:
-    """Every way to die, in every place, in every mode; what of its memory did not come back."""
+    """Release objects in every way, place and mode; return the memory that was not freed."""
     shares: list[Any] = []
     opened = weft.Heap.__init__
 
@@ -158,7 +158,7 @@ def free_bytes() -> int:
 
 
 def free_a_large_heap(group: weft.Group, mode: str, where: str) -> int:
-    """Bytes that came back while a graph was captured."""
+    """Return the bytes that were freed while a graph was captured."""
     heap = weft.Heap.create(group, LARGE)
     box = [heap.tensor((16,), torch.int32)]
     torch.cuda.synchronize()
@@ -188,7 +188,7 @@ def test_memory_comes_back_in_the_middle_of_a_capture(
 
 
 def free_under_a_kernel(group: weft.Group, busy: str, mode: str | None) -> tuple[bool, bool]:
-    """Let a heap go while a kernel that writes it is running; was it running, and has it ended?"""
+    """Free a heap while a kernel writes it; return whether the kernel ran, and has ended."""
     heap = weft.Heap.create(group, LARGE)
     view = heap.tensor((LARGE,), torch.uint8)
     stream, end = torch.cuda.Stream(), torch.cuda.Event()
@@ -246,7 +246,7 @@ def test_memory_is_not_freed_under_a_running_kernel(
 
 
 def unload_under_a_kernel(group: weft.Group) -> tuple[bool, bool]:
-    """Close an object whose last call waits in another stream than the one that is current."""
+    """Close an object whose last call waits in a stream that is not current."""
     made = MODES["AllToAll push"](group)
     made.call()
     stream, end = torch.cuda.Stream(), torch.cuda.Event()
@@ -278,7 +278,7 @@ OPENINGS: dict[str, Callable[[weft.Group, weft.AllToAll], Any]] = {
 
 
 def open_in_captures(group: weft.Group, name: str) -> list[str]:
-    """Open and close in another thread; and what opening in the thread that captures raises."""
+    """Open and close in another thread; return what opening in the capturing thread raises."""
     said = []
     with all_to_all(group) as a2a:
         torch.cuda.synchronize()

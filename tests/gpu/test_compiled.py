@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled graphs on GPUs: inductor, and its captured CUDA graphs, with the bits of eager calls."""
+"""Compiled graphs on GPUs, with inductor and its CUDA graphs, give the bits of eager calls."""
 
 from __future__ import annotations
 

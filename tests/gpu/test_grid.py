@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole grid of sizes on as many GPUs as there are, bitwise against the reference."""
+"""The whole grid of sizes on all GPUs, bitwise equal to the reference."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several hosts on GPUs: ranks of one machine that WEFT_HOST tells apart, NCCL between them.
+"""Several hosts on GPUs: ranks of one machine that WEFT_HOST separates, with NCCL between them.
 
 2 GPUs are two hosts of one rank, 4 are two of two.
 """
@@ -108,7 +108,7 @@ def test_layers_meet_the_reference(ranks):
 
 
 def loses_a_host(group: weft.Group, kill: bool) -> tuple[str, float]:
-    """Rank 0's host dies, or makes no call; every other rank has an error in time."""
+    """Rank 0's host dies, or makes no call; every other rank raises in time."""
     case = Round(tokens=(8,) * group.size, hidden=256)
     with made(group, case, timeout=2.0) as a2a:
         for seed in range(3):

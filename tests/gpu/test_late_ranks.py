@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may cost time and what may not: a late rank costs its peers that once, profiling little."""
+"""The cost of a late rank, which its peers pay once, and of profiling."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ LATE_US = (600, 1200)  # about as long as a GPU's threads took to read their hos
 
 
 def milliseconds(group, tokens):
-    """Medians of CALLS all-reduces, of which rank 0 begins the first one late by LATE_US."""
+    """Return medians of CALLS all-reduces, of which rank 0 begins the first one LATE_US late."""
     x = torch.randn(tokens, 7168, device=group.device).bfloat16()
     found = []
     with weft.AllReduce(group, max_tokens=tokens, hidden=7168, timeout=20.0) as allreduce:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that find each other through NCCL, which says nothing of a peer's death by itself."""
+"""Ranks that meet through NCCL, which itself does not report a peer's death."""
 
 import os
 import re

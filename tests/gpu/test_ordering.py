@@ -83,7 +83,7 @@ SOURCE = "".join(
 
 
 def compile_litmus(arch: str, cache: Cache | None = None) -> bytes:
-    """The cubin of all kernels; needs no GPU."""
+    """Return the cubin of all kernels; needs no GPU."""
     return compile_cubin(
         SOURCE,
         name="ordering",
@@ -94,7 +94,7 @@ def compile_litmus(arch: str, cache: Cache | None = None) -> bytes:
 
 
 class Litmus:
-    """One rank's kernels, heap and streams: rank 0 produces, rank 1 consumes, both disturb."""
+    """One rank's kernels, heap and streams: rank 0 produces, rank 1 consumes, both add traffic."""
 
     def __init__(self, group: weft.Group, form: str) -> None:
         self.group = group
@@ -108,7 +108,7 @@ class Litmus:
         self.streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def run(self, first: int, rounds: int) -> dict[str, Any]:
-        """Rounds first + 1 .. first + rounds; what this rank saw. Collective, bounded in time."""
+        """Run rounds first + 1 .. first + rounds; return this rank's observations. Collective."""
         args = Args(
             base=self.heap.base,
             stride=self.heap.stride,
@@ -135,7 +135,7 @@ class Litmus:
         }
 
     def board(self) -> Board:
-        """A copy of this rank's words."""
+        """Return a copy of this rank's words."""
         raw = self.heap.tensor((ctypes.sizeof(Board),), torch.uint8).cpu()
         return Board.from_buffer_copy(bytes(raw.tolist()))
 
@@ -146,7 +146,7 @@ def _numbers(module: CudaModule, name: str) -> tuple[int, ...]:
 
 
 def litmus(group: weft.Group, form: str, runs: int, rounds: int) -> list[dict[str, Any]]:
-    """Every run's stale vectors and us a round. Raises PeerTimeout on both ranks if one is late."""
+    """Return every run's stale vectors and us per round. Raises PeerTimeout on both ranks."""
     test = Litmus(group, form)
     found = []
     for run in range(runs):
@@ -167,7 +167,7 @@ def litmus(group: weft.Group, form: str, runs: int, rounds: int) -> list[dict[st
 def measured(
     ranks: Any, record: Any, form: str, runs: int = RUNS, rounds: int = ROUNDS
 ) -> list[int]:
-    """Stale 16-byte vectors of each run; the report keeps them and the time of a round."""
+    """Return stale 16-byte vectors of each run; the report has them and the time of a round."""
     start = time.monotonic()
     first, second = ranks(2, "cuda")(litmus, form, runs, rounds, timeout=70.0)
     assert first == second

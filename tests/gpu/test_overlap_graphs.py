@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap under replay, lateness and schedules that were made to break it: no word may differ.
+"""Overlap under graph replay, delays and adverse schedules: no word may differ.
 
 The bodies are in tests/moe/overlapping.py, and CPU ranks rehearse them; here they run as CUDA
 graphs, on 2 to 8 GPUs. Each test starts its ranks as processes with a deadline.
@@ -74,7 +74,7 @@ def test_a_driver_that_serialises_is_no_deadlock(ranks, monkeypatch, name):
 
 @triton.jit
 def occupy(duration_ns):
-    """Keep a place on an SM for so long."""
+    """Occupy part of an SM for some time."""
     end = globaltimer() + duration_ns
     now = globaltimer()
     while now < end:
@@ -82,14 +82,14 @@ def occupy(duration_ns):
 
 
 def fill(stream: torch.cuda.Stream, sms: int, done: int) -> None:
-    """Before every fourth round: all threads of all but LEFT_SMS SMs are taken for 0.2 ms."""
+    """Occupy all threads of all but LEFT_SMS SMs for 0.2 ms before every fourth round."""
     if done % 4 == 0:
         with torch.cuda.stream(stream):
             occupy[(2 * (sms - LEFT_SMS),)](200_000, num_warps=32)
 
 
 def crowded(group: weft.Group) -> list[dict[str, int]]:
-    """Rounds beside a filler."""
+    """Run rounds beside a filler."""
     sms = torch.cuda.get_device_properties(group.device).multi_processor_count
     told = []
     for priority in (0, -5):  # as the layer's own streams, and before them

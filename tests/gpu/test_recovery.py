@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is killed while a graph is replayed: it is named soon, and the same graph is right again.
+"""A rank is killed during graph replay: its peers name it soon, and the same graph works again.
 
 First among the living, then with a new process in its place. Ranks may share one GPU. What was
 measured is printed (`pytest -s`). CPU ranks rehearse it without graphs.
@@ -37,7 +37,7 @@ def runs(*rehearsed: str) -> list[Any]:
 
 
 def opened(group: weft.Group, name: str, **more: Any) -> Step:
-    """Return a step of an operator that goes on without ranks that are gone."""
+    """Return a step of an operator that continues without dead ranks."""
     kind, sizes = STEPPED[name], {"max_tokens": 24, **SIZES, **more}
     if kind.name != "allreduce":
         sizes |= {"top_k": 4, "num_experts": 16}
@@ -47,7 +47,7 @@ def opened(group: weft.Group, name: str, **more: Any) -> Step:
 
 
 def die_replaying(step: Step, replay: Callable[[], None], rank: int, folder: Path) -> float:
-    """Kill `rank` while all replay; return when that was, once the others have noticed."""
+    """Kill `rank` during replay; return the time of death after the others noticed it."""
     group, moment = step.op.made.group, folder / f"moment {rank}"
     group.barrier(timeout=PATIENCE)
     if group.rank == rank:
@@ -76,7 +76,7 @@ def replay_until(deadline: float, step: Step, replay: Callable[[], None]) -> Non
 
 
 def hold(step: Step, replay: Callable[[], None], turn: int) -> None:
-    """Replay rounds of the living, all of which must be right."""
+    """Replay rounds of the living ranks, all of which must be correct."""
     step.reset(turn, step.op.made.group.living)
     for _ in range(3):
         replay()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One shot of more tokens than fit on a GPU at once, in each of its forms; ranks share a GPU."""
+"""One shot of more tokens than fit on a GPU at once, in each form; ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (1, 66, 67, 128, 512)  # waves of 132 SMs hold 66 rows of 7168 in bf16 a
 
 
 def exact(group: weft.Group, hidden: int) -> list[str]:
-    """Every size with every quant, rows of experts, and all sizes in one graph; the kernels."""
+    """Check every size with every quant, rows of experts, all sizes in a graph, and the kernels."""
     with weft.AllReduce(group, max_tokens=512, hidden=hidden, timeout=60.0) as ar:
         cases = [Sum(n, hidden, seed=n, special=True, bias=1.0) for n in (*SIZES, *SIZES[::-1])]
         for case in cases:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compute-sanitizer over the kernels, one process for each of two ranks."""
+"""compute-sanitizer over the kernels, with one process for each of two ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a kernel of the caller's stores at their owners, in replayed graphs."""
+"""Rows that a caller's kernel stores at their owners, in replayed graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASE = Round(tokens=(64, 64), hidden=7168, top_k=8, experts=32, router="holes")
 def store_at_owners(
     source, offsets, counts, dst_addr, hidden, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Copy the rows of each expert to their owners, tile by tile, as an epilogue stores them."""
+    """Copy the rows of each expert to their owners, tile by tile, as an epilogue does."""
     expert, block = tl.program_id(0), tl.program_id(2)
     count, start = tl.load(counts + expert), tl.load(offsets + expert)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -41,7 +41,7 @@ def store_at_owners(
 
 
 class Layer:
-    """One all-to-all whose rows are stored at their owners, and one that scatters the same."""
+    """An all-to-all whose rows are stored at their owners, and one that scatters them."""
 
     def __init__(self, group: weft.Group) -> None:
         self.a2a = make(group, CASE, combine="gemm_push", max_tokens=64, timeout=10.0)
@@ -64,13 +64,13 @@ class Layer:
         )
 
     def run(self) -> None:
-        """The product stores every row at its owner."""
+        """Store every row at its owner from the GEMM's epilogue."""
         self.product(self.groups.gather(self.a2a.dispatch(*self.inputs)))
         self.groups.sent()
         self.a2a.combine_recv(out=self.out)
 
     def check(self) -> None:
-        """The same round scattered gives the same bits."""
+        """Compare with the same round scattered."""
         self.others.gather(self.beside.dispatch(*self.inputs))
         self.others.scatter(self.source)
         wanted = self.beside.combine()
