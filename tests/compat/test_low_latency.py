@@ -29,7 +29,7 @@ FORMATS: tuple[dict[str, Any], ...] = (
 
 
 def inputs(group: weft.Group, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return rows of rank and token, ids with holes, and weights, with explicit dtype and device."""
+    """Return rows of rank and token, ids with holes, and weights, whatever torch's defaults are."""
     generator = torch.Generator("cpu").manual_seed(seed * 64 + group.rank)
     drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     tokens = (5, 8)[group.rank % 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that meet, in threads of one process, and strangers that connect."""
+"""Ranks that meet as threads of one process, and strangers that connect."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ SOON = 300.0  # much less than that, and enough for a busy machine
 
 
 def gather(meeting, rank, size=3, timeout=5.0, device="cpu"):
-    """One rank: meet, exchange, leave. Returns what it got, or the error."""
+    """Meet as one rank, exchange a value and leave; return the values, or the error."""
     try:
         control = meet(meeting, rank=rank, size=size, device=device, timeout=timeout)
     except RendezvousFailed as error:
@@ -30,7 +30,7 @@ def all_ranks(*calls):
 
 
 def connect(meeting):
-    """A connection to the hub."""
+    """Return a connection to the hub."""
     until = time.monotonic() + 600
     while True:
         try:
@@ -44,7 +44,7 @@ def connect(meeting):
 
 
 def make_hello(meeting, **changes):
-    """A hello."""
+    """Return a hello message."""
     hello = {
         "abi": ABI, "rank": 1, "size": 3, "device": "cpu", "nonce": meeting.nonce.hex()
     }  # fmt: skip
@@ -52,7 +52,7 @@ def make_hello(meeting, **changes):
 
 
 def answer(connection):
-    """The next message, which is awaited."""
+    """Wait for the next message and return it."""
     until = time.monotonic() + 600
     while (message := receive(connection)) is None:
         assert time.monotonic() < until

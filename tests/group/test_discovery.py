@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks find out that they share a host: containers, and answers that no rank would give."""
+"""Ranks detect that they share a host: containers, and invalid reports."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ from weft.heap.heap import Heap
 
 
 def find(size, timeout=20.0, **changes):
-    """What each rank got, a thread each: "met", or its error.
+    """Return what each rank got, with a thread per rank: "met", or its error.
 
     changes: what a rank says in the place of what it would say, by "rank1".
     """
@@ -117,20 +117,20 @@ def mount(kind, folder, flags=0):
 
 
 def isolate(*kinds):
-    """Give this process, or for "pid" its children, namespaces of their own."""
+    """Give this process, or its children for "pid", new namespaces."""
     require(_libc.unshare(sum(NEW[kind] for kind in kinds)))
     mount(None, "/", _MS_REC | _MS_PRIVATE)
 
 
 def hide(folder):
-    """From now on this process has a `folder` and a /dev/shm of its own, and they are empty."""
+    """Give this process an empty `folder` and an empty /dev/shm of its own from now on."""
     isolate("mount")
     mount(b"tmpfs", folder)
     mount(b"tmpfs", "/dev/shm")
 
 
 def contained(rank, networks, folder):
-    """In a process that is alone in its namespaces: find the other one by files."""
+    """In new namespaces, find the other process through files."""
     mount(b"proc", "/proc")
     mount(b"tmpfs", "/dev/shm")
     socket.sethostname(f"box{rank}")
@@ -179,7 +179,7 @@ def test_containers_of_one_host_meet_in_one_network(group, networks, tmp_path):
 
 
 def from_torch(group):
-    """A group of the same ranks, from their process group."""
+    """Make a group of the same ranks from their process group."""
     return Group.from_torch(group.process_group(), device=group.device, timeout=600.0)
 
 
@@ -193,7 +193,7 @@ def play_one(group, seed):
 
 
 def settled(group):
-    """Open descriptors once the store's thread has closed what peers gave up."""
+    """Return the open descriptors after the store's thread has closed those of peers."""
     gc.collect()
     group.barrier()
     deadline, counts = time.monotonic() + 10, [-1, 0]
@@ -217,7 +217,7 @@ def test_ranks_with_mounts_of_their_own_play_rounds(group, tmp_path):
 
 
 class Witness:
-    """A member of a group that waits for one rank's end."""
+    """A member of a group that records the end of one rank."""
 
     def __init__(self, victim):
         self.victim, self.heard = victim, threading.Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Control messages of a group: votes, agreements, descriptors; ranks that die, stall or leave."""
+"""Control messages of a group: votes, agreements, descriptors; ranks that die, hang or leave."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a process is seen by a pidfd, and before that by a pipe that ends with it."""
+"""The end of a process is detected by a pidfd, and earlier by a pipe that ends with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.group.liveness import Liveness, lifelong_pipe
 
 
 def replaced(place: Any, name: str, error: Exception) -> pytest.MonkeyPatch:
-    """Let a function of the system raise an error."""
+    """Patch a function of the system to raise an error."""
 
     def refuse(*_: object) -> None:
         raise error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks meet, nothing named is left, and what ends the meeting for one rank ends it for all."""
+"""Ranks meet and leave no name in the system; a failure of one rank fails all."""
 
 import contextlib
 import os
@@ -130,7 +130,7 @@ def test_a_rank_that_is_killed_while_it_waits_ends_the_meeting(meeting, victim):
 
 @contextlib.contextmanager
 def known_process():
-    """A process that lives, and what a rank in it would send of itself."""
+    """Start a process and return what a rank in it would send about itself."""
     process = subprocess.Popen(["sleep", "600"])
     try:
         yield process, {**liveness.process_identity(), "pid": process.pid}
@@ -140,7 +140,7 @@ def known_process():
 
 
 def with_peers(meeting, rank, reply, **options):
-    """One rank that knows the processes of the others."""
+    """Return one rank that knows the processes of the others."""
     with liveness.Peers() as known:
         for other, identity in reply.items():
             known.watch(other, identity)

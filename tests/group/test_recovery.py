@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Survivors agree on who is gone, and go on without them."""
+"""Survivors agree on the dead ranks, and continue without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ on_four = partial(on_ranks, 4, "cpu", timeout=LONG)
 
 
 class Operator:
-    """A share of memory, and what its group asked of it."""
+    """A share of memory that records the calls of its group."""
 
     def __init__(self, group: weft.Group, *, rounds: int = 0) -> None:
         self.heap = Heap.create(group, 4096)
@@ -79,7 +79,7 @@ def stop():
 
 
 def together(group):
-    """Check that control messages and shared memory work among the living."""
+    """Check that control messages and shared memory work among the living ranks."""
     assert group.all_gather(group.rank) == [r if r in group.living else None for r in range(4)]
     group.agree({"a": 1}, what="a")
     with Heap.create(group, 64) as heap:
@@ -93,7 +93,7 @@ def together(group):
 
 
 def survive(group, dead, **options):
-    """Recover without these ranks, and go on."""
+    """Recover without these ranks, and continue."""
     recovered = group.recover(timeout=LONG, **options)
     assert recovered.dead == tuple(dead)
     together(group)
@@ -177,7 +177,7 @@ def test_a_second_death_during_recovery_is_agreed_on_in_the_same_call(group, whe
 
 
 def meet_once(group):
-    """Enter a barrier, after which a suspect may hear that a peer, which is through, recovers."""
+    """Enter a barrier, after which a suspect may learn that a peer has begun to recover."""
     with contextlib.suppress(RendezvousFailed):
         group.barrier()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New processes take the numbers of ranks that are gone; what survivors hold stays where it is."""
+"""New processes replace dead ranks; the survivors' memory keeps its addresses."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from {module} import {body}
 
 
 def start(body, address, rank, *given):
-    """Start a new interpreter that is to be rank `rank`."""
+    """Start a new interpreter that will join as rank `rank`."""
     code = NEWCOMER.format(module=body.__module__, body=body.__name__)
     return subprocess.Popen([sys.executable, "-c", code, address, str(rank), *map(str, given)])
 
 
 def fork(body, address, rank, *given):
-    """Start a process that is to be rank `rank`, by the fork server of this one."""
+    """Start a process that will join as rank `rank`, by this process's fork server."""
     server: Any = forkserver._forkserver
     server.ensure_running = lambda: None  # as it would in the launcher; here it starts another
     process = multiprocessing.get_context("forkserver").Process(
@@ -69,7 +69,7 @@ def born(environment, body, *given):
 
 
 def end_well(process):
-    """Wait for a new process, if this rank started one."""
+    """Wait for the new process, if this rank started one."""
     if process is not None:
         process.join()
         assert process.exitcode == 0
@@ -82,7 +82,7 @@ def end_now(process):
 
 
 def lose(group, *victims):
-    """Go on without ranks, which die."""
+    """Continue without ranks, which die."""
     group.barrier()
     if group.rank in victims:
         die()
@@ -94,13 +94,13 @@ def recover(group, *dead):
 
 
 def begin(group, body, rank, *given):
-    """Open a meeting; on rank 0 start the process that comes to it as `rank`."""
+    """Open a meeting; rank 0 starts the process that joins as `rank`."""
     meeting = group.open_meeting()
     return meeting, fork(body, meeting.address, rank, *given) if group.rank == 0 else None
 
 
 def meet_at_0(group):
-    """Open a meeting without asking who is gone."""
+    """Open a meeting at rank 0, without looking for the dead."""
     meeting = Meeting.open() if group.rank == 0 else None
     address = group.all_gather(meeting.address if meeting else None)[0]
     return meeting or Meeting.from_address(address)
@@ -111,7 +111,7 @@ def join(address, rank):
 
 
 def fill(group, heap, value):
-    """Each rank writes its number into every share, and finds those of all in its own."""
+    """Write this rank's number into every share, and check the numbers of all ranks in its own."""
     for peer in range(4):
         heap.tensor((4,), torch.int32, rank=peer)[group.rank] = value + group.rank
     group.barrier()
@@ -177,7 +177,7 @@ def lives_on(address, rank, dies_when=""):
 
 
 def take_in(group, operator):
-    """Replace rank 3 by a process that lives."""
+    """Replace rank 3 by a process that stays alive."""
     meeting, process = begin(group, lives_on, 3)
     group.replace(meeting, timeout=LONG)
     assert ("recover", 0b1111) in operator.asked
@@ -198,7 +198,7 @@ def test_a_replacement_that_dies_is_replaced(group, when):
 
 
 def meets_some(address, rank, how):
-    """End when rank 0 has this process's part of the first message, and no other rank has."""
+    """End this process when its part of the first message has reached rank 0 only."""
     plane: Any = ControlPlane
     send = plane._send
 
@@ -212,7 +212,7 @@ def meets_some(address, rank, how):
 
 
 def start_may_take_long():
-    """Let deadlines of this rank begin where all have met: a new process starts before."""
+    """Start this rank's deadlines after all have met, because a process starts first."""
     groups: Any = weft.group.recovery
     meet = groups.meet
     groups.meet = lambda *place, **given: meet(*place, **{**given, "timeout": LONG})
@@ -226,7 +226,7 @@ def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
     lose(group, 3)
 
     def late(self, peer, op):
-        """Send the own part before hearing of the end, which rank 0 must not hear from here."""
+        """Send the own part before noticing the end, which rank 0 must not learn from this rank."""
         if op == "replace":
             time.sleep(0.5)
         return take(self, peer, op)
@@ -286,7 +286,7 @@ def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have(group):
 
 
 class Interrupted(Exception):
-    """What a signal handler may raise, anywhere."""
+    """Stands for an exception of a signal handler."""
 
 
 def interrupts(call):
@@ -470,7 +470,7 @@ class Objects:
 
 
 def works(address, rank):
-    """Make what is open, in the order in which it was opened."""
+    """Construct the open objects in the order in which they were opened."""
     group = join(address, rank)
     objects = Objects(group)
     for name, (kind, elder, _, place) in PLAN.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever strangers send, the ranks meet; whatever ranks send, errors say it in words."""
+"""Ranks meet whatever strangers send, and invalid messages of ranks raise errors with words."""
 
 import contextlib
 import errno
@@ -49,7 +49,7 @@ def both_meet(meeting, timeout=LONG):
 
 def test_a_rank_with_a_wrong_nonce_learns_why(meeting):
     class Other(Meeting):
-        """Another job's nonce, at this one's name."""
+        """A meeting of the same name with another job's nonce."""
 
         @property
         def _name(self):
@@ -137,7 +137,7 @@ def test_no_message_of_a_stranger_ends_the_meeting(meeting):
 
 
 def rank_that_reads(meeting, data, *, hub):
-    """What rank 1 of 3 makes of `data`: as the hub of anybody's, or of the hub."""
+    """Return how rank 1 of 3 reacts to `data`, sent to it as hub or by its hub."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control = ControlPlane(1, 3)
     theirs.send(data)
@@ -161,7 +161,7 @@ def rank_that_reads(meeting, data, *, hub):
 
 
 def is_json(value: object) -> bool:
-    """Without the numbers that are none, which Python writes all the same."""
+    """Whether a value is JSON without NaN and infinities, which Python writes."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
@@ -237,7 +237,7 @@ def test_an_address_that_no_rank_would_choose_is_refused(address):
 
 
 def flood(name, user):
-    """Connect again and again, for ever."""
+    """Connect again and again, without end."""
     if user:
         os.setgid(user)
         os.setuid(user)
@@ -291,7 +291,7 @@ MESSAGES = BODIES | PARTS.map(lambda body: json.dumps(body).encode())
 
 @contextlib.contextmanager
 def plane():
-    """Rank 1 of two, and the other one's end of their socket."""
+    """Return rank 1 of two, and the other end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.closing(ControlPlane(1, 2)) as control, theirs:
         control.add(0, 7, ours)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages: what is taken from a socket, and what is refused from a peer that breaks the rules."""
+"""Messages: what is accepted from a socket, and what is refused from a faulty peer."""
 
 import array
 import os
@@ -31,13 +31,13 @@ def pair():
 
 
 def with_fds(left, data, *fds):
-    """Send by hand."""
+    """Send data with descriptors."""
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
     left.sendmsg([data], control)
 
 
 def taken(right, **options):
-    """The message that is there."""
+    """Return the pending message."""
     message = receive(right, **options)
     assert message is not None
     return message

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of grouping and sending in the emulator give the bits of the CPU's own.
+"""Grouping and sending kernels in the emulator give the bits of the CPU kernels.
 
 Whether a GPU orders memory as they need is for the tests with the gpu marker.
 """
@@ -76,7 +76,7 @@ def test_kernels_send_what_the_cpu_sends(group, name, layout):
 
 
 def check_touched(seen: list[Event], a2a: weft.AllToAll, way: str) -> None:
-    """Assert that rows, flags and counters have the order and the scope that they need."""
+    """Assert that accesses to rows, flags and counters have the required order and scope."""
     touched = ways(seen, places(a2a.config.shape))
     assert touched["returned"] - {"reads weak"} == SENT[way] - {"reads weak"}
     assert touched["ready"] - {"reads acquire sys"} == {"writes release sys"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouping of inboxes filled by hand: every row, place and untouched byte."""
+"""Grouping of inboxes that are filled by hand: every row, position and untouched byte."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are summed and sent in one kernel: the bits of scatter."""
+"""Results that one kernel sums and sends have the bits of scatter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same_bits(
     layouts: list[str],
     options: dict[str, object],
 ) -> None:
-    """Rounds of one shape that are sent, against those of another all-to-all that are scattered."""
+    """Compare rounds of one shape that are sent with those of another all-to-all that scatters."""
     returns = {"sent": sent}
     if way == "choices" and group.device.type == "cpu":
         returns["stored"] = stored_at_owners
@@ -71,7 +71,7 @@ def same_bits(
 
 
 def same_refusals(*exchanges: weft.AllToAll) -> None:
-    """Too few rows are reported on both or on none."""
+    """Missing rows are reported on both or on neither."""
     texts = []
     for a2a in exchanges:
         texts.append("")
@@ -208,7 +208,7 @@ def received_and_checked(a2a: weft.AllToAll) -> None:
 
 
 def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
-    """Counts and ids that no honest peer sends reach no memory but the inboxes' own places."""
+    """Invalid counts and ids of a peer reach no memory except the inboxes' own slots."""
     case = Round(tokens=(16, 9), hidden=256, top_k=3, experts=10)
     with (
         make(group, case, **combining(way)) as a2a,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heaps on real GPUs: what the driver makes of the calls. More ranks than GPUs share them."""
+"""Heaps on real GPUs; ranks share a GPU if there are fewer."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA driver calls of a heap, against a driver that counts what is held and fails on demand.
+"""The driver calls of a heap, with a fake driver that counts resources and fails on demand.
 
 What real GPUs do with the calls is tested in test_cuda.py.
 """
@@ -29,7 +29,7 @@ PAGE_ADDRESS = ctypes.addressof(PAGE)
 
 @pytest.fixture
 def install(monkeypatch):
-    """Put a driver with the given faults where cuda.bindings would be."""
+    """Install a driver with the given faults in place of cuda.bindings."""
 
     def put(**options):
         fake = Driver(**options)
@@ -41,7 +41,7 @@ def install(monkeypatch):
 
 
 def make(group, fake):
-    """Create a heap, look at it, close it; or return the error."""
+    """Create a heap, read it and close it; or return the error."""
     fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     try:
@@ -69,7 +69,7 @@ def run(fake, body=make, *args, ranks=2):
 
 
 def names_of(fake, rank):
-    """Names of a rank's calls."""
+    """Return the names of a rank's calls."""
     return [name for caller, name in fake.log if caller == rank]
 
 
@@ -84,7 +84,7 @@ def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
 
 
 def replace_peer(group, fake):
-    """The peer's share is mapped again, as if a new process had sent it."""
+    """Map the peer's share again, as if a new process had sent it."""
     fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     with Heap.create(group, GRANULE) as heap:
@@ -152,7 +152,7 @@ def test_a_failing_close_says_so_and_still_frees(install):
 
 
 def let_go(group, fake, how):
-    """Let a heap go in a thread that captures; the driver's calls, and the thread's mode then."""
+    """Drop a heap in a capturing thread; return the driver's calls and the thread's mode."""
     fake.local.rank = group.rank
     group.device = torch.device("cuda", group.rank)
     heap = Heap.create(group, 64)
@@ -195,7 +195,7 @@ def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatc
 
 
 def cpu_tensor_at(address, count, device, keeper):
-    """A tensor that keeps its keeper, over memory that is there."""
+    """Return a tensor over existing memory that keeps its keeper alive."""
     return torch.frombuffer(cpu.make_buffer(PAGE_ADDRESS, count, keeper), dtype=torch.uint8)
 
 

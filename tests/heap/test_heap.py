@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heaps of CPU ranks: addresses, views, guards, failing creations, and what is given back."""
+"""Heaps of CPU ranks: addresses, views, checks, failing creations, and freed memory."""
 
 import ctypes
 import fcntl
@@ -334,7 +334,7 @@ def test_sizes_that_no_heap_has_and_other_sizes_fail_on_every_rank(group, sizes,
 
 
 def disturb(group, where, what, over):
-    """Let one step of a creation fail, die or stall on this rank."""
+    """Make one step of a creation fail, die or hang on this rank."""
     real = getattr(cpu.HostShares, where)
 
     def disturbed(self, *args):
@@ -410,7 +410,7 @@ def test_memory_that_a_peer_could_change_is_refused(tmp_path, size, seals, text)
 
 
 class Owner:
-    """Stands for what a view keeps alive."""
+    """An object that a view keeps alive."""
 
 
 def test_a_tensor_over_an_address_sees_the_memory_and_keeps_its_owner():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares that no memory is there for are refused before anything is made, by all ranks alike."""
+"""Shares that exceed the available memory are refused on all ranks before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """`host(available=, swap=, groups=)`: what this host and its control groups say of memory.
+    """Return `host(available=, swap=, groups=)`, which sets this host's memory and control groups.
 
     groups: path within the tree -> (limit or "max", used, bytes of files that can be reclaimed).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts of a test: network namespaces on one switch, whose links can be cut, slowed and counted.
+"""Network namespaces as hosts on one switch, whose links can be cut, slowed and counted.
 
 Ranks are processes with the environment that torchrun would give them. Where namespaces may not
 be made, hosts are told apart by WEFT_HOST alone and share the loopback; then no link can be cut.
@@ -34,7 +34,7 @@ ENDS = 300.0  # seconds after which ranks that should have ended are killed, and
 
 
 class Network:
-    """So many hosts; a context manager."""
+    """Several hosts. Context manager."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts = hosts
@@ -57,16 +57,16 @@ class Network:
         return self.namespaces.of(which)
 
     def cut(self, host: int) -> None:
-        """From now on nothing reaches the host, and nothing of it arrives."""
+        """Cut the host off: nothing reaches it, and nothing that it sends arrives."""
         ip("-n", self._of("switch"), "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """The end of `cut`."""
+        """Undo `cut`."""
         ip("-n", self._of("switch"), "link", "set", f"port{host}", "up")
 
     @contextmanager
     def relayed(self, delay: float) -> Iterator[Callable[[float], None]]:
-        """Between two hosts every frame takes so many seconds; what is yielded changes them."""
+        """Delay frames between two hosts by some seconds; the yielded function changes that."""
         assert self.hosts == 2
         ports = [f"port{host}" for host in range(2)]
         for host, port in enumerate(ports):
@@ -89,7 +89,7 @@ class Network:
             assert relay.wait(10.0) == 0
 
     def limit(self, rate: str) -> None:
-        """Each host sends, and is sent, so much at most: "1gbit"."""
+        """Limit the rate at which each host sends and receives, such as "1gbit"."""
         for host in range(self.hosts):
             for namespace, link in (("switch", f"port{host}"), (host, "eth0")):
                 tc = ["tc", "-n", self._of(namespace), "qdisc", "replace", "dev", link, "root"]
@@ -97,7 +97,7 @@ class Network:
                 subprocess.run([*tc, *shape], check=True)
 
     def sent(self, host: int) -> int:
-        """Bytes that a host has sent since it was made."""
+        """Return the bytes that a host has sent since it was made."""
         told = json.loads(ip("-n", self._of(host), "-s", "-j", "link", "show", "eth0"))
         return int(told[0]["stats64"]["tx"]["bytes"])
 
@@ -143,14 +143,14 @@ class Job:
             self.processes.append(process)
 
     def mark(self, rank: int) -> str:
-        """Return what a rank has written last to its mark."""
+        """Return a rank's latest mark."""
         try:
             return (self.folder / f"{rank}.mark").read_text()
         except FileNotFoundError:
             return ""
 
     def wait_for(self, rounds: int) -> None:
-        """Wait until every rank has marked so many rounds."""
+        """Wait until every rank has marked a number of rounds."""
         deadline = time.monotonic() + ENDS
         while not all(int(self.mark(r) or 0) >= rounds for r in range(len(self.processes))):
             assert time.monotonic() < deadline, self.logs()
@@ -164,7 +164,7 @@ class Job:
             self.processes[rank].join()
 
     def results(self, ranks: Iterable[int]) -> list[Any]:
-        """Wait for ranks, which must end by themselves; return what `body` returned on each."""
+        """Wait for ranks, which must end by themselves; return the results of `body`."""
         deadline = time.monotonic() + ENDS
         values = []
         for rank in ranks:
@@ -175,12 +175,12 @@ class Job:
         return values
 
     def close(self) -> None:
-        """Kill what runs, and remove what it wrote."""
+        """Kill running processes, and remove their files."""
         self.kill(*range(len(self.processes)))
         self._folder.cleanup()
 
     def logs(self) -> str:
-        """Return what all ranks printed."""
+        """Return the output of all ranks."""
         return "\n".join(
             f"--- rank {rank}\n{(self.folder / f'{rank}.log').read_text()[-4000:]}"
             for rank in range(len(self.processes))
@@ -201,7 +201,7 @@ def spanning(timeout: float) -> Iterator[weft.Group]:
 def run_rank(
     folder: Path, environment: dict[str, str], namespace: str | None, body: str, args: list[Any]
 ) -> None:
-    """Be one rank."""
+    """Run one rank."""
     rank = environment["RANK"]
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)

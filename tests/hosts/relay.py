@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A relay between two links that holds every frame for a while: a link with delay.
+"""A relay between two links that delays every frame: a link with latency.
 
 Usage: python -m tests.hosts.relay LINK LINK    in the namespace of both. Each line on stdin is the
 delay from then on, in seconds; frames keep their order. The end of stdin is the relay's.
@@ -22,7 +22,7 @@ OFFLOADS = (0x17, 0x1F, 0x24)  # ETHTOOL_STXCSUM, _STSO, _SGSO
 
 
 def send_whole_frames(link: str) -> None:
-    """Let a link send frames as they cross a wire, cut to size and with their checksums."""
+    """Make a link send frames as on a wire: split to size and with checksums."""
     with socket.socket() as control:
         for which in OFFLOADS:
             off = ctypes.create_string_buffer(struct.pack("II", which, 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of several hosts: here ranks of one machine that WEFT_HOST tells apart."""
+"""Groups of several hosts, simulated by ranks of one machine with different WEFT_HOST."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ play = functools.partial(rounds.play, poison=False)
 def on_hosts(
     group: weft.Group, hosts: int | list[int], body: Callable[..., Any], *args: Any
 ) -> Any:
-    """Run `body(spanning, *args)` on ranks that weft.launch started, as ranks of several hosts.
+    """Run `body(spanning, *args)` on ranks of weft.launch, as ranks of several hosts.
 
     hosts: their number, of as many ranks each, or the host of each rank.
     """
@@ -43,7 +43,7 @@ def on_hosts(
 def across(
     hosts: int | list[int] | str, count: int | str = 4, **options: Any
 ) -> Callable[[Test], Test]:
-    """`on_ranks` for CPU ranks of several hosts, whose group spans these.
+    """Like `on_ranks`, for CPU ranks of several hosts with one group.
 
     hosts: as of `on_hosts`, or the name of the parameter that has it.
     """
@@ -68,7 +68,7 @@ def across(
 def lying(
     a2a: weft.AllToAll | weft.LowLatencyAllToAll, tell: Callable[[Slots, int], None]
 ) -> Iterator[None]:
-    """Let `tell(slots, own)` change what this rank sends to others over its rail in a dispatch."""
+    """Let `tell(slots, own)` change what this rank sends over its rail in a dispatch."""
     rail, own = a2a._rail, a2a.group.host
     assert rail is not None
     start = rail._start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The all-to-all over several hosts: every byte as `weft.reference` has it."""
+"""The all-to-all over several hosts: every byte as in `weft.reference`."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_what_another_host_would_not_send_is_refused_in_its_name(group: weft.Gro
 
 
 def late(group: weft.Group) -> str:
-    """Rank 0 makes no call while the store, which would hear the first cause, answers nobody."""
+    """Rank 0 makes no call, while the store with the first cause does not answer."""
     case = Round(tokens=(2, 2, 2, 2))
     with case.open(group, TOKENS, timeout=1.0) as a2a:
         play(a2a, case)
@@ -242,7 +242,7 @@ def test_what_one_host_refuses_several_refuse(group: weft.Group) -> None:
 
 
 def as_one_host(group: weft.Group) -> bytes:
-    """The sums of one host's ranks, to compare with."""
+    """Return the sums of one host's ranks, for comparison."""
     case = Round(tokens=(5, 3, 8, 2), dtype=torch.float32, seed=5)
     x, ids, weights, _ = case.of(group.rank, group.device)
     with case.open(group, TOKENS) as a2a:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a host sends in a round, counted at its link: the slots, and next to nothing beside them."""
+"""Bytes that a host sends in a round, counted at its link: the slots, and little else."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CASE = Round(tokens=(TOKENS,) * 6, experts=24, hidden=HIDDEN)
 
 
 def made(config: MoEConfig, experts: tuple[int, ...]) -> ExpertWeights:
-    """Any weights."""
+    """Return random weights."""
     return ExpertWeights.stack(config, [Expert.seeded(config, e) for e in experts], CPU)
 
 
 def rounds(group: weft.Group, _folder: Path, count: int, quantize: str | None) -> tuple[int, int]:
-    """So many rounds; the bytes that a rank is to send to each other host in one."""
+    """Run rounds; return the expected bytes that a rank sends to each other host per round."""
     x, ids, weights, _ = CASE.of(group.rank, group.device)
     sizes = {"max_tokens": TOKENS, "top_k": CASE.top_k, "num_experts": CASE.experts}
     if quantize == "low latency":

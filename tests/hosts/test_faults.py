@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank, a host or a link is lost under rounds: every rank that is left has an error in time."""
+"""A rank, host or link fails during rounds: every other rank raises in time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_links = pytest.mark.skipif(
 
 
 def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
-    """Rounds, each checked to the byte, until one raises, or to the last."""
+    """Run rounds, each checked to the byte, until one raises or the last one ends."""
     case = Round(tokens=tuple((3 * r + 1) % 9 for r in range(group.size)), add=True)
     mark, at = folder / f"{group.rank}.mark", 0
     with weft.AllToAll(group, timeout=TIMEOUT, **case.sizes(8)) as a2a:
@@ -41,7 +41,7 @@ def endless(group: weft.Group, folder: Path, last: int) -> dict[str, Any]:
 
 
 def raised_again(a2a: weft.AllToAll, case: Round) -> str:
-    """What a later call raises, at once."""
+    """Return the error of a later call, which raises at once."""
     began = time.monotonic()
     try:
         play(a2a, case)
@@ -55,7 +55,7 @@ ENDLESS = f"{__name__}:endless"
 
 
 def survivors(hosts: int, disturb: str, victim: int, *, lasts: float = 0.0) -> dict[int, Any]:
-    """What each rank that is left said, two ranks a host, and how long after it was disturbed."""
+    """Return every survivor's error, and its delay after the fault; two ranks per host."""
     with Network(hosts) as network:
         job = network.start(2, ENDLESS, 1_000_000)
         job.wait_for(3)
@@ -77,7 +77,7 @@ def survivors(hosts: int, disturb: str, victim: int, *, lasts: float = 0.0) -> d
 
 
 def check_all(replies: dict[int, Any], *named: str) -> None:
-    """Every rank has a typed error in time; one of `named` is in each text."""
+    """Every rank has a typed error in time; each text contains one of `named`."""
     for rank, each in replies.items():
         assert each["error"] in ("RailFailed", "PeerDied", "PeerLeft", "PeerTimeout"), (rank, each)
         assert each["after"] < TIMEOUT + SLACK, (rank, each)
@@ -125,7 +125,7 @@ def test_a_link_that_stalls_within_the_deadline_is_waited_for():
 
 
 def delayed(group: weft.Group, folder: Path) -> dict[str, Any]:
-    """`endless`, of rounds that take long each, and how long they took."""
+    """Run `endless` with slow rounds, and return the time that they took."""
     began = time.monotonic()
     return endless(group, folder, ROUNDS) | {"took": time.monotonic() - began}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else a group of several hosts refuses, and what it gives back."""
+"""Other refusals of groups of several hosts, and freed resources."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_operator_is_made_on_all_hosts_or_on_none(group: weft.Group) -> None:
 
 
 def other_rows(group: weft.Group) -> str:
-    """One host's ranks make their first call with other rows than the other's."""
+    """One host's ranks make their first call with other rows than the other host's."""
     case = Round(tokens=(2, 2))
     x, ids, weights, _ = case.of(group.rank, group.device)
     with weft.AllToAll(group, timeout=9.0, first_timeout=1.0, **case.sizes(8)) as a2a:
@@ -133,7 +133,7 @@ def test_an_abort_reaches_ranks_of_other_hosts_at_once(group: weft.Group) -> Non
 
 
 def left_waiting(group: weft.Group, how: str, over: Path) -> str:
-    """Rank 1 takes no further part, and its connections to the other host stay open."""
+    """Rank 1 stops, but its connections to the other host stay open."""
 
     def wait() -> str:
         while not over.exists():

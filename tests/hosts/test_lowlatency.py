@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-latency all-to-all over several hosts: every byte as its reference has it."""
+"""The low-latency all-to-all over several hosts: every byte as in its reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS = {
 
 
 def rounds(group: weft.Group, tokens: tuple[int, ...]) -> None:
-    """Play every way, and combine two results that are alive, each with its own ids."""
+    """Play every mode, and combine two live results, each with its own ids."""
     for number, (name, mode) in enumerate(WAYS.items()):
         case = Round(tokens=tokens, hidden=256, add=True, router="holes")
         with mode.make(group, case, TOKENS) as low:

@@ -34,7 +34,7 @@ from weft.group.torch_groups import TorchControl
 
 
 def describe(*boots: str, parts: str = "", kinds: Sequence[str] = ()) -> list[Any]:
-    """What ranks on such machines say of them."""
+    """Return the reports of ranks on such machines."""
     names = ("boot", "part", "device")
     given = boots, parts or "-" * len(boots), kinds or ["cuda"] * len(boots)
     places = [dict(zip(names, each, strict=True)) for each in zip(*given, strict=True)]
@@ -102,7 +102,7 @@ def test_devices_of_two_kinds_are_noticed_at_once(group: weft.Group) -> None:
 
 
 def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> weft.Group:
-    """The group of ranks that take themselves for ranks of these machines.
+    """Make the group of ranks that report these machines.
 
     domains: the machines of each; all are of one where nobody says.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces that stand for hosts leave nothing behind."""
+"""Network namespaces that simulate hosts are removed completely."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fake`: a driver that only takes notes."""
+"""`fake`: a driver that records its calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk cache: one build for all, entries that are whole or absent, a private directory."""
+"""The disk cache: one build for all processes, atomic entries, a private directory."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_link_is_followed_once_and_judged_by_where_it_leads(tmp_path: Path) ->
 
 
 def renamed_entry(path: Path) -> None:
-    """The entry of another key, which nobody has changed."""
+    """Return the unchanged entry of another key."""
     other = key_of(entry="other")
     store(Cache(path.parent), other, b"other code")
     (path.parent / f"{other}.data").replace(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system's C++ compiler and NVRTC: what they make, what is kept, and what is refused."""
+"""The system's C++ compiler and NVRTC: results, cached entries and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fill(cache: Cache, source: str = FILL, **options: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Compiler:
-    """build: what compiles; identities: functions whose answers are in the key; options, arch: too.
+    """`build` compiles; the results of `identities`, the options and `arch` are in the key.
 
     broken: a source, and what an error of it shows.
     """
@@ -98,7 +98,7 @@ def cache(tmp_path: Path) -> Cache:
 
 @pytest.fixture
 def fresh_memory() -> Iterator[None]:
-    """Compilers are looked up once per process; forget them around a test."""
+    """Clear the per-process caches of compiler lookups around a test."""
     asked = (host.compiler_identity, nvrtc._bindings, nvrtc.nvrtc_version)
     for each in asked:
         each.cache_clear()
@@ -185,7 +185,7 @@ def test_options_of_kernels(cache: Cache, tmp_path: Path) -> None:
 
 
 class Binding:
-    """Enough of cuda.bindings.nvrtc to be asked for its version."""
+    """The part of cuda.bindings.nvrtc that reports a version."""
 
     def __init__(self, answer: tuple[int, int, int] | Exception) -> None:
         self.answer = answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading and launching, against a driver that only takes notes; with a GPU, also the real one."""
+"""Loading and launching, with a recording driver, and on a GPU with the real one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header tree's digest and how sources are shown."""
+"""The header tree's digest, and the display of sources."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code on its way off a GPU, and what is read back of it, beside other people's captures."""
+"""Unloading of modules and reading their variables, during captures of other code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""launch: results in order, the cause of a failure by name, and nothing left behind."""
+"""launch: ordered results, the named cause of a failure, and no leftovers."""
 
 import glob
 import multiprocessing
@@ -40,7 +40,7 @@ BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
 def leftovers(temporary):
-    """Names that a job with this $TMPDIR could leave: directories, shared memory, sockets.
+    """Return files that a job with this $TMPDIR may leave: directories, shared memory, sockets.
 
     The fork server's own socket and its directory go when the server ends. An abstract address goes
     with the last descriptor of it; other jobs of this machine have theirs.
@@ -52,7 +52,7 @@ def leftovers(temporary):
 
 
 def children():
-    """Processes below this one, by the kernel's list."""
+    """Return the descendants of this process from /proc."""
     found, todo = [], [os.getpid()]
     while todo:
         pid = todo.pop()
@@ -110,7 +110,7 @@ def test_launches_of_several_threads_leave_the_environment_alone(monkeypatch):
 
 
 class OddError(Exception):
-    """Cannot be rebuilt from its pickle."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, one, two):
         super().__init__(f"{one} {two}")
@@ -228,7 +228,7 @@ def test_ranks_that_hang_beside_a_failure_are_ended(monkeypatch):
 
 
 class DiesWhenUnpacked:
-    """Ends the process that receives it, before it meets the others."""
+    """Ends the process that unpickles it, before it meets the others."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -414,7 +414,7 @@ def stay(group, out):
 
 
 def launcher(_address, _rank, out):
-    """Launch ranks in a process of the fork server, which is then theirs as well."""
+    """Launch ranks from a process of the fork server, which the ranks share."""
     launch(stay, out, ranks=3)
 
 
@@ -434,7 +434,7 @@ if __name__ == "__main__":
 
 
 def start_launcher(own_server, out, temporary):
-    """Start a launcher in a process of its own; return what kills it and what waits for it."""
+    """Start a launcher process; return functions that kill it and wait for it."""
     environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": str(Path(__file__).parents[2])}
     if own_server:
         script = out / "job.py"
@@ -510,7 +510,7 @@ def test_ranks_take_their_launchers_weft_and_the_files_that_it_checked_for(tmp_p
 
 
 def forks(group, how):
-    """Rank 1 forks a helper that leaves the function; what each rank returns, and its exit code."""
+    """Rank 1 forks a helper that leaves the function; return results and exit codes."""
     child = os.fork() if group.rank == 1 else None
     if child == 0:
         if how == "raises":

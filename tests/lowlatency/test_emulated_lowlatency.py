@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-latency kernels in the emulator: who they understand, order of memory, and their trace.
+"""The low-latency kernels in the emulator: interoperation, memory order, and their trace.
 
 That they give the reference's bytes is in test_lowlatency.py.
 """
@@ -31,7 +31,7 @@ SEVERAL = [name for name in CASES if "several" in name]
 
 
 def mixed(group: weft.Group, name: str) -> None:
-    """Rank 1 runs the CPU's own protocol: it is the same."""
+    """Rank 1 runs the CPU kernels, which speak the same protocol."""
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:
         if group.rank != 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-latency rounds whose every byte is known, on every kind of rank."""
+"""Low-latency rounds whose every byte is known, on every kind of ranks."""
 
 from __future__ import annotations
 

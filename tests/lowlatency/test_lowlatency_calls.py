@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers may do with a low-latency all-to-all, what is refused, and what is said of it."""
+"""Calls of a low-latency all-to-all: allowed orders, refusals and their texts."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_another_all_to_alls_handle_is_refused(group):
 
 
 def combined_in_any_order(group: weft.Group) -> list[int]:
-    """A result that stays alive keeps its own slot, and no other."""
+    """A live result keeps its own slot only."""
     x, ids, weights, _ = inputs(group)
     with make(group) as a2a:
         kept = a2a.dispatch(x, ids, weights)
@@ -161,7 +161,7 @@ def test_results_may_be_combined_in_any_order(ranks, kind):
 
 
 def crossed(group: weft.Group, split_phase: bool) -> str:
-    """Rank 1 combines its two results the other way round."""
+    """Rank 1 combines its two results in reverse order."""
     x, ids, weights, _ = inputs(group)
     with make(group, split_phase=split_phase) as a2a:
         both = [a2a.dispatch(x, ids, weights), a2a.dispatch(x, ids, weights)]

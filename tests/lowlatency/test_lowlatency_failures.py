@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word that does not come is named."""
+"""A missing word is named in the error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_round(a2a: LowLatencyAllToAll) -> None:
 
 
 def silent(group: weft.Group) -> str:
-    """Rank 2 sends rank 0 nothing of its dispatch, and everybody else its part."""
+    """Rank 2 sends nothing of its dispatch to rank 0, and its part to all others."""
     with Mode(more={"_defines": FAULTS}).make(group, CASE, 8) as a2a:
         one_round(a2a)
         if group.rank == 0:

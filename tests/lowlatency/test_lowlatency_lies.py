@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer's words may say anything: what it sends of its rows never leads outside of this rank's."""
+"""Arbitrary words of a peer never cause accesses outside of this rank's memory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LIES = {
 
 
 def words(a2a: LowLatencyAllToAll, offset: int, count: int) -> torch.Tensor:
-    """`count` 64-bit words of rank 0's share."""
+    """Return `count` 64-bit words of rank 0's share."""
     heap = a2a.heap
     return heap.tensor((count,), torch.int64, offset=offset, rank=0)
 
 
 def rows_out(a2a: LowLatencyAllToAll) -> torch.Tensor:
-    """The places of rows out in rank 0's inbox."""
+    """Return the slots of returned rows in rank 0's inbox."""
     shape, layout = a2a.config.shape, a2a.config.offsets
     return words(a2a, layout.rows, shape.rows * shape.sent_bytes // 8)
 
@@ -46,7 +46,7 @@ def rows_out(a2a: LowLatencyAllToAll) -> torch.Tensor:
 def forge_dispatch(
     a2a: LowLatencyAllToAll, *, tokens: int = MOST, chosen: int = 0, choice: int = 0
 ) -> None:
-    """Write by hand what rank 1 sends rank 0 in its second dispatch."""
+    """Write what rank 1 sends to rank 0 in its second dispatch."""
     shape, layout = a2a.config.shape, a2a.config.offsets
     tag = EPOCH << TAGGED_BITS
     flags = HEADER_BYTES + LINE
@@ -105,7 +105,7 @@ def check_bounds(a2a: LowLatencyAllToAll, got: ExpertRows) -> None:
 
 
 def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Tensor) -> None:
-    """Every address is the place of a row of the token's owner; no two rows have the same."""
+    """Every address is a slot of the token's owner, and no two are equal."""
     shape, heap = a2a.config.shape, a2a.heap
     behind = torch.arange(shape.rows, device=address.device)[None] >= got.counts[:, None]
     assert not address[behind].any()
@@ -125,7 +125,7 @@ def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
 
 
 def withheld(group: weft.Group, what: str) -> str:
-    """Rank 1 announces rows to rank 0 and then keeps one word back; how rank 0 says so."""
+    """Rank 1 announces rows to rank 0 but withholds one word; return rank 0's error."""
     mode = Mode(more={"timeout": 0.6, "first_timeout": 600.0})
     with mode.make(group, CASE, MOST) as a2a:
         x, ids, weights, _ = CASE.of(group.rank, group.device)

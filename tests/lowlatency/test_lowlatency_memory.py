@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-latency all-to-all will allocate is known before, to the byte."""
+"""`memory_bytes` predicts the allocations of a low-latency all-to-all to the byte."""
 
 from __future__ import annotations
 

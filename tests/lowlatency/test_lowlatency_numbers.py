@@ -27,7 +27,7 @@ MODES = {
 
 
 def strange_rows(device: torch.device) -> torch.Tensor:
-    """bf16 `[96, HIDDEN]`: every pattern; and rows with few strange numbers."""
+    """Return bf16 `[96, HIDDEN]`: every bit pattern, and rows with few special values."""
     generator = torch.Generator().manual_seed(5)
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
     every = every[torch.randperm(2**16, generator=generator)].view(64, HIDDEN)
@@ -78,7 +78,7 @@ def delivered(group: weft.Group, name: str) -> None:
 
 
 def _nan(like: torch.Tensor) -> torch.Tensor:
-    """The NaN that every combine writes."""
+    """Return the NaN that every combine writes."""
     return torch.full_like(like.view(torch.int16), 0x7FFF).view(like.dtype)
 
 

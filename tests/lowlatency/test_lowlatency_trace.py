@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiled low-latency rounds: what teams write down, and the files for Perfetto."""
+"""Profiled low-latency rounds: the teams' records, and the files for Perfetto."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_kept_round_is_there_with_its_steps(ranks, kind, tmp_path):
 
 
 def pages(*tracks: ctypes.Structure) -> torch.Tensor:
-    """`[1, teams, bytes]`: what the teams of one operation left, and one more place."""
+    """Return `[1, teams, bytes]`: the records of one operation, and an empty one."""
     found = [bytes(track) for track in tracks] + [bytes(ctypes.sizeof(TraceRecord))]
     return torch.tensor([list(page) for page in found], dtype=torch.uint8)[None]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic task, and the checkpoint that was trained."""
+"""The arithmetic task, and its trained checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture
 def train() -> ModuleType:
-    """The trainer, which imports a model of transformers: seconds that collecting must not take."""
+    """Import the trainer, which imports transformers: too slow for collection."""
     return importlib.import_module("models.arithmetic.train")
 
 

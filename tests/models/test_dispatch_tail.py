@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""models/ordering/tail.cu: it compiles, and on two GPUs the ordered tails lose nothing."""
+"""models/ordering/tail.cu compiles, and on two GPUs the ordered tails lose no word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, compiled without a warning."""
+    """Return the program, compiled without a warning."""
     assert NVCC is not None
     path = tmp_path_factory.mktemp("ordering") / "tail"
     strict = ("-std=c++17", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every PTX litmus test has the verdict that is expected, computed here and as Dartagnan said."""
+"""Every PTX litmus test has its expected verdict, computed here and recorded from Dartagnan."""
 
 from __future__ import annotations
 

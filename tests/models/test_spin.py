@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Promela models: right variants have no error, wrong ones the error that is named here."""
+"""The Promela models: right variants have no error, wrong ones the named error."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ VARIANTS = {
 
 
 def run(command: list[str], directory: Path) -> str:
-    """Runs `command` in `directory` and returns what it printed; fails if it did not succeed."""
+    """Run `command` in `directory` and return its output; fail if it does not succeed."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} returned {done.returncode}:\n{text}"
@@ -219,7 +219,7 @@ def run(command: list[str], directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def spin() -> str:
-    """The path of the SPIN model checker."""
+    """Return the path of the SPIN model checker."""
     run([str(ROOT / "tools" / "need_spin.sh")], ROOT)
     # Another program of that name is common (a developer tool for Python), so ask it who it is.
     found = shutil.which("spin")

@@ -48,7 +48,7 @@ GATINGS = {SWIGLU: weft.reference.swiglu, CLAMPED_SWIGLU: weft.reference.clamped
 
 
 def ordinary_bytes(layer: weft.MoE) -> int:
-    """Bytes of the tensors outside of symmetric memory that a layer's workspace holds."""
+    """Return the bytes of a layer's workspace outside of symmetric memory."""
     workspace = layer.workspace
     if isinstance(workspace, ThroughputWorkspace):
         rows = tree_leaves(workspace._groups._buffers)
@@ -61,7 +61,7 @@ def ordinary_bytes(layer: weft.MoE) -> int:
 
 
 def formula(gating: Gating) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Gating with any numbers."""
+    """Return a gating with any parameters."""
     numbers = Gated(**asdict(gating))
     return lambda gate, up: gated(numbers, torch.cat((gate, up), dim=-1))
 
@@ -104,12 +104,12 @@ class Case:
     def weights(
         self, experts: Iterable[int], device: torch.device, first: int = 0
     ) -> ExpertWeights:
-        """Experts of this layer, stacked; of another layer with the number `first`."""
+        """Return stacked experts of this layer, or of another layer that starts at `first`."""
         stacked = [self.expert(first + e) for e in experts]
         return ExpertWeights.stack(self.config, stacked, device)
 
     def packed(self, weights: ExpertWeights) -> ExpertWeights:
-        """Weights as a layer with fp8=True takes them."""
+        """Return weights in the format of a layer with fp8=True."""
         return weights.to_mxfp4() if self.mxfp4 else weights.to_fp8()
 
     def open(self, group: weft.Group, **options: Any) -> weft.MoE:
@@ -137,7 +137,7 @@ class Case:
         quantize: str | None = None,
         fp8: bool = False,
     ) -> torch.Tensor:
-        """float32 `[tokens, hidden]`, on this rank alone; experts see x as the wire brings it.
+        """Return the expected float32 `[tokens, hidden]`; experts see x as it arrives.
 
         fp8: and weights, and what gating makes, as FP8 brings them.
         """
@@ -178,25 +178,25 @@ class Case:
         )
 
     def hold(self, found: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> None:
-        """Compare a result with what `wanted` gave."""
+        """Compare a result with that of `wanted`."""
         limit = slack * bound(self.config, wanted)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=limit)
 
 
 def dequantized(weights: ExpertWeights, name: str) -> torch.Tensor:
-    """float32, what "gate_up" or "down" of FP8 or MXFP4 weights mean."""
+    """Return "gate_up" or "down" of FP8 or MXFP4 weights as float32."""
     return widened(getattr(weights, name), getattr(weights, f"{name}_scale"))
 
 
 def widened(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32, each number times its block's scale."""
+    """Return float32 values, multiplied by their blocks' scales."""
     if q.dtype == MXFP4:
         return unpack_mxfp4(q, scales)
     return q.float() * scales.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
 
 
 def bound(config: MoEConfig, wanted: torch.Tensor) -> float:
-    """How far a layer may be from the reference, which rounds only what goes over the wire.
+    """Return the tolerance of a layer against the reference, which rounds only wire data.
 
     Roundings on the way, each half a unit of its value: the product, the gating's steps, the second
     product, the rank's sum, the result. They are of either sign, and values are smaller than the

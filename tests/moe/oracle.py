@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing by plain loops over Python numbers: slow, and nothing in common with weft.moe.routing."""
+"""Routing as plain loops over Python numbers, independent of weft.moe.routing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.moe.routing.router import Routing
 
 
 def sort_best_first(values: list[float]) -> list[int]:
-    """Places by value, NaN before all numbers, equal ones in their order."""
+    """Return indices by value, NaN before all numbers, equal values in their order."""
     return sorted(
         range(len(values)),
         key=lambda i: (0, 0.0, i) if math.isnan(values[i]) else (1, -values[i], i),
@@ -23,7 +23,7 @@ def in_float32(a: float, b: float) -> float:
 
 
 def choose(routing: Routing, choice: list[float]) -> list[int]:
-    """One token's experts, best first."""
+    """Return one token's experts, best first."""
     size = routing.num_experts // routing.groups
     goodness = []
     for group in range(routing.groups):
@@ -36,7 +36,7 @@ def choose(routing: Routing, choice: list[float]) -> list[int]:
 
 
 def weigh(routing: Routing, logits: list[float], chosen: list[int]) -> list[float]:
-    """One token's weights in double precision; logits are finite."""
+    """Return one token's weights in double precision; logits are finite."""
     if routing.score == "sigmoid":
         raw = [1 / (1 + math.exp(-logits[e])) for e in chosen]
     elif routing.score == "sqrtsoftplus":

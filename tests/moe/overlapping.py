@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of one overlap beside rounds of none, counted on the device: what all schedules run.
+"""Rounds with and without overlap, compared on the device, under all schedules.
 
 Every round draws or is given new tokens and routing, is poisoned where nothing of it may be read,
 runs one layer without overlap and one with it, and adds the words in which they differ to a counter
@@ -42,7 +42,7 @@ def by_rank(layer: weft.MoE) -> AllToAll:
 
 
 class Poisoned:
-    """A layer's experts, which spoil what their rows were grouped from, once they are grouped.
+    """A layer's experts, which overwrite their source rows once these are grouped.
 
     There the inbox and the output are this rank's own: all peers have dispatched, so all have done
     with the last round, and none begins the next before this rank has told them that this one ends.
@@ -70,14 +70,14 @@ class Poisoned:
         vars(self.mlp)["up"] = spoil
 
     def begin(self) -> None:
-        """Spoil what the last round left: peers push rows back behind this rank's dispatch."""
+        """Overwrite what the last round left: peers push rows back after this rank's dispatch."""
         if self.on:
             for buffer in (self.returned, *self.buffers):
                 buffer.view(torch.uint8).fill_(0xFF)  # NaN in every float type
 
 
 class Layers:
-    """The layer without overlap, one of each mode, and the words that were wrong in each."""
+    """The layer without overlap, one of each mode, and the wrong words of each."""
 
     def __init__(
         self, group: weft.Group, case: Case, modes: tuple[str, ...], options: dict[str, Any]
@@ -112,7 +112,7 @@ class Layers:
         layer(*given, **more)
 
     def check(self) -> dict[str, int]:
-        """What was wrong, once everything has run."""
+        """Raise errors and wrong words once everything has run."""
         settle(self.group)
         for layer in (self.plain, *self.others.values()):
             layer.check()
@@ -143,7 +143,7 @@ class Step:
             self.source = torch.Generator().manual_seed(64 * seed + layers.group.rank)
 
     def draw(self) -> None:
-        """New tokens, routing and row counts. Every fourth time all ranks want the same experts."""
+        """Draw tokens, routing and row counts; in every fourth round all ranks share experts."""
         self.turn += 1
         self.x.normal_(generator=self.source)
         self.logits.normal_(generator=self.source)
@@ -152,7 +152,7 @@ class Step:
         self.count.random_(0, len(self.x) + 1, generator=self.source)
 
     def compare(self) -> None:
-        """One round of both layers; outputs begin as different numbers, so that both must write."""
+        """Run one round of both layers into outputs of different values; both must write."""
         layers = self.layers
         given = (self.x, self.logits)
         self.wanted.fill_(float("nan"))
@@ -169,7 +169,7 @@ class Step:
 
 
 def against_reference(layers: Layers) -> None:
-    """The layer without overlap is right: then bits that equal its own are."""
+    """Compare the layer without overlap with the reference; others must equal its bits."""
     case, group = layers.case, layers.group
     x, logits = case.of(group.rank, group.device)
     layers.call(layers.plain, True, x, logits, out=(out := torch.full_like(x, float("nan"))))
@@ -195,7 +195,7 @@ def replay(
     modes: tuple[str, ...] = tuple(MODES),
     graphs: bool = True,
 ) -> dict[str, int]:
-    """Graphs of every mode and size in an order that all ranks know, eager calls between them.
+    """Replay graphs of every mode and size in an order that all ranks know, with eager calls.
 
     replays: of all modes together.   beside: called before each, with its number.
     """
@@ -229,14 +229,14 @@ def replay(
 
 
 def odd_round(number: int, ranks: int, block: int) -> tuple[tuple[int, ...], int, int]:
-    """Return each rank's tokens in a round, and the experts that all want: from, count.
+    """Return round `number`: name, tokens of each rank, and the experts that all choose.
 
     block: rows of a tile.   count 0: no expert in particular.
     """
     last, turn = EXPERTS - 1, number // 10
 
     def spread(rows: int) -> tuple[int, ...]:
-        """So many tokens over the ranks, whoever has one more."""
+        """Distribute tokens over the ranks as evenly as possible."""
         least = [rows // ranks + ((r + turn) % ranks < rows % ranks) for r in range(ranks)]
         return tuple(min(tokens, MOST_TOKENS) for tokens in least)
 
@@ -255,7 +255,7 @@ def odd_round(number: int, ranks: int, block: int) -> tuple[tuple[int, ...], int
 
 
 def late(group: weft.Group, number: int) -> None:
-    """One rank comes late, on the host or on its device, by up to 2 ms."""
+    """Delay one rank, on the host or on its device, by up to 2 ms."""
     chance = random.Random(number)
     if chance.randrange(group.size) != group.rank:
         return
@@ -269,7 +269,7 @@ def late(group: weft.Group, number: int) -> None:
 def odd(
     group: weft.Group, rounds: int, top_k: int, rows: int, options: dict[str, Any]
 ) -> dict[str, int]:
-    """Late ranks and odd routing, round after round, all poisoned.
+    """Delayed ranks and unusual routing, round after round, all poisoned.
 
     rows: of each expert that products plan for.
     """

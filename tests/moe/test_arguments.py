@@ -72,7 +72,7 @@ BY_ANNOTATION = {
 
 
 def kinds_of(call: Callable[..., Any], **special: Kind) -> dict[str, Kind]:
-    """The kind of each public parameter: `special`, else by its annotation, else an object."""
+    """Return the kind of each public parameter: `special`, else by annotation, else an object."""
     parameters, kinds = inspect.signature(call).parameters, {}
     for name in public(call):
         annotation = str(parameters[name].annotation)
@@ -87,12 +87,12 @@ def row(call: Callable[..., Any], good: Mapping[str, Any], **special: Kind) -> R
 
 
 def from_1(*more: Any) -> Kind:
-    """Integers from 1, but for `more`."""
+    """Return the kind of integers from 1, plus `more` hostile values."""
     return listed(*WHOLE, 0, -1, *more)
 
 
 def from_0(*more: Any) -> Kind:
-    """Integers from 0, but for `more`."""
+    """Return the kind of integers from 0, plus `more` hostile values."""
     return listed(*WHOLE, -1, *more)
 
 
@@ -117,7 +117,7 @@ def launched(fn: object, args: Any, ranks: int, device: Any = "cpu", timeout: fl
 
 
 def sizes() -> list[Row]:
-    """Functions of numbers."""
+    """Yield rows of functions of numbers."""
     placement, ranks = weft.Placement.blocks(4, 2), from_1(73)
     amounts = ("prefill_tokens", "speculative_tokens", "graph_batch_size")
     device = listed("meta", 7, True, [], "gpu", torch.zeros(2))
@@ -238,7 +238,7 @@ def experts() -> list[Row]:
 
 
 def operands() -> dict[str, Any]:
-    """Two experts with four rows each."""
+    """Return two experts with four rows each."""
     a, b = torch.randn((8, 128)).to(BF16), torch.randn((2, 128, 128)).to(BF16)
     counts = torch.tensor([4, 4], dtype=torch.int32)
     return {"a": a, "b": b, "counts": counts, "offsets": torch.tensor([0, 4, 8]).int()}
@@ -255,7 +255,7 @@ def pushed(
 
 
 def grouped_gemms() -> list[Row]:
-    """Grouped GEMM and its plans."""
+    """Yield rows of the grouped GEMM and its plans."""
     results = {"bias": torch.zeros((2, 128)), "out": torch.zeros((8, 128), dtype=BF16)}
     scales = listed(torch.ones((8, 1)), [1.0], "a", True).optional()
     sized = {"experts": 2, "rows_per_expert": 8, "n": 256, "k": 128, "dtype": BF16}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts from checkpoints: layouts, quantisation, declarations, what is read, and wrong files."""
+"""Experts from checkpoints: layouts, quantisation, declarations, reads, and invalid files."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def experts_of(config: MoEConfig = CONFIG) -> list[Expert]:
 
 
 def stacked(*experts: int, config: MoEConfig = CONFIG) -> ExpertWeights:
-    """What a checkpoint of `experts_of(config)` holds of these experts."""
+    """Return the tensors of these experts in a checkpoint of `experts_of(config)`."""
     every = experts_of(config)
     return ExpertWeights.stack(config, [every[expert] for expert in experts])
 
 
 def separate(config: MoEConfig = CONFIG) -> Tensors:
-    """Gate, up and down of each expert."""
+    """Return gate, up and down of each expert."""
     found: Tensors = {}
     for index, expert in enumerate(experts_of(config)):
         gate, up = expert.gate_up.chunk(2)
@@ -58,7 +58,7 @@ def separate(config: MoEConfig = CONFIG) -> Tensors:
 
 
 def in_fp8() -> Tensors:
-    """The same with blocks of 128 x 128 and their scales, as DeepSeek stores them."""
+    """Return the same in FP8 blocks of 128 x 128 with scales, as DeepSeek stores them."""
     found: Tensors = {}
     for name, tensor in separate().items():
         packed, scales = quantize_blocks(tensor.unsqueeze(0))
@@ -67,7 +67,7 @@ def in_fp8() -> Tensors:
 
 
 def save(folder: Path, *shards: Tensors) -> Path:
-    """A checkpoint of one file, or of several with an index."""
+    """Save a checkpoint as one file, or as several with an index."""
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors")
         return folder
@@ -81,7 +81,7 @@ def save(folder: Path, *shards: Tensors) -> Path:
 
 
 def declare(folder: Path, quantization: object) -> None:
-    """Write a config.json that says how weights are quantised."""
+    """Write a config.json that declares the weights' quantisation."""
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 
@@ -187,7 +187,7 @@ def test_blocks_at_the_edge(tmp_path):
 
 
 def mxfp4_of(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales of all experts, and no row that spans too much."""
+    """Return values and scales of all experts, with a limited range in each row."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=generator).byte()
     scales = torch.randint(118, 130, (EXPERTS, rows, columns // 32), generator=generator).byte()
@@ -195,7 +195,7 @@ def mxfp4_of(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Te
 
 
 def gpt_oss(config: MoEConfig) -> tuple[Tensors, dict[str, torch.Tensor]]:
-    """MXFP4 as GPT-OSS stores it, and its values."""
+    """Return MXFP4 as GPT-OSS stores it, and its values."""
     wide, inner, hidden = 2 * config.intermediate, config.intermediate, config.hidden
     gate_up, down = mxfp4_of(wide, hidden, 1), mxfp4_of(hidden, inner, 2)
     biases = torch.randn(EXPERTS, wide).bfloat16(), torch.randn(EXPERTS, hidden).bfloat16()
@@ -213,7 +213,7 @@ def gpt_oss(config: MoEConfig) -> tuple[Tensors, dict[str, torch.Tensor]]:
 
 
 def holds(weights: ExpertWeights, values: dict[str, torch.Tensor], *, packed: bool) -> None:
-    """Whether weights are these values, matrices with scales where `packed`."""
+    """Whether weights equal these values; matrices also have scales if `packed`."""
     for name, expected in values.items():
         found = getattr(weights, name)
         if packed and name in MATRICES:
@@ -246,7 +246,7 @@ def test_mxfp4_of_other_sizes_is_filled_up_with_zeros(tmp_path):
 
 
 def deepseek_v4() -> tuple[Tensors, dict[str, torch.Tensor]]:
-    """MXFP4 as DeepSeek-V4 stores it, and its values."""
+    """Return MXFP4 as DeepSeek-V4 stores it, and its values."""
     tensors: Tensors = {}
     found = {"w1": mxfp4_of(128, 256, 1), "w3": mxfp4_of(128, 256, 2), "w2": mxfp4_of(256, 128, 3)}
     for name, (values, scales) in found.items():
@@ -259,7 +259,7 @@ def deepseek_v4() -> tuple[Tensors, dict[str, torch.Tensor]]:
 
 
 def kimi_k3(name: str) -> str:
-    """A name of DeepSeek-V4's as compressed-tensors has it."""
+    """Return the compressed-tensors name of a DeepSeek-V4 tensor."""
     name = name.replace(".weight", ".weight_packed").replace(".scale", ".weight_scale")
     return name.replace("ffn", "block_sparse_moe")
 
@@ -321,7 +321,7 @@ OTHER_SCALES = {
 
 
 class Drawn(NamedTuple):
-    """A matrix: its tensors by what follows its name, its values and the scale of each."""
+    """A matrix: its tensors by suffix, its values and the scale of each."""
 
     parts: Tensors
     values: torch.Tensor
@@ -357,7 +357,7 @@ def draw_matrix(chance: torch.Generator, form: Format, rows: int, columns: int) 
 
 
 def declaration(name: str) -> dict[str, Any] | None:
-    """The quantization_config of a format."""
+    """Return the quantization_config of a format."""
     numbers, down, across, _ = FORMATS[name]
     if numbers == "plain":
         return None
@@ -374,7 +374,7 @@ def declaration(name: str) -> dict[str, Any] | None:
 def draw_layer(
     form: Format, hidden: int = 256, inner: int = 128, seed: int = 0, minimax: bool = False
 ) -> tuple[Tensors, list[Drawn]]:
-    """Two experts in a format, by MiniMax's names or Qwen's; gate, up and down of the first."""
+    """Draw two experts in a format, with MiniMax's or Qwen's names; return the first."""
     chance = torch.Generator().manual_seed(seed)
     stem, names = NAME, ("gate_proj", "up_proj", "down_proj")
     if minimax:
@@ -514,12 +514,12 @@ def int4() -> Tensors:
 
 
 def put(name: str, *size: int, value: float = 1.0, dtype: torch.dtype = torch.float32) -> Change:
-    """Add a tensor of the experts, or replace it."""
+    """Add or replace a tensor of the experts."""
     return lambda t: t.update({f"{NAME}.{name}": torch.full(size, value).to(dtype)})
 
 
 def in_mxfp4(*shapes: tuple[int, ...]) -> Change:
-    """Nothing but the blocks of fused matrices."""
+    """Keep only the blocks of fused matrices."""
 
     def change(t: Tensors) -> None:
         t.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-""" "auto": the rule at its limits, the record it was made of, and the same choice on all ranks."""
+""" "auto": its rule at the limits, the measurements behind it, and equal choices on all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def result(layer: weft.MoE, rank: int) -> torch.Tensor:
 
 
 def chosen(group: weft.Group) -> list[str]:
-    """What auto took and its words; the layer works, and so does its sibling."""
+    """Return the choice of "auto" and its text, after running the layer and a sibling."""
     with CASE.open(group, **GROUPED) as layer:
         found, got = layer.explain(), result(layer, group.rank)
         layer.check()

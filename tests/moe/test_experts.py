@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gating, one expert, in FP8 too, and many stacked."""
+"""Gating, single experts, also in FP8, and stacked experts."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def fp8_expert(gating: Gating, hidden: int = 384, inner: int = 128) -> Expert:
 
 
 def wanted(plain: Expert, x: torch.Tensor, clamped: bool) -> torch.Tensor:
-    """The same roundings to FP8, everything else in float32."""
+    """Return the result with the same roundings to FP8, and otherwise in float32."""
     gate_up = widened(*quantize_blocks(plain.gate_up[None]))[0]
     down = widened(*quantize_blocks(plain.down[None]))[0]
     rows = weft.reference.dequantize(*weft.reference.quantize(x, "fp8"))

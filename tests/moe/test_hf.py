@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoEConfig.from_hf: configs as models publish them, and what is refused."""
+"""MoEConfig.from_hf: published configs, and refused ones."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_published_models(name, tmp_path):
 
 
 class Config:
-    """As much of a transformers config as is used of one."""
+    """The used part of a transformers config."""
 
     def to_dict(self) -> dict[str, Any]:
         # transformers 5 writes num_local_experts for num_experts, and dtype for torch_dtype.
@@ -188,7 +188,7 @@ def other_value(value: Any) -> Any:
 
 
 def wrong_values(value: Any) -> list[Any]:
-    """Values of other types, or beyond every range."""
+    """Return values of other types, or out of every range."""
     wrong: list[Any] = [[value]]
     if isinstance(value, bool):
         wrong.append(int(value))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer against the dense reference: every rule, wire and overlap, in both modes."""
+"""The layer against the dense reference: every rule, wire format and overlap, in both modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.moe.experts.grouped_experts import GroupedExperts
 
 
 def poison(layer: weft.MoE) -> None:
-    """NaN wherever nothing of this round may be read, and in every buffer of the experts."""
+    """Fill all memory that this round may not read, and all buffers of the experts, with NaN."""
     group, exchange = layer.exchange.group, layer.exchange
     settle(group)  # the peers' last rows are summed
     buffers = list(layer.workspace.buffers)
@@ -44,7 +44,7 @@ def settle(group: weft.Group) -> None:
 def rounds(
     group: weft.Group, case: Case, options: dict[str, Any], slack: float = 1.0
 ) -> list[torch.Tensor]:
-    """Three rounds over poison, each near the reference."""
+    """Run three rounds over poison, each near the reference."""
     found, fp8 = [], bool(options.get("fp8"))
     with case.open(group, **options) as layer:
         for seed in range(3):
@@ -110,7 +110,7 @@ def overlaps_of(config: weft.MoEConfig, device: torch.device, **options: Any) ->
 
 
 def one_result(group: weft.Group, case: Case, options: dict[str, Any]) -> None:
-    """Rounds with each overlap have the bits of the first one's."""
+    """Rounds with each overlap have the bits of the first."""
     # A sum in another order may round to the neighbour in FP8: 2^-3 of a number.
     slack = 3.0 if options.get("fp8") else 1.0
     first: list[torch.Tensor] = []
@@ -161,7 +161,7 @@ def test_processes(ranks, mode):
 
 
 def any_routing(group: weft.Group, options: dict[str, Any]) -> None:
-    """Many rounds in one layer: ties, hot experts, experts without tokens, uneven batches."""
+    """Run many rounds in one layer: ties, hot experts, idle experts, uneven batches."""
     case = Case(replace(CONFIGS["softmax"], dtype=torch.float32), tokens=(6, 6, 6))
     numbers = torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 2.0, 2.0, 30.0])
     with case.open(group, overlap="none", **options) as layer:
@@ -184,7 +184,7 @@ def test_any_routing(ranks, mode):
 
 
 def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
-    """Tokens are sent before the shared expert runs; one row has tried it before the first send."""
+    """Tokens are sent before the shared expert runs; only the first call tries a row of it."""
     case, seen = Case(CONFIGS["deepseek"], tokens=(3, 2)), []
     shared = case.shared(group.device)
     assert shared is not None
@@ -207,7 +207,7 @@ def test_tokens_go_before_the_shared_expert(ranks, mode):
 
 
 def padded_tokens(group: weft.Group, name: str, options: dict[str, Any]) -> None:
-    """Padding, whatever it holds, reaches no expert; a NaN logit spoils its own token only."""
+    """Padding of any content reaches no expert; a NaN logit affects its own token only."""
     case = Case(CONFIGS[name], tokens=(6, 5))
     with case.open(group, **options) as layer:
         x, logits = case.of(group.rank, group.device)
@@ -247,7 +247,7 @@ def test_padding_and_nan(ranks, name, mode):
 
 
 def siblings(group: weft.Group, options: dict[str, Any]) -> None:
-    """Two layers in one workspace, one after the other, many times; its sizes are known."""
+    """Run two layers of one workspace in turn, many times; its sizes are known."""
     case, device = Case(CONFIGS["deepseek"], tokens=(4, 6)), group.device
     with case.open(group, **options) as first:
         held = ordinary_bytes(first)
@@ -273,7 +273,7 @@ def test_siblings_share_one_workspace(ranks, mode):
 
 
 def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
-    """Rows that find no room count as zero and are reported; the next round is whole again."""
+    """Rows beyond max_rows count as zero and are reported; the next round is complete."""
     case = Case(replace(DEEP, shared=0), tokens=(16, 16))
     with case.open(group, max_rows=room, **options) as layer:
         x, logits = case.of(group.rank, group.device)
@@ -303,7 +303,7 @@ def test_rows_without_room(ranks, options):
 
 
 def by_hand(group: weft.Group, overlap: str) -> None:
-    """A round by hand has the bits of a call; a call in the middle of it is refused.
+    """A round of single steps has the bits of a call; a call in its middle is refused.
 
     Rows that are pushed: experts of a broken group store nothing.
     """

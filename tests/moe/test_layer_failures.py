@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer built wrongly, called wrongly, or left by its peers: typed errors, never a hang."""
+"""Invalid layers, invalid calls and missing peers raise typed errors and never hang."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_built(ranks):
 
 
 def wrong_parts(group: weft.Group, options: dict[str, Any]) -> None:
-    """One rank's part is wrong: both ranks raise, and the next layer is built as usual."""
+    """If one rank's part is wrong, both ranks raise, and the next layer works."""
     device = group.device
     good = CASE.weights(range(4), device)
     own: dict[str, Any] = {"shared": CASE.shared(device), "correction": CASE.correction(device)}
@@ -143,7 +143,7 @@ def test_a_refused_call_sends_nothing(ranks, name, mode):
 
 
 def finished(group: weft.Group, layer: weft.MoE) -> None:
-    """One call, waited for without a peer's help."""
+    """Make one call and wait for it, without a peer's help."""
     layer(*CASE.of(group.rank, group.device))
     if group.device.type == "cuda":
         torch.cuda.synchronize()
@@ -161,7 +161,7 @@ def absent(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 def failing_shared(group: weft.Group, options: dict[str, Any]) -> None:
-    """Rank 1 cannot end its round: rank 0 learns so at once, long before the deadline."""
+    """Rank 1 cannot finish its round: rank 0 raises long before the deadline."""
     with CASE.open(group, **options, timeout=600.0, first_timeout=600.0) as layer:
         x, logits = CASE.of(group.rank, group.device)
         layer(x, logits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer on GPUs: what the CPU tests run, in few launches, and captured graphs besides."""
+"""The layer on GPUs: the CPU tests in few launches, and captured graphs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def all_failures(group: weft.Group, mode: str) -> None:
 
 
 def replayed(group: weft.Group, case: Case, replays: int, **options: Any) -> None:
-    """One graph, replayed with new tokens, routing and counts."""
+    """Replay one graph with new tokens, routing and counts."""
     fp8 = bool(options.get("fp8"))
     with case.open(group, **options) as layer:
         x, logits = case.of(group.rank, group.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mode="low_latency": its exchange, the GEMMs that serve it, and the order of its products."""
+"""mode="low_latency": its exchange, its GEMMs, and the order of its products."""
 
 from __future__ import annotations
 

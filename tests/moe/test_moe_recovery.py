@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank dies: replicas on the living serve the layer on, or what was lost is named, or dropped."""
+"""A rank dies: replicas continue the layer, or lost experts are named or dropped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def call(layer: MoE, seed: int) -> None:
 
 
 def lose(survivors: Survivors, layer: MoE, rank: int) -> None:
-    """A rank ends in the middle of the calls of the others."""
+    """Kill a rank during the calls of the others."""
     survivors.barrier()
     if survivors.group.rank == rank:
         die()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with MXFP4 experts: its results, its replicas, and the weights that it refuses."""
+"""A layer with MXFP4 experts: results, replicas and refused weights."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):
 
 
 def siblings(group: weft.Group) -> bool:
-    """Layers of one workspace have weights of either kind."""
+    """Layers of one workspace may have weights of either kind."""
     case = case_of("softmax", 5, 3)
     x, logits = case.of(group.rank, group.device)
     with case.open(group, fp8=True) as layer:
@@ -86,7 +86,7 @@ def test_siblings_have_weights_of_either_kind(ranks, kind):
 
 
 def relocated(group: weft.Group) -> bool:
-    """Units and powers move with their experts; FP8 weights are not copied into them."""
+    """Values and scales move with their experts; FP8 weights are not copied into them."""
     case = case_of("gpt-oss", 6, 5)
     first, second = (balance(loads, 2, replicas=2) for loads in (LOADS, OTHER))
     x, logits = case.of(group.rank, group.device)
@@ -149,7 +149,7 @@ IN_MEMORY = MoEConfig(256, 128, Routing(EXPERTS, 3), gating=Gating(limit=1.0), b
 
 
 def in_memory(far_apart: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Three experts of hidden 160 and intermediate 96 as an engine has them, and their numbers."""
+    """Return three experts of hidden 160 and intermediate 96 in an engine's format, and values."""
     generator = torch.Generator().manual_seed(1)
     given: dict[str, Any] = {}
     whole: dict[str, torch.Tensor] = {}
@@ -167,7 +167,7 @@ def in_memory(far_apart: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def padded_with_zeros(whole: dict[str, torch.Tensor], interleaved: bool) -> dict[str, torch.Tensor]:
-    """Of hidden 256 and intermediate 128, the gate's rows first."""
+    """Pad to hidden 256 and intermediate 128, the gate's rows first."""
     found = {}
     for name, tensor in whole.items():
         parts = [tensor]

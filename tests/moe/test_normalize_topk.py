@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routings that callers made: every form becomes what dispatch takes, on each device alike."""
+"""Routings of callers: every form is converted to dispatch's, equally on all devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cases(device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, A
 
 
 def wanted(ids: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) -> Routed:
-    """Entry by entry."""
+    """Return the expected result, entry by entry."""
     out_ids, out = ids.tolist(), weights.float().tolist()
     count = int(options.get("num_tokens", torch.tensor([TOKENS])))
     for t, row in enumerate(ids.tolist()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearsals on CPU ranks of what tests/gpu/test_overlap_graphs.py runs on GPUs."""
+"""CPU versions of the rounds that tests/gpu/test_overlap_graphs.py runs on GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_late_ranks_and_odd_routing(ranks):
 
 
 def spoiled(group: weft.Group, how: str) -> dict[str, int]:
-    """Something is wrong in a round: the counter must say so."""
+    """With a fault in a round, the counter must not be zero."""
     case = Case(CONFIG, (4,) * group.size)
     with Layers(group, case, ("gemm_push",), TILED) as layers:
         step = Step(layers, "gemm_push", 4, poison=True)

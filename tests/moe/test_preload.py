@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's experts load when they are made is all that its calls can need."""
+"""A layer's experts load at construction all kernels that calls may need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST = (0, 8, 64, 5000)
 
 
 def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool) -> RowsByExpert:
-    """Rows by expert, none of which is anybody's."""
+    """Return rows by expert, all of them empty."""
     x = torch.zeros(*rows, config.hidden).to(FP8 if fp8 else config.dtype)
     scales = (torch.zeros(*rows, config.hidden // 128),) if fp8 else ()
     ends = torch.zeros(experts + 1, dtype=torch.int32)
@@ -42,7 +42,7 @@ def rows_of(config: MoEConfig, rows: tuple[int, ...], experts: int, *, fp8: bool
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
-    """What was loaded on a CPU that takes itself for a Hopper."""
+    """Return the kernels that are loaded on a CPU that poses as a Hopper GPU."""
     kinds: set[GemmShape] = set()
 
     def preload(wanted: Iterable[GemmShape]) -> None:
@@ -57,7 +57,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> set[GemmShape]:
-    """Shapes of the GEMMs that were called."""
+    """Return the shapes of the GEMMs that were called."""
     kinds: set[GemmShape] = set()
 
     def compute(call: GemmCall, plan: GemmPlan | WgmmaPlan) -> None:

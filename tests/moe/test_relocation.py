@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: which serves whom, and how experts change their places."""
+"""Replicas of experts: which rank uses which replica, and how experts move."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_layer(group: weft.Group, case: Case, replicas: Replicas, **options: Any
 
 
 def hold(layer: MoE, case: Case, out: torch.Tensor, seed: int) -> None:
-    """The result does not depend on where the experts lie, but for the sums' order."""
+    """Assert that the placement changes a result by no more than the order of sums."""
     wanted = case.wanted(layer, *case.next(seed=seed).of(layer.exchange.rank, out.device))
     case.hold(out, wanted, slack=2)
 
@@ -79,7 +79,7 @@ def moved(group: weft.Group, name: str, options: dict[str, Any]) -> list[int]:
 
 
 class SmallHeap(Heap):
-    """A heap that no more than STAGING_BYTES are asked of."""
+    """A heap that refuses requests beyond STAGING_BYTES."""
 
     @classmethod
     def create(cls, group: weft.Group, size: int) -> Heap:
@@ -107,7 +107,7 @@ def test_layers_with_replicas(ranks, kind, name, options, monkeypatch):
 
 
 def failing(group: weft.Group, late: bool) -> None:
-    """One rank fails or stops in the middle; nobody computes with weights of neither placement."""
+    """If one rank fails or stops in a move, no rank computes with mixed weights."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
         x, logits = case.of(group.rank, group.device)
@@ -138,7 +138,7 @@ def test_failed_relocations_leave_no_usable_layer(ranks, late):
 
 
 def within_rounds(group: weft.Group, mode: str) -> None:
-    """Between dispatch and combine, and beside a call of another thread, nothing moves."""
+    """Between dispatch and combine, or during another thread's call, a move is refused."""
     case, first, second = SOFTMAX.next(tokens=(4, 3)), FIRST, SECOND
     with open_layer(group, case, first, mode=mode, overlap="none", gemm="torch") as layer:
         x, logits = case.of(group.rank, group.device)
@@ -182,7 +182,7 @@ def test_nothing_moves_within_a_round(ranks, mode):
 
 
 def other_weights(group: weft.Group) -> None:
-    """A caller that moves weights itself; refusals; ranks that differ."""
+    """Callers that move weights themselves; refusals; ranks that differ."""
     case, first, second = SOFTMAX, FIRST, SECOND
     with open_layer(group, case, first) as layer:
         mine = second.logical_experts(group.rank)
@@ -217,7 +217,7 @@ def test_weights_of_the_caller(ranks, kind):
 
 
 def captured(group: weft.Group) -> None:
-    """A graph that was captured before goes on after experts have moved."""
+    """A graph that was captured before a move works after it."""
     case, first, second = Case(CONFIGS["softmax"], tokens=(16, 9)), FIRST, SECOND
     with open_layer(group, case, first) as layer:
         x, logits = case.of(group.rank, group.device)
@@ -241,7 +241,7 @@ def test_graphs_outlive_a_relocation(ranks):
 
 
 def in_rounds(group: weft.Group, mode: str) -> None:
-    """Batches beyond max_tokens, in rounds that follow from a number equal on all ranks."""
+    """Run batches beyond max_tokens in a number of rounds that is equal on all ranks."""
     case = Case(CONFIGS["deepseek"], tokens=(37, 0))
     x, logits = case.of(group.rank, group.device)
     options: dict[str, Any] = {"timeout": 600.0, "first_timeout": 600.0, "mode": mode}

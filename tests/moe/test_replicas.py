@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts: every placement is one, and ranks are equally loaded."""
+"""Replicas of experts: every placement is valid and balanced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def zipf(experts: int, exponent: float, seed: int) -> list[float]:
-    """Loads that fall as `1 / k^exponent`, dealt to experts at random."""
+    """Return loads that fall as `1 / k^exponent`, assigned to experts at random."""
     loads = [1 / k**exponent for k in range(1, experts + 1)]
     random.Random(seed).shuffle(loads)
     return loads
@@ -30,7 +30,7 @@ def zipf(experts: int, exponent: float, seed: int) -> list[float]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[float], int, int]:
-    """Loads, ranks and replicas that go together."""
+    """Draw matching loads, ranks and replicas."""
     ranks = draw(st.integers(1, 8))
     load = st.one_of(st.just(0.0), st.floats(1e-6, 1e9), st.integers(0, 5).map(float))
     loads = draw(st.lists(load, min_size=1, max_size=24))

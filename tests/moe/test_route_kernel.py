@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing kernel against torch's operations: compiled, emulated on a CPU, and on GPUs."""
+"""The routing kernel against torch: compiled, emulated on a CPU, and on GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Run = Callable[
 
 
 class Batch(NamedTuple):
-    """Logits of one kind. exact: no choice hangs on a last bit, so ids must be equal."""
+    """Logits of one kind. exact: no choice depends on a last bit, so ids must be equal."""
 
     kind: str
     logits: torch.Tensor
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 
 def batches(routing: Routing, tokens: int, seed: int = 0) -> Iterator[Batch]:
-    """Ties everywhere; NaN and infinities; all one number; random ones; narrow types; strides."""
+    """Yield ties; NaN and infinities; equal numbers; random ones; narrow types; strides."""
     generator = torch.Generator().manual_seed(seed * 101 + routing.num_experts)
     shape = (tokens, routing.num_experts)
 
@@ -89,7 +89,7 @@ def batches(routing: Routing, tokens: int, seed: int = 0) -> Iterator[Batch]:
 
 
 def compare(got: Routed, wanted: Routed, *, exact: bool, what: str) -> None:
-    """Ids bit for bit, weights within ULPS; without `exact` a row in 1000 may choose otherwise."""
+    """Compare ids bit for bit and weights within ULPS; if not `exact`, 1 row in 1000 may differ."""
     assert got.ids.dtype == torch.int32
     assert got.weights.dtype == torch.float32
     same = (got.ids == wanted.ids).all(dim=1)
@@ -107,7 +107,7 @@ def compare(got: Routed, wanted: Routed, *, exact: bool, what: str) -> None:
 
 
 def hold_to_torch(run: Run, routing: Routing, tokens: int, device: str, seed: int = 0) -> None:
-    """Every batch on a device against torch's operations there, whole and with padding."""
+    """Compare every batch with torch on the same device, whole and with padding."""
     for kind, there, bias, exact in batches(routing, tokens, seed):
         # A copy to a device need not keep strides.
         logits = torch.empty_strided(
@@ -148,7 +148,7 @@ ROWS = 9  # two CTAs and a quarter
 
 @pytest.fixture(scope="module")
 def kernels() -> Emulated:
-    """One function for each rule."""
+    """Return one function for each rule."""
     entries = "".join(
         entry(f"route_{i}", "RouteArgs", f"route<{rule.to_cpp()}>", ranks=None)
         for i, rule in enumerate(RULES.values())

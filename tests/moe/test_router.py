@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers against plain loops: any rule, any logits; and the rules of models by name."""
+"""Routers against plain loops: any rule and logits, and the rules of models by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models of transformers: their MoE blocks against the reference, from their files."""
+"""Tiny random models of transformers: MoE blocks, loaded from files, against the reference."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model(name: str) -> torch.nn.Module:
-    """A model of transformers whose every number counts: biases and corrections too."""
+    """Return a model of transformers in which every number matters, also biases."""
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
     named = f"{family.removesuffix('Text')}ForCausalLM"
@@ -127,7 +127,7 @@ def correction_of(block: torch.nn.Module) -> torch.Tensor | None:
 
 
 def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | None:
-    """The block's shared expert in weft's modules, with its weights."""
+    """Return the block's shared expert in weft's modules, with its weights."""
     tensors = block.state_dict()
     names = [name for name in tensors if name.startswith("shared_expert")]
     assert bool(names) == bool(config.shared)
@@ -252,7 +252,7 @@ def _hash_layer(
     tokens: torch.Tensor,
     parts: dict[int, tuple[torch.Tensor, torch.Tensor, torch.nn.Module]],
 ) -> list[torch.Tensor]:
-    """Layer 1 chooses by its logits and a correction, its sibling layer 0 by a table of tokens."""
+    """Layer 1 routes by logits and a correction, its sibling layer 0 by a token table."""
     config = MoEConfig.from_hf(folder)
 
     def mine(layer: int) -> Any:

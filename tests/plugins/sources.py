@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare an engine's sources, which are parsed and never imported, with a table of names."""
+"""Compare an engine's sources, parsed without import, with a table of names."""
 
 from __future__ import annotations
 

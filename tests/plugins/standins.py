@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of the tests of both engines' plug-ins: stand-ins, launches of several checks, logs."""
+"""Helpers for the tests of both engines' plug-ins: stand-ins, launches, logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 
 def signature_of(parameters: str) -> inspect.Signature:
-    """Return the signature that a table writes: "self, x, *, scale="."""
+    """Return a signature in the form of the tables: "self, x, *, scale="."""
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     listed = []
     for each in parameters.split(", ") if parameters else ():
@@ -36,14 +36,14 @@ def signature_of(parameters: str) -> inspect.Signature:
 
 
 def module_of(name: str) -> ModuleType:
-    """Return a submodule of a stand-in, with those above it."""
+    """Return a submodule of a stand-in and create its parents."""
     for end in [i for i, c in enumerate(name) if c == "."]:
         sys.modules.setdefault(name[:end], ModuleType(name[:end]))
     return sys.modules.setdefault(name, ModuleType(name))
 
 
 def place(root: Any, target: str, parameters: str | None) -> None:
-    """Put what the stand-in has for a name where the engine has it, with its signature there.
+    """Bind the stand-in's object under the engine's name, with the engine's signature.
 
     What it has not, no test uses.
     """
@@ -74,7 +74,7 @@ def place(root: Any, target: str, parameters: str | None) -> None:
 
 
 def find(engine: str, release: str) -> None:
-    """Let `import <engine>` find the stand-in as this release, with its package metadata."""
+    """Make `import <engine>` load the stand-in as this release, with its package metadata."""
     if engine in sys.modules:
         return
     sys.path.insert(0, str(HERE / "metadata" / f"{engine}-{release}"))
@@ -123,7 +123,7 @@ def launched(ranks: Any, count: int, *calls: tuple[Any, ...]) -> list[list[Any]]
 
 
 class Kept(logging.Handler):
-    """The lines that weft logs."""
+    """Log lines of weft."""
 
     def __init__(self, level: int = logging.WARNING) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Kept(logging.Handler):
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> str:
-    """Return the error of weft's that a call raises, or nothing."""
+    """Return the weft error that a call raises, or ""."""
     try:
         call(*args)
     except weft.errors.WeftError as error:

@@ -58,7 +58,7 @@ def lines_of(versions: dict[str, dict[str, str]]) -> list[str]:
 
 
 def known() -> dict[str, dict[str, str]]:
-    """Return the rows that are on record, by version."""
+    """Return the recorded rows, by version."""
     found: dict[str, dict[str, str]] = {}
     for line in TABLE.read_text().splitlines():
         target, versions, *text = line.split(" ", 2)

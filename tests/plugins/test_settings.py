@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-ins' entry points, and the environment variables of each."""
+"""The plug-ins' entry points and environment variables."""
 
 from __future__ import annotations
 

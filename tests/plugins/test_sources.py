@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-ins' names beside the engines' own sources, which are parsed and never imported.
+"""The plug-ins' names, compared with the engines' sources, which are parsed without import.
 
 WEFT_SGLANG_SITE and WEFT_VLLM_SITE are folders with a wheel's package and metadata. Without them
 names are compared with names.txt. The stand-ins have what the plug-ins' tables name.

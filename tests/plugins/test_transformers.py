@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models of transformers by weft: logits and text against one process."""
+"""Tiny random models of transformers with weft: logits and text compared with one process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, dtype: torch.dtype, **distributed: Any) -> Any:
-    """Load a model, with this rank's part of the experts where `distributed` is given."""
+    """Load a model, with this rank's part of the experts if `distributed` is given."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -97,7 +97,7 @@ def load(folder: Path, dtype: torch.dtype, **distributed: Any) -> Any:
 
 
 def answers(group: weft.Group, folder: Path, jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Return the distance of the ranks' answers from one process's, by family, layout and way."""
+    """Return the ranks' distance from one process, by family, layout and way."""
     # Where transformers puts the model: ranks may share a GPU.
     device = group.device.index if group.device.type == "cuda" else group.rank
     os.environ["LOCAL_RANK"] = str(device)
@@ -142,7 +142,7 @@ def check(reports: list[list[dict[str, Any]]]) -> None:
 
 
 def jobs_of(names: Iterable[str], ranks: int, dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    """Ranks that share one batch, and ranks with batches of their own, for each family."""
+    """Return jobs for each family: ranks that share one batch, and ranks with their own."""
     return [
         (name, layout, ways, dtype)
         for name in names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer of experts of transformers' shape by weft, without the import of a model."""
+"""A layer of experts of transformers' shape with weft, without importing a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = (0, 1, 7, 3 * MAX_TOKENS + 5, 2)
 
 
 class Experts(torch.nn.Module):
-    """One matrix an expert; the id after the last one is of none, as in transformers."""
+    """One matrix per expert; the id after the last one is unused, as in transformers."""
 
     def __init__(self, local: range, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def sizes(group: weft.Group, replicas: int, dtype: torch.dtype) -> list[float]:
 
 
 def economy(group: weft.Group, replicas: int) -> int:
-    """Return the rows that this rank's experts get, of two tokens on every rank."""
+    """Return the rows that this rank's experts get for two tokens on every rank."""
     called = layer(group, replicas=replicas)
     x, _, weights = batch(2, 1, torch.zeros(0))
     ids = torch.tensor([[0, 1, 2], [3, 2, 1]]) + EXPERTS // 2  # all of them live on rank 1
@@ -145,7 +145,7 @@ class Failing(Experts):
 
 
 def fail(group: weft.Group, replicas: int) -> None:
-    """An error of rank 1's experts is rank 0's, too."""
+    """An error of rank 1's experts raises on rank 0, too."""
     mine = range(EXPERTS // 2 * group.rank, EXPERTS // 2 * (group.rank + 1))
     kind = Failing if group.rank else Experts
     called = layer(group, replicas=replicas, experts=kind(mine, group.device, torch.float32))
@@ -160,7 +160,7 @@ def fail(group: weft.Group, replicas: int) -> None:
 
 
 def one_after_another(group: weft.Group) -> None:
-    """Rank 0 drops the first model, rank 1 still has it when the next one is made."""
+    """Rank 0 drops the first model; rank 1 still has it when the next one is made."""
     first = layer(group)
     given = batch(4, 1, torch.zeros(0))
     first(*given)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank dies, stops, raises or closes: the others notice it soon, and blame that rank.
+"""A rank dies, hangs, raises or closes: the others notice soon, and their errors name that rank.
 
 Deadlines are ten minutes here, so an error that comes at all has not waited for one.
 """
@@ -30,14 +30,14 @@ SOON = 60.0  # seconds: a loaded machine may take long, but a deadline takes ten
 
 
 def blamed(text: str) -> int:
-    """The rank that an error names, behind its own and the phase."""
+    """Return the rank that an error names after its own rank and the phase."""
     found = re.search(r"rank (\d+)", re.sub(r"^rank \d+, [^:]*: ", "", text))
     assert found is not None, text
     return int(found[1])
 
 
 def deaths() -> Iterator[Any]:
-    """Each fault point of each kind; of kinds that share their points, one in the fast tier."""
+    """Yield each fault point of each kind; one of those that share points in the fast tier."""
     for kind, each in KINDS.items():
         marks = [pytest.mark.slow] if kind in ("push", "fp8", "sender") else []
         for point in POINTS[each.name]:
@@ -86,7 +86,7 @@ WAYS_TO_LEAVE = ("raise", "close", "skip", "middle")
 
 
 def leave(group: weft.Group, kind: str, how: str) -> str:
-    """Rank 1 leaves an object in a way; return what the others raise."""
+    """Leave an object on rank 1 in one way; return what the others raise."""
     with KINDS[kind].open(group) as op:
         if how != "skip":
             op.round()
@@ -122,7 +122,7 @@ def test_who_raises_or_closes_tells_the_others(group, kind):
 
 
 def leave_a_group(group: weft.Group) -> None:
-    """The object outlives its group's `with`: nobody closes it."""
+    """Leave an object open after its group's `with` block."""
     op = KINDS["pull"].open(group)
     op.round()
     if group.rank == 1:

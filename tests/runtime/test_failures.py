@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank is late, absent, lying or stops all: on every operator a typed error in time, no hang."""
+"""A rank is late, absent, inconsistent or aborts: every operator raises a typed error in time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_absent_rank_is_named_within_the_deadline(group: weft.Group, name: st
 
 
 def is_seen(rank: int, phase: str, text: str) -> bool:
-    """Whether a rank misses rank 1 itself, and not by what the other rank says."""
+    """Whether a rank itself misses rank 1, rather than learning of it from the other rank."""
     where = f"rank {rank}, {phase or 'all-reduce'}"
     if phase:
         seen = f"{where}: rank 1 did not publish epoch 2" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that make different calls all notice it in that call, and none returns a wrong result."""
+"""Ranks with different calls all detect it in that call, and none returns a wrong result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def moe_lease(layer: weft.MoE, x: torch.Tensor) -> Lease:
 
 @contextlib.contextmanager
 def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
-    """Three leases of one workspace."""
+    """Open three leases of one workspace."""
     x = torch.full((2, HIDDEN), 1.0 + group.rank, device=group.device).bfloat16()
     with contextlib.ExitStack() as stack:
         leases: list[Lease] = []
@@ -101,7 +101,7 @@ def open_leases(group: weft.Group, kind: str) -> Iterator[list[Lease]]:
 
 @contextlib.contextmanager
 def open_operators(group: weft.Group) -> Iterator[list[Lease]]:
-    """Three operators, each with its own memory."""
+    """Open three operators, each with its own memory."""
     x = torch.full((2, HIDDEN), 1.0 + group.rank, device=group.device).bfloat16()
     limits: dict[str, Any] = {"timeout": 2.0, "first_timeout": 4.0}
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def open_operators(group: weft.Group) -> Iterator[list[Lease]]:
 
 
 def draw_program(chance: random.Random, kind: str) -> list[Call]:
-    """Eight calls, of which no two neighbours are equal."""
+    """Draw eight calls, with no two neighbours equal."""
     same = kind in ("LowLatencyAllToAll", "operators")  # the former takes no argument
     program: list[Call] = []
     while len(program) < 8:
@@ -127,7 +127,7 @@ def draw_program(chance: random.Random, kind: str) -> list[Call]:
 
 
 def disturb(chance: random.Random, program: list[Call], how: str) -> tuple[int, list[Call]]:
-    """The first call that differs, and the program of the rank that is out of step."""
+    """Return the first differing call, and the program of the rank that is out of step."""
     at, other = chance.randrange(1, 6), list(program)
     if how == "skip":
         del other[at]
@@ -144,7 +144,7 @@ def disturb(chance: random.Random, program: list[Call], how: str) -> tuple[int, 
 def run_program(
     group: weft.Group, kind: str, program: list[Call], other: list[Call] | None, odd: int
 ) -> tuple[list[torch.Tensor], str, str]:
-    """The results of a program until it raises; the error's type and text."""
+    """Return a program's results until it raises, and the error's type and text."""
     results: list[torch.Tensor] = []
     opened = open_operators(group) if kind == "operators" else open_leases(group, kind)
     with opened as leases, contextlib.suppress(GroupError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that torch's compiled graphs know objects by."""
+"""Handles by which torch's compiled graphs name objects."""
 
 from __future__ import annotations
 

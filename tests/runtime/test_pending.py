@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unseen refusals are raised by close and by a clean exit, with WEFT_DEBUG=1 by every round."""
+"""Unraised refusals are raised by close and a clean exit, with WEFT_DEBUG=1 by every round."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each protocol under ThreadSanitizer with ranks as threads, with its faults, and for long.
+"""Each protocol under ThreadSanitizer with ranks as threads, also with faults.
 
 Every run tries a few interleavings; the slow tests try many.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks die one after the other or at once; the living go on with the same objects, bit by bit.
+"""Ranks die one by one or at once; the others continue with the same objects, bit by bit.
 
 After each recovery the memory of the dead can be neither read nor written.
 """
@@ -62,7 +62,7 @@ DEATHS += [
 def lose_in_turn(
     group: weft.Group, name: str, points: tuple[int | None, ...], library: str | None = None
 ) -> None:
-    """Kill a rank at each point, or before a round where that is None; recover, and go on."""
+    """Kill a rank at each point, or before a round for None; recover, and continue."""
     kind, survivors = SUBJECTS[name], Survivors(group)
     with kind.open(group, **({} if library else {"_defines": FAULTS})) as subject:
         if library is not None:
@@ -140,7 +140,7 @@ def open_kind(group: weft.Group, kind: str) -> Operator:
 
 
 def kill(survivors: Survivors, op: Operator, *dies: int) -> None:
-    """Ranks end before a round in which the others wait for them."""
+    """End ranks before a round in which the others wait for them."""
     survivors.barrier()
     if survivors.group.rank in dies:
         die()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error records in words: who is to blame, which option ran out."""
+"""Error texts: the named rank, and the exceeded limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that come late, in every mode: 0 to 200 us before dispatch, before combine, and between.
+"""Late ranks in every mode: 0 to 200 us before dispatch, before combine, and between.
 
 Rounds of several sizes and inputs follow one another in an order that all ranks know; what each of
 them must give is known bit by bit, so a row that a fast peer overwrote, or that a slow one had not
@@ -44,7 +44,7 @@ def delay(device: torch.device, microseconds: int) -> None:
 
 
 class Step:
-    """One round with inputs, delays and an answer of its own; counts the bytes that are wrong."""
+    """One round with its inputs, delays and expected result; counts wrong bytes."""
 
     def __init__(self, a2a: weft.AllToAll, case: Round, options: dict[str, Any]) -> None:
         self.a2a, self.options, self.device = a2a, options, a2a.group.device
@@ -100,7 +100,7 @@ class Step:
             wrong += (received.stats != ranks + numbers).sum()
 
     def experts(self, received: weft.Received) -> torch.Tensor:
-        """The sum of the weights times what came, or NaN where nothing did."""
+        """Return the sum of the weights times the received row, or NaN in unused slots."""
         planes = received.payloads
         x = planes[0]
         if self.options.get("quantize"):
@@ -117,7 +117,7 @@ def replayed(step: Step, wrong: torch.Tensor) -> Callable[[], None]:
 
 
 def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
-    """Play `rounds` rounds in an order that all ranks know; the bytes that were wrong."""
+    """Play `rounds` rounds in an order that all ranks know; return the wrong bytes."""
     cuda = group.device.type == "cuda"
     wrong = torch.zeros((), dtype=torch.int64, device=group.device)
     cases = [
@@ -157,7 +157,7 @@ def soak(group: weft.Group, options: dict[str, Any], rounds: int) -> int:
 
 
 def soak_in_turn(group: weft.Group, modes: list[str], rounds: int) -> dict[str, int]:
-    """Every mode on one group of ranks; starting them costs more than a mode."""
+    """Play every mode on one launch, because starting ranks costs more than a mode."""
     wrong = {}
     for mode in modes:
         options = dict(MODES[mode])

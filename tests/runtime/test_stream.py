@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading and waiting beside other streams' captures, with a driver that only listens."""
+"""Loading and waiting during other streams' captures, with a recording driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """A GPU as far as these functions ask for one."""
+    """Simulate a GPU for these functions."""
     made = Driver(current=1)
     monkeypatch.setattr(driver, "load_driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -98,7 +98,7 @@ def test_constructors_run_in_relaxed_mode(fake: Driver, name: str) -> None:
         device = GPU
 
         def __init__(self) -> None:
-            """It has nothing of a group."""
+            """Set nothing: the test needs no group."""
 
         def __getattr__(self, name: str) -> Any:
             raise LookupError(fake.mode)

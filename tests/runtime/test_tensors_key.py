@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of tensors: whatever a check reads of one makes another key, at every place of a call."""
+"""The cache key of tensors: a change of anything that a check reads gives another key."""
 
 from __future__ import annotations
 

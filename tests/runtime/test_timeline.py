@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline that profiled kernels keep: every round, in order, and nothing when not asked."""
+"""The timeline of profiled kernels: every round in order, and nothing unless requested."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wait for other ranks is logged: in which call, for whom, and in which call those are."""
+"""A wait for other ranks is logged with its call, the ranks, and their calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _soon(monkeypatch):
 
 
 def waits(caplog, *, rank=0):
-    """What a rank logged of waits."""
+    """Return the waits that a rank logged."""
     texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     return [text for text in texts if text.startswith(f"rank {rank} has waited")]
 

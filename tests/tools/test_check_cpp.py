@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/check_cpp.py: every rule refuses what breaks it and accepts the rest."""
+"""tools/check_cpp.py: every rule refuses its violations and accepts the rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALLOWED = [
 
 
 def judge(root: Path, name: str, text: str) -> list[str]:
-    """The errors of a tree that has only this file."""
+    """Return the errors of a tree with only this file."""
     path = root / name
     path.parent.mkdir(parents=True)
     path.write_text(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of the stand-in on one rank, served by weft, and the same in one process of torch."""
+"""A model of the stand-in on one rank, served by weft, and the same model in plain torch."""
 
 from __future__ import annotations
 

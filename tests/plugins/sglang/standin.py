@@ -124,7 +124,7 @@ def disable_breakable_cudagraph_if_incompatible(server_args: Any) -> None:
 if NEWER:
 
     class ServerArgs:
-        """Fields whose annotations hold the choices, as objects and not as text."""
+        """Fields whose annotations hold the choices as objects."""
 
         elastic_ep_backend = None
         __annotations__ = {
@@ -211,7 +211,7 @@ def require_mlp_tp_gather(*server_args: Any, moe_a2a_backend: Any = None) -> boo
 
 @dataclass
 class ExpertLocationMetadata:
-    """`[layers, physical]` and `[layers, logical, ...]`, -1 where there is no more replica."""
+    """`[layers, physical]` and `[layers, logical, ...]`, padded with -1."""
 
     physical_to_logical_map_cpu: torch.Tensor
     logical_to_all_physical_map: torch.Tensor
@@ -230,7 +230,7 @@ class ExpertLocationMetadata:
 
 
 def place(physical: torch.Tensor, ranks: int, logical: int, static: bool) -> None:
-    """Publish a placement, with the first replica of each expert alone in its tables."""
+    """Publish a placement, with only the first replica of each expert in its tables."""
     every = torch.full((len(physical), logical, physical.shape[1]), -1)
     for layer, row in enumerate(physical.tolist()):
         every[layer, :, 0] = torch.tensor([row.index(expert) for expert in range(logical)])
@@ -244,7 +244,7 @@ def get_global_expert_location_metadata() -> ExpertLocationMetadata:
 
 
 class ExpertLocationDispatchInfo:
-    """physical: the expert that this rank takes, by logical expert."""
+    """physical: the replica that this rank uses, by logical expert."""
 
     def __init__(self, physical: torch.Tensor) -> None:
         self.physical = physical
@@ -278,7 +278,7 @@ StandardTopKOutput = namedtuple("StandardTopKOutput", "topk_weights topk_ids rou
 
 
 class TopK(nn.Module):
-    """Softmax scores, the best of them, and -1 for rows that are padding.
+    """Softmax scores, the top k, and -1 in padding rows.
 
     Like SGLang's kernels, it cannot be launched with no token.
     """
@@ -324,7 +324,7 @@ def enable_num_token_non_padded() -> bool:
 
 
 def get_dp_global_num_tokens() -> list[int]:
-    """Return one number for each attention group, padded as the batch is."""
+    """Return one number per attention group, padded as the batch is."""
     counts: list[int] = STATE.counts
     return counts
 
@@ -356,7 +356,7 @@ def _forward_with_allreduce_fusion(norm: Any, x: torch.Tensor, *given: Any) -> A
 
 
 class RMSNorm(nn.Module):
-    """calls: how often it normed by itself; offset: added to the weight."""
+    """calls: how often it ran unfused; offset: added to the weight."""
 
     offset = 0.0
 
@@ -396,7 +396,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class GroupCoordinator:
-    """Sums over gloo, noting in STATE.ways how each was made."""
+    """Sums over gloo, and records each sum's method in STATE.ways."""
 
     def __init__(self, ranks: list[int], group: dist.ProcessGroup | None) -> None:
         self.ranks, self.world_size = ranks, len(ranks)
@@ -550,7 +550,7 @@ def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32)
 
 
 def expert(layer: int, number: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up, and down, of a logical expert."""
+    """Return gate and up, and down, of a logical expert."""
     first = 1000 * layer + 10 * number
     wide, narrow = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
     return drawn(wide, first, dtype), drawn(narrow, first + 1, dtype)
@@ -562,7 +562,7 @@ def biases(layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fill(experts: Any, seed_layer: int | None = None) -> None:
-    """Write this rank's experts in place; those with biases alternate rows of gate and up."""
+    """Write this rank's experts in place; those with biases interleave gate and up."""
     layer = experts.layer_id if seed_layer is None else seed_layer
     for local in range(experts.num_local_experts):
         number = (experts.moe_ep_rank * experts.num_local_experts + local) % EXPERTS
@@ -577,17 +577,17 @@ def fill(experts: Any, seed_layer: int | None = None) -> None:
 
 
 def in_turn(rows: torch.Tensor) -> torch.Tensor:
-    """Alternate rows of gate and up."""
+    """Interleave the rows of gate and up."""
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
 def apart(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of gate of each expert, then those of up."""
+    """Return each expert's gate rows, followed by its up rows."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
 
 
 class Gate(nn.Module):
-    """Logits. SGLang's linear layers return a pair, and DeepSeek's gate takes the batch."""
+    """A router. SGLang's linear layers return a pair, and DeepSeek's gate takes the batch."""
 
     def __init__(self, layer: int, dtype: torch.dtype, kind: str = "") -> None:
         super().__init__()
@@ -601,7 +601,7 @@ class Gate(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """A shared expert, which weft has to keep whole on each rank."""
+    """A shared expert, which weft must keep whole on each rank."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -631,7 +631,7 @@ class DeepseekV2MLP(SharedMLP): ...
 
 
 class Block(nn.Module):
-    """gate_kind: what its gate takes and returns; mlp: class, name and size of a shared expert."""
+    """gate_kind: arguments and result of its gate; mlp: class, name and size of a shared expert."""
 
     gate_kind = "pair"
     scale: float | None = None
@@ -698,7 +698,7 @@ class DeepseekV2MoE(Block):
 
 
 def draft_block(layer_id: int, dtype: torch.dtype) -> DeepseekV2MoE:
-    """The block of a draft layer (`nextn`)."""
+    """Return the block of a draft layer (`nextn`)."""
     block = DeepseekV2MoE(layer_id, dtype)
     block.is_nextn = block.topk.is_draft = True
     return block
@@ -720,7 +720,7 @@ class Model(nn.Module):
 
 
 class ModelRunner:
-    """make: what load_model gets its model from; config: fields of model_config."""
+    """make: makes the model in load_model; config: fields of model_config."""
 
     def __init__(self, server_args: Any, make: Callable[[], nn.Module], **config: Any) -> None:
         self.server_args, self.make = server_args, make
@@ -747,7 +747,7 @@ class ModelRunner:
 
 
 def batch(x: torch.Tensor, counts: list[int] | None, real: int | None = None) -> SimpleNamespace:
-    """counts: of all attention groups; real: rows of x that are no padding."""
+    """Return a batch. counts: of all attention groups; real: rows of x without padding."""
     padded = None if real is None else torch.tensor(real)
     return SimpleNamespace(x=x, counts=counts, num_token_non_padded=padded)
 
@@ -763,7 +763,7 @@ class MLPSyncBatchInfo:
         return torch.tensor([0, 0, 1], device=device, dtype=dtype)
 
     def all_gather(self, active: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' rows, all of 7 tokens; for a rank that is not active the fallback."""
+        """Return the ranks' rows, 7 tokens each; the fallback for an inactive rank."""
         fallback = self._get_fallback_tensor("cpu")
         rows = fallback.expand(self.ranks, fallback.numel()).contiguous()
         rows.copy_(torch.tensor([7, 7, 0]))
@@ -776,7 +776,7 @@ def exchange_sync_rows(global_flat: torch.Tensor, local_row: torch.Tensor, group
 
 
 def exchange(local: list[int], ranks: int) -> list[list[int]]:
-    """Return every rank's row, as a pass begins; for a rank without one, an idle one's."""
+    """Return every rank's row at the start of a pass; an idle row for a missing one."""
     found = torch.tensor([[0, 0, 1]]).repeat(ranks, 1)
     exchange_sync_rows(found.flatten(), torch.tensor(local), None)
     return found.tolist()
@@ -806,7 +806,7 @@ class ElasticEPStateManager:
 
 
 class Scheduler:
-    """reported: what the tokenizer was told of the ranks."""
+    """reported: messages to the tokenizer about the ranks."""
 
     def __init__(self) -> None:
         self.reported: list[list[int]] = []
@@ -849,7 +849,7 @@ class TokenizerControlMixin:
 
 
 class TokenizerManager(TokenizerControlMixin):
-    """Requests without an answer, and what went to the ranks."""
+    """Requests without an answer, and messages to the ranks."""
 
     def __init__(self) -> None:
         self.rid_to_state: dict[str, Any] = {}
@@ -881,7 +881,7 @@ class HookType(Enum):
 
 
 class HookRegistry:
-    """Hooks on functions and methods, found by their dotted path."""
+    """Hooks on functions and methods, by dotted path."""
 
     _hooks: dict[str, list[tuple[HookType, Callable[..., Any]]]] = {}
     _patched: set[str] = set()
@@ -892,7 +892,7 @@ class HookRegistry:
 
     @classmethod
     def apply_hooks(cls) -> None:
-        """Patch every target; what fails is logged."""
+        """Patch every target, and log failures."""
         for target in set(cls._hooks) - cls._patched:
             try:
                 cls._apply(target)
@@ -930,7 +930,7 @@ def _wrapped(
 
 
 def load_plugins(*plugins: Callable[[], None]) -> None:
-    """Call each, log one that raises, and apply what they registered."""
+    """Call each plug-in, log errors, and apply the registered hooks."""
     for function in plugins:
         try:
             function()

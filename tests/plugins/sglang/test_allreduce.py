@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's tensor parallelism by weft: against torch, and what is left to SGLang's own ways."""
+"""SGLang's tensor parallelism with weft, against torch, and the sums that remain SGLang's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GATES = {
 
 
 def state() -> Any:
-    """Return the groups of the stand-in, and the ways in which they summed."""
+    """Return the groups of the stand-in and the methods of their sums."""
     return importlib.import_module("sglang").STATE
 
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
     def forward(
         self, x: torch.Tensor, forward_batch: Any = None, extra: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Sum after attention at once, and leave an MLP's sum to the next norm, as SGLang does.
+        """Sum at once after attention, and leave an MLP's sum to the next norm, as SGLang does.
 
         extra: added to the residual of the first sum, where it is fused.
         """
@@ -150,7 +150,7 @@ def rows(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 
 def close_to_torch(group: weft.Group, dtype: torch.dtype, gemma: bool) -> list[list[Any]]:
-    """Return every size with the ways of SGLang that it took, and bits to compare between ranks."""
+    """Return every size with SGLang's methods, and bits to compare between ranks."""
     runner, results = start(group, dtype, gemma), []
     with torch.inference_mode():
         for tokens in (0, 1, 5, LIMIT, LIMIT + 1, 3):
@@ -216,7 +216,7 @@ def test_sums_are_fused_with_the_norms_that_allow_it(ranks):
 
 
 def not_ours(group: weft.Group, release: str) -> list[list[str]]:
-    """Return how SGLang summed rows that the operator was not made for."""
+    """Return how SGLang summed rows that the operator does not support."""
     start(group, release=release)
     tensor, ways, found = state().groups["tp"], state().ways, []
     for x in (
@@ -247,7 +247,7 @@ def initialize_workspaces(hidden: int) -> None:
 
 
 def two_models(group: weft.Group) -> tuple[bool, bool, int]:
-    """A draft model shares what the target has, where its rows are as wide."""
+    """A draft model shares the target's operator if its rows have the same width."""
     runner = start(group)
     live = allreduce._live
     assert live is not None
@@ -262,7 +262,7 @@ def two_models(group: weft.Group) -> tuple[bool, bool, int]:
 
 
 def flashinfers(group: weft.Group) -> list[list[str]]:
-    """Plain sums where SGLang 0.5.23 has FlashInfer for them, with weft and without."""
+    """Plain sums where SGLang 0.5.23 uses FlashInfer, with weft and without."""
     start(group, release=NEWER)
     tensor, ways, found = state().groups["tp"], state().ways, []
     state().flashinfer = True
@@ -285,7 +285,7 @@ def test_other_rows_are_left_to_sglang(ranks):
 
 
 def split_experts(group: weft.Group, all_to_all: bool) -> tuple[bool, bool, int, list[str]]:
-    """Experts' sums over half of the ranks, or none at all: nothing may be left to a norm."""
+    """Sums of experts over half of the ranks, or none: no norm may take them over."""
     split: dict[str, Any] = {"backend": "deepep"} if all_to_all else {"moe": [[0, 1], [2, 3]]}
     start(group, **split)
     gate = allreduce.may_fuse(lambda _: False, 4), allreduce.may_fuse(lambda _: True, 4)
@@ -360,7 +360,7 @@ def test_a_dead_peer_is_named_and_ends_the_server(ranks, tmp_path):
 
 
 def differing(group: weft.Group, switch: str) -> list[str]:
-    """Return the errors of registering with another SGLang, also by the plug-in's entry point."""
+    """Return the errors of registering with an unsupported SGLang, also by entry point."""
     os.environ[allreduce.SWITCH] = switch
     find("sglang", OLDER)
     groups: Any = importlib.import_module("sglang.srt.distributed.parallel_state")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that outlive each other: they stay in step, and SGLang routes around the dead."""
+"""Surviving ranks stay in step, and SGLang routes around the dead ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Dead(BaseException):
 
 
 class Room:
-    """The meeting place of the threads of a job.
+    """The meeting point of a job's threads.
 
     deaths: number of a meeting -> (who dies in it, which of the others see its end).
     """
@@ -43,7 +43,7 @@ class Room:
         self.outcome: dict[int, list[Any] | None] = {}
 
     def meet(self, rank: int, kind: str, value: Any) -> list[Any] | None:
-        """Return the values of all living ranks; None where one died in this meeting or before."""
+        """Return all living ranks' values; None for a rank that died in this meeting or before."""
         with self.changed:
             if self.broken and kind != "recover":
                 return None
@@ -86,7 +86,7 @@ class Room:
 
 
 class Member:
-    """A rank's place in the room, with the methods of weft.Group that are used."""
+    """A rank's view of the room, with the used methods of weft.Group."""
 
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.size = room, rank, 4
@@ -111,7 +111,7 @@ class Member:
 
 
 def check_room(deaths: dict[int, tuple[int, set[int]]]) -> int:
-    """Run a few exchanges and passes of four ranks; return how often they met.
+    """Run exchanges and passes of four ranks; return how often they met.
 
     Survivors must have the same results, of the same pass.
     """
@@ -190,7 +190,7 @@ def test_an_error_without_a_death_is_raised() -> None:
 
 @pytest.fixture
 def sglang() -> Iterator[Any]:
-    """The stand-in of 0.5.23, with weft's hooks."""
+    """Install the stand-in of 0.5.23, with weft's hooks."""
     enter(NEWER)
     yield importlib.import_module("sglang")
     leave()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before SGLang is patched, its flags with weft, and the experts that are refused."""
+"""Checks before SGLang is patched, its flags with weft, and refused experts."""
 
 from __future__ import annotations
 

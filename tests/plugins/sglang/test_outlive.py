@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the stand-in goes on when one of its ranks is killed."""
+"""A server of the stand-in continues after one of its ranks is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ run = partial(launch, tolerate_deaths=True, timeout=3000.0)
 
 
 def outliving(group: weft.Group, form: str, way: str, when: str) -> dict[str, Any]:
-    """Rank 1 is killed before, in or after a pass, or stops; the others go on."""
+    """Rank 1 is killed before, in or after a pass, or stops; the others continue."""
     os.environ["WEFT_SGLANG_TIMEOUT"] = "1.5" if when == "stopped" else "600"
     server = replicated(group, form=form, ep_dispatch_algorithm=way)
     standin: Any = importlib.import_module("sglang")
@@ -112,7 +112,7 @@ def test_experts_that_died_with_both_replicas_end_the_server() -> None:
 
 
 def unrecovered(group: weft.Group) -> tuple[int, list[str], list[bool]]:
-    """Rank 1 is killed, and the others make no call that fails for a while."""
+    """Rank 1 is killed, and no other rank makes a failing call for some time."""
     ended: list[bool] = []
     kept = Kept()
     end = lambda: ended.append(True)  # noqa: E731
@@ -142,7 +142,7 @@ def test_a_server_that_does_not_recover_is_ended() -> None:
 
 
 def ended_soon(group: weft.Group) -> list[str]:
-    """Rank 1 is killed; the engine ends this rank long before the server is given up."""
+    """Rank 1 is killed; the engine ends this rank before the server gives up."""
     kept = Kept()
     watch = Watch(group, end=lambda: None)
     group.barrier()
@@ -157,7 +157,7 @@ def ended_soon(group: weft.Group) -> list[str]:
 
 
 def orphaned(group: weft.Group) -> list[str]:
-    """vLLM's EngineCore may be killed while its worker, which is the rank, still runs."""
+    """vLLM's EngineCore is killed while its worker, which is the rank, still runs."""
     kept = Kept()
     watch = Watch(group, end=lambda: None)
     watch._parent = 1 << 30

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the stand-in on CPU ranks, by weft, beside plain torch in one process."""
+"""Models of the stand-in on CPU ranks with weft, compared with plain torch in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def serve(
     attention_ranks: int = 1,
     **more: Any,
 ) -> tuple[float, int]:
-    """Return the distance of a model's passes from one process's, and its number of workspaces.
+    """Return a model's distance from one process over its passes, and its workspaces.
 
     batches: tokens of each attention group, which its ranks share evenly; real, padded: rows that
     are no padding, and how many SGLang reports.
@@ -109,7 +109,7 @@ def test_models_are_served_as_in_one_process(ranks: Any, count: int) -> None:
 
 
 def rounded_counts(group: weft.Group) -> int:
-    """Return how many tokens weft reserves for a rank that has 2 or 3 of its group's 5."""
+    """Return the tokens that weft reserves for a rank with 2 or 3 of its group's 5."""
     Server(group, attention_ranks=2)
     importlib.import_module("sglang").STATE.counts = [5]
     from weft.plugins.sglang import engine
@@ -120,7 +120,7 @@ def rounded_counts(group: weft.Group) -> int:
 
 
 def updated(group: weft.Group, form: str, release: str) -> list[float]:
-    """Serve with new tensors, as a requantisation leaves them, then with other values in place.
+    """Serve with new tensors, as after a requantisation, then with values changed in place.
 
     Two experts have replicas, so ids are physical, as with EPLB.
     """
@@ -163,7 +163,7 @@ def set_up(group: weft.Group) -> tuple[float, list[Any]]:
 
 
 def drafting(group: weft.Group, form: str, release: str) -> tuple[float, list[int]]:
-    """A model whose experts have replicas, and its `nextn` layer, whose replicas nobody may use."""
+    """A model whose experts have replicas, and its `nextn` layer, whose replicas are unused."""
     more: dict[str, Any] = {"redundant": 2, "speculative_num_draft_tokens": 3}
     more |= {"release": release, "form": form}
     server = Server(group, "deepseek", **more)
@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def refused_flags(group: weft.Group, release: str) -> dict[str, str]:
-    """The model is loaded before a port is open."""
+    """Refusals come when the model is loaded, before a port is open."""
     errors = {}
     for more, text in REFUSED:
         errors[text] = error_of(partial(Server, group, release=release, **more))
@@ -247,7 +247,7 @@ def refused_flags(group: weft.Group, release: str) -> dict[str, str]:
 
 
 def unknown_block(group: weft.Group) -> dict[str, str]:
-    """A forward that might reduce, or add, what weft does already."""
+    """A block whose forward may reduce or add what weft already does is refused."""
     enter()
     standin: Any = importlib.import_module("sglang")
 
@@ -284,7 +284,7 @@ def test_what_is_not_served_is_refused_in_words(ranks: Any) -> None:
 
 
 def bereaved(group: weft.Group, folder: str) -> None:
-    """The last rank is killed between two steps."""
+    """Kill the last rank between two steps."""
     from weft.plugins import faults
     from weft.plugins.sglang import engine
 
@@ -312,7 +312,7 @@ def bereaved(group: weft.Group, folder: str) -> None:
 
 
 def found_by(folder: Path, rank: int) -> dict[str, Any]:
-    """Return what a rank of `bereaved` found."""
+    """Return the result of a rank of `bereaved`."""
     found: dict[str, Any] = ast.literal_eval((folder / str(rank)).read_text())
     return found
 

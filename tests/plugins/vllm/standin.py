@@ -115,7 +115,7 @@ def get_forward_context() -> ForwardContext:
 
 @contextmanager
 def forward(sizes: list[int] | None, padding: torch.Tensor | None) -> Iterator[None]:
-    """A forward pass of the tests."""
+    """Run a forward pass of the tests."""
     _contexts.append(ForwardContext(None if sizes is None else DPMetadata(sizes), padding))
     try:
         yield
@@ -235,7 +235,7 @@ class FusedMoEPrepareAndFinalizeModular(FusedMoEPrepareAndFinalize):
 
 
 class FusedMoEExperts:
-    """Ids are as their map has them, or local without one; sums: they weigh and sum."""
+    """Experts with a map's ids, or local ids; sums: they weigh and sum."""
 
     expects_unquantized_inputs = False
 
@@ -331,14 +331,14 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
 
 
 class Fp8MoEMethod(UnquantizedFusedMoEMethod):
-    """Rows in FP8, for weights of the model's dtype."""
+    """FP8 rows, for weights of the model's dtype."""
 
     quant = FusedMoEQuantConfig(torch.float8_e4m3fn, [128, 128])
     sums = False
 
 
 class GptOssMxfp4MoEMethod(UnquantizedFusedMoEMethod):
-    """No kernel of this machine serves GPT-OSS's weights."""
+    """GPT-OSS's weights, for which this machine has no kernel."""
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
@@ -373,7 +373,7 @@ class RoutedExperts(PluggableLayer):
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """The map of physical experts, which those on CPUs do not have."""
+        """The map of physical experts; None on CPUs."""
         device: Any = self.w13_weight.device
         if device.type == "cpu":
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before vLLM gets weft's layer, and the servers and layers that are refused."""
+"""Checks before vLLM gets weft's layer, and refused servers and layers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from weft.plugins.vllm import allreduce, engine
 
 @pytest.fixture(autouse=True)
 def vllm() -> Iterator[None]:
-    """The stand-in, with weft's plug-in off."""
+    """Install the stand-in, with weft's plug-in off."""
     enter("")
     yield
     leave()
 
 
 def of_vllm(name: str) -> Any:
-    """Return what the stand-in has by this name."""
+    """Return the stand-in's object of this name."""
     return getattr(importlib.import_module("vllm"), name)
 
 

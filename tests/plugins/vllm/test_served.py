@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the stand-in on CPU ranks, by weft, beside plain torch in one process."""
+"""Layers of the stand-in on CPU ranks with weft, compared with plain torch in one process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SIZES = {"hidden_dim": 160, "intermediate_size_per_partition": 96}  # padded to 
 
 
 def gpt_oss(group: weft.Group, far_apart: bool) -> tuple[list[float], str, dict[str, str]]:
-    """Serve a layer of MXFP4 experts with biases, whose rows alternate between gate and up."""
+    """Serve a layer of MXFP4 experts with biases and interleaved rows of gate and up."""
     enter("block")
     vllm: Any = importlib.import_module("vllm")
     vllm.GroupCoordinator.of_experts = vllm.GroupCoordinator(group.process_group())
@@ -200,7 +200,7 @@ def test_rows_that_pad_a_graph_go_to_no_expert(ranks: Any) -> None:
 
 
 def reloaded(group: weft.Group, form: str, redundant: int) -> dict[str, float]:
-    """Load weights again in every way of vLLM's, and as EPLB moves them, one by one."""
+    """Load weights again in each of vLLM's ways, and one by one, as EPLB moves them."""
     worker, x = Worker(group, form, redundant=redundant), tokens(6, group.rank)
     errors = {"loaded once": far(worker.step(x, [6, 6]), alone(x))}
     ways = ["in place", "layerwise", "layerwise"] + ["replaced", "layerwise"] * (form == "block")
@@ -227,7 +227,7 @@ def test_weights_that_are_loaded_again_are_served(ranks: Any) -> None:
 
 
 def divided(group: weft.Group) -> list[int]:
-    """Return `rows` of every round of a batch that the largest round does not hold."""
+    """Return `rows` of every round of a batch that is larger than one round."""
     worker, rows = Worker(group, "exchange", layers=1), []
     around = worker.runners[0].routed_experts.quant_method.moe_kernel.impl.prepare_finalize
     dispatch = around.all_to_all.dispatch
@@ -304,7 +304,7 @@ def test_settings_rounds_and_refusals(ranks: Any) -> None:
 
 
 def staged(group: weft.Group, form: str) -> float:
-    """Ranks 0 and 1 are the first stage, 2 and 3 the second, with an EP group each."""
+    """Ranks 0 and 1 are the first pipeline stage, 2 and 3 the second, each with an EP group."""
     group.process_group()
     stages = [torch.distributed.new_group([first, first + 1]) for first in (0, 2)]
     pair = weft.Group.from_torch(stages[group.rank // 2], device=group.device)
@@ -322,7 +322,7 @@ def test_pipeline_stages_have_groups_beside_each_other(ranks: Any) -> None:
 
 
 def bereaved(group: weft.Group, path: str, form: str) -> None:
-    """Rank 1 is killed between two steps; rank 0 runs no more of them."""
+    """Rank 1 is killed between two steps; rank 0 makes no further step."""
     from weft.plugins import faults
     from weft.plugins.vllm import engine
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the stand-in on one rank, by weft, and the same in one process of torch."""
+"""Layers of the stand-in on one rank with weft, and the same layers in plain torch."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def gate(layer: int) -> torch.Tensor:
 
 
 def logits(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Compute in float32, so that all ranks and devices choose alike."""
+    """Compute in float32, so that all ranks and devices choose equally."""
     return torch.nn.functional.linear(x.float(), by)
 
 
