@@ -385,11 +385,11 @@ BODIES: dict[str, Callable[[weft.Group], None]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_hostile_arguments_are_refused_in_words(ranks, name):
+def test_hostile_arguments_are_refused(ranks, name):
     ranks(2, "threads")(BODIES[name])
 
 
-def test_a_misspelt_choice_is_answered_with_the_nearest():
+def test_a_misspelt_choice_gets_a_suggestion():
     choose = ["gemm_push", "shared_expert", None, 3]
     with pytest.raises(InvalidArgument, match=r"did you mean 'gemm_push'\?$"):
         check_choice("overlap", "Gemm-Push", choose)

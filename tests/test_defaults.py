@@ -204,7 +204,7 @@ def meanings() -> Results:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_no_meaning_depends_on_the_callers_state(state: str) -> None:
+def test_no_result_depends_on_the_callers_state(state: str) -> None:
     want = meanings()
     with STATES[state]():
         got = meanings()
@@ -212,7 +212,7 @@ def test_no_meaning_depends_on_the_callers_state(state: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_meaning_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
+def test_no_result_depends_on_torchs_defaults(dtype: torch.dtype) -> None:
     want = meanings()
     with defaults("meta", dtype):
         got = meanings()

@@ -45,7 +45,7 @@ def test_ranks_answer_as_one_process_does(hosts):
         *((f"--ranks {n}", f"runs on 2 or 4 ranks; --ranks is {n}, ") for n in (0, 1, 3, -1)),
     ],
 )
-def test_hosts_and_ranks_that_cannot_be_are_refused(weft_command, words, text):
+def test_invalid_hosts_and_ranks_are_refused(weft_command, words, text):
     code, out, err = weft_command("demo", "--device", "cpu", *words.split())
     assert (code, out) == (2, "")
     assert text in " ".join(err.split())
@@ -91,7 +91,7 @@ def test_sentences_are_written_as_transformers_writes_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 3])
-def test_survivors_write_on_and_answer_for_the_dead(victim):
+def test_survivors_continue_and_answer_for_the_dead(victim):
     outcome = demo_kill.run(4, "cpu", victim, 9)
     assert outcome.ranks[victim] is None
     assert outcome.texts == outcome.alone.texts == [" " + each.answer + "\n" for each in ASKED[:9]]
@@ -123,7 +123,7 @@ def test_the_kill_command_ends_as_the_outcome_says(weft_command, monkeypatch):
     assert "kill is 2" in " ".join(err.split())
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(InvalidArgument, match=r"transformers is 5\.22\.1; the demo needs 5\.23"):
@@ -147,7 +147,7 @@ def test_ranks_of_gpus(monkeypatch, gpus, found):
             demo.validate_ranks(4, "cuda")
 
 
-def test_a_number_is_right_at_the_end_alone():
+def test_only_the_final_number_counts():
     question = demo.Question("1+2+3=", "1+2=3. 3+3=6. #### 6")
     assert question.is_right("1+2=4. 4+2=6. #### 6\n")
     for text in ("6", "#### 16", "#### 6 or 7", "#### 6. #### 7", ""):

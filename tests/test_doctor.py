@@ -76,7 +76,7 @@ def test_a_machine_with_gpus(gpus):
     assert {found[name].status for name in on_gpus} == {"ok"}
 
 
-def test_what_is_wrong_with_gpus(gpus):
+def test_gpu_problems_are_reported(gpus):
     gpus.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) == (0, 1))
     gpus.setattr(_Module, "refused", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION (222)")
     gpus.setattr(doctor, "_exports", lambda device: device == 0)
@@ -115,7 +115,7 @@ def test_gpus_say_how_far_their_memory_reaches(gpus, works):
     assert ("of one host: no fabric handle", "of all hosts that it joins")[works] in found.detail
 
 
-def test_what_is_raised_is_a_finding_and_the_rest_is_examined(gpus):
+def test_an_error_is_a_finding_and_later_checks_run(gpus):
     def refuses(*device):
         raise RuntimeError("CUDA error: device busy")
 
@@ -147,7 +147,7 @@ def test_this_machine(weft_command):
         assert names[name] == "ok", name
 
 
-def test_what_is_wrong_here_and_what_to_do(weft_command, monkeypatch, tmp_path):
+def test_problems_are_reported_with_the_fix(weft_command, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
@@ -211,7 +211,7 @@ def test_the_report_has_what_a_bug_report_needs(of_alice):
 
 
 @pytest.mark.parametrize("kind", ["text", "json"])
-def test_the_report_names_nobody(of_alice, weft_command, tmp_path, kind):
+def test_the_report_has_no_private_names(of_alice, weft_command, tmp_path, kind):
     path = tmp_path / f"report.{kind}"
     code, out, _ = weft_command("doctor", "--report", str(path))
     assert (code, out) == (0, "")
@@ -224,7 +224,7 @@ def test_the_report_names_nobody(of_alice, weft_command, tmp_path, kind):
         assert f"  torch: {shown}" in told
 
 
-def test_where_a_report_goes(of_alice, weft_command, tmp_path):
+def test_report_destinations(of_alice, weft_command, tmp_path):
     _, out, _ = weft_command("doctor", "--report", "-")
     assert out.startswith("weft:\n  version: ")
     code, _, err = weft_command("doctor", "--report", str(tmp_path / "no" / "where"))

@@ -149,7 +149,7 @@ def test_the_command_works_whatever_torch_is_installed(kind: str, tmp_path: Path
         assert (code, "torch: fail" in out) == (1, True)
 
 
-def test_a_level_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_an_invalid_log_level_is_one_line(tmp_path: Path) -> None:
     code, out, err = python(tmp_path, "-m", "weft", "cache", "list", WEFT_LOG="nope")
     assert (code, out) == (2, "")
     assert err == "InvalidArgument: WEFT_LOG is 'nope'; set it to debug, info, warning, error\n"
@@ -238,7 +238,7 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel):
     assert found.get_all("Provides-Extra") == extras
 
 
-def test_the_readme_of_the_wheel_has_no_link_that_leads_nowhere(wheel):
+def test_the_readme_of_the_wheel_has_no_broken_link(wheel):
     text, readme = str(metadata(wheel).get_payload()), (ROOT / "README.md").read_text()
     targets = re.findall(r"\]\(([^)]*)\)", text)
     assert [target for target in targets if not target.startswith("https://")] == []
@@ -249,7 +249,7 @@ def test_the_readme_of_the_wheel_has_no_link_that_leads_nowhere(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_runs_where_no_checkout_is(wheel, tmp_path):
+def test_the_wheel_runs_without_a_checkout(wheel, tmp_path):
     installed, folder = tmp_path / "installed", tmp_path / "elsewhere"
     folder.mkdir()
     options = ("--no-deps", "--no-index", "--no-compile", "-q")

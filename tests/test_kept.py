@@ -37,7 +37,7 @@ def test_another_compiler_is_a_new_cache(tree: Path) -> None:
     assert len({before, decided_by(tree, str(compiler)), decided_by(tree, "none")}) == 3
 
 
-def test_others_stay_a_day(tree: Path) -> None:
+def test_other_caches_are_kept_for_a_day(tree: Path) -> None:
     old = cache_of(tree)
     assert old is not None
     assert old.stat().st_mode & 0o777 == 0o700

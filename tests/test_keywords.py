@@ -23,7 +23,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("kind", "call"), CALLS)
-def test_every_misspelt_keyword_is_answered(kind: str, call: Any) -> None:
+def test_every_misspelt_keyword_gets_a_suggestion(kind: str, call: Any) -> None:
     """With the name that was meant, before any argument is looked at."""
     parameters = inspect.signature(call).parameters
     names = [name for name in parameters if name[0] != "_" and name != "self"]
@@ -46,7 +46,7 @@ def test_every_misspelt_keyword_is_answered(kind: str, call: Any) -> None:
         assert isinstance(caught.value, InvalidArgument | TypeError)
 
 
-def test_what_is_meant_is_named() -> None:
+def test_the_intended_name_is_suggested() -> None:
     """The class, the keyword, the nearest name and all names; a missing one likewise."""
     with pytest.raises(
         TypeError,

@@ -70,7 +70,7 @@ def test_operators_of_equal_sizes_are_one(group: weft.Group) -> None:
 
 
 @on_ranks(2, "cpu")
-def test_a_lease_that_is_forgotten_holds_nothing(group: weft.Group) -> None:
+def test_a_dropped_lease_holds_nothing(group: weft.Group) -> None:
     lease = weft.lease(group, weft.AllToAll, **SIZES)
     seen = weakref.ref(lease.operator)
     del lease
@@ -116,7 +116,7 @@ def test_layers_share_a_workspace(group: weft.Group) -> None:
 
 
 @on_ranks(2, "cpu", "cuda")
-def test_memory_is_known_before(group: weft.Group) -> None:
+def test_memory_bytes_is_exact(group: weft.Group) -> None:
     device = group.device
     for name, options in (
         ("softmax", {"mode": "throughput", "overlap": "none"}),
@@ -164,7 +164,7 @@ def test_global_ids(group: weft.Group) -> None:
 
 
 @on_ranks(2, "cpu", "cuda")
-def test_a_workspace_that_broke_is_given_back(group: weft.Group) -> None:
+def test_a_broken_workspace_is_released(group: weft.Group) -> None:
     """A workspace whose round broke is given back like any other, and the next lease makes one."""
     mine = [weft.lease(group, weft.AllToAll, **SIZES) for _ in range(2)]
     a2a, memory = mine[0].operator, weakref.ref(mine[0].operator.heap._keeper)

@@ -75,7 +75,7 @@ def live_and_let_go(group: weft.Group, name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @on_ranks(2, "cpu", timeout=900.0)
-def test_close_gives_the_memory_back_there_and_then(group: weft.Group, family: str) -> None:
+def test_close_frees_memory_at_once(group: weft.Group, family: str) -> None:
     gc.collect()
     gc.freeze()  # what is there already: the collector would look through all of torch each time
     for name in MODES:
@@ -89,7 +89,7 @@ def fail(self: weft.Group, member: Any) -> None:
 
 @pytest.mark.parametrize("name", ["AllToAll pull", "LowLatency", "AllReduce oneshot"])
 @on_ranks(2, "cpu")
-def test_an_opening_that_failed_keeps_nothing(group: weft.Group, name: str) -> None:
+def test_a_failed_constructor_keeps_nothing(group: weft.Group, name: str) -> None:
     """Rank 1 fails when its heap is there already."""
     gc.collect()
     gc.freeze()

@@ -43,7 +43,7 @@ def compile_or_read(group):
     return "\n".join(texts), logger.level
 
 
-def test_ranks_tell_what_they_decided(tmp_path, monkeypatch):
+def test_decisions_are_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
     monkeypatch.setenv("WEFT_LOG", "info")
     (first, second), later = (weft.launch(compile_or_read, ranks=2) for _ in range(2))
@@ -97,7 +97,7 @@ def test_a_line_is_written_to_the_terminal_once(tmp_path, level, set_up, lines):
     assert {each: text.count(f"line of {each}") for each in lines} == lines, text
 
 
-def test_a_choice_is_told_once(ranks, caplog):
+def test_a_choice_is_logged_once(ranks, caplog):
     caplog.set_level(logging.DEBUG, "weft")
     rows = torch.ones(4, 64, dtype=torch.bfloat16)
 
@@ -121,7 +121,7 @@ def test_a_choice_is_told_once(ranks, caplog):
     assert "oneshot for 1 rows of 128 bytes" in choices[0].getMessage()
 
 
-def test_a_round_of_the_all_to_all_tells_nothing(ranks, caplog):
+def test_a_round_logs_nothing(ranks, caplog):
     caplog.set_level(logging.DEBUG, "weft")
 
     def body(group):
@@ -138,7 +138,7 @@ def test_a_round_of_the_all_to_all_tells_nothing(ranks, caplog):
     assert ranks(2, "threads")(body) == [(True, 0)] * 2
 
 
-def test_a_layer_tells_its_choice(ranks, caplog):
+def test_a_layer_logs_its_choice(ranks, caplog):
     caplog.set_level(logging.DEBUG, "weft")
     case = Case(CONFIGS["softmax"], tokens=(2, 1))
 
@@ -180,7 +180,7 @@ def test_the_variable_adds_one_handler_and_takes_it_away(own_logger, capsys):
     assert logger.level == logging.NOTSET
 
 
-def test_a_level_that_is_none_is_refused(own_logger):
+def test_an_invalid_log_level_is_refused(own_logger):
     own_logger.setenv(logs.VARIABLE, "loud")
     with pytest.raises(InvalidArgument, match=r"WEFT_LOG is 'loud'; set it to debug, info"):
         logs.set_up()

@@ -276,7 +276,7 @@ def dropped(group: weft.Group) -> str:
 
 
 @pytest.mark.parametrize("kind", ANY)
-def test_an_index_out_of_range_is_dropped_and_named(ranks, kind):
+def test_an_index_out_of_range_is_dropped_and_reported(ranks, kind):
     texts = ranks(2, kind)(dropped)
     assert "index[0, 1] of a MoEFinalize is 7; its rows are 0..2" in texts[0]
     assert texts[1] == ""
@@ -287,7 +287,7 @@ def memory(group: weft.Group) -> int:
         return ar.heap.size
 
 
-def test_memory_is_known_before(ranks):
+def test_memory_bytes_is_exact(ranks):
     told = weft.AllReduce.memory_bytes(ranks=2, hidden=256, max_tokens=40)
     assert ranks(2, "threads")(memory) == [told] * 2
     assert weft.AllReduce.memory_bytes(ranks=8, hidden=7168, max_tokens=2048) < 90e6

@@ -40,7 +40,7 @@ def test_the_rule_is_near_the_fastest_of_what_was_measured(ranks, loss):
             assert us[chosen] <= (1 + loss) * min(us.values()), (curve, tokens)
 
 
-def test_the_nearest_backend_that_was_built_is_taken():
+def test_the_nearest_built_backend_is_selected():
     sizes = config(8)
     assert (
         choose_backend(sizes, ("oneshot", "twoshot_bulk"), 32, epilogue=True).backend
@@ -72,7 +72,7 @@ def test_an_all_reduce_explains_its_choice(ranks):
 
 
 @on_ranks(2, [THREADS])
-def test_one_shot_alone_serves_no_more_than_it_has_slots_for(group):
+def test_oneshot_alone_refuses_more_tokens_than_slots(group):
     """One shot has no slots for these rows: storing them all the same would hit other slots."""
     rows = torch.ones((550, HIDDEN), dtype=torch.bfloat16)
     sizes: dict[str, Any] = {"max_tokens": 550, "hidden": HIDDEN}

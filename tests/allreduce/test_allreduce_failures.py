@@ -78,7 +78,7 @@ def differing(group: weft.Group, how: str) -> str:
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("how", ["tokens", "many tokens", "backend", "residual", "constants"])
-def test_another_call_is_noticed_and_both_are_named(ranks, kind, how):
+def test_a_different_call_is_detected_and_both_are_named(ranks, kind, how):
     texts = ranks(2, kind)(differing, how)
     # A rank that comes late may first hear that its peer has noticed, and left.
     named = [text for text in texts if "; this rank with " in text]
@@ -107,7 +107,7 @@ def third(group: weft.Group, backends: tuple[str, str, str]) -> str:
 
 @pytest.mark.parametrize("kind", [CPU, *ANY])
 @pytest.mark.parametrize("backend", ["twoshot", "twoshot_bulk"])
-def test_a_call_that_a_third_rank_waits_for_in_vain_is_named_too(ranks, kind, backend):
+def test_a_third_rank_names_both_calls_too(ranks, kind, backend):
     for rank, text in enumerate(ranks(3, kind)(third, (backend, backend, "oneshot"))):
         assert text.startswith(f"GeometryMismatch: rank {rank}, all-reduce: rank "), text
         assert "1 tokens by oneshot" in text

@@ -22,7 +22,7 @@ def fused(*given: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("hidden", [8, 264, 2880, 7168])
-def test_sums_and_norms_are_those_of_torch(dtype, hidden):
+def test_sums_and_norms_equal_torchs(dtype, hidden):
     case = Sum(7, hidden, dtype, bias=1.0)
     xs = [case.rows(rank, CPU) for rank in range(5)]
     residual, weight = case.shared(CPU)
@@ -36,13 +36,13 @@ def test_sums_and_norms_are_those_of_torch(dtype, hidden):
     assert torch.allclose(got.norm.double(), norm, rtol=2e-2 if dtype != torch.float32 else 1e-5)
 
 
-def test_the_order_of_ranks_decides_what_cancels():
+def test_sums_are_in_rank_order():
     big, one = torch.full((1, 8), 2.0**24), torch.ones(1, 8)
     for xs, want in (([big, one, -big], 0.0), ([big, -big, one], 1.0), ([one, big, -big], 0.0)):
         assert fused(xs).out.unique().tolist() == [want]
 
 
-def test_zeros_keep_their_sign_and_nans_become_one():
+def test_zeros_keep_their_sign_and_nans_are_canonical():
     negative = torch.full((1, 8), -0.0)
     out = fused([negative, negative]).out
     assert torch.signbit(out).all()
@@ -51,7 +51,7 @@ def test_zeros_keep_their_sign_and_nans_become_one():
     assert out.view(torch.int16).unique().tolist() == [0x7FFF]
 
 
-def test_powers_of_two_are_those_of_flashinfer():
+def test_powers_of_two_equal_flashinfers():
     """amax / 448, at least 1e-10, rounded up to a power of two; it multiplies by 1 / 448."""
     generator = torch.Generator().manual_seed(4)
     norm = torch.randn((64, 1024), generator=generator).double()

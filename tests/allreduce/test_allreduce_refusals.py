@@ -77,7 +77,7 @@ def refuses(ar: weft.AllReduce) -> None:
 
 
 @on_ranks(2, [THREADS])
-def test_wrong_calls_are_refused_and_harm_nobody(group):
+def test_invalid_calls_are_refused_without_effect(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         refuses(ar)
         play(ar, CASE, "oneshot")  # nothing was sent, nothing is broken
@@ -88,7 +88,7 @@ def test_wrong_calls_are_refused_and_harm_nobody(group):
 
 
 @on_ranks(2, [THREADS])
-def test_two_shots_do_not_go_on_without_a_rank(group):
+def test_twoshot_does_not_continue_without_a_rank(group):
     sizes: dict[str, Any] = {"max_tokens": 8, "hidden": 256}
     with pytest.raises(InvalidArgument, match="'twoshot'.* with missing='drop'.*leave backends"):
         weft.AllReduce(group, missing="drop", backends=("twoshot",), **sizes)
@@ -97,7 +97,7 @@ def test_two_shots_do_not_go_on_without_a_rank(group):
 
 
 @on_ranks(2, [THREADS])
-def test_packed_scales_lie_columns_first(group):
+def test_packed_scales_are_column_major(group):
     with weft.AllReduce(group, max_tokens=8, hidden=640, first_timeout=600.0) as ar:
         x, weight, quant = rows(4, 640), torch.ones(640), weft.FP8Group(128, "ue8m0")
         for wrong in (torch.zeros((4, 2), dtype=torch.int32), torch.zeros((2, 4)).t()):

@@ -71,7 +71,7 @@ def disagreeing(group: weft.Group) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_differ_are_told(ranks):
+def test_ranks_that_differ_raise(ranks):
     for text in ranks(2, "cpu")(disagreeing):
         assert "epilogue_at" in text
         assert "owner" in text

@@ -110,7 +110,7 @@ def test_a_call_of_a_checked_form_has_the_bits_of_the_reference(ranks, kind):
 
 
 @on_ranks(3)
-def test_outputs_that_were_not_given_are_new_each_time(group):
+def test_omitted_outputs_are_newly_allocated(group):
     """Outputs that were not given are new in every call; a prologue's tensors are those passed."""
     with make(group, 8, CASE) as ar:
         watch = Watch(ar)
@@ -147,7 +147,7 @@ def test_outputs_that_were_not_given_are_new_each_time(group):
 
 
 @on_ranks(2, [THREADS])
-def test_equal_is_not_the_same(group):
+def test_equal_values_of_other_types_are_other_calls(group):
     """0.0 equals -0.0, and True equals 1, but they are not the same call."""
     with make(group, 8, CASE) as ar:
         zeros = [torch.zeros((1, 256), dtype=BF16, device=group.device) for _ in range(group.size)]
@@ -196,7 +196,7 @@ def warm(ar: weft.AllReduce) -> None:
 
 
 @on_ranks(2, [THREADS])
-def test_refusals_hold_for_calls_that_resemble_a_checked_one(group):
+def test_calls_similar_to_a_checked_one_are_refused(group):
     with weft.AllReduce(group, max_tokens=8, hidden=256, first_timeout=600.0) as ar:
         warm(ar)
         watch, forms = Watch(ar), len(ar._prepared)
@@ -207,7 +207,7 @@ def test_refusals_hold_for_calls_that_resemble_a_checked_one(group):
 
 
 @on_ranks(2, [THREADS])
-def test_an_overlap_is_found_by_the_addresses_of_each_call(group):
+def test_overlaps_are_checked_in_every_call(group):
     """One form, whose outputs wander over its inputs: only exactly on x or residual is allowed."""
     with make(group, 8, CASE) as ar:
         watch, weight = Watch(ar), torch.ones(256, dtype=BF16)
@@ -259,7 +259,7 @@ def test_no_tensor_is_held(group):
 
 
 @on_ranks(2, [THREADS])
-def test_a_broken_group_is_noticed_before_a_known_call(group):
+def test_a_broken_group_raises_before_a_cached_call(group):
     with make(group, 8, CASE) as ar:
         for seed in range(2):
             play(ar, CASE.next(seed=seed), "twoshot")

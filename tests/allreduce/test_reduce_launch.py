@@ -65,7 +65,7 @@ def entries(monkeypatch):
 
 
 @pytest.mark.parametrize("end", ["", MOE])
-def test_one_shot_of_clusters_stays_where_it_does_not_fit_at_once(entries, monkeypatch, end):
+def test_clusters_that_do_not_fit_use_a_resident_grid(entries, monkeypatch, end):
     """One CTA an SM: waves hold 66 rows of two CTAs at once, and a grid that stays 132 of one."""
     monkeypatch.setattr(Module, "resident_clusters", lambda *asked: 132 // asked[-1])
     for hidden in (4096, 7168):

@@ -32,7 +32,7 @@ def test_one_shot_has_a_thread_for_every_vector(vectors, tokens):
 @pytest.mark.parametrize("tokens", [1, 3, 8, 64, 500, 2048])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_two_shots_fit_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
+def test_twoshot_fits_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
     p = plan_twoshot(tokens, vectors, ranks, pieces=pieces, resident=resident)
     assert vectors <= p.threads * p.cluster * pieces
     assert p.ctas <= resident(p.threads, p.cluster)
@@ -41,7 +41,7 @@ def test_two_shots_fit_on_the_gpu_at_once(vectors, tokens, ranks, pieces):
 
 
 @pytest.mark.parametrize("vectors", [640, 896, 1792, 4096])
-def test_a_one_shot_that_stays_fits_on_the_gpu_at_once(vectors):
+def test_a_resident_oneshot_fits_on_the_gpu_at_once(vectors):
     for tokens in (67, 131, 512):
         p = plan_resident(tokens, vectors, 8, pieces=2, resident=resident)
         assert vectors <= 2 * p.threads * p.cluster
@@ -50,7 +50,7 @@ def test_a_one_shot_that_stays_fits_on_the_gpu_at_once(vectors):
         assert p.cluster == (1 if vectors <= 1024 else -(-vectors // 1024))
 
 
-def test_a_gpu_that_forms_only_powers_of_two():
+def test_a_gpu_with_power_of_two_clusters_only():
     def picky(threads: int, cluster: int) -> int:
         return resident(threads, cluster) if cluster in (1, 2, 4, 8) else 0
 

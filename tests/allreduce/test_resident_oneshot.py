@@ -125,5 +125,5 @@ def partly(group: weft.Group, library: str) -> str:
         return said
 
 
-def test_a_grid_ends_when_half_of_every_row_does_not_come(ranks):
+def test_a_grid_ends_when_half_of_every_row_is_missing(ranks):
     assert "did not come from rank 1" in ranks(2, "threads")(partly, library(2))[0]

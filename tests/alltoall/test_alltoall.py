@@ -125,7 +125,7 @@ def test_other_group_sizes(ranks, kind, count):
     "options", [{}, PUSH, FP8 | {"quantize": "fp8"}], ids=["pull", "push", "fp8"]
 )
 @on_ranks(3, [*ANY, EMULATED])
-def test_rows_of_a_larger_round_do_not_show_in_a_smaller_one(group, options):
+def test_rows_of_a_larger_round_do_not_leak_into_a_smaller_one(group, options):
     """Other `rows` move every slot."""
     case = Round(tokens=(12, 3, 7), hidden=128, options=options)
     with case.open(group, 12) as a2a:
@@ -183,7 +183,7 @@ def test_eight_payloads_of_any_dtype(group):
 
 
 @on_ranks(2)
-def test_the_device_says_how_many_tokens_count(group):
+def test_num_tokens_on_the_device_limits_a_round(group):
     case = Round(tokens=(16, 16), add=True)
     with case.open(group) as a2a:
         for seed, counts in enumerate(((16, 16), (5, 5), (0, 9), (9, None))):
@@ -195,7 +195,7 @@ NANS = {torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF, torch.float32: 0x7FFFFFFF
 
 @pytest.mark.parametrize("dtype", NANS)
 @on_ranks(1)
-def test_every_number_is_rounded_to_nearest_even_and_nan_is_one_nan(group, dtype):
+def test_every_value_is_rounded_to_nearest_even(group, dtype):
     """All bit patterns of the half types, and as many of fp32, plus each other."""
     words = torch.int32 if dtype == torch.float32 else torch.int16
     generator = torch.Generator().manual_seed(3)
@@ -219,7 +219,7 @@ def test_every_number_is_rounded_to_nearest_even_and_nan_is_one_nan(group, dtype
 
 
 @on_ranks(3)
-def test_epochs_cross_their_wrap(group):
+def test_epochs_wrap(group):
     case = Round(tokens=(3, 5, 2))
     with case.open(group, _first_epoch=(1 << 40) - 4) as a2a:
         for seed in range(9):
@@ -228,7 +228,7 @@ def test_epochs_cross_their_wrap(group):
 
 
 @on_ranks(2, ["threads"])
-def test_memory_is_known_before_it_is_allocated(group):
+def test_memory_bytes_is_exact(group):
     for stats in (0, 7):
         sizes: dict[str, Any] = {
             "max_tokens": 9,

@@ -68,7 +68,7 @@ def watched_rounds(group: weft.Group, name: str) -> tuple[int, list[Event], Shap
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_memory_is_touched_in_the_order_that_it_needs(ranks, name):
+def test_memory_accesses_have_the_required_order(ranks, name):
     found = ranks(RANKS, "emulated")(watched_rounds, name)
     rows, (_, events, shape) = sum(count for count, *_ in found), found[0]
     seen = ways(events, places(shape))
@@ -121,7 +121,7 @@ def mixed(group: weft.Group, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WATCHED)
-def test_kernels_and_cpu_ranks_understand_each_other(ranks, name):
+def test_kernels_and_cpu_ranks_interoperate(ranks, name):
     ranks(RANKS, "threads")(mixed, name)
 
 
@@ -134,7 +134,7 @@ CHOICES = (
 
 @pytest.mark.parametrize("case", CHOICES, ids=lambda case: f"top {case.top_k} of {case.experts}")
 @on_ranks(RANKS, [EMULATED])
-def test_choices_have_the_bits_of_sums(group, case):
+def test_gemm_push_has_the_bits_of_push(group, case):
     """Rows that each choice's expert stores at its owner, beside rows that are summed there."""
     with (
         case.open(group, 8, combine="gemm_push", split_phase=True) as a2a,
@@ -169,7 +169,7 @@ def alone(group: weft.Group, phase: str) -> str:
 
 
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
-def test_a_phase_ends_when_a_peer_stays_away(ranks, phase):
+def test_a_phase_ends_when_a_peer_is_absent(ranks, phase):
     texts = ranks(RANKS, "emulated")(alone, phase)
     for rank in (0, 2):
         seen = f"rank {rank}, {phase}: rank 1 did not publish epoch 2"
@@ -253,6 +253,6 @@ def finds_fault(group: weft.Group, mutation: Mutation | None) -> bool:
 
 
 @pytest.mark.parametrize("name", [None, *FAULTS])
-def test_a_fault_is_noticed(ranks, name):
+def test_a_fault_is_detected(ranks, name):
     mutation = None if name is None else FAULTS[name]
     assert ranks(2, "threads")(finds_fault, mutation) == [name is not None] * 2

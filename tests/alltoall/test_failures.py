@@ -14,7 +14,7 @@ CASE = Round(tokens=(8, 3, 8))
 
 
 @on_ranks(2, [CPU])
-def test_one_rank_that_cannot_compile_stops_all(group):
+def test_a_rank_that_cannot_compile_stops_all(group):
     defines = ("weft=,",) if group.rank == 1 else ()
     with pytest.raises(CreationFailed, match="rank 1(.|\n)*CompileError") as caught:
         weft.AllToAll(group, **CASE.sizes(8), _defines=defines)

@@ -118,7 +118,7 @@ def low_latency(group: weft.Group, rounds: int, options: dict[str, object]) -> N
 
 @pytest.mark.parametrize("options", [{}, {"split_phase": True, "reduce": "sender"}], ids=str)
 @pytest.mark.parametrize("kind", ANY)
-def test_wild_ids_of_low_latency_touch_nothing(ranks, kind, options):
+def test_wild_ids_of_low_latency_change_nothing_else(ranks, kind, options):
     ranks(2, kind)(low_latency, 24, options)
 
 
@@ -154,7 +154,7 @@ def repeats(group: weft.Group) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ANY)
-def test_what_is_said_of_repeated_ids_is_what_happened(ranks, kind):
+def test_reports_of_repeated_ids_are_true(ranks, kind):
     for rank, (plain, low) in enumerate(ranks(2, kind)(repeats)):
         for text in (plain, low):
             assert f"rank {rank}: topk_ids[0, 2] repeats expert 5 of the same row" in text
@@ -164,7 +164,7 @@ def test_what_is_said_of_repeated_ids_is_what_happened(ranks, kind):
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 @on_ranks(2)
-def test_wild_counts_of_layers_touch_nothing(group, mode):
+def test_wild_counts_of_layers_change_nothing_else(group, mode):
     """Counts on the device that no batch has; a router's ids are its own, whatever the logits."""
     config = weft.MoEConfig(HIDDEN, 64, Routing(EXPERTS, TOP_K))
     device = group.device

@@ -88,7 +88,7 @@ def meddle(
 
 
 @pytest.mark.parametrize("kind", OPERATORS)
-def test_two_threads_never_get_a_wrong_result(ranks, kind):
+def test_two_threads_get_right_results_or_errors(ranks, kind):
     seen = ranks(2, "cpu")(from_two_threads, kind)[0]
     assert seen["wrong"] == 0, seen
     assert seen["refused"] > 0, seen
@@ -131,7 +131,7 @@ def in_a_child(op: Operator) -> str:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("kind", OPERATORS)
-def test_a_forked_child_never_speaks_for_its_parent(ranks, kind):
+def test_a_forked_child_does_not_act_for_its_parent(ranks, kind):
     (said, right), (_, right_too) = ranks(2, "cpu")(forked, kind)
     used, closed = said.split("\n")
     assert used.startswith("OutOfOrder: ")

@@ -31,7 +31,7 @@ def refused(error: type[Exception], call: Callable[[], object], *words: str) -> 
 
 
 @on_ranks(2, [CPU, CUDA])
-def test_what_the_host_can_see(group):
+def test_invalid_input_is_refused_on_the_host(group):
     d = group.device
     x = torch.zeros((3, 16), dtype=torch.bfloat16, device=d)
     ids = torch.tensor([[0, 1], [2, 3], [1, -1]], dtype=torch.int32, device=d)
@@ -71,7 +71,7 @@ def test_what_the_host_can_see(group):
         ({"payloads": [weft.Payload((1,), torch.uint8)] * 9}, ("9 payload", "1..8")),
     ],
 )
-def test_sizes_that_cannot_be(change, words):
+def test_invalid_sizes_are_refused(change, words):
     with pytest.raises(InvalidArgument) as caught:
         weft.alltoall.config.AllToAllConfig.from_args(
             ranks=2,
@@ -95,7 +95,7 @@ def test_ranks_that_disagree_raise_at_creation(ranks):
 
 
 @on_ranks(2, [CPU, CUDA])
-def test_what_only_the_device_can_see(group):
+def test_invalid_input_is_reported_by_the_device(group):
     d = group.device
     case = Round(tokens=(8, 8), top_k=2, experts=4, hidden=16)
     with weft.AllToAll(group, **SIZES) as a2a:

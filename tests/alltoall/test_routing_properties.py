@@ -97,6 +97,6 @@ def follow(group: weft.Group, max_tokens: int, rounds: list[Drawn]) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(drawn=drawn_rounds())
-def test_any_routing_meets_the_reference(ranks, drawn):
+def test_any_routing_matches_the_reference(ranks, drawn):
     max_tokens, rounds = drawn
     ranks(len(rounds[0].tokens), "threads")(follow, max_tokens, rounds)

@@ -67,7 +67,7 @@ def test_grouping(group, way):
 
 @pytest.mark.parametrize("rows", [(4, 5), (None, 6), (8, None)])
 @on_ranks(2)
-def test_ranks_that_differ_are_told_both_numbers(group, rows):
+def test_ranks_that_differ_raise_with_both_numbers(group, rows):
     case = Round(tokens=(4, 2), hidden=128)
     text = "nothing was raised"
     with case.open(group, TOKENS) as a2a:

@@ -74,7 +74,7 @@ def test_errors_are_bounded(kind):
 
 @pytest.mark.parametrize("way", ["push", "fp8"])
 @on_ranks(3)
-def test_a_count_is_never_believed_beyond_the_inbox(group, way):
+def test_counts_beyond_the_inbox_are_clamped(group, way):
     case = Round(tokens=(16, 16, 16), hidden=256, experts=18, top_k=6, options=combining(way))
     with case.open(group) as a2a:
         for lie in (-1, 2**31 - 1):
@@ -86,7 +86,7 @@ def test_a_count_is_never_believed_beyond_the_inbox(group, way):
 
 
 @on_ranks(3, [THREADS])
-def test_halves_come_in_turn(group):
+def test_split_calls_must_alternate(group):
     case = Round(tokens=(5, 0, 16), hidden=256)
     x, ids, weights, _ = case.of(group.rank, group.device)
     with case.open(group) as a2a, pytest.raises(InvalidArgument, match="split_phase=True"):

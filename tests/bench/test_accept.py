@@ -99,7 +99,7 @@ def test_all_steps_run_and_are_reported(accept, tmp_path):
         ("all", "", {}, 1, "no GPU"),
     ],
 )
-def test_the_status_is_that_of_the_steps(accept, what, gpus, options, code, words):
+def test_the_status_is_the_worst_of_the_steps(accept, what, gpus, options, code, words):
     found, out, calls = accept(what, gpus, **options)
     assert (found, words in out) == (code, True), out
     if "FAIL" in options:

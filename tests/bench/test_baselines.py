@@ -88,7 +88,7 @@ def test_a_library_is_checked_before_it_is_timed(installed):
         assert found.samples_us == {}
 
 
-def test_what_cannot_be_measured_is_a_status(installed):
+def test_unmeasurable_libraries_have_a_status(installed):
     def no_gpu(group, case, most):
         raise DriverError("no such GPU")
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_measured_is_a_status(installed):
     assert status(replace(SIZES, quantize="mxfp8")) == "has no equivalent"
 
 
-def test_what_they_refuse():
+def test_baselines_refuse_unsupported_cases():
     def refused(name, case, **changes):
         return NAMED[name].refuses(replace(case, samples=11, **changes))
 

@@ -101,7 +101,7 @@ def test_a_run_is_checked_timed_and_reported(threads, case):
             assert each.facts["memory_bytes"] > 0
 
 
-def test_what_a_variant_does_not_serve_is_left_out(threads):
+def test_unsupported_sizes_of_a_variant_are_omitted(threads):
     few = replace(REDUCE, tokens=(1, 600), hidden=8, epilogue="none")
     report = run(few, quiet=True)
     sizes = [(m.tokens, m.variant) for m in report.measured]
@@ -115,7 +115,7 @@ def test_what_a_variant_does_not_serve_is_left_out(threads):
 
 
 @pytest.mark.parametrize("case", [REDUCE, LAYER, LOW, ODD], ids=lambda case: case.operator)
-def test_calls_that_write_nothing_are_noticed(threads, case):
+def test_calls_that_write_nothing_are_detected(threads, case):
     """Outputs are poisoned again between the check and the timing."""
     real = harness.measure
 
@@ -288,7 +288,7 @@ SAMPLED = {"samples": 11}
         (MOE, {"quantize": "fp8", "payload": "fp8"}, "the payload is fp8 already"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(case, change, text):
+def test_invalid_settings_are_refused(case, change, text):
     with pytest.raises(InvalidArgument, match=text):
         replace(case, **SAMPLED | change)
 
@@ -348,7 +348,7 @@ def test_low_latency_rows_go_out_by_rank_and_back_by_choice():
     assert replace(case, reduce="sender").traffic(ids)["rows_back"] == 2
 
 
-def test_a_load_is_counted_by_hand():
+def test_a_load_matches_a_count_by_hand():
     case = replace(LAYER, model="qwen3-30b-a3b", experts=8, shared=False)
     ids = [torch.tensor([[0, 1], [0, 4]]), torch.tensor([[0, 1]])]
     weights = 3 * 256 * 128 * 2

@@ -134,7 +134,7 @@ def test_on_cpu():
     assert pair == pytest.approx([a + b for a, b in zip(dispatch, combine, strict=True)])
 
 
-def test_a_row_that_differs_is_said_with_both_values():
+def test_a_row_that_differs_is_shown_with_both_values():
     want = torch.arange(24, dtype=torch.bfloat16).view(3, 8)
     got = want.t().contiguous().t()  # other strides
     assert first_row_difference("sum", 1, got, want) is None

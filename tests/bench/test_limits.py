@@ -69,7 +69,7 @@ def _floor(settings: dict[str, Any], row: dict[str, Any]) -> tuple[float, float]
     return floor, median
 
 
-def test_no_recorded_figure_lies_below_its_floor():
+def test_no_recorded_figure_is_below_its_floor():
     below, seen = [], 0
     for path in sorted(RECORDS.glob("*/*.json")):
         for settings, row in _rows(json.loads(path.read_text())):

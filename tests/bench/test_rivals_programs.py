@@ -17,7 +17,7 @@ from mpi4py import MPI
 import flashinfer.comm as comm
 from flashinfer.comm import MoeAlltoAll
 
-def test_cuda_is_read_as_cpu():
+def test_cuda_is_replaced_by_cpu():
     assert MoeAlltoAll.__module__.startswith("weft.")
     assert torch.cuda.device_count() == 2
     assert torch.zeros(1, device="cuda:1").cuda().device.type == "cpu"
@@ -33,7 +33,7 @@ def test_one_rank_says_why():
 @pytest.mark.skip(reason="made up")
 def test_skipped(): ...
 
-def test_what_is_not_offered_is_missing():
+def test_unsupported_calls_are_missing():
     with pytest.raises(AttributeError, match="weft.compat.flashinfer"):
         comm.of_nobody
 """
@@ -79,7 +79,7 @@ def test_cases_are_counted_by_their_worst_rank(runner, tmp_path):
     assert "rank 1 is not 0" in line["error"]
 
 
-def test_what_cannot_run_is_reported_and_not_run(runner, tmp_path, capsys):
+def test_unrunnable_programs_are_reported(runner, tmp_path, capsys):
     refused = [program for program in runner.PROGRAMS if program.refused]
     assert refused
     line = line_of(runner, refused[0], tmp_path / "out")

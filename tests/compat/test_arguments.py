@@ -349,5 +349,5 @@ BODIES = [moe_alltoall, workspace_sizes, fusion, low_latency, normal_mode, layer
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_hostile_arguments_are_refused_in_words(ranks, body):
+def test_hostile_arguments_are_refused(ranks, body):
     ranks(1 if body is workspace_sizes else 2, "threads")(body)

@@ -183,7 +183,7 @@ def own_test_of(group: weft.Group, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_originals_own_sequence_under_any_defaults(ranks, kind, dtype):
+def test_deep_eps_own_test_under_any_defaults(ranks, kind, dtype):
     assert ranks(2, kind)(own_test_of, dtype) == [True, True]
 
 
@@ -291,7 +291,7 @@ def others_handle(group: weft.Group) -> None:
     other.destroy()
 
 
-def test_another_buffers_handle_is_refused(ranks):
+def test_a_handle_of_another_buffer_is_refused(ranks):
     ranks(2, "threads")(others_handle)
 
 
@@ -310,7 +310,7 @@ def beside_weft(group: weft.Group) -> None:
         weft.LowLatencyAllToAll(group, **sizes, split_phase=True, scale="fp32_col")
 
 
-def test_ranks_that_quantise_differently_are_told(ranks):
+def test_ranks_that_quantise_differently_raise(ranks):
     def body(group: weft.Group) -> None:
         text = "rank 0 has recipe='deep_ep' and rank 1 has recipe='weft'"
         with pytest.raises(GeometryMismatch, match=text):

@@ -224,7 +224,7 @@ def check_x(got: Any, want: Expected, fp8: bool) -> torch.Tensor:
         ("cpu", TOKENS),
     ],
 )
-def test_the_order_of_calls_of_the_originals_test(ranks, kind, tokens):
+def test_deep_eps_own_test(ranks, kind, tokens):
     ranks(len(tokens), kind)(own_test, tokens)
 
 
@@ -446,7 +446,7 @@ def refused(group: weft.Group) -> None:
             call()
 
 
-def test_what_no_call_may_pass(ranks):
+def test_invalid_arguments_are_refused(ranks):
     ranks(1, "threads")(refused)
 
 

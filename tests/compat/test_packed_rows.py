@@ -85,7 +85,7 @@ def emulated(group: weft.Group, buffer: Buffer) -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_move_what_the_cpu_moves(ranks):
+def test_the_kernels_equal_the_cpu_kernels(ranks):
     ranks(3, "threads")(emulated)
 
 
@@ -134,7 +134,7 @@ def packed(group: weft.Group, buffer: Buffer) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_pack_what_the_cpu_packs(ranks):
+def test_kernels_pack_as_the_cpu_does(ranks):
     ranks(2, "threads")(packed)
 
 
@@ -167,7 +167,7 @@ def misled(group: weft.Group, buffer: Buffer) -> None:
     assert torch.equal(bits(buffer.combine(x, handle)[0]), bits(want))
 
 
-def test_tensors_of_a_handle_are_no_addresses(ranks):
+def test_overwritten_handles_cause_no_stray_access(ranks):
     ranks(2, "threads")(misled)
 
 

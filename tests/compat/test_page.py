@@ -29,7 +29,7 @@ def section(title: str) -> str:
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_the_tables_name_what_exists_and_all_of_it(title):
+def test_the_tables_list_exactly_the_existing_names(title):
     module, kinds = SECTIONS[title]
     rows = [line.split("|")[1] for line in section(title).splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([\w*]+)`", row)}
@@ -43,7 +43,7 @@ def test_the_tables_name_what_exists_and_all_of_it(title):
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_the_samples_use_calls_and_arguments_that_exist(title):
+def test_the_samples_use_existing_calls_and_arguments(title):
     code = "\n".join(re.findall(r"```python\n(.*?)```", section(title), flags=re.DOTALL))
     imported = re.search(r"from (weft\.compat\.\w+) import (\w+)", code)
     assert imported

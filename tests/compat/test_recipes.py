@@ -91,7 +91,7 @@ def same(numbers: torch.Tensor, scales: torch.Tensor, want: tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if not recipe[3]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_numbers_and_scales_are_the_originals(recipe, dtype):
+def test_numbers_and_scales_equal_the_originals(recipe, dtype):
     name, rounded, size, _ = recipe
     x = torch.cat([edged(seed) for seed in range(32)]).to(dtype)
     kind = "fp32_row" if name == "triton_dist" else "ue8m0" if rounded else "fp32_col"
@@ -143,5 +143,5 @@ def delivered(group: weft.Group, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", [each for each in RECIPES if each[2] != 64], ids=str)
-def test_rows_arrive_with_the_originals_bytes(ranks, kind, recipe):
+def test_delivered_rows_equal_the_originals(ranks, kind, recipe):
     ranks(2, kind)(delivered, recipe)

@@ -254,7 +254,7 @@ def test_three_ranks(ranks, body):
     assert not places._shared_groups
 
 
-def test_ranks_hear_who_left_in_a_round(ranks):
+def test_ranks_name_the_rank_that_left_a_round(ranks):
     ranks(RANKS, "threads")(left_alone)
 
 
@@ -281,11 +281,11 @@ def from_torch(group: weft.Group) -> None:
     group.barrier()
 
 
-def test_without_a_group_it_is_that_of_torch_distributed(ranks):
+def test_the_default_group_is_torch_distributeds(ranks):
     ranks(RANKS, "cpu")(from_torch)
 
 
-def test_without_torch_distributed_and_a_group_there_are_no_ranks():
+def test_without_torch_distributed_a_group_is_required():
     with pytest.raises(InvalidArgument, match="torch.distributed is not initialised: call init_pr"):
         places.lease_group(0, 3)
     assert not places._shared_groups

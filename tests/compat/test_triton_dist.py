@@ -90,7 +90,7 @@ def traced(group: weft.Group) -> None:
     layer.finalize()
 
 
-def test_traces_go_where_the_original_puts_them(ranks, tmp_path, monkeypatch):
+def test_traces_are_written_to_the_originals_path(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ranks(2, "threads")(traced)
     for phase in ("dispatch", "combine"):

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).with_name("looks.cpp")
 OK, MISMATCH, ABORTED = 0, 5, 6
 
 
-def test_one_wait_looks_round_for_all():
+def test_one_wait_polls_for_all():
     program = compile_program(SOURCE, name="looks")
     said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
     found = {name: list(map(int, words)) for name, *words in map(str.split, said.splitlines())}

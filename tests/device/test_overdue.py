@@ -24,7 +24,7 @@ def is_overdue(rank: int, peer: int, epoch: int, waited: int, seen_ago: int = NE
 
 
 @pytest.mark.parametrize(("epoch", "deadline"), [(FIRST, 8000), (LATER, 1000)])
-def test_a_peer_that_does_nothing_is_overdue_at_the_deadline(epoch, deadline):
+def test_an_idle_peer_is_overdue_at_the_deadline(epoch, deadline):
     assert not is_overdue(0, 1, epoch, deadline)
     assert is_overdue(0, 1, epoch, deadline + 1)
 
@@ -37,7 +37,7 @@ def test_a_wait_for_this_rank_itself_gets_a_quarter_more(epoch, deadline):
     assert is_overdue(1, 1, epoch, deadline * 5 // 4 + 1)
 
 
-def test_a_peer_that_waits_itself_is_blamed_only_at_the_double():
+def test_a_waiting_peer_is_overdue_at_twice_the_deadline():
     assert not is_overdue(0, 1, LATER, 1999, seen_ago=499)
     assert not is_overdue(0, 1, LATER, 2000, seen_ago=0)
     assert is_overdue(0, 1, LATER, 2001, seen_ago=0)

@@ -33,7 +33,7 @@ def test_the_page_and_the_report_have_every_variable():
     assert sorted(VARIABLES) == sorted(named)
 
 
-def test_errors_are_quoted_as_they_are():
+def test_quoted_errors_are_current():
     texts = [
         node.value
         for source in SOURCES.values()

@@ -41,7 +41,7 @@ def _broken(path: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(path):
+def test_links_resolve(path):
     assert _broken(path, path.read_text()) == []
 
 

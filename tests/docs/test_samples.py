@@ -73,7 +73,7 @@ def test_example(name):
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda i: f"{BLOCKS[i][0]}-{i}")
-def test_samples_import_what_exists(number):
+def test_samples_import_existing_names(number):
     name, text = BLOCKS[number]
     excerpts = EXCERPT.findall(text)
     for path, section in excerpts:
@@ -96,7 +96,7 @@ def _parse(command: Any, words: list[str], parent: Any = None) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_understood(command):
+def test_commands_parse(command):
     first, *words = shlex.split(command)
     if first == "weft":
         _parse(typer.main.get_command(app), words)
@@ -111,6 +111,6 @@ def test_commands_are_understood(command):
             assert f'"{option}"' in text, f"{script} has no {option}"
 
 
-def test_a_wrong_command_is_not_understood():
+def test_a_wrong_command_does_not_parse():
     with pytest.raises(Exception, match="No such option: --no-such-option"):
         _parse(typer.main.get_command(app), ["bench", "moe", "--no-such-option"])

@@ -103,7 +103,7 @@ def test_every_launch_shape_has_the_bits_of_the_reference(ranks, shapes, differ)
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shapes", [0, 2])
-def test_kernels_end_when_half_of_every_row_does_not_come(ranks, shapes, backend, differ):
+def test_kernels_end_when_half_of_every_row_is_missing(ranks, shapes, backend, differ):
     case = Sum(TOKENS, 384, differ=differ)
     said = ranks(2, "threads")(half_a_row, library(2, case), SHAPES[shapes], case, backend)
     assert "did not come from rank 1" in said[0]

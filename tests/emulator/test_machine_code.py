@@ -252,7 +252,7 @@ def largest_frame(cubin: bytes) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_are_there_spill_nothing_and_keep_what_orders_them(name: str, arch: str) -> None:
+def test_kernels_exist_do_not_spill_and_keep_their_order(name: str, arch: str) -> None:
     code = KERNELS[name]()
     cubin = code.program.cubin(arch)
     assert all(code.program.kernel(entry).encode() in cubin for entry in code.program.entry_points)
@@ -310,7 +310,7 @@ def test_the_ordering_litmus_compiles(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_verbs_become_these_instructions(arch: str) -> None:
+def test_accesses_compile_to_these_instructions(arch: str) -> None:
     source = "#include <weft/device/copy.cuh>\n" + "".join(
         f'extern "C" __global__ void verb_{i}({PARAMETERS}) {{ {statement}; }}\n'
         for i, statement in enumerate(VERBS)

@@ -114,15 +114,15 @@ def race_of(library: ctypes.CDLL, name: str, rounds: int = 1) -> str:
 
 
 @pytest.mark.parametrize("name", ["right", "posted"])
-def test_a_message_that_is_ordered_is_no_race(library: ctypes.CDLL, name: str) -> None:
+def test_an_ordered_message_is_no_race(library: ctypes.CDLL, name: str) -> None:
     assert race_of(library, name) == ""
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_message_that_only_luck_orders_is_a_race(library: ctypes.CDLL, name: str) -> None:
+def test_an_unordered_message_is_a_race(library: ctypes.CDLL, name: str) -> None:
     assert race_of(library, name) != ""
 
 
-def test_rows_stored_before_the_reader_has_told_are_a_race(library: ctypes.CDLL) -> None:
+def test_rows_stored_before_an_acknowledgement_are_a_race(library: ctypes.CDLL) -> None:
     """Nothing here shows rank 0 that its rows were read, so it may not store the next ones."""
     assert "which read it" in race_of(library, "right", rounds=2)

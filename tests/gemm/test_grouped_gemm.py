@@ -139,7 +139,7 @@ def agreed(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", [STORE, GatedQuant(), *GATINGS], ids=repr)
 @on_each
-def test_every_tile_makes_the_same_bits(device: str, epilogue: Epilogue, dtype: torch.dtype):
+def test_every_tile_gives_the_same_bits(device: str, epilogue: Epilogue, dtype: torch.dtype):
     case = CASES["contiguous"] if device == "cuda" else Case(n=512, bias=True)
     made = make(replace(case, dtype=dtype), device)
     wanted, first = made.oracle(), None
@@ -214,7 +214,7 @@ def test_odd_n_and_k(device: str, dtype: torch.dtype):
 
 
 @on_each
-def test_counts_are_held_to_the_rows_there_are(device: str):
+def test_counts_are_clamped_to_the_rows(device: str):
     made = make(Case(masked=True, counts=(4, 2), slack=0, dtype=DTYPES[1]), device)
     for tile in tiles(device, DTYPES[1], gating=False):
         with kernel(device):
@@ -227,7 +227,7 @@ def test_counts_are_held_to_the_rows_there_are(device: str):
 
 
 @by_reference
-def test_the_numbers_of_gating_are_those_of_the_layer() -> None:
+def test_gating_parameters_equal_the_layers() -> None:
     y = torch.randn(7, 64) * 5
     for theirs in (SWIGLU, CLAMPED_SWIGLU, Gating(beta=0.5, linear_beta=3.0)):
         ours = reference.gate(Gated(**asdict(theirs)), y)
@@ -283,7 +283,7 @@ def test_results_may_be_of_any_width() -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("device", [*([] if INTERPRETED else [HOST]), CUDA])
-def test_no_experts_and_no_rows_make_nothing(device: str, masked: bool):
+def test_no_experts_or_rows_give_empty_results(device: str, masked: bool):
     where = "cuda" if device == "cuda" else "cpu"
     for experts in (0, 3):
         shape = (experts, 0, 128) if masked else (0, 128)

@@ -264,7 +264,7 @@ def test_integers_are_exact(hopper: Hopper, name: str):
 )
 @given(data=st.data())
 @in_emulator
-def test_any_counts_are_served(hopper: Hopper, name: str, data: st.DataObject):
+def test_any_counts(hopper: Hopper, name: str, data: st.DataObject):
     """Borders of tiles are where the counts are drawn from, too."""
     edges = [0, 1, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 320, 321, 544]
     size = len(CASES[name].counts)
@@ -356,12 +356,12 @@ def test_no_word_of_a_row_with_flag_in_data_is_the_sentinel(hopper: Hopper, name
 
 @pytest.mark.parametrize("rows", [32, 256])
 @on_each
-def test_counts_and_starts_that_lie_touch_no_row_of_others(hopper: Hopper, rows: int):
+def test_invalid_counts_and_starts_change_no_other_row(hopper: Hopper, rows: int):
     hold_to_rows(CASES["contiguous"].make(hopper.device), WgmmaPlan(rows))
 
 
 @on_each
-def test_damage_stays_in_its_row(hopper: Hopper):
+def test_non_finite_scales_affect_their_row_only(hopper: Hopper):
     name = "normal" if hopper.device == "cpu" else "heights"
     plans = [WgmmaPlan(rows) for rows in reversed(block_ms(name, hopper.device))]
     first = 1 if hopper.device == "cpu" else len(plans)
@@ -405,7 +405,7 @@ def at_the_brink(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("epilogue", ["store", "gated"])
 @pytest.mark.parametrize("name", ["contiguous", "packed", "mxfp4", "bf16"])
 @in_emulator
-def test_nothing_is_touched_behind_its_end(hopper: Hopper, name: str, epilogue: str):
+def test_nothing_beyond_the_end_is_accessed(hopper: Hopper, name: str, epilogue: str):
     case, (how, _) = CASES[name], epilogue_for(CASES[name], epilogue)
     made = case.make()
     given = {name: at_the_brink(tensor) for name, tensor in made.given.items()}

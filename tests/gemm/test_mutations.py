@@ -84,7 +84,7 @@ def test_the_kernel_without_a_fault_passes(run: GemmRun, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", GEMM)
-def test_a_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_is_detected(name: str, monkeypatch: pytest.MonkeyPatch):
     mutation = GEMM[name]
     with pytest.raises(AssertionError, match=mutation.error):
         GemmRun(**mutation.run).play(monkeypatch, 40, mutation)

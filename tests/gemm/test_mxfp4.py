@@ -49,7 +49,7 @@ def test_packing_loses_nothing(k: int):
     assert torch.equal(again[0], b)
 
 
-def test_every_number_in_a_unit_is_one_of_e4m3():
+def test_every_value_of_a_unit_is_an_e4m3_value():
     values, scales = codes(1, 128, 512), torch.arange(15).repeat(1, 128, 3)[..., :32].byte()
     b, b_scale = pack_mxfp4(values, scales)
     wide = unpack_mxfp4(b, torch.ones_like(b_scale))
@@ -68,7 +68,7 @@ def test_extreme_scales_are_exact(low: int, high: int):
     assert torch.equal(unpack_mxfp4(b, b_scale)[..., :64].double(), decode_mxfp4(values, scales))
 
 
-def test_scales_of_zeros_do_not_count():
+def test_scales_of_zeros_are_ignored():
     values = codes(1, 128, 32) | 1
     values[..., :16] &= 0x88
     near, far = torch.tensor([120, 120]), torch.tensor([7, 120])
@@ -105,7 +105,7 @@ def test_rounding_again_changes_nothing():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_refused_when_packed(bad: float):
+def test_non_finite_scales_are_refused_when_packed(bad: float):
     x = torch.randn(2, 128, 64, generator=torch.Generator().manual_seed(1))
     x[1, 70, 40] = bad
     values, scales = quantize_mxfp4(x)
@@ -114,7 +114,7 @@ def test_what_is_not_finite_is_refused_when_packed(bad: float):
         pack_mxfp4(values, scales)
 
 
-def test_a_row_that_spans_too_much_is_refused_with_both_ends():
+def test_a_row_with_too_large_a_range_is_refused():
     values, scales = codes(2, 128, 64) | 1, torch.full((2, 128, 4), 120).byte()
     scales[1, 3] = torch.tensor([106, 120, 119, 118])
     pack_mxfp4(values, scales)
@@ -167,7 +167,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_reference_multiplies_what_the_weights_mean(name: str):
+def test_the_reference_multiplies_decoded_weights(name: str):
     made = SHAPES[name].make()
     made.call().agrees(made.oracle())
 

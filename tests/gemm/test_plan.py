@@ -18,7 +18,7 @@ from weft.gemm.config import BLOCK_MS, FP8
 
 @pytest.mark.parametrize("dtype", [FP8, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gated", [False, True])
-def test_there_is_a_plan_for_any_number_of_rows(dtype: torch.dtype, gated: bool):
+def test_every_number_of_rows_has_a_plan(dtype: torch.dtype, gated: bool):
     for rows in (0, 1, 16, 17, 32, 33, 64, 65, 128, 4096):
         made = plan(32, rows, 4096, 7168, dtype, gated=gated)
         assert made.block_k == (128 if dtype == FP8 else 64)
@@ -58,7 +58,7 @@ def test_small_tiles_are_swapped():
     st.sampled_from([16, 32, 64, 128]),
     st.integers(0, 200),
 )
-def test_no_counts_make_more_m_blocks_than_the_most(counts: list[int], rows: int, slack: int):
+def test_no_counts_exceed_the_maximum_of_m_blocks(counts: list[int], rows: int, slack: int):
     made = GemmPlan(rows, swap=rows < 64)
     blocks = sum(-(-count // rows) for count in counts)
     assert blocks <= made.max_m_blocks(sum(counts) + slack, len(counts))
@@ -95,7 +95,7 @@ def test_one_expert_fills_the_gpu(monkeypatch: pytest.MonkeyPatch):
         assert clusters >= 60 or best.block_m == 32
 
 
-def test_many_rows_are_cut(monkeypatch: pytest.MonkeyPatch):
+def test_many_rows_are_split(monkeypatch: pytest.MonkeyPatch):
     device = hopper(monkeypatch)
     means = {100: 128, 120: 128, 121: 160, 136: 160, 137: 256, 4096: 256}
     for rows, most in means.items():
@@ -107,7 +107,7 @@ def test_many_rows_are_cut(monkeypatch: pytest.MonkeyPatch):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=20), st.sampled_from(BLOCK_MS))
-def test_hopper_tiles_are_no_more_than_the_most(counts: list[int], rows: int):
+def test_hopper_tiles_do_not_exceed_the_maximum(counts: list[int], rows: int):
     made = WgmmaPlan(rows)
     full = min(rows, 128)
     cut = sum(-(-max(count - (rows - full), 1) // full) for count in counts if count)
@@ -130,7 +130,7 @@ def test_16_bit_dtypes_have_higher_tiles(
         assert best.block_m - fullest < 64, "heights are at most 64 rows apart"
 
 
-def test_other_problems_are_for_the_other_kernel(monkeypatch: pytest.MonkeyPatch):
+def test_other_problems_use_the_other_kernel(monkeypatch: pytest.MonkeyPatch):
     device = hopper(monkeypatch)
     sizes: dict[str, Any] = {"experts": 32, "rows_per_expert": 8, "n": 4096, "k": 7168}
     assert isinstance(fastest_plan(**sizes, dtype=FP8, device=device), WgmmaPlan)

@@ -60,7 +60,7 @@ def test_an_equal_call_is_launched_without_a_check(
     assert all(out.shape == kept[0][1].shape for _, out in kept)
 
 
-def test_every_result_is_made_anew_and_a_given_one_is_returned(monkeypatch: pytest.MonkeyPatch):
+def test_results_are_new_unless_passed(monkeypatch: pytest.MonkeyPatch):
     launches = record_launches(monkeypatch)
     case = Case(n=512)
     pairs = [call(case, epilogue=GatedQuant()) for _ in range(2)]
@@ -87,7 +87,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_the_check_reads_makes_another_call(
+def test_checked_properties_are_part_of_the_key(
     name: str, checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch
 ):
     record_launches(monkeypatch)
@@ -97,7 +97,7 @@ def test_what_the_check_reads_makes_another_call(
     assert len(checked) == 2
 
 
-def test_a_known_call_is_refused_for_what_is_no_flag_or_wants_a_gradient(
+def test_a_cached_call_still_checks_flags_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ):
     launches = record_launches(monkeypatch)
@@ -115,7 +115,7 @@ def test_a_known_call_is_refused_for_what_is_no_flag_or_wants_a_gradient(
     assert len(launches) == 3
 
 
-def test_the_oldest_calls_are_forgotten(checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch):
+def test_the_oldest_calls_are_evicted(checked: list[GemmCall], monkeypatch: pytest.MonkeyPatch):
     record_launches(monkeypatch)
     monkeypatch.setattr(prepared, "MAX_CALLS", 2)
     for num_sms in (1, 2, 1, 3, 2, 1):

@@ -173,19 +173,19 @@ def test_refused(name: str, known: bool, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 @pytest.mark.parametrize("kind", [Gated, GatedQuant, Gating])
-def test_gating_with_numbers_that_spoil_rows(
+def test_invalid_gating_parameters_are_refused(
     kind: type[GatingParams], numbers: dict[str, float], words: str
 ):
     with pytest.raises(InvalidArgument, match=words):
         kind(**numbers)
 
 
-def test_tiles_that_hopper_has_not():
+def test_unsupported_hopper_tiles_are_refused():
     with pytest.raises(InvalidArgument, match="block_m is 48; choose one of 32, 64"):
         WgmmaPlan(48)
 
 
-def test_without_triton_the_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     from weft.gemm import triton_launch
 
     triton_launch.import_triton.cache_clear()

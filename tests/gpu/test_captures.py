@@ -145,7 +145,7 @@ def die_in_captures(group: weft.Group, name: str) -> list[str]:
 
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_object_that_dies_in_a_capture_leaves_it_alone(
+def test_an_object_freed_in_a_capture_does_not_break_it(
     ranks: Callable[..., Any], name: str, count: int
 ) -> None:
     if count == 1 and "AllReduce" in name:
@@ -180,7 +180,7 @@ def free_a_large_heap(group: weft.Group, mode: str, where: str) -> int:
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 @pytest.mark.parametrize("mode", STRICT)
-def test_memory_comes_back_in_the_middle_of_a_capture(
+def test_memory_is_freed_in_the_middle_of_a_capture(
     ranks: Callable[..., Any], mode: str, where: str, count: int
 ) -> None:
     for gained in ranks(count, "cuda")(free_a_large_heap, mode, where):
@@ -297,7 +297,7 @@ def open_in_captures(group: weft.Group, name: str) -> list[str]:
 
 @pytest.mark.parametrize("count", RANKS)
 @pytest.mark.parametrize("name", OPENINGS)
-def test_an_object_may_be_opened_beside_a_capture_and_not_in_it(
+def test_objects_open_during_but_not_inside_a_capture(
     ranks: Callable[..., Any], name: str, count: int
 ) -> None:
     if count == 1 and name == "AllReduce":

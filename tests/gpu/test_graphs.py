@@ -111,5 +111,5 @@ def straggle(group: weft.Group, name: str) -> None:
         ),
     ],
 )
-def test_ranks_that_come_late_change_nothing(ranks, kind, name):
+def test_late_ranks_change_no_bit(ranks, kind, name):
     ranks(count(kind), kind)(straggle, name)

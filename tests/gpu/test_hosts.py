@@ -53,7 +53,7 @@ def rounds(group: weft.Group) -> None:
     low_latency_rounds(group, TOKENS)
 
 
-def test_hosts_meet_the_reference(ranks):
+def test_hosts_match_the_reference(ranks):
     ranks(GPUS, "cuda")(on_hosts, 2, rounds)
 
 
@@ -103,7 +103,7 @@ def layers(group: weft.Group) -> None:
             assert float((out.float() - wanted).abs().max()) <= most, name
 
 
-def test_layers_meet_the_reference(ranks):
+def test_layers_match_the_reference(ranks):
     ranks(GPUS, "cuda")(on_hosts, 2, layers)
 
 

@@ -43,7 +43,7 @@ def milliseconds(group, tokens):
 
 
 @pytest.mark.parametrize("tokens", [32, 384])
-def test_a_late_rank_is_waited_for_once(tokens):
+def test_a_late_rank_delays_its_peers_once(tokens):
     """Each call took 0.5 to 1 ms for the rest of a graph, 10 to 20 ms for 20 calls."""
     for rank in weft.launch(milliseconds, tokens, ranks=2, device="cuda"):
         assert all(took < 4.0 for took in rank), rank

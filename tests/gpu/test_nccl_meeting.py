@@ -35,7 +35,7 @@ def die_on_the_way(group, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_on_the_way_is_named_at_once(victim):
+def test_a_rank_that_dies_while_meeting_is_named_at_once(victim):
     told = launch(die_on_the_way, victim, ranks=2, device="cuda", tolerate_deaths=True)
     assert told[victim] is None
     kind, text, seconds = told[1 - victim]

@@ -88,7 +88,7 @@ def hold(step: Step, replay: Callable[[], None], turn: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "name"), runs("pull", "send", "sender", "oneshot"))
 @on_ranks(RANKS, "cpu", dies=ORDER)
-def test_the_same_graph_is_right_among_the_living(
+def test_a_graph_works_after_a_recovery(
     group: weft.Group, device: str, name: str, tmp_path: Path
 ) -> None:
     survivors, step = Survivors(group), opened(group, name)
@@ -144,7 +144,7 @@ def newcomer(address: str, rank: int, name: str, kind: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "name"), runs("pull"))
 @on_ranks(RANKS, "cpu", dies=[VICTIM])
-def test_the_same_graph_is_right_with_a_replacement(
+def test_a_graph_works_after_a_replacement(
     group: weft.Group, device: str, name: str, tmp_path: Path
 ) -> None:
     step = opened(group, name)

@@ -46,7 +46,7 @@ def exact(group: weft.Group, hidden: int) -> list[str]:
 
 
 @pytest.mark.parametrize("hidden", [4096, 7168])
-def test_what_does_not_fit_at_once_has_the_bits_of_the_reference(ranks, hidden):
+def test_rows_that_do_not_fit_at_once_match_the_reference(ranks, hidden):
     for kernels in ranks(2, "cuda")(exact, hidden):
         assert kernels[0] == "weft_allreduce_oneshot"
         for kernel in kernels[3:]:  # more rows than a GPU of up to 200 SMs holds at once

@@ -80,7 +80,7 @@ class Layer:
 
 
 @on_ranks(2, [CUDA])
-def test_rows_that_a_product_stores_return(group):
+def test_rows_that_a_gemm_stores_are_combined(group):
     layer = Layer(group)
     for _ in range(3):
         layer.run()

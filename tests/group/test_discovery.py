@@ -56,14 +56,14 @@ def find(size, timeout=20.0, **changes):
         return list(pool.map(rank, range(size)))
 
 
-def test_names_of_their_own_do_not_part_ranks_and_boots_do():
+def test_containers_share_a_host_and_boots_do_not():
     assert find(2, rank1=lambda own: {**own, "host": "other"}) == ["met", "met"]
     for text in find(2, rank1=lambda own: {**own, "boot": "0123456789"}):
         assert "the ranks are on several hosts" in text
         assert "(boot 01234567)" in text
 
 
-def test_networks_of_their_own_are_said_on_every_rank():
+def test_separate_networks_are_reported_on_every_rank():
     zero, *others = find(3, LONG, rank2=lambda own: {**own, "host": "box", "network": "net:[7]"})
     assert others == [zero, zero]
     assert f"rank 0 on {socket.gethostname()} (boot " in zero
@@ -73,7 +73,7 @@ def test_networks_of_their_own_are_said_on_every_rank():
     assert zero.endswith("(--network=host)")
 
 
-def test_what_keeps_rank_0_from_listening_is_said_on_every_rank(monkeypatch):
+def test_a_failure_to_listen_is_reported_on_every_rank(monkeypatch):
     def full(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -83,7 +83,7 @@ def test_what_keeps_rank_0_from_listening_is_said_on_every_rank(monkeypatch):
 
 
 @pytest.mark.parametrize("address", [None, 7, {}, "0-" + "g" * 64, "/tmp/weft-x"])
-def test_an_address_that_no_rank_would_send_is_refused(address):
+def test_an_invalid_address_is_refused(address):
     zero, one = find(2, 0.3, rank0=lambda own: {**own, "meeting": address})
     assert "rank 0 was to send where to meet" in one
     assert "rank 1 of 2 did not come" in zero  # it knows where
@@ -91,7 +91,7 @@ def test_an_address_that_no_rank_would_send_is_refused(address):
 
 @pytest.mark.parametrize("answer", [None, 7, {}, {"host": 7}, {"host": "a", "boot": "b"}])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_no_rank_would_answer_is_refused(rank, answer):
+def test_an_invalid_answer_is_refused(rank, answer):
     for text in find(2, LONG, **{f"rank{rank}": lambda own: answer}):
         assert text.startswith(f"rank {rank} was to send where ")
 

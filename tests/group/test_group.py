@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(ranks, sleeper):
 
 
 @on_ranks(3, "threads")
-def test_ranks_in_different_calls_are_told_both(group):
+def test_ranks_in_different_calls_name_both(group):
     with pytest.raises(RendezvousFailed) as caught:
         group.barrier() if group.rank == 1 else group.all_gather(5)
     assert re.search(r"rank \d( \(pid \d+\))? is in all_gather \(call 0\)", str(caught.value))
@@ -211,7 +211,7 @@ def test_a_forked_child_leaves_the_group_alone(group):
 
 
 @on_ranks(3, "cpu", dies=[1])
-def test_a_death_is_named_while_a_forked_child_lives_on(group):
+def test_a_death_is_named_while_a_forked_child_lives(group):
     """The child has its parent's sockets, which so do not end with rank 1."""
     child = os.fork() if group.rank == 1 else None
     if child == 0:
@@ -259,12 +259,12 @@ def test_generations_wrap_and_are_never_zero(group):
 
 
 @pytest.mark.parametrize("size", [0, 73, 1 << 64, 2.0, True, "2"])
-def test_a_size_that_no_group_has_is_refused(meeting, size):
+def test_an_invalid_size_is_refused(meeting, size):
     with pytest.raises(InvalidArgument, match="size is"):
         Group.join(meeting, rank=0, size=size, device="cpu", timeout=1.0)
 
 
-def test_a_group_that_nobody_closes_leaves_no_descriptor():
+def test_an_unclosed_group_leaves_no_descriptor():
     before = open_files()
     launch(Group.barrier, ranks=2, device="threads")
     assert open_files() == before
@@ -285,7 +285,7 @@ def test_a_rank_that_closed_its_group_is_named(group):
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @on_ranks(3, "threads")
-def test_a_rank_that_raises_tells_the_others_why(group, culprit):
+def test_a_rank_that_raises_sends_its_reason(group, culprit):
     group.barrier()  # where all came, even if the culprit has left when the last one looks
     why = (
         rf"^rank {culprit} \(pid {os.getpid()}\) left the group while the others were in barrier: "

@@ -32,7 +32,7 @@ def replaced(place: Any, name: str, error: Exception) -> pytest.MonkeyPatch:
 
 
 @on_ranks(2, "cpu")
-def test_a_rank_that_may_not_open_pidfds_says_so_on_all(group: weft.Group) -> None:
+def test_a_rank_without_pidfds_is_reported_on_all(group: weft.Group) -> None:
     if group.rank == 1:
         replaced(os, "pidfd_open", PermissionError(1, "Operation not permitted"))
     with pytest.raises((SetupError, RendezvousFailed)) as caught:
@@ -43,7 +43,7 @@ def test_a_rank_that_may_not_open_pidfds_says_so_on_all(group: weft.Group) -> No
 
 @pytest.mark.parametrize("what", ["pipe2", "start"])
 @on_ranks(2, "cpu")
-def test_a_rank_that_cannot_watch_says_why_and_keeps_no_descriptors(
+def test_a_rank_that_cannot_watch_raises_and_keeps_no_descriptor(
     group: weft.Group, what: str
 ) -> None:
     process_group = group.process_group()
@@ -71,7 +71,7 @@ def started(count: int):
         each.wait()
 
 
-def test_nothing_is_heard_after_close() -> None:
+def test_no_death_is_reported_after_close() -> None:
     """Of two peers that ended, one is heard, for its call closes; after that no process counts."""
     heard: queue.Queue[int] = queue.Queue()
     made = threading.Event()
@@ -94,7 +94,7 @@ def test_nothing_is_heard_after_close() -> None:
     assert not liveness._thread.is_alive()
 
 
-def test_a_pipe_tells_of_an_end_before_the_process_has_ended() -> None:
+def test_a_pipe_reports_a_death_before_the_process_ends() -> None:
     """Rank 1 leaves as `close` does, and then rank 2's pipe ends, as when it is killed.
 
     Their process lives meanwhile: rank 1 is heard only when that has ended, and none twice. Rank 3
@@ -123,6 +123,6 @@ def test_a_pipe_tells_of_an_end_before_the_process_has_ended() -> None:
 
 
 @on_ranks(2, "cpu")
-def test_the_end_that_a_rank_keeps_is_above_what_it_opens_later(group: weft.Group) -> None:
+def test_the_lifelong_pipe_has_a_high_descriptor(group: weft.Group) -> None:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert max(int(fd) for fd in os.listdir("/proc/self/fd")) >= min(soft, 4096) * 3 // 4

@@ -54,7 +54,7 @@ def test_all_ranks_meet_at_any_hub_and_no_name_is_left_while_their_sockets_live(
         ({"rank": "\ud800"}, "came as rank '\\ud800', which is none of 3"),
     ],
 )
-def test_ranks_that_do_not_fit_together_all_learn_why(meeting, changes, text):
+def test_mismatched_ranks_all_get_the_reason(meeting, changes, text):
     def misfit():
         time.sleep(0.1)  # rank 2 is in by then
         with connect(meeting) as connection:
@@ -77,7 +77,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_a_late_one_is_told_at_once(
     assert time.monotonic() - started < 18.0
 
 
-def test_a_hub_that_does_not_let_a_rank_in_is_named_at_the_deadline(meeting):
+def test_a_hub_that_admits_no_rank_is_named_at_the_deadline(meeting):
     text = str(gather(meeting, 1, timeout=0.2))
     assert "rank 0, at which all meet, did not bring this rank to the others in 0.2 s" in text
 
@@ -185,7 +185,7 @@ def test_ranks_of_another_namespace_have_the_deadline(meeting):
 @pytest.mark.parametrize(
     "reply", [None, [], {}, {"pid": 0}, {"pid": "7"}, {"pid": True}, {"pid": 1 << 40}]
 )
-def test_what_tells_of_no_process_is_not_watched(reply):
+def test_an_invalid_identity_is_not_watched(reply):
     with liveness.Peers() as known:
         known.watch(1, reply)
         known.check()
@@ -266,7 +266,7 @@ def test_the_reason_of_a_rank_that_raises_reaches_all_before_its_socket_ends(
         assert "no memory for it" in str(each)
 
 
-def test_nobody_returns_before_all_have_met(meeting):
+def test_no_rank_returns_before_all_have_met(meeting):
     """Rank 1 has all its sockets; rank 2 is slow, and dies."""
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(gather, meeting, r, 3, LONG) for r in (0, 1)]

@@ -133,7 +133,7 @@ def test_a_group_shrinks_down_to_one_rank(group):
 
 
 @on_four(dies=[1])
-def test_what_a_broken_control_message_left_in_the_sockets_is_not_taken_for_a_new_one(group):
+def test_remains_of_a_broken_message_are_skipped(group):
     group.barrier()
     if group.rank == 1:
         die()
@@ -184,7 +184,7 @@ def meet_once(group):
 
 @pytest.mark.parametrize("suspects", [{0: [3], 1: [3], 2: [3]}, {2: [3]}, {0: [0, 3]}])
 @on_four(dies=[3])
-def test_a_stopped_rank_is_killed_if_one_suspects_it(group, suspects):
+def test_a_stopped_suspect_is_killed(group, suspects):
     meet_once(group)
     if group.rank == 3:
         stop()
@@ -192,7 +192,7 @@ def test_a_stopped_rank_is_killed_if_one_suspects_it(group, suspects):
 
 
 @on_four(dies=[3])
-def test_a_suspect_that_waits_in_a_message_for_another_is_called_and_lives(group):
+def test_a_suspect_that_waits_in_a_message_survives(group):
     """Rank 1 waits for a stopped rank longer than its peers, who suspect both."""
     agreement.SUSPECT_SECONDS = 5.0
     meet_once(group)
@@ -207,7 +207,7 @@ def test_a_suspect_that_waits_in_a_message_for_another_is_called_and_lives(group
 
 
 @on_four()
-def test_a_suspect_that_comes_in_time_lives(group):
+def test_a_suspect_that_joins_in_time_survives(group):
     agreement.SUSPECT_SECONDS = LONG
     meet_once(group)
     if group.rank == 3:
@@ -216,7 +216,7 @@ def test_a_suspect_that_comes_in_time_lives(group):
 
 
 @on_four(dies=[3])
-def test_a_living_rank_that_does_not_come_is_named_and_not_left_out(group):
+def test_an_absent_living_rank_is_named_and_not_dropped(group):
     group.barrier()
     if group.rank == 3:
         stop()
@@ -227,7 +227,7 @@ def test_a_living_rank_that_does_not_come_is_named_and_not_left_out(group):
 
 
 @on_four(dies=[1])
-def test_a_suspect_that_cannot_be_killed_is_named_with_what_to_do(group):
+def test_a_suspect_that_cannot_be_killed_is_named_with_the_fix(group):
     def send(fd, number):
         raise PermissionError(1, "Operation not permitted")
 
@@ -260,7 +260,7 @@ def test_a_rank_that_left_and_lives_is_waited_for(group):
 
 @pytest.mark.parametrize("opens", [False, True])
 @on_four(dies=[1])
-def test_a_rank_that_closed_its_descriptors_takes_nobody_for_dead(group, opens):
+def test_a_rank_with_closed_descriptors_reports_no_death(group, opens):
     """As a daemon does; it may have opened others of the same numbers."""
     meet_once(group)
     if group.rank == 1:
@@ -278,7 +278,7 @@ def test_a_rank_that_closed_its_descriptors_takes_nobody_for_dead(group, opens):
 
 
 @on_four()
-def test_a_second_thread_may_not_recover_meanwhile(group):
+def test_a_second_thread_may_not_recover(group):
     """A thread of rank 1 is in a recovery, for which rank 0 does not come before another tried."""
     with Heap.create(group, 64) as heap:
         may_come = heap.tensor((1,), torch.int32, rank=0)
@@ -353,9 +353,7 @@ def test_a_creation_that_was_interrupted_leaves_equal_generations(group):
     ids=["one", "all"],
 )
 @on_four(dies=[0])
-def test_operators_that_cannot_recover_fail_it_on_all_and_may_try_again(
-    group, fails, error, kind, text
-):
+def test_a_failed_recovery_raises_on_all_and_may_be_retried(group, fails, error, kind, text):
     operator: Any = Operator(group)
     works = operator.restart
 
@@ -375,7 +373,7 @@ def test_operators_that_cannot_recover_fail_it_on_all_and_may_try_again(
 
 
 @on_four(dies=[0])
-def test_an_operator_that_one_rank_has_no_more_is_left_as_it_is(group):
+def test_an_operator_closed_on_one_rank_is_not_recovered(group):
     first, second = Operator(group), Operator(group)
     group.barrier()
     if group.rank == 0:
@@ -428,7 +426,7 @@ CANNOT = "it needs two ranks or more, each a process, of one machine"
         (1, "cpu", {}, CANNOT),
     ],
 )
-def test_wrong_arguments_and_ranks_that_cannot_recover_are_told(size, kind, given, text):
+def test_invalid_arguments_and_ranks_are_refused(size, kind, given, text):
     for error in launch(refuse, given, ranks=size, device=kind):
         assert re.search(text, error), error
 
@@ -444,6 +442,6 @@ def all_die(group):
     die()
 
 
-def test_a_launch_that_nobody_survives_fails():
+def test_a_launch_without_survivors_fails():
     with pytest.raises(RankFailed, match=r"rank \d of 4 died: .*SIGKILL"):
         launch(all_die, ranks=4, tolerate_deaths=True)

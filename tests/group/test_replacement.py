@@ -131,7 +131,7 @@ def newcomer(address, rank):
 
 @pytest.mark.parametrize("victims", [[2], [0], [1, 3]])
 @on_four(dies="victims")
-def test_new_processes_take_the_place_of_the_dead(group, victims):
+def test_new_processes_replace_the_dead(group, victims):
     first = Operator(group)
     closed = Operator(group)
     closed.heap.close()
@@ -220,7 +220,7 @@ def start_may_take_long():
 
 @pytest.mark.parametrize("how", ["dies", "stops", "rank 0 gives up"])
 @on_four(dies=[3])
-def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
+def test_a_partly_met_process_is_admitted_by_no_rank(group, how):
     plane: Any = ControlPlane
     take, operator, met = plane.receive, Operator(group), []
     lose(group, 3)
@@ -259,7 +259,7 @@ def test_a_new_process_that_only_some_have_met_is_taken_in_by_none(group, how):
 
 
 @on_four(dies=[3])
-def test_a_survivor_that_gives_up_waiting_takes_in_what_the_others_have(group):
+def test_a_survivor_that_times_out_still_admits_the_process(group):
     """Rank 0 gives up waiting for the others, who then have met the new process as well."""
     operator = Operator(group)
     lose(group, 3)
@@ -299,7 +299,7 @@ def interrupts(call):
 
 @pytest.mark.parametrize("where", ["quiesce", "_notify"])
 @on_four(dies=[3])
-def test_an_interrupted_survivor_goes_on_with_the_others_and_loses_no_descriptor(group, where):
+def test_an_interrupted_survivor_continues_without_a_leak(group, where):
     """Rank 1 is interrupted when all have decided to take the new process in."""
     operator = Operator(group)
     lose(group, 3)
@@ -336,7 +336,7 @@ def test_a_replacement_with_other_operators_is_refused_with_both_values(group):
 
 @pytest.mark.parametrize("dead", [[0, 2], [1, 2]], ids=["the hub", "one that came"])
 @on_four(dies="dead")
-def test_a_death_in_the_meeting_is_told_while_a_forked_child_lives(group, tmp_path, dead):
+def test_a_death_in_the_meeting_is_reported_despite_a_forked_child(group, tmp_path, dead):
     """The child has the sockets of the rank that dies, of rank 0 the listener, too."""
     over, victim = tmp_path / "over", dead[0]
 
@@ -363,7 +363,7 @@ def test_a_death_in_the_meeting_is_told_while_a_forked_child_lives(group, tmp_pa
 
 
 @on_four(dies=[3])
-def test_survivors_go_on_where_nobody_comes(group):
+def test_survivors_continue_without_a_replacement(group):
     meeting = meet_at_0(group)
     with pytest.raises(OutOfOrder):  # nobody is gone yet
         group.replace(meeting)
@@ -381,7 +381,7 @@ def is_one_too_many(address, rank):
 
 
 @on_four(dies=[1])
-def test_as_many_join_as_are_gone(group):
+def test_only_dead_ranks_are_replaced(group):
     """Rank 3 is a survivor that takes itself for a newcomer."""
     lose(group, 1)
     meeting = meet_at_0(group)
@@ -482,7 +482,7 @@ def works(address, rank):
 
 
 @on_four(dies=[2])
-def test_all_objects_work_on_with_a_replacement(group):
+def test_all_objects_work_with_a_replacement(group):
     before, objects = group.timeout, Objects(group)
     for name, (kind, elder, place, _) in PLAN.items():
         objects.make(name, kind, elder, place)
@@ -515,7 +515,7 @@ def test_all_objects_work_on_with_a_replacement(group):
 
 
 @on_ranks(2, "cpu")
-def test_wrong_arguments_are_named(group):
+def test_invalid_arguments_are_refused(group):
     for text, call in (
         ("meeting is 'x'", partial(group.replace, "x")),
         ("timeout is 0", partial(group.replace, Meeting(0, b""), timeout=0)),

@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_call_from_torch_is_named(group, calls_before):
 
 
 @pytest.mark.parametrize("row", [b"7", b"{}", b'{"op":"it"}', b"\xff", b"NaN", b"[" * 100_000])
-def test_what_no_rank_of_weft_would_gather_is_an_error_in_words(row, monkeypatch):
+def test_an_invalid_gather_raises_a_typed_error(row, monkeypatch):
     rows = [b'{"op":"it","value":1}', row]
     monkeypatch.setattr(collective, "gather_bytes", lambda *_, **__: rows)
     with pytest.raises(RendezvousFailed, match="rank 1 broke the protocol in it"):

@@ -94,7 +94,7 @@ NO_JSON: list[bytes] = [
     ],
 )
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_what_no_rank_would_send_is_refused_and_no_descriptor_leaks(pair, data, text, count):
+def test_invalid_messages_are_refused_without_a_leak(pair, data, text, count):
     left, right = pair
     before = open_files()
     with open("/proc/self/status", "rb") as file:
@@ -109,7 +109,7 @@ def test_what_no_rank_would_send_is_refused_and_no_descriptor_leaks(pair, data, 
     assert open_files() == before
 
 
-def test_memory_is_read_of_those_that_are_trusted_and_no_more_of_it_than_a_message(pair):
+def test_memory_is_read_only_from_trusted_peers_and_bounded(pair):
     left, right = pair
     before = open_files()
     for size, text in ((2 * VALUE_LIMIT, "more than 1052672 bytes"), (0, "not JSON")):
@@ -128,7 +128,7 @@ def test_memory_is_read_of_those_that_are_trusted_and_no_more_of_it_than_a_messa
     assert open_files() == before
 
 
-def test_only_what_can_be_told_on_is_encoded_and_decoded():
+def test_only_valid_json_is_encoded_and_decoded():
     hopeless: list[Any] = [NESTED, float("nan"), {"a": float("inf")}]
     for value in hopeless:
         with pytest.raises(ValueError, match="nested too deep|Out of range"):
@@ -138,7 +138,7 @@ def test_only_what_can_be_told_on_is_encoded_and_decoded():
         assert decode(encode(value)) == value
 
 
-def test_a_text_of_a_peer_can_be_printed_whatever_it_is():
+def test_any_text_of_a_peer_can_be_printed():
     assert text_of("aé\ud800b") == r"aé\ud800b"
     assert text_of([1, "\udfff", None]) == r"[1, '\udfff', None]"
     assert len(text_of("x" * 10**6)) == TEXT_LIMIT

@@ -56,7 +56,7 @@ def emulate(groups: ExpertGroups) -> EmulatedGroups:
     ],
 )
 @on_ranks(2, [THREADS])
-def test_kernels_send_what_the_cpu_sends(group, name, layout):
+def test_kernels_send_as_the_cpu_does(group, name, layout):
     case, way = CASES[name], name.split()[0]
     with (
         make(group, case, **combining(way)) as a2a,

@@ -58,7 +58,7 @@ def test_rows_feed_a_grouped_gemm(group):
 
 
 @on_ranks(2)
-def test_what_the_host_refuses(group):
+def test_invalid_input_is_refused_on_the_host(group):
     with make(group) as a2a, make(group) as other:
         for options, words in (
             ({"align": 0}, "align is 0"),
@@ -98,7 +98,7 @@ def test_what_the_host_refuses(group):
 
 
 @on_ranks(2)
-def test_memory_is_known_before_it_is_allocated(group):
+def test_memory_bytes_is_exact(group):
     with make(group) as a2a:
         for options in VARIANTS.values():
             groups = ExpertGroups(a2a, **options)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_sums_that_are_sent_have_the_bits_of_scatter(ranks, kind, way):
 
 
 @pytest.mark.parametrize("way", ["push", "choices"])
-def test_experts_where_a_map_says(ranks, way):
+def test_an_explicit_expert_map(ranks, way):
     """The second leaves a rank without experts: it has nothing to send, and reports so."""
     for ranks_of in ([2, 0, 0, 1, 2, 0, 2, 2, 1, 0, 0, 0, 2, 2, 1, 0], [0, 2] * 8):
         options = {"expert_map": ranks_of}
@@ -123,7 +123,7 @@ def test_a_send_is_in_the_timeline(group):
 
 
 @on_ranks(2)
-def test_what_the_host_refuses(group):
+def test_invalid_input_is_refused_on_the_host(group):
     case = Round(tokens=(4, 4), hidden=512)
     x, ids, weights, _ = case.of(group.rank, group.device)
     for options, words in (
@@ -252,7 +252,7 @@ def lied_to(group: weft.Group, way: str, lies: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("way", ["push", "fp8", "choices"])
-def test_lies_of_peers_stay_in_their_places(ranks, kind, way):
+def test_invalid_peer_data_stays_in_its_slots(ranks, kind, way):
     lies = (-1, 2**31 - 1, 17)
     for some in [(lie,) for lie in lies] if way == "fp8" else [lies]:
         ranks(2, kind)(lied_to, way, some)

@@ -65,7 +65,7 @@ def free_memory(group):
 
 
 @on_ranks(4, "cuda")
-def test_memory_and_descriptors_are_given_back(group):
+def test_memory_and_descriptors_are_released(group):
     use_once(group, SIZE)  # leaves a context, with the kernel of fill_ loaded
     free, files = free_memory(group), open_files()
     for _ in range(10):

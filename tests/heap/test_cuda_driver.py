@@ -74,7 +74,7 @@ def names_of(fake, rank):
 
 
 @pytest.mark.parametrize("fabric", [False, True])
-def test_every_rank_maps_every_share_and_gives_all_back(install, fabric):
+def test_every_rank_maps_and_releases_every_share(install, fabric):
     fake = install(fabric=fabric)
     # Held at the end of a creation, by a rank: context, own allocation, range, stream, page, fence
     # and two mappings.
@@ -127,7 +127,7 @@ def test_a_failure_of_any_call_frees_everything_everywhere(install):
         assert outcomes[0][0] == "NoneType"
 
 
-def test_a_gpu_without_room_is_told_with_both_numbers(install):
+def test_a_full_gpu_raises_with_both_numbers(install):
     whole = install()
     run(whole)
     number = names_of(whole, 1).index("cuMemCreate") + 1
@@ -147,7 +147,7 @@ def close_with_failure(group, fake):
     heap.close()
 
 
-def test_a_failing_close_says_so_and_still_frees(install):
+def test_a_failing_close_raises_and_still_frees(install):
     run(install(), close_with_failure, ranks=1)
 
 
@@ -182,7 +182,7 @@ def let_go(group, fake, how):
 
 
 @pytest.mark.parametrize("how", ["close", "cycle", "view"])
-def test_memory_is_freed_behind_a_wait_that_no_capture_minds(install, monkeypatch, how):
+def test_freeing_memory_does_not_break_captures(install, monkeypatch, how):
     """By close, by the collector, with the last view; the thread's mode is what it was."""
     fake = install()
     monkeypatch.setattr(cuda, "tensor_at", cpu_tensor_at)
@@ -206,7 +206,7 @@ def cpu_tensor_at(address, count, device, keeper):
         ("HANDLE_TYPE_POSIX_FILE_DESCRIPTOR", "has no POSIX file descriptor handles"),
     ],
 )
-def test_what_gpus_cannot_do_is_said_on_every_rank(install, attribute, text):
+def test_unsupported_gpus_are_reported_on_every_rank(install, attribute, text):
     fake = install()
     fake.lacks = (getattr(fake.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}_SUPPORTED"),)
     for name, message in run(fake):
@@ -223,7 +223,7 @@ def test_gpus_that_cannot_reach_each_other_are_both_named(install):
     assert f"rank 1 on cuda:1 (Test GPU) {'01' * 16}" in results[0][1]
 
 
-def test_a_gpu_that_is_not_visible_is_left_to_the_mapping(install):
+def test_an_invisible_gpu_is_tested_by_mapping(install):
     assert run(install(peers=False, visible=0))[0][0] == 3 * GRANULE
 
 
@@ -277,7 +277,7 @@ def test_machines_with_fabric_handles_reach_each_other(install, fabric, reached)
     assert run(install(fabric=fabric), look) == [[reached] * 2] * 2
 
 
-def test_a_gpu_says_whether_its_memory_can_leave_the_host(install):
+def test_fabric_support_is_reported(install):
     for fabric in (False, True):
         fake = install(fabric=fabric)
         assert cuda.fabric_works(torch.device("cuda:0")) is fabric

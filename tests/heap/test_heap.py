@@ -55,7 +55,7 @@ def test_every_rank_writes_into_every_share(group, size):
 
 
 @on_ranks(1, "threads")
-def test_views_lie_where_they_say_and_never_outside(group):
+def test_views_have_the_requested_address_and_stay_inside(group):
     with Heap.create(group, 256) as heap:
         heap.tensor((64,), torch.int32).copy_(torch.arange(64))
         assert heap.tensor((2, 3), torch.int32, offset=8).tolist() == [[2, 3, 4], [5, 6, 7]]
@@ -154,7 +154,7 @@ def overrun(group, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_write_behind_a_share_faults(rank):
+def test_a_write_beyond_a_share_faults(rank):
     with pytest.raises(RankFailed, match="rank 1 of 3 died: .*SIGSEGV"):
         launch(overrun, rank, ranks=3)
 
@@ -215,7 +215,7 @@ def test_the_header_of_a_dead_rank_can_be_read(group):
 
 
 @on_ranks(1, "threads")
-def test_a_share_without_room_for_a_header_says_so(group):
+def test_a_share_smaller_than_a_header_is_refused(group):
     with (
         Heap.create(group, HEADER_BYTES - 1) as heap,
         pytest.raises(InvalidArgument, match=f"a header takes {HEADER_BYTES}"),
@@ -231,7 +231,7 @@ def create_and_close(group):
 
 
 @on_ranks(3, "cpu")
-def test_creating_and_closing_gives_everything_back(group):
+def test_creating_and_closing_releases_everything(group):
     for _ in range(3):  # what is imported, mapped and cached at first use
         create_and_close(group)
     before = state()
@@ -245,7 +245,7 @@ def test_creating_and_closing_gives_everything_back(group):
     assert now[2] - before[2] < 10
 
 
-def test_threads_give_everything_back():
+def test_threads_release_everything():
     before = state()[:2]
     launch(create_and_close, ranks=3, device="threads")
     assert state()[:2] == before
@@ -327,7 +327,7 @@ FAILED = "^creating a heap failed on rank 1 of 2: InvalidArgument: "
     ],
 )
 @on_ranks(2, "threads")
-def test_sizes_that_no_heap_has_and_other_sizes_fail_on_every_rank(group, sizes, kind, text):
+def test_invalid_and_different_sizes_fail_on_every_rank(group, sizes, kind, text):
     with pytest.raises(kind, match=text) as caught:
         Heap.create(group, sizes[group.rank])
     assert caught.type is kind

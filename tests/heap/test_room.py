@@ -99,7 +99,7 @@ def test_the_tightest_control_group_counts(ranks, host, own, path):
     assert str(room.CGROUPS / path) in text
 
 
-def test_groups_without_a_limit_and_gpu_ranks_are_refused_nothing(ranks, host):
+def test_groups_without_a_limit_and_gpu_ranks_are_unlimited(ranks, host):
     host(own="0::/a", groups={"a": ("max", 3 * GIB, 0)})
     assert both(ranks, 30 * GIB) == ""
     host(available=GIB)
@@ -125,7 +125,7 @@ LARGE: dict[str, Callable[[weft.Group], object]] = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_what_cannot_be_held_is_refused_at_creation(ranks, host, kind):
+def test_oversized_heaps_are_refused_at_creation(ranks, host, kind):
     host(available=5 * GIB)
 
     def build(group: weft.Group) -> str:

@@ -80,7 +80,7 @@ def play_cases(group: weft.Group, *names: str) -> None:
 
 
 @across([0, 1, 1, 0])
-def test_two_hosts_whose_ranks_cross_meet_the_reference(group: weft.Group) -> None:
+def test_two_hosts_with_interleaved_ranks_match_the_reference(group: weft.Group) -> None:
     play_cases(group, "pull", "fp8", "halves", "statistics", "rows of any width")
     ranks = ((0, 3), (1, 2))
     assert (group.hosts, group.host_ranks) == (2, ranks)
@@ -91,7 +91,7 @@ def test_two_hosts_whose_ranks_cross_meet_the_reference(group: weft.Group) -> No
 
 @campaign
 @pytest.mark.parametrize(("count", "hosts"), ALIKE)
-def test_hosts_meet_the_reference(ranks, count, hosts):
+def test_hosts_match_the_reference(ranks, count, hosts):
     """Cases of as many ranks on the same hosts share a launch, which takes longer than they do."""
     alike = [n for n, (c, h, _) in CASES.items() if (len(c.tokens), str(h)) == (count, hosts)]
     ranks(count, "cpu")(on_hosts, ALIKE[count, hosts], play_cases, *alike)
@@ -100,7 +100,7 @@ def test_hosts_meet_the_reference(ranks, count, hosts):
 @campaign
 @pytest.mark.parametrize("combine", ["push", "gemm_push"])
 @across(2)
-def test_rows_by_expert_go_home(group: weft.Group, combine: str) -> None:
+def test_rows_by_expert_are_combined(group: weft.Group, combine: str) -> None:
     """As on one host, but for the order of the sums."""
     case = Round(tokens=(5, 0, 8, 2), add=True)
     with case.open(group, TOKENS, combine=combine, split_phase=True) as a2a:
@@ -159,7 +159,7 @@ WRONG_IDS, WRONG_COUNTS = (16, -2, 1 << 30, -(1 << 31)), (-1, 1 << 30)
 
 
 @across(2)
-def test_what_another_host_would_not_send_is_refused_in_its_name(group: weft.Group) -> None:
+def test_invalid_data_of_another_host_is_attributed_to_it(group: weft.Group) -> None:
     """Rank 2, on host 1, sends what its host would not."""
     case = Round(tokens=(3, 3, 3, 3))
     with case.open(group, 3) as a2a:
@@ -206,7 +206,7 @@ def late(group: weft.Group) -> str:
         return f"{type(raised.value).__name__}: {raised.value}"
 
 
-def test_ranks_of_a_host_learn_at_once_that_their_rail_failed(ranks):
+def test_a_rail_failure_reaches_all_ranks_of_a_host(ranks):
     """Rank 3 has its own rows by then, and waits for rank 2, which waits for rank 0."""
     texts = ranks(4, "cpu")(on_hosts, 2, late)
     assert texts[2].startswith("RailFailed: ")
@@ -216,7 +216,7 @@ def test_ranks_of_a_host_learn_at_once_that_their_rail_failed(ranks):
 
 
 @across(2)
-def test_what_one_host_refuses_several_refuse(group: weft.Group) -> None:
+def test_several_hosts_refuse_what_one_host_refuses(group: weft.Group) -> None:
     case = Round(tokens=(2, 2, 2, 2))
     with pytest.raises(InvalidArgument, match="top_k is 17, but the layer has 16 experts"):
         case.next(top_k=17).open(group, TOKENS)
@@ -258,7 +258,7 @@ def test_one_rank_a_host_sums_as_one_host_does(ranks):
 
 
 @on_ranks(3, "cpu")
-def test_hosts_of_unequal_size_are_refused_in_words(group: weft.Group) -> None:
+def test_hosts_of_unequal_size_are_refused(group: weft.Group) -> None:
     with pytest.raises(RendezvousFailed, match="host host-0 has 2 ranks and host host-1 has 1"):
         on_hosts(group, [0, 0, 1], lambda spanning: None)
 

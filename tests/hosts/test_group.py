@@ -94,7 +94,7 @@ def test_unequal_rows_are_an_error_in_time(ranks):
     ],
 )
 @across("hosts", "size")
-def test_no_neighbour_of_a_rank_that_stalls_is_named(group, size, hosts, culprit, before):
+def test_only_the_stalled_rank_is_named(group, size, hosts, culprit, before):
     case = Round(tokens=(2,) * size)
 
     def slow_round(a2a: weft.AllToAll, before: str) -> None:
@@ -159,7 +159,7 @@ def left_waiting(group: weft.Group, how: str, over: Path) -> str:
 
 
 @pytest.mark.parametrize(("how", "text"), [("dies", "died"), ("closes", "closed its all-to-all")])
-def test_what_ends_a_rank_is_told_beyond_its_host_though_no_connection_ends(how, text, tmp_path):
+def test_an_error_reaches_other_hosts_without_a_lost_connection(how, text, tmp_path):
     caught = weft.launch(
         on_hosts, 2, left_waiting, how, tmp_path / "over", ranks=4, tolerate_deaths=True
     )

@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @campaign
 @across(2)
-def test_layers_meet_the_reference(group: weft.Group) -> None:
+def test_layers_match_the_reference(group: weft.Group) -> None:
     for name, (config, options) in LAYERS.items():
         case = Case(CONFIGS[config], tokens=(5, 0, 8, 2))
         x, logits = case.of(group.rank, group.device)
@@ -46,7 +46,7 @@ def test_layers_meet_the_reference(group: weft.Group) -> None:
 
 
 @across(2, 2)
-def test_replicas_are_refused_in_words(group: weft.Group) -> None:
+def test_replicas_are_refused(group: weft.Group) -> None:
     case = Case(CONFIGS["softmax"], tokens=(1, 1))
     replicas = balance(torch.ones(8), ranks=2, replicas=2)
     with pytest.raises(InvalidArgument, match="replicas are given in a group of 2 hosts"):

@@ -49,7 +49,7 @@ def rounds(group: weft.Group, tokens: tuple[int, ...]) -> None:
 
 @campaign
 @across(2)
-def test_hosts_meet_the_reference(group: weft.Group) -> None:
+def test_hosts_match_the_reference(group: weft.Group) -> None:
     rounds(group, (5, 0, 8, 2))
 
 
@@ -57,7 +57,7 @@ SMALL = Round(tokens=(2, 2, 2, 2), top_k=2, experts=4, hidden=128)
 
 
 @across(2)
-def test_weights_and_bad_ids_are_refused_in_words(group: weft.Group) -> None:
+def test_bad_weights_and_ids_are_refused(group: weft.Group) -> None:
     """Also ids that rank 3's host would not send."""
     x, ids, weights, _ = SMALL.of(group.rank, group.device)
     with weft.LowLatencyAllToAll(group, **SMALL.sizes(2)) as low:

@@ -74,7 +74,7 @@ def test_machines_that_map_all_of_each_other_are_one_host(boots, parts, reached,
     assert names in (None, found[1])
 
 
-def test_a_domain_takes_no_more_ranks_than_it_serves():
+def test_a_domain_has_a_maximum_of_ranks():
     boots = [boot for boot in "abcd" for _ in range(36)]
     ranks, _ = group_by_host(describe(*boots), [[0, 36, 72, 108]] * 144)
     assert [len(each) for each in ranks] == [72, 72]
@@ -92,7 +92,7 @@ def test_ranks_have_devices_of_one_kind():
 
 
 @on_ranks(2, "cpu")
-def test_devices_of_two_kinds_are_noticed_at_once(group: weft.Group) -> None:
+def test_mixed_device_types_are_detected_at_once(group: weft.Group) -> None:
     """Ranks that look for NVLink and ranks that do not would wait for each other."""
     whole = group.process_group()
     os.environ["WEFT_HOST"] = f"host-{group.rank}"
@@ -133,7 +133,7 @@ def on_machines(group: weft.Group, *boots: str, domains: Sequence[str] = ()) -> 
 
 
 @on_ranks(4, "cpu")
-def test_what_one_machine_cannot_do_every_rank_is_told(group: weft.Group) -> None:
+def test_a_failure_on_one_machine_is_reported_on_every_rank(group: weft.Group) -> None:
     """Rank 3 of 4, the second of its machine, cannot watch its peer."""
     if group.rank == 3:
         stop = OSError("no more threads")
@@ -148,7 +148,7 @@ def test_what_one_machine_cannot_do_every_rank_is_told(group: weft.Group) -> Non
 
 @pytest.mark.parametrize("boots", ["abab", "aaab"])
 @on_ranks(4, "cpu", "cuda")
-def test_a_domain_of_machines_meets_the_reference(group: weft.Group, boots: str) -> None:
+def test_a_domain_of_machines_matches_the_reference(group: weft.Group, boots: str) -> None:
     with on_machines(group, *boots) as domain:
         assert (domain.machines, domain.hosts) == (2, 1)
         assert domain.host_ranks == ((0, 1, 2, 3),)
@@ -169,7 +169,7 @@ def test_a_domain_of_machines_meets_the_reference(group: weft.Group, boots: str)
 
 
 @on_ranks(4, "cpu")
-def test_domains_are_hosts_to_each_other(group: weft.Group) -> None:
+def test_several_domains_are_several_hosts(group: weft.Group) -> None:
     with on_machines(group, *"abcd", domains=("ab", "cd")) as whole:
         assert (whole.machines, whole.hosts, whole.local.machines) == (4, 2, 2)
         assert whole.host_ranks == ((0, 1), (2, 3))

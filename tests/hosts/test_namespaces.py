@@ -21,7 +21,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(not can_create(), reason="no network namespaces here")
-def test_those_of_a_killed_process_go_with_the_next_one() -> None:
+def test_namespaces_of_a_killed_process_are_removed_later() -> None:
     killed = subprocess.run([sys.executable, "-c", MAKES], capture_output=True, text=True)
     left = f"weft-{int(killed.stdout)}-"
     assert left in ip("netns", "list")

@@ -246,7 +246,7 @@ def test_directories_are_made_private_whatever_the_umask(tmp_path: Path) -> None
     refuses("set WEFT_CACHE", lambda: Cache(tmp_path / "file" / "cache"))
 
 
-def test_a_link_is_followed_once_and_judged_by_where_it_leads(tmp_path: Path) -> None:
+def test_a_link_is_followed_once_and_its_target_checked(tmp_path: Path) -> None:
     for name in ("real", "other"):
         (tmp_path / name).mkdir(mode=0o700)
     link = tmp_path / "link"
@@ -335,9 +335,7 @@ def test_lock_that_others_could_hold_is_replaced(cache: Cache, planted: str) -> 
     assert victim.read_text() == "keep"
 
 
-def test_what_the_file_system_refuses_is_reported(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_system_errors_are_reported(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 

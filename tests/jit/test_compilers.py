@@ -234,7 +234,7 @@ def test_native_code_only_where_the_cpu_is_known(
 
 
 @needs_compiler
-def test_what_keeps_a_library_from_being_built_or_loaded_is_explained(
+def test_build_and_load_failures_are_explained(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: str) -> ctypes.CDLL:

@@ -92,7 +92,7 @@ def test_wrong_argument_type_and_shape_are_refused(fake: Driver) -> None:
         Launcher(kernel(argument_bytes=24), Args)
 
 
-def test_functions_are_loaded_when_taken(fake: Driver) -> None:
+def test_functions_are_loaded_on_first_use(fake: Driver) -> None:
     code = CudaModule(b"cubin", name="code")
     function = code.function("fill")
     assert (function.name, function.handle, function.argument_bytes) == ("fill", 22, 16)

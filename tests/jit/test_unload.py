@@ -12,7 +12,7 @@ from weft.errors import DriverError
 from weft.jit.module import CudaModule
 
 
-def test_code_goes_behind_a_wait_that_no_capture_minds(fake: Driver) -> None:
+def test_unloading_code_does_not_break_captures(fake: Driver) -> None:
     """Loading, reading and unloading leave everybody's captures alone, and the thread's mode."""
     code = CudaModule(b"cubin", name="code")
     code.function("fill")
@@ -56,12 +56,12 @@ def test_a_failing_unload_tries_every_step(fake: Driver) -> None:
     assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
-def test_code_that_stays_holds_nothing_to_wait_by(fake: Driver) -> None:
+def test_permanent_code_allocates_no_fence(fake: Driver) -> None:
     CudaModule(b"cubin", name="code", stays=True)
     assert fake.named("cuMemAlloc") == []
 
 
-def test_code_that_is_dropped_goes_with_its_last_kernel(fake: Driver) -> None:
+def test_dropped_code_is_unloaded_after_its_last_kernel(fake: Driver) -> None:
     """Not before: a function holds its module, and code that stays is never unloaded."""
     kernel = CudaModule(b"cubin", name="code").function("fill")
     gc.collect()

@@ -133,7 +133,7 @@ def fail(group, kind):
 
 @BOTH
 @pytest.mark.parametrize("kind", ERRORS)
-def test_the_first_cause_is_reported_at_once_and_not_its_echo(device, kind, monkeypatch):
+def test_the_first_cause_is_reported_rather_than_its_echo(device, kind, monkeypatch):
     """Ranks that wait for it end by themselves, long before they would be ended."""
     monkeypatch.setattr("weft.launcher.processes.GRACE", 1000.0)
     monkeypatch.setitem(launch.__globals__, "GRACE", 1000.0)
@@ -153,7 +153,7 @@ def unpicklable(group):
     return lambda: None
 
 
-def test_a_result_that_cannot_travel_is_an_error():
+def test_an_unpicklable_result_is_an_error():
     with pytest.raises(RankFailed, match="rank 0 of 1 raised .*(pickle|local)"):
         launch(unpicklable, ranks=1)
 
@@ -299,7 +299,7 @@ def test_an_echo_that_names_a_returned_rank_comes_before_other_echoes():
     assert "had returned" not in str(launch_error(reports, 3, 1.0))
 
 
-def test_ranks_that_differ_were_not_waited_for():
+def test_a_mismatch_blames_no_rank_for_waiting():
     error = GeometryMismatch("hidden differs: rank 0 has 8 and rank 1 has 16")
     assert Report.from_error(0, error).blamed == ()
     assert Report.from_error(0, PeerTimeout("rank 0: rank 3 and rank 1 (rank 3)")).blamed == (3, 1)
@@ -377,7 +377,7 @@ def test_cuda_without_a_gpu_is_refused():
         launch(describe, "a", 1, ranks=1, device="cuda")
 
 
-def test_a_rank_of_torchrun_is_told_to_make_a_group(monkeypatch):
+def test_a_rank_of_torchrun_is_referred_to_from_torch(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InvalidArgument, match=r"rank 1 of the 4 .*Group\.from_torch\(\)"):

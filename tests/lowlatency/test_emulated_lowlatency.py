@@ -42,13 +42,13 @@ def mixed(group: weft.Group, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "reduced, fp8 back", "choices"])
-def test_kernels_and_cpu_ranks_understand_each_other(ranks, name):
+def test_kernels_and_cpu_ranks_interoperate(ranks, name):
     ranks(3, "threads")(mixed, name)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 @on_ranks(3, [EMULATED])
-def test_memory_is_touched_in_the_order_that_it_needs(group, name):
+def test_memory_accesses_have_the_required_order(group, name):
     mode, case = CASES[name]
     with mode.make(group, case, 16) as a2a:
         entries: Any = a2a._kernels

@@ -83,7 +83,7 @@ def test_every_byte_of_every_case(ranks, kind):
 
 
 @on_ranks(3)
-def test_an_inbox_is_blank_when_it_has_been_read(group):
+def test_an_inbox_is_reset_after_reading(group):
     """Also after rows that end in half a vector: 3 scales, 7 weights."""
     case = UNEVEN.next(hidden=384, top_k=7)
     for mode in (REDUCED, CHOICES, Mode(combine_dtype="fp8"), Mode(quantize=None, reduce="sender")):
@@ -136,7 +136,7 @@ def test_an_explicit_expert_map(group):
 
 
 @on_ranks(3)
-def test_epochs_cross_their_wrap(group):
+def test_epochs_wrap(group):
     case = Round(tokens=(3, 5, 2), hidden=128)
     mode = Mode(more={"_first_epoch": (1 << 40) - 4})
     with mode.make(group, case, 8) as a2a:
@@ -146,7 +146,7 @@ def test_epochs_cross_their_wrap(group):
 
 
 @on_ranks(3, [*ANY, EMULATED])
-def test_halves_meet_whole_calls(group):
+def test_split_calls_interoperate_with_whole_ones(group):
     case = UNEVEN.next(add=True)
     for base in (Mode(), REDUCED):
         mode = replace(base, more={"split_phase": True})
@@ -156,7 +156,7 @@ def test_halves_meet_whole_calls(group):
 
 
 @on_ranks(3, [*ANY, EMULATED])
-def test_two_results_are_alive_and_cross_on_the_way(group):
+def test_two_live_results_overlap(group):
     """One's dispatch is on its way while the other returns."""
     mode = Mode(more={"split_phase": True})
     case = Round(tokens=(5, 9, 16), hidden=256)

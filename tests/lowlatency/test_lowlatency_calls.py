@@ -48,7 +48,7 @@ def inputs(group: weft.Group, tokens: int = 3) -> tuple[torch.Tensor, ...]:
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(ranks, options, text):
+def test_invalid_sizes_are_refused(ranks, options, text):
     def body(group: weft.Group) -> None:
         with pytest.raises(InvalidArgument, match=text.replace("[", r"\[")):
             make(group, **options)
@@ -56,7 +56,7 @@ def test_sizes_that_cannot_be_are_refused(ranks, options, text):
     ranks(1, "threads")(body)
 
 
-def test_ranks_that_differ_are_told_both_values(ranks):
+def test_ranks_that_differ_raise_with_both_values(ranks):
     def body(group: weft.Group) -> None:
         with pytest.raises(GeometryMismatch, match=r"slots=\d"):
             make(group, slots=1 + group.rank)
@@ -124,7 +124,7 @@ def test_calls_out_of_order_are_refused(group):
 
 
 @on_ranks(2, [THREADS])
-def test_another_all_to_alls_handle_is_refused(group):
+def test_a_handle_of_another_all_to_all_is_refused(group):
     """Two layers' first dispatches have the same numbers; each is combined by its own object."""
     x, ids, weights, _ = inputs(group)
     with make(group) as one, make(group) as other:
@@ -183,7 +183,7 @@ def crossed(group: weft.Group, split_phase: bool) -> str:
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("split_phase", [False, True])
-def test_ranks_that_combine_different_results_are_told(ranks, kind, split_phase):
+def test_ranks_that_combine_different_results_raise(ranks, kind, split_phase):
     said = ranks(2, kind)(crossed, split_phase)
     assert "rank 0, combine: rank 1 combined result 2 of those alive, this rank result 1" in said[0]
     assert "rank 1, combine: rank 0 combined result 1 of those alive, this rank result 2" in said[1]

@@ -120,7 +120,7 @@ def check_addresses(a2a: LowLatencyAllToAll, got: ExpertRows, address: torch.Ten
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("lie", LIES)
-def test_no_word_of_a_peer_leads_out_of_bounds(ranks, kind, lie):
+def test_no_word_of_a_peer_causes_a_stray_access(ranks, kind, lie):
     ranks(2, kind)(lied_to, LIES[lie])
 
 
@@ -158,5 +158,5 @@ LATE = r"rank 0, dispatch: rank 1 did not publish epoch 2 within .* \(its flag s
 
 @pytest.mark.parametrize("kind", [*ANY, EMULATED])
 @pytest.mark.parametrize("what", ["row", "choice"])
-def test_who_has_not_come_is_named_with_what_is_there(ranks, kind, what):
+def test_a_missing_row_is_named_with_what_arrived(ranks, kind, what):
     assert re.match(LATE, ranks(2, kind)(withheld, what)[0])

@@ -22,11 +22,11 @@ def memory_of(group: weft.Group) -> tuple[int, int, int]:
         return said.shared, said.ordinary, said.total
 
 
-def test_memory_is_known_before_it_is_allocated(ranks):
+def test_memory_bytes_is_exact(ranks):
     assert len(set(ranks(2, "threads")(memory_of))) == 1
 
 
-def test_an_expert_map_counts_in_what_memory_is_told():
+def test_memory_bytes_includes_an_expert_map():
     sizes: dict[str, Any] = {"ranks": 2, **SIZES}
     uneven = [0] * (SIZES["num_experts"] - 1) + [1]
     told = LowLatencyAllToAll.memory_bytes(**sizes, expert_map=uneven)

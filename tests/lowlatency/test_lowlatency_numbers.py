@@ -84,7 +84,7 @@ def _nan(like: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ANY)
 @pytest.mark.parametrize("name", MODES)
-def test_every_number_arrives_as_the_reference_says(ranks, kind, name):
+def test_every_value_is_delivered_as_in_the_reference(ranks, kind, name):
     if kind == "cuda" and MODES[name].recipe == "triton_dist":
         pytest.skip("GPUs divide as Triton does: tests/compat/test_triton_dist.py")
     ranks(1, kind)(delivered, name)

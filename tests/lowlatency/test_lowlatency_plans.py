@@ -16,7 +16,7 @@ PLAIN = LowLatencyShape(8, 128, 8, 256, 32, 7168, "bf16")
 @pytest.mark.parametrize("tokens", [0, 1, 8, 32, 33, 128, 512, 8192])
 @pytest.mark.parametrize("name", ["dispatch", "combine"])
 @pytest.mark.parametrize("part", ["", "_send", "_receive"])
-def test_plans_fit_on_the_gpu_and_leave_nobody_out(tokens, name, part):
+def test_plans_fit_on_the_gpu_and_cover_every_rank(tokens, name, part):
     shape = replace(PLAIN, tokens=8192)
     threads = 128 if tokens <= 32 else 256
     resident = 132 * 3 * (256 // threads)

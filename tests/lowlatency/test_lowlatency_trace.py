@@ -75,13 +75,13 @@ SENT = TraceRecord(epoch=3, start_ns=1000, credited=500, ended=900, phase=1, rol
 TAKEN = TraceRecord(epoch=3, start_ns=1100, end_ns=1600, ended=1000, phase=1, role=2, team=2)
 
 
-def test_ticks_are_told_by_the_teams_that_end_on_both_clocks():
+def test_clock_ticks_come_from_teams_with_both_clocks():
     sent, taken = read_work(pages(SENT, TAKEN), 0, 2)
     assert (sent.credited_ns, sent.end_ns) == (1250, 1450)
     assert taken.end_ns == 1600
 
 
-def test_slices_lie_on_rank_0s_clock():
+def test_slices_are_on_rank_0s_clock():
     work = Work(1, "dispatch", 3, "receiver", 7, 2, 1000, 0, 1500, 4000, (0, 800))
     document = to_chrome([work], Skew((0.0, 500.0), 20.0, 32))
     found = [(e["name"], e["ts"], e["dur"]) for e in document["traceEvents"] if e["ph"] == "X"]

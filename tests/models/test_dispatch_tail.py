@@ -29,7 +29,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_without_two_gpus_it_says_so(program: Path) -> None:
+def test_two_gpus_are_required(program: Path) -> None:
     if torch.cuda.device_count() >= 2:
         pytest.skip("there are two GPUs")
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)

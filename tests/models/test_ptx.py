@@ -194,13 +194,13 @@ def test_the_checker_agrees_on_shapes_that_the_field_knows(name: str) -> None:
         ("bar.cta.sync 0; bar.cta.sync 0", "one barrier of a thread"),
     ],
 )
-def test_what_the_checker_does_not_know_is_an_error(instruction: str, text: str) -> None:
+def test_unknown_instructions_are_errors(instruction: str, text: str) -> None:
     block = f"odd allowed\nodd\nx=0;\nP0@cta 0,gpu 0: {instruction}\nexists (1 == 1)"
     with pytest.raises(ValueError, match=text):
         verdict(Litmus.parse(block))
 
 
-def test_dartagnan_said_the_same_of_every_test_that_it_was_given() -> None:
+def test_the_verdicts_agree_with_dartagnan() -> None:
     verdict_of = {FORBIDDEN: "PASS", ALLOWED: "FAIL"}
     recorded = {}
     for line in (PTX / "result.txt").read_text().splitlines():

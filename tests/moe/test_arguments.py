@@ -300,7 +300,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_hostile_arguments_of_functions_are_refused_in_words(name):
+def test_hostile_arguments_of_functions_are_refused(name):
     for each in TABLES[name]():
         tried(each)
 
@@ -366,12 +366,12 @@ def layers(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-def test_hostile_arguments_of_layers_are_refused_in_words(ranks, mode):
+def test_hostile_arguments_of_layers_are_refused(ranks, mode):
     options = {"mode": mode, "overlap": "none", "gemm": "torch"}
     ranks(2, "threads")(layers, options)
 
 
-def test_memory_is_asked_with_the_constructors_defaults():
+def test_memory_bytes_has_the_constructors_defaults():
     constructor = inspect.signature(weft.MoE).parameters
     memory = dict(inspect.signature(weft.MoE.memory_bytes).parameters)
     for name in ("ranks", "device", "timeout", "first_timeout"):  # tests have timeouts of their own

@@ -221,7 +221,7 @@ def holds(weights: ExpertWeights, values: dict[str, torch.Tensor], *, packed: bo
         assert torch.equal(found, expected), name
 
 
-def test_mxfp4_with_gate_and_up_in_turn(tmp_path):
+def test_mxfp4_with_gate_and_up_interleaved(tmp_path):
     config = replace(CONFIG, biased=True)
     tensors, values = gpt_oss(config)
     folder = save(tmp_path, tensors)
@@ -232,7 +232,7 @@ def test_mxfp4_with_gate_and_up_in_turn(tmp_path):
     holds(read(folder, 2, 0, config=config), chosen, packed=False)
 
 
-def test_mxfp4_of_other_sizes_is_filled_up_with_zeros(tmp_path):
+def test_mxfp4_of_other_sizes_is_zero_padded(tmp_path):
     small = replace(CONFIG, hidden=160, intermediate=96, biased=True)
     tensors, values = gpt_oss(small)
     one, folder = {name: tensor[1:2] for name, tensor in values.items()}, save(tmp_path, tensors)
@@ -567,14 +567,14 @@ WRONG: list[tuple[Callable[[], Tensors], Change, str]] = [
 
 
 @pytest.mark.parametrize(("base", "change", "words"), WRONG)
-def test_tensors_that_are_wrong(tmp_path, base, change, words):
+def test_invalid_tensors_are_refused(tmp_path, base, change, words):
     tensors = base()
     change(tensors)
     with pytest.raises(InvalidArgument, match=words):
         read(save(tmp_path, tensors or {"embedding": torch.ones(1)}), 0, 1)
 
 
-def test_declarations_that_are_refused(tmp_path):
+def test_invalid_declarations_are_refused(tmp_path):
     save(tmp_path, in_fp8())
     for method in ("gptq", "awq", "bitsandbytes", "modelopt", None):
         declare(tmp_path, {"quant_method": method})
@@ -616,7 +616,7 @@ def test_links_inside_the_folder_are_followed(tmp_path):
     same(read(folder, 0), stacked(0))
 
 
-def test_files_that_are_wrong(tmp_path, monkeypatch):
+def test_invalid_files_are_refused(tmp_path, monkeypatch):
     def refuses(words: str, folder: Any = tmp_path) -> None:
         with pytest.raises(InvalidArgument, match=words):
             read(folder, 0)

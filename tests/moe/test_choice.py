@@ -58,7 +58,7 @@ def chosen(group: weft.Group) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "mode"), [("cpu", "throughput"), pytest.param("cuda", None, marks=pytest.mark.gpu)]
 )
-def test_all_ranks_choose_the_same_and_say_by_what(ranks, kind, mode):
+def test_all_ranks_make_and_explain_the_same_choice(ranks, kind, mode):
     first, second = ranks(2, kind)(chosen)
     assert first == second
     assert first[1:3] == ["gemm_push", "gemm_push"]

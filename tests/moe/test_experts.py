@@ -42,7 +42,7 @@ def test_gating(gating, dtype):
     torch.testing.assert_close(out.float(), wanted, rtol=4 * eps, atol=4 * eps)
 
 
-def test_clamped_swiglu_in_numbers():
+def test_clamped_swiglu_values():
     h = torch.tensor([[9.0, -9.0, 0.5, 20.0, -20.0, 2.0]])
     limited = [(7.0, 7.0), (-9.0, -7.0), (0.5, 2.0)]
     wanted = [g / (1 + math.exp(-1.702 * g)) * (u + 1) for g, u in limited]
@@ -75,7 +75,7 @@ def test_shared_experts_have_their_own_size_and_no_bias():
     assert shared.gating is SWIGLU
 
 
-def test_a_shared_expert_behind_a_gate():
+def test_a_gated_shared_expert():
     config = replace(CONFIGS["softmax"], shared=24, dtype=torch.float32)
     shared = Expert.seeded(config, 1, shared=True)
     x, gate = torch.randn(3, config.hidden), torch.randn(1, config.hidden)
@@ -112,7 +112,7 @@ def test_stacking():
             use()
 
 
-def test_a_model_that_is_not_known_is_refused_with_the_nearest_one():
+def test_an_unknown_model_is_refused_with_a_suggestion():
     for name, near in (("GLM", "glm-4.5-air"), ("deepseek-v2", "deepseek-v3")):
         with pytest.raises(InvalidArgument, match=f"did you mean '{near}'"):
             MODELS[name]
@@ -176,7 +176,7 @@ def test_rows_have_the_bits_of_the_reference(dtype: torch.dtype, device: str):
     assert torch.equal(scales.cpu().nan_to_num(-1), their_scales.nan_to_num(-1))
 
 
-def test_what_fp8_experts_refuse():
+def test_invalid_fp8_experts_are_refused():
     biased = Expert(torch.ones(256, 128), torch.ones(128, 128), down_bias=torch.ones(128))
     odd = Expert(torch.ones(200, 128), torch.ones(128, 100))
     for expert, words in ((biased, "has biases"), (odd, "blocks are 128 x 128")):

@@ -252,13 +252,13 @@ FOREIGN = {
         (PUBLISHED["llama-4-scout"], {"text_config": {}}, "model_type in text_config of config is"),
     ],
 )
-def test_configs_that_are_not_served(config, changes, words):
+def test_unsupported_configs_are_refused(config, changes, words):
     MoEConfig.from_hf(config)
     with pytest.raises(InvalidArgument, match=words):
         MoEConfig.from_hf({**config, **changes})
 
 
-def test_files_that_are_no_config(tmp_path):
+def test_invalid_config_files_are_refused(tmp_path):
     with pytest.raises(InvalidArgument, match="cannot read the model's config .*config.json"):
         MoEConfig.from_hf(tmp_path)
     file = tmp_path / "config.json"

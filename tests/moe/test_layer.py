@@ -202,7 +202,7 @@ def order_of_calls(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 @BOTH
-def test_tokens_go_before_the_shared_expert(ranks, mode):
+def test_tokens_are_sent_before_the_shared_expert_runs(ranks, mode):
     ranks(2, "threads")(order_of_calls, {"mode": mode})
 
 
@@ -298,7 +298,7 @@ def few_rows(group: weft.Group, room: int, options: dict[str, Any]) -> None:
     [{"gemm": "torch", "overlap": "none"}, {**GROUPED, "overlap": "none"},
      {**GROUPED, "overlap": "gemm_push"}],
 )  # fmt: skip
-def test_rows_without_room(ranks, options):
+def test_rows_beyond_max_rows(ranks, options):
     ranks(2, "threads")(few_rows, 16, {**options, "mode": "throughput"})
 
 

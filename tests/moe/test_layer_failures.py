@@ -52,7 +52,7 @@ def built_wrongly(group: weft.Group) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_built(ranks):
+def test_invalid_layers_are_refused(ranks):
     first, second = ranks(2, "threads")(built_wrongly)
     assert first == second
     missing = [words for (*_, words), text in zip(WRONG, first, strict=True) if words not in text]
@@ -101,7 +101,7 @@ def other_kinds(group: weft.Group) -> None:
             weft.MoE(group, DEEP, weights, max_tokens=4, shared=shared, **options)
 
 
-def test_weights_of_the_other_kind(ranks):
+def test_weights_of_the_other_kind_are_refused(ranks):
     ranks(1, "threads")(other_kinds)
 
 
@@ -196,7 +196,7 @@ def aborted(group: weft.Group, options: dict[str, Any]) -> None:
 @BOTH
 @pytest.mark.parametrize("overlap", ["none", "gemm_push"])
 @pytest.mark.parametrize("body", [absent, failing_shared, aborted])
-def test_a_peer_that_does_not_end_its_round_is_named(ranks, body, overlap, mode):
+def test_a_peer_that_does_not_finish_is_named(ranks, body, overlap, mode):
     """A peer that stays away, whose shared expert raises, or that aborts."""
     ranks(2, "threads")(body, {"mode": mode, "overlap": overlap, "gemm": "grouped"})
 
@@ -222,5 +222,5 @@ def closed(group: weft.Group, options: dict[str, Any]) -> None:
 
 
 @BOTH
-def test_a_closed_layer_says_so(ranks, mode):
+def test_a_closed_layer_raises(ranks, mode):
     ranks(2, "threads")(closed, {"mode": mode})

@@ -51,7 +51,7 @@ def test_options_reach_the_exchange(ranks):
     ranks(2, "threads")(options_reach)
 
 
-def test_the_gemm_that_a_device_has():
+def test_the_gemm_of_a_device():
     cpu, gpu, half = torch.device("cpu"), torch.device("cuda", 0), replace(PAIRS, dtype=torch.half)
     wide = replace(PAIRS, dtype=torch.float32)
 

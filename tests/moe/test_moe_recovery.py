@@ -186,7 +186,7 @@ def test_a_table_names_replicas_of_the_living():
             placed.physical_on(mask)
 
 
-def test_the_living_alone_give_and_get_weights():
+def test_only_living_ranks_exchange_weights():
     old = Replicas((0, 1, 1, 0, 0, 1), 3)
     new = Replicas((1, 0, 0, 1, 1, 0), 3)
     for source, target in plan_moves(old, new, 0b011):

@@ -61,7 +61,7 @@ def case_of(name: str, *tokens: int) -> Case:
         pytest.param("deepseek-v4.1", "low_latency", "threads", marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_means_what_its_weights_mean(ranks, kind, mode, name):
+def test_a_layer_matches_its_decoded_weights(ranks, kind, mode, name):
     options = {"gemm": "grouped", "fp8": True, "mode": mode}
     ranks(2, kind)(one_result, case_of(name, 7, 4), options)
 
@@ -228,7 +228,7 @@ def test_powers_that_are_far_apart_are_rounded_in_fp8_alone():
         ({"down_bias": None}, r"down_bias is None; it must be \[3, 160\]"),
     ],
 )
-def test_weights_in_memory_that_are_refused(more, text):
+def test_invalid_weights_in_memory_are_refused(more, text):
     given = {"config": IN_MEMORY, **in_memory(far_apart=False)[0], **more}
     for packed in (False, True):
         with pytest.raises(InvalidArgument, match=text):

@@ -116,7 +116,7 @@ def test_the_kernel_on_a_cpu():
     hold(run, "cpu")
 
 
-def test_nothing_to_do_costs_nothing():
+def test_a_normalised_routing_is_returned_unchanged():
     ids, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
     found = normalize_topk(ids, weights)
     assert found.ids is ids

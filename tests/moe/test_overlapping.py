@@ -47,5 +47,5 @@ def spoiled(group: weft.Group, how: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     "how", ["another shared expert", "a product that stores nothing", "NaN in both"]
 )
-def test_what_is_wrong_is_counted(ranks, how):
+def test_wrong_words_are_counted(ranks, how):
     assert all(told["gemm_push"] > 0 for told in ranks(2, "threads")(spoiled, how))

@@ -177,7 +177,7 @@ def within_rounds(group: weft.Group, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
-def test_nothing_moves_within_a_round(ranks, mode):
+def test_no_expert_moves_within_a_round(ranks, mode):
     ranks(2, "threads")(within_rounds, mode)
 
 
@@ -236,7 +236,7 @@ def captured(group: weft.Group) -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_outlive_a_relocation(ranks):
+def test_graphs_work_after_a_relocation(ranks):
     ranks(2, "cuda")(captured)
 
 
@@ -273,7 +273,7 @@ def test_rounds(ranks, kind, mode):
     ranks(2, kind)(in_rounds, mode)
 
 
-def test_moves_bring_every_slot_its_expert_from_the_own_rank_if_it_has_it():
+def test_moves_prefer_the_own_ranks_copy():
     rng = random.Random(1)
     placed = [balance([rng.random() for _ in range(32)], 4, 16) for _ in range(20)]
     small = Replicas((0, 1, 2, 0, 3, 4), ranks=2), Replicas((1, 0, 4, 2, 3, 0), ranks=2)

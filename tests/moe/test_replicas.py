@@ -69,7 +69,7 @@ def test_every_placement_holds_each_expert_and_none_twice_on_a_rank(case):
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_tables_say_what_slots_say(case):
+def test_tables_match_slots(case):
     found = balance(*case)
     counts, physical = found.table(CPU)
     assert counts.dtype == physical.dtype == torch.int32
@@ -107,7 +107,7 @@ def test_the_table_of_the_docs():
     assert told == found
 
 
-def test_replicas_in_numbers():
+def test_replica_values():
     found = balance([8, 1, 1, 2], ranks=2, replicas=2)
     # 8 is halved first, then 2: both ranks hold 4 + 1 and one of the ones.
     assert found.logical_experts(0).count(0) == found.logical_experts(1).count(0) == 1
@@ -130,6 +130,6 @@ def test_replicas_in_numbers():
         ([1e308] * 4, 2, 0, "loads add up to inf"),
     ],
 )
-def test_loads_that_cannot_be(loads, ranks, replicas, words):
+def test_invalid_loads_are_refused(loads, ranks, replicas, words):
     with pytest.raises(InvalidArgument, match=words):
         balance(loads, ranks, replicas)

@@ -117,7 +117,7 @@ def random_logits(experts: int, tokens: int = 33) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-120b", "qwen3-30b-a3b"])
-def test_given_experts_weigh_what_route_gives_them(name):
+def test_weigh_equals_route(name):
     routing = MODELS[name].routing
     logits = random_logits(routing.num_experts)
     bias = torch.zeros(routing.num_experts) if routing.correction else None
@@ -161,12 +161,12 @@ def test_rules_at_their_limits():
         ({"weigh": "input"}, "weigh 'input' with top_k 2"),
     ],
 )
-def test_rules_that_cannot_be(changes, words):
+def test_invalid_rules_are_refused(changes, words):
     with pytest.raises(InvalidArgument, match=words):
         Routing(**{"num_experts": 8, "top_k": 2, **changes})
 
 
-def test_what_route_and_weigh_refuse():
+def test_invalid_arguments_of_route_and_weigh_are_refused():
     plain, biased = Routing(8, 2), Routing(8, 2, score="sigmoid", correction=True)
     good, bias = torch.zeros(3, 8), torch.zeros(8)
     refused: list[tuple[Routing, dict[str, Any], str]] = [

@@ -153,7 +153,7 @@ def shared_of(block: torch.nn.Module, config: MoEConfig) -> torch.nn.Module | No
     ],
 )
 @torch.no_grad()
-def test_a_block_of_transformers_is_the_reference(name, original, tmp_path):
+def test_a_block_of_transformers_matches_the_reference(name, original, tmp_path):
     made = model(name)
     made.save_pretrained(tmp_path, save_original_format=original, max_shard_size="40KB")  # type: ignore[operator]
     assert (tmp_path / "model.safetensors.index.json").is_file(), "shards must matter"
@@ -273,7 +273,7 @@ def _hash_layer(
 
 
 @torch.no_grad()
-def test_layers_whose_experts_follow_from_the_token(ranks, tmp_path):
+def test_layers_with_experts_by_token_id(ranks, tmp_path):
     made = model("deepseek_v4")
     generator = torch.Generator().manual_seed(6)
     first = block_of(made, 0)

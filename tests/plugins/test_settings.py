@@ -61,7 +61,7 @@ def test_settings(engine: str, variable: str, form: str, plain: Settings) -> Non
         ("VLLM", "1", "is '1'; choose one of '', 'block', 'exc"),
     ],
 )
-def test_settings_that_are_refused(name: str, value: str, text: str) -> None:
+def test_invalid_settings_are_refused(name: str, value: str, text: str) -> None:
     engine = name.partition("_")[0]
     with pytest.raises(InvalidArgument, match=f"WEFT_{name} {text}"):
         Settings.read(engine, {f"WEFT_{name}": value})

@@ -43,7 +43,7 @@ def test_the_record_is_of_the_wheel(engine: Engine) -> None:
     assert NAMES[release] == read(site, engine)
 
 
-def test_what_differs_is_found(tmp_path: Path) -> None:
+def test_differences_are_found(tmp_path: Path) -> None:
     """Through re-exports, classes, annotated names and every kind of parameter."""
     package = tmp_path / "sglang" / "srt"
     package.mkdir(parents=True)

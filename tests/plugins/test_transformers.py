@@ -169,7 +169,7 @@ def test_gpus_answer_as_one_gpu_does(ranks: Any, models: Path) -> None:
     check(ranks(2, "cuda")(answers, models, served))
 
 
-def test_register_refuses() -> None:
+def test_invalid_arguments_of_register_are_refused() -> None:
     for argument, value in (("max_tokens", 0), ("timeout", -1.0)):
         with pytest.raises(InvalidArgument, match=argument):
             plugin.register(**{argument: value})  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ def compiled(group: weft.Group, replicas: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_every_batch_is_served_whoever_shares_it(ranks: Any) -> None:
+def test_every_batch_shared_or_not(ranks: Any) -> None:
     served = [(sizes, replicas, dtype) for dtype in HALF_UNIT for replicas in (1, 2)]
     calls = [*served, (compiled, 1), (compiled, 2), (economy, 1), (economy, 2)]
     rows = []
@@ -267,5 +267,5 @@ def refuse_capture(group: weft.Group) -> None:
 
 
 @pytest.mark.gpu
-def test_own_batches_are_not_captured(ranks: Any) -> None:
+def test_separate_batches_are_not_captured(ranks: Any) -> None:
     ranks(2, "cuda")(refuse_capture)

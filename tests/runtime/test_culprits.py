@@ -106,7 +106,7 @@ def leave(group: weft.Group, kind: str, how: str) -> str:
 
 @pytest.mark.parametrize("kind", ["pull", "fp8", "receiver", "twoshot"])
 @on_ranks(3, "cpu", "cuda")
-def test_who_raises_or_closes_tells_the_others(group, kind):
+def test_a_rank_that_raises_or_closes_is_named(group, kind):
     for how in WAYS_TO_LEAVE:
         text = ""
         try:
@@ -140,7 +140,7 @@ def test_a_raising_rank_is_the_cause_of_a_launch(ranks, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(3, "cpu", "cuda")
-def test_an_end_in_good_order_disturbs_nobody(group, kind):
+def test_a_regular_exit_disturbs_no_rank(group, kind):
     """Who is done closes and ends at once, while others still wait in the same round."""
     for _ in range(3):
         with KINDS[kind].open(group) as op:
@@ -153,7 +153,7 @@ def test_an_end_in_good_order_disturbs_nobody(group, kind):
 
 @pytest.mark.parametrize("kind", ["pull", "sender", "twoshot"])
 @on_ranks(3, "cpu", "cuda")
-def test_a_stopped_rank_is_named_when_the_deadline_is_over(group, kind, tmp_path):
+def test_a_stopped_rank_is_named_after_the_deadline(group, kind, tmp_path):
     with KINDS[kind].open(group) as op:
         op.round()
         hurry(op.made, 2.0)

@@ -117,7 +117,7 @@ def test_a_late_rank_is_waited_for_and_the_first_round_has_a_deadline(
 
 @pytest.mark.parametrize("name", ["pull", "receiver"])
 @on_ranks(3, "cpu", "cuda")
-def test_another_geometry_is_noticed_in_band(group: weft.Group, name: str) -> None:
+def test_another_geometry_is_detected_in_band(group: weft.Group, name: str) -> None:
     with KINDS[name].open(group, faults=True) as op:
         op.round()
         if group.rank == 2:

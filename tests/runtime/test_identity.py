@@ -169,7 +169,7 @@ def run_program(
         "operators",
     ],
 )
-def test_a_rank_out_of_step_is_noticed_by_all_in_that_call(ranks, kind, how, device):
+def test_a_rank_out_of_step_is_detected_by_all_in_that_call(ranks, kind, how, device):
     if kind in ("LowLatencyAllToAll", "operators") and how == "change":
         pytest.skip("no argument that ranks must agree on")
     seed = random.randrange(1 << 32)

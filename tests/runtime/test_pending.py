@@ -57,7 +57,7 @@ KINDS = ["AllToAll", "LowLatencyAllToAll", "MoE", "lease"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, "threads")
-def test_an_end_raises_what_nobody_has_seen(group: weft.Group, kind: str) -> None:
+def test_close_raises_pending_refusals(group: weft.Group, kind: str) -> None:
     for how in ("close", "exit", "checked", "error"):
         op, play = make(group, kind)
         play(op, BAD)
@@ -116,7 +116,7 @@ def test_debug_mode_compares_residuals(group: weft.Group) -> None:
 
 
 @on_ranks(1, "threads")
-def test_another_value_of_weft_debug_is_refused(group: weft.Group, monkeypatch: Any) -> None:
+def test_an_invalid_weft_debug_is_refused(group: weft.Group, monkeypatch: Any) -> None:
     monkeypatch.setenv("WEFT_DEBUG", "yes")
     with pytest.raises(InvalidArgument, match="WEFT_DEBUG is 'yes'"):
         weft.AllToAll(group, **SIZES)

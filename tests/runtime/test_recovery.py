@@ -92,7 +92,7 @@ def lose_in_turn(
 
 @pytest.mark.parametrize(("name", "phase"), DEATHS)
 @on_ranks(4, "cpu", dies=ORDER)
-def test_the_living_go_on_after_a_death_in_any_phase(
+def test_survivors_continue_after_a_death_in_any_phase(
     group: weft.Group, name: str, phase: str
 ) -> None:
     lose_in_turn(group, name, PHASES[phase])
@@ -106,7 +106,7 @@ def library(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMULATED)
 @on_ranks(4, "cpu", dies=ORDER[:2])
-def test_kernels_go_on_without_a_look_at_the_dead(
+def test_kernels_continue_without_reading_the_dead(
     group: weft.Group, name: str, library: str
 ) -> None:
     lose_in_turn(group, name, (None, None), library)

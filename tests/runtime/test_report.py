@@ -19,7 +19,7 @@ def raised(record: ErrorRecord, first_epoch: int = 0, machines: int = 1) -> Grou
 
 @pytest.mark.parametrize("phase", [DISPATCH, ALL_REDUCE])
 @pytest.mark.parametrize("reported_by", [0, 3])
-def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -> None:
+def test_a_timeout_names_its_option(phase: int, reported_by: int) -> None:
     before_the_wrap = EPOCH_MASK - 4
     for first, epoch, option in (
         (0, 1, "first_timeout"),
@@ -38,7 +38,7 @@ def test_a_timeout_names_the_option_that_ran_out(phase: int, reported_by: int) -
         assert f" raise {option}= if it was only slow, then make a new group." in text
 
 
-def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itself() -> None:
+def test_a_peer_is_not_said_to_wait_for_itself() -> None:
     record = ErrorRecord(
         code=PEER_TIMEOUT, rank=0, peer=2, phase=DISPATCH, expected=5, reported_by=3
     )
@@ -51,7 +51,7 @@ def test_a_peer_that_gave_up_on_its_own_part_is_not_said_to_have_waited_for_itse
     assert "rank 2 waited in vain for this rank, 0," in str(raised(record))
 
 
-def test_an_interrupted_rank_is_no_peers_fault() -> None:
+def test_an_interrupted_rank_blames_no_peer() -> None:
     record = ErrorRecord(code=ABORTED, rank=1, peer=1, phase=DISPATCH, expected=5)
     error = raised(record)
     assert isinstance(error, Aborted)
@@ -59,7 +59,7 @@ def test_an_interrupted_rank_is_no_peers_fault() -> None:
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_a_death_says_what_is_possible_then(machines: int) -> None:
+def test_a_death_names_the_fix(machines: int) -> None:
     record = ErrorRecord(code=PEER_DIED, rank=0, peer=2, phase=DISPATCH, expected=5)
     error = raised(record, machines=machines)
     assert isinstance(error, PeerDied)

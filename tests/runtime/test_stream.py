@@ -66,7 +66,7 @@ def test_a_cpu_asks_no_driver(fake: Driver) -> None:
     assert fake.log == []
 
 
-def test_the_mode_comes_back_behind_an_error(fake: Driver) -> None:
+def test_the_mode_is_restored_after_an_error(fake: Driver) -> None:
     def fail() -> None:
         with driver.relaxed_capture(GPU):
             assert fake.mode is fake.modes.CU_STREAM_CAPTURE_MODE_RELAXED

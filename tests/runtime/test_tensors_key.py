@@ -54,14 +54,14 @@ def test_equal_tensors_elsewhere_have_an_equal_key():
     assert tensors_key([one, None])[0] == tensors_key([two, None])[0]
 
 
-def test_each_difference_at_each_place_makes_another_key():
+def test_each_difference_at_each_position_changes_the_key():
     keys = [key_of(0, dense)]
     keys += [key_of(place, make) for place in range(PLACES) for make in OTHERS.values()]
     assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.gpu
-def test_another_device_makes_another_key():
+def test_another_device_changes_the_key():
     assert tensors_key([dense()])[0] != tensors_key([dense().cuda()])[0]
 
 
@@ -70,11 +70,11 @@ def test_another_device_makes_another_key():
     [1, 0, "x", torch.empty(0), torch.empty(2, device="meta"), torch.eye(2).to_sparse()],
     ids=["one", "zero", "text", "empty", "no memory", "sparse"],
 )
-def test_what_is_no_tensor_with_memory_has_no_key(given: Any):
+def test_tensors_without_memory_have_no_key(given: Any):
     assert tensors_key([dense(), given])[0] is None
 
 
-def test_a_tensor_that_wants_a_gradient_has_a_key_where_none_is_made():
+def test_a_tensor_with_gradient_has_a_key_under_no_grad():
     given = torch.zeros(4, 8, dtype=torch.float16, requires_grad=True)
     assert tensors_key([given])[0] is None
     with torch.no_grad():

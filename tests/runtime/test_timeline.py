@@ -42,7 +42,7 @@ def run(a2a: weft.AllToAll, rounds: int, *, late_rank: int | None = None) -> Non
 
 @pytest.mark.parametrize(("way", "rounds"), [("pull", ROUNDS + 3), ("push", 5)])
 @on_ranks(3, "cpu", "cuda")
-def test_every_round_is_there_and_its_stamps_are_in_order(group, way, rounds):
+def test_every_round_is_recorded_with_ordered_stamps(group, way, rounds):
     with make(group, DEFINE, **combining(way)) as a2a:
         run(a2a, rounds)
         group.barrier()  # the ranks read each other's
@@ -65,7 +65,7 @@ def test_every_round_is_there_and_its_stamps_are_in_order(group, way, rounds):
 
 
 @on_ranks(2, "cpu")
-def test_halves_make_one_span(group):
+def test_split_calls_give_one_span(group):
     x, ids, weights, _ = CASE.of(group.rank, group.device)
     with make(group, DEFINE, split_phase=True) as a2a:
         for _ in range(3):

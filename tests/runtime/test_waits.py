@@ -76,7 +76,7 @@ def test_ranks_in_different_calls_name_each_other_and_their_calls(ranks, caplog)
     assert any(line.endswith("waits in a call of AllToAll 1") for line in lines)
 
 
-def test_a_meeting_that_waits_names_who_has_not_come(caplog):
+def test_a_waiting_meeting_names_the_missing_ranks(caplog):
     with contextlib.closing(Meeting.open()) as meeting, pytest.raises(WeftError):
         meet(meeting, rank=0, size=3, device="cpu", timeout=2.0)
     texts = waits(caplog)

@@ -276,7 +276,7 @@ def flashinfers(group: weft.Group) -> list[list[str]]:
     return [*found, ways[-1:]]
 
 
-def test_other_rows_are_left_to_sglang(ranks):
+def test_other_rows_are_summed_by_sglang(ranks):
     calls = [(not_ours, OLDER), (not_ours, NEWER), (two_models,), (flashinfers,)]
     older, newer, shared, plain = in_one_launch(ranks, 2, *calls)
     assert older == newer == [[["in place"]] * 6 + [[], ["in place"]]] * 2
@@ -295,7 +295,7 @@ def split_experts(group: weft.Group, all_to_all: bool) -> tuple[bool, bool, int,
     return *gate, state().workspaces, list(state().ways)
 
 
-def test_sums_over_other_groups_stay_sglangs_and_apart(ranks):
+def test_sums_over_other_groups_remain_sglangs(ranks):
     apart, whole = in_one_launch(ranks, 4, (split_experts, False), (split_experts, True))
     assert apart == [(False, True, 1, ["in place"])] * 4
     assert whole == [(False, True, 1, [])] * 4
@@ -333,7 +333,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_served_is_refused_in_words(ranks):
+def test_unsupported_models_are_refused(ranks):
     results = in_one_launch(ranks, 2, *((refused, how) for how in REFUSED))
     for (how, text), found in zip(REFUSED.items(), results, strict=True):
         assert all(text in each for each in found), how
@@ -382,7 +382,7 @@ def unapplied(group: weft.Group) -> str:
     return error_of(runner.load_model)
 
 
-def test_another_sglang_ends_the_server_that_asked_for_weft(ranks):
+def test_an_unsupported_sglang_ends_the_server(ranks):
     calls = [*((differing, switch) for switch in ("1", "on", "0")), (unapplied,)]
     ((alone, inside),), ((wrong, _),), (none,), (error,) = in_one_launch(ranks, 1, *calls)
     assert alone == inside

@@ -236,7 +236,7 @@ def test_ranks_without_a_replica_share_those_of_others(sglang: Any) -> None:
     assert places.logical_to_rank_dispatch_physical_map[0, 0] == 0
 
 
-def test_a_pass_that_is_made_again_gets_the_batch_as_it_was(
+def test_a_repeated_pass_gets_the_unchanged_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch, seen = SimpleNamespace(rows=3), []
@@ -275,7 +275,7 @@ def tokenizer_of(sglang: Any, backend: str | None) -> Any:
     return sglang.TokenizerManager()
 
 
-def test_requests_of_a_dead_rank_are_answered_in_words(sglang: Any) -> None:
+def test_requests_of_a_dead_rank_are_aborted(sglang: Any) -> None:
     """The others' go on, and new ones go to living ranks."""
     request, tokenizer = sglang.TokenizedGenerateReqInput, tokenizer_of(sglang, "weft")
     asked = [request(str(number)) for number in range(4)]
@@ -329,7 +329,7 @@ def unfit(group: weft.Group, flags: dict[str, Any]) -> str:
     return error.removeprefix("InvalidArgument: ")
 
 
-def test_flags_by_which_no_rank_is_outlived_are_refused(ranks: Any) -> None:
+def test_flags_that_prevent_recovery_are_refused(ranks: Any) -> None:
     """All at once, as they are written; layers of another all-to-all would wait for the dead."""
     wrong = {"disable_overlap_schedule": False, "moe_dense_tp_size": None, "max_ep_size": 8}
     calls = [(unfit, wrong | {"ep_dispatch_algorithm": None}), (unfit, {"flags": ()})]

@@ -94,7 +94,7 @@ def test_one_rank_reads_its_own_counts(sglang: Callable[[str], Any], ranks: int)
     assert info.all_gather(active).tolist() == [[7, 7, 0]] * (ranks - 1) + [[0, 0, 1]]
 
 
-def test_another_sglang_is_refused_before_it_is_patched(
+def test_an_unsupported_sglang_is_refused_before_patching(
     sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One error lists all differences; the command line then knows no backend "weft"."""
@@ -124,7 +124,7 @@ def test_another_sglang_is_refused_before_it_is_patched(
         standin.parse("--moe-a2a-backend", "weft")
 
 
-def test_another_version_is_refused(
+def test_an_unsupported_version_is_refused(
     sglang: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its names are equal; and signatures are compared with those of the version."""
@@ -272,7 +272,7 @@ def test_mxfp4_is_left_as_loaded_and_packed() -> None:
         layer.w2_weight.weight_loader(layer.w2_weight, mine.down)
 
 
-def test_activations_that_are_served() -> None:
+def test_supported_activations() -> None:
     oai = {"config__gemm1_alpha": 1.702, "config__gemm1_clamp_limit": 7.0}
     split = oai | {"config__gate_up_interleaved": False}
     for more, gating, interleaved in (
@@ -324,7 +324,9 @@ REFUSED: list[tuple[torch.dtype, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("dtype", "changes", "text"), REFUSED, ids=[r[2][:30] for r in REFUSED])
-def test_experts_that_are_refused(dtype: torch.dtype, changes: dict[str, Any], text: str) -> None:
+def test_unsupported_experts_are_refused(
+    dtype: torch.dtype, changes: dict[str, Any], text: str
+) -> None:
     """The error names the layer, the attribute, its value and what is served."""
     with pytest.raises(InvalidArgument, match=text) as raised:
         check_experts(fused(dtype, **changes), form="block")

@@ -275,7 +275,7 @@ def stock(group: weft.Group, release: str) -> dict[str, str]:
     return {"the stock forward ran": str(ran.value), "not supported on SM90": str(overlaps.value)}
 
 
-def test_what_is_not_served_is_refused_in_words(ranks: Any) -> None:
+def test_unsupported_models_are_refused(ranks: Any) -> None:
     calls: list[tuple[Any, ...]] = [(misuse,), (unknown_block,)]
     calls += [(body, each) for each in (OLDER, NEWER) for body in (refused_flags, stock)]
     for results in launched(ranks, 2, *calls):
@@ -317,7 +317,7 @@ def found_by(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-def test_the_end_of_a_rank_is_reported_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
+def test_a_dead_rank_is_reported_and_ends_the_server(ranks: Any, tmp_path: Any) -> None:
     """Long before the deadline the step raises, a line names the rank, and the server ends."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(2, "cpu")(bereaved, str(tmp_path))
@@ -368,7 +368,7 @@ def test_two_hosts_are_served(ranks: Any, count: int) -> None:
     assert errors == [expected] * count
 
 
-def test_the_end_of_a_rank_ends_the_servers_of_both_hosts(ranks: Any, tmp_path: Path) -> None:
+def test_a_dead_rank_ends_the_servers_of_both_hosts(ranks: Any, tmp_path: Path) -> None:
     """Its host sees the process end, the other one the rail; no rank waits for the deadline."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(4, "cpu")(on_two_hosts, bereaved, str(tmp_path))

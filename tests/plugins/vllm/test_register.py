@@ -80,7 +80,7 @@ def test_experts_that_are_constants_are_refused(monkeypatch: pytest.MonkeyPatch,
         SubstitutedRoutedExperts("layer", config_of(), expert_substitution=object())
 
 
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error lists all differences."""
     monkeypatch.setattr(of_vllm("RoutedExperts"), "__init__", lambda self: None)
     monkeypatch.delattr(of_vllm("DPMetadata"), "get_chunk_sizes_across_dp_rank")
@@ -138,7 +138,7 @@ FLAGS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize("form", ["block", "exchange"])
 @pytest.mark.parametrize(("field", "value", "text"), FLAGS, ids=[flag[0] for flag in FLAGS])
-def test_flags_that_are_refused(
+def test_unsupported_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch, field: str, value: Any, text: str, form: str
 ) -> None:
     """The first layer raises, before weights are loaded."""
@@ -158,7 +158,7 @@ def test_flags_that_are_refused(
         ({"ep_size": 4}, "leave out --tensor-parallel-size"),
     ],
 )
-def test_ranks_that_are_refused(more: dict[str, Any], text: str) -> None:
+def test_unsupported_ranks_are_refused(more: dict[str, Any], text: str) -> None:
     """They have no tokens of their own, or no whole experts."""
     enter("block")
     with pytest.raises(InvalidArgument, match=text):
@@ -183,7 +183,9 @@ UNINTERLEAVED = SimpleNamespace(value="swigluoai_uninterleave")
         ({}, {"on_input": True}, "apply_router_weight_on_input is True"),
     ],
 )
-def test_experts_that_are_refused(config: dict[str, Any], more: dict[str, Any], text: str) -> None:
+def test_unsupported_experts_are_refused(
+    config: dict[str, Any], more: dict[str, Any], text: str
+) -> None:
     """Form block refuses them; vLLM's own experts may do all of it."""
     enter("block")
     with pytest.raises(InvalidArgument, match=f"experts in form 'block': {text}.*exchange"):
@@ -192,7 +194,7 @@ def test_experts_that_are_refused(config: dict[str, Any], more: dict[str, Any], 
     layer(config_of(**config), **more)
 
 
-def test_methods_and_tensors_that_are_refused() -> None:
+def test_unsupported_methods_and_tensors_are_refused() -> None:
     """Other quantisations by their name, and other layouts by their shapes."""
     enter("block")
 
@@ -211,7 +213,7 @@ def test_methods_and_tensors_that_are_refused() -> None:
         assert part in str(raised.value)
 
 
-def test_rows_that_weft_does_not_carry_are_refused() -> None:
+def test_unsupported_rows_are_refused() -> None:
     """Such as rows that are quantised by token."""
     travels_as_fp8, experts = engine.travels_as_fp8, SimpleNamespace(layer_name="experts")
 

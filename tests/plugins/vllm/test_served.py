@@ -340,9 +340,7 @@ def bereaved(group: weft.Group, path: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_end_of_a_rank_is_reported_and_ends_the_worker(
-    ranks: Any, tmp_path: Path, form: str
-) -> None:
+def test_a_dead_rank_is_reported_and_ends_the_worker(ranks: Any, tmp_path: Path, form: str) -> None:
     """Also where no code of weft's runs any more: a thread sees it, and a line names the rank."""
     with pytest.raises(weft.errors.RankFailed):
         ranks(2, "cpu")(bereaved, str(tmp_path / "found"), form)
